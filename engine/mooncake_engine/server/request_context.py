@@ -12,7 +12,8 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.server.kv_transfer_requests import KVTransferRequest
 from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate, best_choices
 from mooncake_engine.text.reasoning import OutputParser, ReasoningParser, ReasoningState
-from mooncake_engine.text.tool_call_parsers import PARSERS, Schemas
+from mooncake_engine.text.tool_call_forms import PARSERS
+from mooncake_engine.text.tool_call_parsers import Schemas
 
 
 @dataclass(frozen=True, slots=True)

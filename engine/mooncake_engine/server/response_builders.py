@@ -9,7 +9,7 @@ import msgspec
 
 from mooncake_engine.messages import FinishReason, TokenLogprobs
 from mooncake_engine.server.request_context import GeneratedChoice, Prompt, RequestContext
-from mooncake_engine.server.tool_choice import call_deltas, call_prefix, whole_calls
+from mooncake_engine.server.tool_choice import call_deltas, call_ids, whole_calls
 from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate
 
 _MARK = "\x00"
@@ -170,7 +170,9 @@ class ChatResponseBuilder:
     ) -> dict[str, Any]:
         body = self.plain_delta(choice.index, update.text)
         if update.calls:
-            calls = call_deltas(call_prefix(context.request_id, choice.index), update)
+            calls = call_deltas(
+                call_ids(context.request_id, choice.index, context.tool_format), update
+            )
             content = {"content": update.text} if update.text else {}
             body["delta"] = content | {"tool_calls": calls}
         if update.reasoning and context.shows_reasoning:
@@ -183,7 +185,9 @@ class ChatResponseBuilder:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         if output.calls:
             message["content"] = output.text or None
-            message["tool_calls"] = whole_calls(call_prefix(context.request_id, index), output)
+            message["tool_calls"] = whole_calls(
+                call_ids(context.request_id, index, context.tool_format), output
+            )
         if output.reasoning:
             message["content"] = output.text or None
             message |= _reasoning(output.reasoning) if context.shows_reasoning else {}

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.text.reasoning import REASONING_PARSERS, detect_reasoning
 from mooncake_engine.text.tokenizer import Tokenizer
-from mooncake_engine.text.tool_call_parsers import PARSERS, detect_parser
+from mooncake_engine.text.tool_call_forms import PARSERS, detect_parser
 from mooncake_hal.options import option
 
 AUTO, NONE = "auto", "none"
@@ -52,7 +52,7 @@ class ServerOptions:
         metadata=option(
             metavar="NAME",
             help="format of tool calls: auto (from the chat template), none, hermes (Qwen), "
-            "llama3_json, qwen3_coder",
+            "llama3_json, qwen3_coder, deepseek_v3 (V3, R1), deepseek_v31, mistral",
         ),
     )
     reasoning_parser: str = field(

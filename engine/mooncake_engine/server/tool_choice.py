@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,8 @@ from mooncake_engine.server.openai_protocol import ChatRequest, NamedToolChoice,
 from mooncake_engine.text.argument_types import types_of
 from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate
 from mooncake_engine.text.grammar_compiler import JSON_STYLE
-from mooncake_engine.text.tool_call_parsers import PARSERS, Schemas
+from mooncake_engine.text.tool_call_forms import PARSERS, DeepseekParser
+from mooncake_engine.text.tool_call_parsers import Schemas
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +89,45 @@ def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     return shown
 
 
-def call_prefix(request_id: str, index: int) -> str:
-    """Prefix of the ids of a choice's calls."""
-    return f"call_{request_id}_{index}"
+CallIds = Callable[[int], str]
+"""The id of a choice's call, by its number."""
+_SHORT_ID_FORMAT = "mistral"
+"""Whose chat templates take only ids of nine letters and digits."""
 
 
-def call_deltas(prefix: str, update: TextUpdate) -> list[dict[str, Any]]:
+def call_ids(request_id: str, index: int, tool_format: str | None) -> CallIds:
+    """Ids of the calls of a choice; the same on every instance that continues it."""
+
+    def long_id(number: int) -> str:
+        return f"call_{request_id}_{index}_{number}"
+
+    def short_id(number: int) -> str:
+        return hashlib.sha256(long_id(number).encode()).hexdigest()[:9]
+
+    return short_id if tool_format == _SHORT_ID_FORMAT else long_id
+
+
+def call_deltas(call_id: CallIds, update: TextUpdate) -> list[dict[str, Any]]:
     """Pieces of calls as a stream shows them."""
     return [
         {"index": delta.index, "function": {"arguments": delta.arguments}}
         if delta.name is None
         else {
             "index": delta.index,
-            **_call(f"{prefix}_{delta.index}", delta.name, delta.arguments),
+            **_call(call_id(delta.index), delta.name, delta.arguments),
         }
         for delta in update.calls
     ]
 
 
-def whole_calls(prefix: str, output: ChoiceOutput) -> list[dict[str, Any]]:
+def whole_calls(call_id: CallIds, output: ChoiceOutput) -> list[dict[str, Any]]:
     """The calls of a complete choice."""
     names = [delta.name for delta in output.calls if delta.name is not None]
-    arguments = [""] * len(names)
+    arguments: list[list[str]] = [[] for _ in names]
     for delta in output.calls:
-        arguments[delta.index] += delta.arguments
-    pairs = zip(names, arguments, strict=True)
-    return [_call(f"{prefix}_{index}", *pair) for index, pair in enumerate(pairs)]
+        arguments[delta.index].append(delta.arguments)
+    pairs = zip(names, map("".join, arguments), strict=True)
+    return [_call(call_id(number), *pair) for number, pair in enumerate(pairs)]
 
 
 def template_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
@@ -171,10 +186,24 @@ def _grammar(request: ChatRequest, tool_format: str, structure: Grammar | None) 
     return call_grammar(named, tool_format, is_one=True)
 
 
-_ARGUMENTS_FIELD = {"hermes": "arguments", "llama3_json": "parameters"}
+_ARGUMENTS_FIELD = {"hermes": "arguments", "llama3_json": "parameters", "mistral": "arguments"}
 _TAGGED = ('"<tool_call>\\n" call "\\n</tool_call>"', '"\\n"')
-_CALLS = {"hermes": _TAGGED, "qwen3_coder": _TAGGED, "llama3_json": ("call", '"; "')}
+_CALLS = {
+    "hermes": _TAGGED,
+    "qwen3_coder": _TAGGED,
+    "llama3_json": ("call", '"; "'),
+    "deepseek_v3": ("call", '"\\n"'),
+    "deepseek_v31": ("call", '""'),
+    "mistral": ("call", '", "'),
+}
 """By form: a call in Lark, and what stands between two of them."""
+_AROUND_CALLS = {
+    "mistral": ("[TOOL_CALLS][", "]"),
+    **dict.fromkeys(
+        ("deepseek_v3", "deepseek_v31"), (DeepseekParser.opening, DeepseekParser.closing)
+    ),
+}
+"""By form: what stands before and behind all calls, where something does."""
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -184,6 +213,9 @@ def call_grammar(
     """Calls of these tools, or ``instead`` of any call something else, as a Lark rule's body."""
     call, separator = _CALLS[tool_format]
     calls = "one" if is_one else f"one ({separator} one)*"
+    if tool_format in _AROUND_CALLS:
+        before, behind = map(_literal, _AROUND_CALLS[tool_format])
+        calls = f"{before} {calls} {behind}"
     rules = ["start: calls" if instead is None else "start: calls | instead"]
     rules += [f"calls: {calls}", f"one: {call}"]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
@@ -191,11 +223,30 @@ def call_grammar(
         if tool_format in _ARGUMENTS_FIELD:
             body = json.dumps(_schema(tool, _ARGUMENTS_FIELD[tool_format]))
             rules.append(f"call_{i}: %json {body}")
+        elif tool_format.startswith("deepseek"):
+            rules += _deepseek_call(tool, f"call_{i}", is_fenced=tool_format == "deepseek_v3")
         else:
             rules += _tagged_call(tool, f"call_{i}")
     if instead is not None:
         rules.append(f"instead: {instead}")
     return Grammar(GrammarKind.LARK, "\n".join(rules) + "\n")
+
+
+def _literal(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _deepseek_call(tool: Tool, rule: str, *, is_fenced: bool) -> Iterator[str]:
+    """The rules of a call in one of DeepSeek's forms."""
+    form, name = DeepseekParser, tool.function.name
+    before, behind = f"{form.call}{name}{form.separator}", form.call_end
+    if is_fenced:
+        before = f"{form.call}function{form.separator}{name}\n```json\n"
+        behind = f"\n```{form.call_end}"
+    parameters = {"x-guidance": JSON_STYLE, **(tool.function.parameters or {"type": "object"})}
+    yield f"{rule}: {_literal(before)} {rule}_arguments {_literal(behind)}"
+    yield f"{rule}_arguments: %json {json.dumps(parameters)}"
 
 
 def _tagged_call(tool: Tool, rule: str) -> Iterator[str]:

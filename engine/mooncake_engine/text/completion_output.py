@@ -148,7 +148,8 @@ class TextOutputProcessor:
         sampling: SamplingParams,
         parser: OutputParser | None = None,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, sampling)
+        shown = () if parser is None else parser.special_tokens
+        self._detokenizer = IncrementalDetokenizer(tokenizer, sampling, shown)
         self._is_stop_kept = sampling.include_stop_str_in_output
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._parser = parser

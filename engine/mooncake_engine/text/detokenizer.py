@@ -89,13 +89,21 @@ class IncrementalDetokenizer:
 
     Held back until it is certain: bytes of an incomplete character, and characters that may
     begin a stop string. As in vLLM, stop strings count only after more than ``min_tokens`` tokens.
+
+    Args:
+        tokenizer, sampling: what the text depends on.
+        shown: special tokens that are part of the text all the same.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, sampling: SamplingParams, shown: Sequence[str] = ()
+    ) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._token_text = tokenizer.token_text
         self._is_between = True  # characters: no bytes of an incomplete one are held
         self._skipped_ids = tokenizer.special_ids if sampling.skip_special_tokens else frozenset()
+        if shown and self._skipped_ids:
+            self._skipped_ids -= tokenizer.ids_of(shown)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = StopStringFinder(sampling.stop) if sampling.stop else None
         self._is_stop_kept = sampling.include_stop_str_in_output

@@ -38,6 +38,10 @@ class OutputParser(Protocol):
     """Takes generated text apart."""
 
     @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """That it has to see in the text."""
+
+    @property
     def num_calls(self) -> int:
         """Tool calls so far."""
 
@@ -60,6 +64,11 @@ class ReasoningParser:
         self._rest = rest
         self._held = ""
         self._is_decided = self._is_inside = is_open
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """That have to be in the text."""
+        return () if self._rest is None else self._rest.special_tokens
 
     @property
     def num_calls(self) -> int:

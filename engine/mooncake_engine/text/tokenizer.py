@@ -160,6 +160,10 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def ids_of(self, tokens: Sequence[str]) -> frozenset[int]:
+        """Ids of tokens as the tokenizer writes them; those that it does not have are left out."""
+        return frozenset(map(self._backend.token_to_id, tokens)) - {None}
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; empty for ids that only pad the model's vocabulary."""
         found = self._bytes.get(token_id)

@@ -1,4 +1,4 @@
-"""Tool calls in generated text, found while it arrives; one parser per form, by vLLM's names.
+"""Tool calls in generated text, found while it arrives; one parser per form.
 
 Hermes' form (Qwen, Hermes) puts each call between tags; Llama 3's makes the output nothing but
 calls; Qwen3-Coder's is no JSON at all: tags, and arguments without quotes. What is no well-formed
@@ -134,6 +134,8 @@ class ToolCallParser(ABC):
     opening = ""
     closing = ""
     layout = " \t\r\n"
+    special_tokens: tuple[str, ...] = ()
+    """Of the form: part of the text where calls are looked for."""
 
     def __init__(self, schemas: Schemas = MappingProxyType({})) -> None:
         self.num_calls = 0
@@ -204,37 +206,38 @@ class ToolCallParser(ABC):
 
 
 class JsonCallParser(ToolCallParser):
-    """Calls that are JSON objects with a name and arguments."""
+    """Calls that are JSON objects with a name and arguments; other fields than ``ignored_fields``
+    make it no call."""
+
+    ignored_fields: frozenset[str] = frozenset()
 
     def __init__(self, schemas: Schemas = MappingProxyType({})) -> None:
         super().__init__(schemas)
         self._scanner = ObjectScanner()
-        self._num_scanned = 0
+        self._start = self._num_scanned = 0
 
     @abstractmethod
     def _refuse(self) -> None:
         """``_held`` begins like a call and is none: let it, or its beginning, be text."""
 
-    def _begin_call(self) -> bool:
-        """``_held`` begins with the opening tag, or with the call itself where there is none."""
-        self._scanner, self._num_scanned = ObjectScanner(), len(self.opening)
+    def _begin_call(self, start: int = 0) -> bool:
+        """``_held`` begins with a tag of so many characters, and then the call itself."""
+        self._scanner, self._start, self._num_scanned = ObjectScanner(), start, start
         self._is_after_call = False
         self._state = self._read_head
         return True
 
     def _read_head(self) -> bool:
         """Up to the arguments, or to the call's end if its fields stand in another order."""
-        start = len(self.opening)
-        is_short = len(self._held) <= _HEAD_CHARACTERS
-        head = _HEAD.match(self._held, start) if is_short else None
+        head = _HEAD.match(self._held[: self._start + _HEAD_CHARACTERS], self._start)
         if head is not None and (name := _loads(head["name"])) is not None:
             self._name_call(name)
             self._held = self._held[head.end() :]
             self._scanner, self._state = ObjectScanner(), self._read_arguments
             return True
-        return self._scan_whole(start)
+        return self._scan_whole()
 
-    def _scan_whole(self, start: int) -> bool:
+    def _scan_whole(self) -> bool:
         """Read on to the end of an object that does not begin like a call."""
         self._num_scanned += self._scanner.feed(self._held[self._num_scanned :])
         if self._scanner.is_broken:
@@ -242,7 +245,7 @@ class JsonCallParser(ToolCallParser):
             return True
         if not self._scanner.is_complete:
             return False
-        call = _whole_call(self._held[start : self._num_scanned])
+        call = _whole_call(self._held[self._start : self._num_scanned], self.ignored_fields)
         if call is None:
             self._refuse()
             return True
@@ -278,7 +281,7 @@ class HermesParser(JsonCallParser):
         start = self._held.find(self.opening)
         if start >= 0:
             self._release(start)
-            return self._begin_call()
+            return self._begin_call(len(self.opening))
         end = len(self._held) - overlap(self._held, self.opening)
         if not self._is_after_call or self._held[:end].strip():
             self._release(end)
@@ -323,10 +326,10 @@ class Llama3Parser(JsonCallParser):
         return False
 
 
-def _whole_call(text: str) -> tuple[str, str] | None:
+def _whole_call(text: str, ignored: frozenset[str]) -> tuple[str, str] | None:
     """Name and arguments of a call whose fields stand in any order."""
     call = _loads(text, dict)
-    if call is None or len(call) != 2 or not isinstance(call.get("name"), str):
+    if call is None or len(call.keys() - ignored) != 2 or not isinstance(call.get("name"), str):
         return None
     arguments = next((call[field] for field in _ARGUMENTS if field in call), None)
     if not isinstance(arguments, dict):
@@ -508,23 +511,3 @@ class Qwen3CoderParser(ToolCallParser):
 def _unwrapped(value: str) -> str:
     """Without the line break on either side that the form puts there."""
     return value.removeprefix("\n").removesuffix("\n")
-
-
-PARSERS: dict[str, type[ToolCallParser]] = {
-    "hermes": HermesParser,
-    "llama3_json": Llama3Parser,
-    "qwen3_coder": Qwen3CoderParser,
-}
-"""By the names that vLLM gives them."""
-
-
-def detect_parser(chat_template: str | None) -> str | None:
-    """The form that a chat template teaches, or None."""
-    if chat_template is None or "tools" not in chat_template:
-        return None
-    if Qwen3CoderParser.function in chat_template:  # within Hermes' tags
-        return "qwen3_coder"
-    if HermesParser.opening in chat_template:
-        return "hermes"
-    is_llama = '"parameters"' in chat_template and "<|start_header_id|>" in chat_template
-    return "llama3_json" if is_llama else None

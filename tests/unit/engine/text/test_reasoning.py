@@ -17,7 +17,8 @@ from mooncake_engine.text.reasoning import (
     reasoning_state,
 )
 from mooncake_engine.text.tokenizer import Tokenizer
-from mooncake_engine.text.tool_call_parsers import PARSERS, CallDelta
+from mooncake_engine.text.tool_call_forms import PARSERS
+from mooncake_engine.text.tool_call_parsers import CallDelta
 
 OPEN, CLOSED, UNDECIDED = ReasoningState.OPEN, ReasoningState.CLOSED, ReasoningState.UNDECIDED
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mooncake_engine.text.tool_call_parsers import (
+from mooncake_engine.text.tool_call_forms import (
     PARSERS,
+    DeepseekParser,
+    MistralParser,
+    detect_parser,
+)
+from mooncake_engine.text.tool_call_parsers import (
     HermesParser,
     Llama3Parser,
     Qwen3CoderParser,
     ToolCallParser,
-    detect_parser,
 )
 
 Calls = list[tuple[str, str]]
@@ -123,7 +128,64 @@ CODER = [
     ("<function=f>\n<parameter=a>\nx\n</para", "", [("f", '{"a": "x\\n</para')]),
     ("<function=f>\n", "", [("f", "{")]),
 ]
+BEGIN, END, SEP = DeepseekParser.call, DeepseekParser.call_end, DeepseekParser.separator
+ALL, DONE = DeepseekParser.opening, DeepseekParser.closing
+V3_TEA = f'{BEGIN}function{SEP}brew\n```json\n{{"cups": 2}}\n```{END}'
+V31_TEA = f'{BEGIN}brew{SEP}{{"cups": 2}}{END}'
+BREWED = ("brew", '{"cups": 2}')
+DEEPSEEK = [
+    ("no calls at all", "no calls at all", []),
+    (f"{ALL}{V3_TEA}{DONE}", "", [BREWED]),
+    (f"Wait.\n{ALL}{V3_TEA}\n{V3_TEA}{DONE}", "Wait.\n", [BREWED, BREWED]),
+    (f"{ALL}{V31_TEA}{DONE}", "", [BREWED]),
+    (f"Wait. {ALL}{V31_TEA}{V31_TEA}{DONE} Done.", "Wait.  Done.", [BREWED, BREWED]),
+    (f"{ALL}\n{BEGIN}a-b{SEP}\n{{}}\n{END}\n{DONE}\n", "", [("a-b", "{}")]),
+    # tags that models forget
+    (V31_TEA, "", [BREWED]),
+    (f"{ALL}{V31_TEA}", "", [BREWED]),
+    (f"{V3_TEA}{ALL}{V31_TEA}{DONE}", "", [BREWED, BREWED]),
+    # malformed: text
+    (f"{ALL}soon{DONE}", f"{ALL}soon{DONE}", []),
+    (f"{ALL}{BEGIN}function{SEP}f\nsoon", f"{ALL}{BEGIN}function{SEP}f\nsoon", []),
+    (f"{BEGIN}tool{SEP}f\n```json\n{{}}", f"{BEGIN}tool{SEP}f\n```json\n{{}}", []),
+    (f"{BEGIN}{SEP}{{}}{END}", f"{BEGIN}{SEP}{{}}{END}", []),
+    (f"{BEGIN}f{SEP}[1]{END}", f"{BEGIN}f{SEP}[1]{END}", []),
+    (f"{BEGIN}f <b>{SEP}{{}}{END}", f"{BEGIN}f <b>{SEP}{{}}{END}", []),
+    (f"{BEGIN}{'f' * 1100}{SEP}{{}}{END}", f"{BEGIN}{'f' * 1100}{SEP}{{}}{END}", []),
+    (f"{ALL}{BEGIN}brew", f"{ALL}{BEGIN}brew", []),
+    # malformed after the arguments have begun
+    (f'{BEGIN}f{SEP}{{"a": 1', "", [("f", '{"a": 1')]),
+    (f"{BEGIN}f{SEP}{{}} so", " so", [("f", "{}")]),
+    (f"{BEGIN}function{SEP}f\n```json\n{{}}{END}", END, [("f", "{}")]),
+]
+LISTED = '{"name": "brew", "arguments": {"cups": 2}}'
+MISTRAL = [
+    ("no calls at all", "no calls at all", []),
+    (f"[TOOL_CALLS][{LISTED}]", "", [BREWED]),
+    (f"Hello[TOOL_CALLS] [{LISTED}, {LISTED}]\n", "Hello", [BREWED, BREWED]),
+    (f'[TOOL_CALLS][{LISTED[:-1]}, "id": "abcdef123"}}]', "", [BREWED]),
+    ('[TOOL_CALLS] [{"arguments":{"name": "J"}, "name": "age"}]', "", [("age", '{"name": "J"}')]),
+    ('[TOOL_CALLS][{"id": "a", "arguments": {}, "name": "f"}]', "", [("f", "{}")]),
+    (f"[TOOL_CALLS][{LISTED}]\nextra", "\nextra", [BREWED]),
+    ('[TOOL_CALLS]brew{"cups": 2}', "", [BREWED]),
+    ('[TOOL_CALLS]brew[ARGS]{"cups": 2}[TOOL_CALLS]f.g[ARGS]{}', "", [BREWED, ("f.g", "{}")]),
+    ('So: [TOOL_CALLS]brew[CALL_ID]123456789[ARGS]{"cups": 2}', "So: ", [BREWED]),
+    # malformed: text
+    ("[TOOL_CALLS] not a call", "[TOOL_CALLS] not a call", []),
+    ("[TOOL_CALLS] two words{}", "[TOOL_CALLS] two words{}", []),
+    ("[TOOL_CALLS][1, 2]", "[TOOL_CALLS][1, 2]", []),
+    ('[TOOL_CALLS][{"name": "f"}]', '[TOOL_CALLS][{"name": "f"}]', []),
+    ("[TOOL_CALLS]brew", "[TOOL_CALLS]brew", []),
+    (f"[TOOL_CALLS]{'f' * 1100}{{}}", f"[TOOL_CALLS]{'f' * 1100}{{}}", []),
+    ("[TOOL_CALLS]f{} [TOOL", " [TOOL", [("f", "{}")]),
+    # malformed after the arguments have begun
+    ('[TOOL_CALLS]f{"a": 1', "", [("f", '{"a": 1')]),
+    (f"[TOOL_CALLS][{LISTED}, no", ", no", [BREWED]),
+    (f'[TOOL_CALLS][{LISTED[:-1]}, "more": 1}}]', ', "more": 1}]', [BREWED]),
+]
 CASES = [
+    *((DeepseekParser, *case) for case in DEEPSEEK),
+    *((MistralParser, *case) for case in MISTRAL),
     *((HermesParser, *case) for case in HERMES),
     *((Llama3Parser, *case) for case in LLAMA),
     *((Qwen3CoderParser, *case) for case in CODER),
@@ -151,6 +213,8 @@ FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<tool_", "<|python_tag|>", '{"name": "f", "arguments": {'),
     *('{"name": "f", "parameters": {"a": "', '"name": "g"', '"arguments": {', "{", "}", "[", "]"),
     *('"', "\\", ":", ",", ";", " ", "\n", "é", "}}</tool_call>", "}}"),
+    *(ALL, DONE, BEGIN, END, SEP, f"function{SEP}f\n```json\n", f"f{SEP}", "\n```", BEGIN[:7]),
+    *("[TOOL_CALLS]", "[TOOL_CALLS][", "f[ARGS]{", "[CALL_ID]", "[TOOL", ', "id": "x"}'),
     *("<function=f>", "<function=", "</function>", "<parameter=a>", "</parameter>", ">", "<"),
 ]
 
@@ -164,7 +228,7 @@ def texts(draw: st.DrawFn) -> str:
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=400)
 @given(kind=st.sampled_from(list(PARSERS.values())), text=texts(), data=st.data())
 def test_no_word_is_lost_and_cuts_do_not_matter(
     kind: type[ToolCallParser], text: str, data: st.DataObject
@@ -179,6 +243,21 @@ def test_no_word_is_lost_and_cuts_do_not_matter(
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert parse(kind(), *pieces) == (content, calls)
     assert parse(kind(), *text) == (content, calls)
+
+
+@pytest.mark.parametrize(("kind", "text", "content", "calls"), CASES)
+def test_200_random_cuttings_give_the_same_message(
+    kind: type[ToolCallParser], text: str, content: str, calls: Calls
+) -> None:
+    numbers = random.Random(text)
+    for _ in range(200):
+        cuts = sorted(numbers.randrange(len(text) + 1) for _ in range(numbers.randrange(1, 12)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert parse(kind(), *pieces) == (content, calls)
+
+
+def test_deepseeks_tags_are_written_as_its_tokenizer_has_them() -> None:
+    assert ALL.encode() == b"<\xef\xbd\x9ctool\xe2\x96\x81calls\xe2\x96\x81begin\xef\xbd\x9c>"
 
 
 JSON = st.recursive(
@@ -206,6 +285,7 @@ def test_every_well_formed_call_is_found(
     for parser, text in (
         (HermesParser(), hermes),
         (Llama3Parser(), "; ".join(write("parameters"))),
+        (MistralParser(), f"[TOOL_CALLS][{', '.join(write('arguments'))}]"),
     ):
         content, calls = parse(parser, *text)
         assert content == ""
@@ -219,7 +299,10 @@ def test_every_well_formed_call_is_found(
         ("{{ messages }}", None),
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
         ('{% if tools %}<|start_header_id|>{"name": …, "parameters": …}{% endif %}', "llama3_json"),
-        ("{% if tools %}[TOOL_CALLS]{% endif %}", None),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral"),
+        (f"{{% if tools %}}{ALL}{{% endif %}}", "deepseek_v31"),
+        (f"{{% if tools %}}{ALL}```json{{% endif %}}", "deepseek_v3"),
+        (ALL + "{{ messages }}", None),
         ("{% if tools %}<tool_call>\n<function=…>{% endif %}", "qwen3_coder"),
     ],
 )

@@ -1,0 +1,111 @@
+"""DeepSeek's and Mistral's tool calls at the API: what is forced, what is read, which ids."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from support.asgi import AsgiClient
+from support.byte_tokenizer import write_byte_tokenizer
+from support.fake_engine import EOS, FakeEngine, saying
+from tokenizers import Tokenizer as HfTokenizer
+
+from mooncake_engine.server.app import create_app
+from mooncake_engine.server.server_options import ServerOptions
+from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_engine.text.tool_call_forms import PARSERS, DeepseekParser
+
+PATH = "/v1/chat/completions"
+ASK = {"role": "user", "content": "tea?"}
+BREW: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "brew",
+        "parameters": {
+            "type": "object",
+            "properties": {"cups": {"type": "integer"}},
+            "required": ["cups"],
+        },
+    },
+}
+TAGS = DeepseekParser
+V3 = f'{TAGS.call}function{TAGS.separator}brew\n```json\n{{"cups": 2}}\n```{TAGS.call_end}'
+V31 = f'{TAGS.call}brew{TAGS.separator}{{"cups": 2}}{TAGS.call_end}'
+ITEM = '{"name": "brew", "arguments": {"cups": 2}}'
+FORCED = {
+    "deepseek_v3": f"{TAGS.opening}{V3}\n{V3}{TAGS.closing}",
+    "deepseek_v31": f"{TAGS.opening}{V31}{V31}{TAGS.closing}",
+    "mistral": f"[TOOL_CALLS][{ITEM}, {ITEM}]",
+}
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(info=replace(FakeEngine().info, max_model_len=4096))
+
+
+def client_of(engine: FakeEngine, directory: Path, form: str) -> AsgiClient:
+    tokenizer = Tokenizer.load(write_byte_tokenizer(directory))
+    return AsgiClient(create_app(engine, tokenizer, ServerOptions(form)), {"X-Request-Id": "r"})
+
+
+@pytest.mark.parametrize("form", FORCED)
+def test_what_is_forced_is_what_is_read(form: str, engine: FakeEngine, tmp_path: Path) -> None:
+    engine.script = saying(FORCED[form])
+    client = client_of(engine, tmp_path, form)
+    answer = client.post(PATH, messages=[ASK], tools=[BREW], tool_choice="required").json()
+    message = answer["choices"][0]["message"]
+    assert message["content"] is None
+    calls = [call["function"] for call in message["tool_calls"]]
+    assert calls == [{"name": "brew", "arguments": '{"cups": 2}'}] * 2
+    grammar = engine.seen[0].sampling.grammar
+    assert grammar is not None
+    for text, fits in ((FORCED[form], True), (FORCED[form].replace("2", '"two"'), False)):
+        matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(grammar.source))
+        tokens = list(text.encode())
+        assert (matcher.try_consume_tokens(tokens) == len(tokens)) is fits, matcher.get_error()
+        assert not fits or matcher.is_accepting()
+
+
+def test_mistrals_ids_are_short_and_the_same_everywhere(engine: FakeEngine, tmp_path: Path) -> None:
+    engine.script = saying(FORCED["mistral"])
+    client = client_of(engine, tmp_path, "mistral")
+    message = client.post(PATH, messages=[ASK], tools=[BREW]).json()["choices"][0]["message"]
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert all(len(each) == 9 and each.isalnum() for each in ids), "or its templates refuse them"
+    assert len({*ids}) == 2
+    chunks = client.stream(PATH, messages=[ASK], tools=[BREW])
+    deltas = [call for c in chunks for call in c["choices"][0]["delta"].get("tool_calls", [])]
+    assert [call["id"] for call in deltas if "id" in call] == ids
+
+
+@pytest.mark.parametrize("offers_tools", [True, False])
+def test_special_tokens_of_a_form_are_seen_where_tools_are_offered(
+    engine: FakeEngine, tmp_path: Path, *, offers_tools: bool
+) -> None:
+    directory = write_byte_tokenizer(tmp_path)
+    written = HfTokenizer.from_file(str(directory / "tokenizer.json"))
+    written.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[OTHER]"])
+    written.save(str(directory / "tokenizer.json"))
+    calls, args, other = map(written.token_to_id, ("[TOOL_CALLS]", "[ARGS]", "[OTHER]"))
+    said = [*b"So: ", other, calls, *b"brew", args, *b'{"cups": 2}', EOS]
+    engine.script = lambda request: said
+    app = create_app(engine, Tokenizer.load(directory), ServerOptions("mistral"))
+    tools = {"tools": [BREW]} if offers_tools else {}
+    choice = AsgiClient(app).post(PATH, messages=[ASK], **tools).json()["choices"][0]
+    message = choice["message"]
+    assert message["content"] == ("So: " if offers_tools else 'So: brew{"cups": 2}')
+    if offers_tools:
+        [call] = message["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"cups": 2}
+
+
+def test_every_form_can_be_forced(engine: FakeEngine, tmp_path: Path) -> None:
+    for form in PARSERS:
+        client = client_of(engine, tmp_path / form, form)
+        asked = client.post(PATH, messages=[ASK], tools=[BREW], tool_choice="required")
+        assert asked.status_code == 200, asked.text
