@@ -1,15 +1,18 @@
 """What backends are put together from: a runtime without streams, a thread for copies, an
-allocation, a pool for graphs, a group of one rank.
+allocation, a pool for graphs, a group of one rank; and what brings a host's arrays to a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mooncake_hal.backend import CopyStream, Event, Exchange, Fence
@@ -226,3 +229,54 @@ def quantised(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         return x
     largest = torch.finfo(dtype).max
     return (x.float() * (1.0 / scale)).clamp_(-largest, largest).to(dtype)
+
+
+_ALIGNMENT = 256
+"""Of each array, as an allocation of its own would have: kernels are compiled for whole words."""
+_TORCH_TYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+
+
+def to_device(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+    """Tensors with these arrays' content, shapes and types. Those of the host share memory with the
+    arrays; for another device see ``copy_at_once``.
+
+    Args:
+        device: of the tensors.
+        arrays: contiguous.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return copy_at_once(device, arrays, is_pinned=True)
+
+
+def copy_at_once(
+    device: torch.device, arrays: Sequence[NDArray[Any]], *, is_pinned: bool
+) -> list[Tensor]:
+    """Copy many small arrays as one.
+
+    Copied one by one from pageable memory, each costs a call of the driver, which stages it first
+    and may wait for the stream: steps that should run ahead of the device would wait for it (CUDA's
+    "API synchronization behavior"). Here they are put behind each other in one page-locked buffer,
+    which torch gives out again once its copy is done, and the tensors are views of the copy.
+
+    Args:
+        device: of the tensors.
+        arrays: contiguous.
+        is_pinned: whether the buffer is page-locked; else the host waits for the copy.
+    """
+    rooms = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    *starts, total = accumulate(rooms, initial=0)
+    buffer = torch.empty(total, dtype=torch.uint8, pin_memory=is_pinned)
+    content = buffer.numpy()
+    for start, array in zip(starts, arrays, strict=True):
+        content[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    whole = buffer.to(device, non_blocking=is_pinned)
+    return [
+        whole[start : start + array.nbytes].view(_TORCH_TYPES[array.dtype]).view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
+    ]

@@ -15,6 +15,7 @@ from mooncake_engine.execution.request_table import BlockTables, CachedRequest, 
 from mooncake_engine.execution.speculation.drafts import Draft
 from mooncake_engine.scheduling.step_plan import ScheduledSequence
 from mooncake_hal.backend import AttentionBatch
+from mooncake_hal.backend_parts import to_device
 
 NO_DRAFTS: Mapping[str, Draft] = {}
 
@@ -116,7 +117,7 @@ def make_inputs(
         token_ids=forward.token_ids,
         positions=forward.positions,
         attention=forward.attention,
-        sampled_rows=None if rows is None else _on(device, rows),
+        sampled_rows=None if rows is None else to_device(device, [rows])[0],
         sampling=_samplers(sequences, states, requests),
     )
 
@@ -143,19 +144,30 @@ def lay_out(
     np.cumsum(counts, out=query_start[1:])
     block_tables = tables.gather(np.array(rows, dtype=np.int64), -(-max(contexts) // block_size))
     owners, positions = _positions(np.array(counts), np.array(starts), query_start)
+    on_device = to_device(
+        device,
+        (
+            query_start,
+            np.array(contexts, dtype=np.int32),
+            block_tables,
+            _slots(block_tables, owners, positions, block_size),
+            np.array(token_ids, dtype=np.int64),
+            positions,
+        ),
+    )
     attention = AttentionBatch(
         num_decodes=_leading_ones(counts),
-        query_start=_on(device, query_start),
-        context_lens=_on(device, np.array(contexts, dtype=np.int32)),
-        block_tables=_on(device, block_tables),
-        slot_mapping=_on(device, _slots(block_tables, owners, positions, block_size)),
+        query_start=on_device[0],
+        context_lens=on_device[1],
+        block_tables=on_device[2],
+        slot_mapping=on_device[3],
         block_size=block_size,
         host_query_lens=tuple(counts),
         host_context_lens=tuple(contexts),
     )
     return ForwardInputs(
-        token_ids=_on(device, np.array(token_ids, dtype=np.int64)),
-        positions=_on(device, positions),
+        token_ids=on_device[4],
+        positions=on_device[5],
         attention=attention,
         last_rows=query_start[1:].astype(np.int64) - 1,
     )
@@ -182,10 +194,6 @@ def _insert_drafts(
         tokens += draft_tokens
         sampled += [1] * len(draft_tokens)
     return more, tokens, sampled
-
-
-def _on(device: torch.device, array: NDArray[np.generic]) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def _leading_ones(counts: list[int]) -> int:

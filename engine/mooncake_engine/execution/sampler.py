@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mooncake_engine.execution.logprobs import describe_tokens
 from mooncake_engine.execution.request_table import CachedRequest, SamplingState
-from mooncake_engine.execution.sampling_metadata import RandomStream, sample_on_device, uniform
+from mooncake_engine.execution.sampling_metadata import DeviceSampling, RandomStream, uniform
 from mooncake_engine.execution.speculation.rejection_sampling import DraftToken, rejection_weights
 from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.sampling_params import SamplingParams
@@ -77,7 +77,7 @@ class Sampler:
 
     def __init__(self, eos_token_ids: tuple[int, ...], ops: SamplingOps | None = None) -> None:
         self._eos_token_ids = eos_token_ids
-        self._ops = ops
+        self._on_device = None if ops is None else DeviceSampling(ops)
 
     def sample(
         self,
@@ -120,9 +120,9 @@ class Sampler:
         modified = self._modified(states)
         self._modify(logits, modified, states)
         is_plain = not (modified or draft_tokens or all(s.sampling.is_greedy for s in states))
-        if is_plain and self._ops is not None:
+        if is_plain and self._on_device is not None:
             is_finite = logits.amax(dim=-1).isfinite()
-            return sample_on_device(self._ops, logits, states).masked_fill(~is_finite, NO_TOKEN)
+            return self._on_device.sample(logits, states).masked_fill(~is_finite, NO_TOKEN)
         return _choose(logits, states, draft_tokens)
 
     def draft(self, logits: Tensor, states: Sequence[SamplingState]) -> list[DraftToken]:

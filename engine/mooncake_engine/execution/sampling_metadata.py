@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mooncake_engine.execution.request_table import SamplingState
 from mooncake_hal.backend import Backend, SamplingMetadata, SamplingOps
+from mooncake_hal.backend_parts import to_device
 
 
 class RandomStream(IntEnum):
@@ -55,6 +58,19 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """``uniform`` of many choices at once."""
+    scrambled = _mix_all(np.array([seed & _MASK for seed in seeds], dtype=np.uint64))
+    steps = (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    return (_mix_all(scrambled + steps) >> np.uint64(12)) * 2.0**-52
+
+
+def _mix_all(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
 _MAX_INT32 = 2**31 - 1
 
 
@@ -63,31 +79,48 @@ def sampling_ops(backend: Backend) -> SamplingOps | None:
     return cast(SamplingOps, backend.ops) if backend.capabilities.sampling else None
 
 
-def sample_on_device(ops: SamplingOps, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
-    """Sample a token per row: [rows] int64.
+class DeviceSampling:
+    """Samples with a device's own ops. What the requests of a batch ask for stays on the device as
+    long as the batch is the same, and only its random numbers are copied each step.
 
     Args:
         ops: of the device that holds the logits.
-        logits: [rows, vocab] float32.
-        states: the request of each row.
     """
-    return ops.sample(logits, sampling_metadata(states, logits.device))
+
+    def __init__(self, ops: SamplingOps) -> None:
+        self._ops = ops
+        self._batch: list[SamplingState] = []
+        self._parameters: list[Tensor] = []
+
+    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        """Sample a token per row: [rows] int64.
+
+        Args:
+            logits: [rows, vocab] float32.
+            states: the request of each row.
+        """
+        return self._ops.sample(logits, self.metadata(states, logits.device))
+
+    def metadata(self, states: Sequence[SamplingState], device: torch.device) -> SamplingMetadata:
+        """How these requests' next tokens are sampled."""
+        numbers = uniforms(
+            [state.seed for state in states], [state.num_output_tokens for state in states]
+        )
+        if self._batch == states:  # the very same objects, in this order
+            [on_device] = to_device(device, [numbers])
+        else:
+            on_device, *self._parameters = to_device(device, [numbers, *_parameters(states)])
+            self._batch = list(states)
+        temperatures, top_ks, top_ps, min_ps = self._parameters
+        return SamplingMetadata(temperatures, top_ks, top_ps, min_ps, on_device)
 
 
-def sampling_metadata(states: Sequence[SamplingState], device: torch.device) -> SamplingMetadata:
-    """How these requests' next tokens are sampled."""
+def _parameters(states: Sequence[SamplingState]) -> list[NDArray[np.generic]]:
+    """Temperatures, top-k, top-p and min-p of a batch."""
     params = [state.sampling for state in states]
-    knobs = torch.tensor(
-        [[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float32
-    ).T.contiguous()
-    temperatures, top_ps, min_ps = knobs.to(device, non_blocking=True)
-    top_ks = torch.tensor([min(max(0, p.top_k), _MAX_INT32) for p in params], dtype=torch.int32)
-    numbers = [uniform(state.seed, state.num_output_tokens) for state in states]
-    uniforms = torch.tensor(numbers, dtype=torch.float64)
-    return SamplingMetadata(
-        temperatures,
-        top_ks.to(device, non_blocking=True),
-        top_ps,
-        min_ps,
-        uniforms.to(device, non_blocking=True),
-    )
+    return [
+        np.array([each.temperature for each in params], dtype=np.float32),
+        np.array([min(max(0, each.top_k), _MAX_INT32) for each in params], dtype=np.int32),
+        np.array([each.top_p for each in params], dtype=np.float32),
+        np.array([each.min_p for each in params], dtype=np.float32),
+    ]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from mooncake_engine.core_messages import ProgressHandler
 from mooncake_engine.execution.async_model_runner import AsyncModelRunner, SampledTokenBuffer
 from mooncake_engine.execution.engine_plan import EnginePlan, block_bytes, rank_device
 from mooncake_engine.execution.graph_runners import (
@@ -26,7 +27,8 @@ from mooncake_engine.execution.sampling_metadata import sampling_ops
 from mooncake_engine.execution.speculation.draft_model import DraftModel, DraftModelProposer
 from mooncake_engine.execution.speculation.drafts import Proposer
 from mooncake_engine.execution.speculation.ngram import NGramProposer
-from mooncake_engine.execution.weight_loader import ProgressHandler, load_weights
+from mooncake_engine.execution.warm_up import WARM_UP, copy_steps, warm_up_requests
+from mooncake_engine.execution.weight_loader import load_weights
 from mooncake_engine.execution.worker_extension import (
     ExtensionContext,
     WorkerExtension,
@@ -38,18 +40,12 @@ from mooncake_engine.messages import ExpertLoad
 from mooncake_engine.models.catalog import Model, build_model
 from mooncake_engine.models.expert_placement import imbalance
 from mooncake_engine.models.layers import ParallelContext, Span
-from mooncake_engine.sampling_params import Grammar, SamplingParams
-from mooncake_engine.scheduling.step_plan import (
-    NewRequest,
-    ScheduledSequence,
-    StepPlan,
-)
+from mooncake_engine.sampling_params import Grammar
+from mooncake_engine.scheduling.step_plan import StepPlan
 from mooncake_engine.text.grammars import Vocabulary, vocabulary_in
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.geometry import KVGeometry
 from mooncake_hal.registry import Registry
-
-_WARM_UP = "warm-up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,29 +318,19 @@ class Worker:
 
     def warm_up(self) -> None:
         """Compile and capture whatever the first requests would have to wait for."""
-        self._run_once()
         is_own_memory = self._device.type != "cpu"  # of which KV leaves just what is needed
+        size = self._plan.pool_size
+        assert size is not None, "a rank that runs has a pool"
+        for prompt, decode in warm_up_requests(self._plan, size.num_blocks, compiles=is_own_memory):
+            self._runner.run(prompt)
+            if not self._groups.info.is_last_stage:
+                self._runner.learn({WARM_UP: (0,)})
+            self._runner.run(decode)
+            self._runner.run(StepPlan(0, removed=(WARM_UP,)))
+        for copies in copy_steps(size.num_host_blocks) if is_own_memory else ():
+            self._runner.run(copies)
         for graphs in self._graphs if is_own_memory else ():
             graphs.capture()
-
-    def _run_once(self) -> None:
-        """A prompt and a decode, into block 0, which no request holds yet."""
-        room = min(self._plan.block_size.tokens, self._plan.max_model_len)
-        speculation = self._plan.config.speculation
-        most_draft_tokens = speculation.num_speculative_tokens if speculation else 0
-        num_draft_tokens = min(most_draft_tokens, max(room - 2, 0))
-        length = room - 1 - num_draft_tokens
-        if length < 1:
-            return
-        sampling = SamplingParams(temperature=0.0)
-        new_request = NewRequest(_WARM_UP, (0,) * length, length, sampling, 0, (0,))
-        prompt = ScheduledSequence(_WARM_UP, 0, length)
-        decode = ScheduledSequence(_WARM_UP, length, 1, num_draft_tokens=num_draft_tokens)
-        self._runner.run(StepPlan(0, new_requests=(new_request,), sequences=(prompt,)))
-        if not self._groups.info.is_last_stage:
-            self._runner.learn({_WARM_UP: (0,)})
-        self._runner.run(StepPlan(0, sequences=(decode,)))
-        self._runner.run(StepPlan(0, removed=(_WARM_UP,)))
 
     def drain(self) -> None:
         """Wait for the other stages to be through with all steps; before an orderly close."""

@@ -39,6 +39,9 @@ EIGHT_B: dict[str, Any] = {
 
 PROMPT, STEPS, ROUNDS = 128, 64, 5
 COPY_BYTES = 1 << 30
+HOST_SHARE = 1.1
+"""A step that waits for its token before the next one is planned has the host's 0.4 ms beside 5 ms
+of kernels; what runs ahead (``--async-scheduling``) is measured over HTTP (``make bench-host``)."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def test_a_step_beside_its_kernels(benchmark: Any, sides: Sides) -> None:
     step, kernels = ours_per_step(sides), seconds_of_kernels(sides)
     times = f"{step * 1e3:.2f} against {kernels * 1e3:.2f} ms"
     title = "engine: a decode step beside its kernels"
-    record(benchmark, Figure(title, step / kernels, 1.05, "times", at_least=False, context=times))
+    record(benchmark, Figure(title, step / kernels, HOST_SHARE, "times", False, times))
     benchmark(sides.decoder.step)
 
 

@@ -24,9 +24,10 @@ OPTIONS = EndpointOptions(secret=b"bench", device="cuda:0")
 WHOLE, IN_LAYERS = "BHLPT", "LPBHT"
 CASES = [(WHOLE, 1, 1), (WHOLE, 2, 1), (WHOLE, 4, 1), (WHOLE, 1, 2), (WHOLE, 4, 2)]
 CASES += [(IN_LAYERS, 1, 1), (IN_LAYERS, 2, 1)]
-BOUNDS = {WHOLE: 0.85, IN_LAYERS: 0.5}
-"""The layout of layerwise pushes, which compute hides, has pieces of 32 KiB and less: the host
-prepares one in about the time in which the device copies it."""
+BOUNDS = {WHOLE: 0.7, IN_LAYERS: 0.5}
+"""The host prepares a part of 256 MiB in some 150 us, while the one before it is copied in 125. The
+layout of layerwise pushes, which compute hides, has pieces of 32 KiB and less: the host prepares
+one in about the time in which the device copies it."""
 
 
 @pytest.mark.parametrize(("layout", "prefill", "decode"), CASES)

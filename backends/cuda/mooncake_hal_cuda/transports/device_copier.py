@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from mooncake_hal.backend_parts import copy_at_once
 from mooncake_hal.host_copies import Addresses
 from mooncake_hal_cuda.libcuda import CudaDriver
 
 _CHUNK_BYTES = 64 << 10
 _ALIGNMENT = 16
 _WIDTH = 2048
-_TORCH_TYPES = {4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ def launch_copy(
     firsts = np.cumsum(chunks) - chunks
     tables = (sources.view(np.int64), targets.view(np.int64), sizes, firsts, owners)
     copy_spans[(min(programs, len(owners)),)](
-        *_uploaded(device, tables),
+        *copy_at_once(device, tables, is_pinned=device.type == "cuda"),
         len(owners),
         **options,
     )
@@ -171,27 +170,6 @@ def compile_copies() -> None:
 
 def _options(word: int) -> dict[str, int]:
     return {"WORD": word, "CHUNK": _CHUNK_BYTES // word, "WIDTH": _WIDTH, "num_warps": 8}
-
-
-def _uploaded(
-    device: torch.device, arrays: Sequence[NDArray[np.int64] | NDArray[np.int32]]
-) -> list[torch.Tensor]:
-    """Arrays on the device, in one copy that the host does not wait for.
-
-    Each begins at a multiple of 16 bytes: launches with others would be compiled once more.
-    """
-    rooms = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
-    packed = torch.empty(sum(rooms), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    content, begin, begins = packed.numpy(), 0, []
-    for array, room in zip(arrays, rooms, strict=True):
-        content[begin : begin + array.nbytes] = array.view(np.uint8)
-        begins.append(begin)
-        begin += room
-    there = packed.to(device, non_blocking=True)
-    return [
-        there[begin : begin + array.nbytes].view(_TORCH_TYPES[array.dtype.itemsize])
-        for array, begin in zip(arrays, begins, strict=True)
-    ]
 
 
 MakeCopier = Callable[[CudaDriver, torch.device, int], DeviceCopier]

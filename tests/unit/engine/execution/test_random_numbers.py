@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from mooncake_engine.execution.sampling_metadata import uniform
+from mooncake_engine.execution.sampling_metadata import uniform, uniforms
 
 
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**31))
@@ -29,3 +29,10 @@ def test_positions_and_neighbouring_seeds_are_spread_evenly() -> None:
     # 500 expected each; 5 sigma is 109
     assert all(391 < count < 609 for count in buckets)
     assert len(set(draws)) == len(draws)
+
+
+def test_many_at_once_are_the_same_numbers() -> None:
+    seeds = [0, 1, -1, 2**63, 2**64 + 5, 123456789]
+    positions = [0, 7, 5, 2**31, 3, 100_000]
+    wanted = [uniform(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    assert uniforms(seeds, positions).tolist() == wanted

@@ -1,0 +1,76 @@
+"""Steps that run before the first request, so that no request waits for what they compile.
+
+A device's kernels are compiled when they are first called, for seconds; on the core's thread all
+requests wait for that, on a thread that copies those who need the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mooncake_engine.execution.engine_plan import EnginePlan
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, StepPlan
+
+WARM_UP = "warm-up"
+"""Id of the requests, one after the other."""
+_GREEDY = SamplingParams(temperature=0.0)
+_SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=20)
+
+
+def warm_up_requests(
+    plan: EnginePlan, num_blocks: int, *, compiles: bool
+) -> Iterator[tuple[StepPlan, StepPlan]]:
+    """A prompt and a decode of each request. No other request holds a block yet: their KV goes to
+    any of them.
+
+    Args:
+        plan: of the engine.
+        num_blocks: of the pool.
+        compiles: whether kernels are compiled at their first call: then also one that samples, and
+            a prompt of each power of two, since kernels of experts and of attention are chosen by
+            the number of tokens.
+    """
+    block_tokens = plan.block_size.tokens
+    speculation = plan.config.speculation
+    most_draft_tokens = speculation.num_speculative_tokens if speculation else 0
+    room = min(block_tokens, plan.max_model_len)
+    num_draft_tokens = min(most_draft_tokens, max(room - 2, 0))
+    length = room - 1 - num_draft_tokens
+    if length < 1:
+        return
+    yield _steps(plan, length, num_draft_tokens, _GREEDY, num_blocks)
+    if not compiles:
+        return
+    yield _steps(plan, length, num_draft_tokens, _SAMPLED, num_blocks)
+    longest = min(
+        plan.config.max_num_batched_tokens,
+        plan.max_model_len - 1 - num_draft_tokens,
+        num_blocks * block_tokens - 1 - num_draft_tokens,
+    )
+    length = 2 * block_tokens
+    while length <= longest:
+        yield _steps(plan, length, num_draft_tokens, _GREEDY, num_blocks)
+        length *= 2
+
+
+def copy_steps(num_host_blocks: int) -> Iterator[StepPlan]:
+    """Block 0 copied to itself and, where there is host memory for blocks, there and back."""
+    yield StepPlan(0, block_copies=((0, 0),))
+    if num_host_blocks:
+        yield StepPlan(0, swap_outs=((0, 0),), drains_copies=True)
+        yield StepPlan(0, swap_ins=((0, 0),), drains_copies=True)
+
+
+def _steps(
+    plan: EnginePlan, length: int, num_draft_tokens: int, sampling: SamplingParams, num_blocks: int
+) -> tuple[StepPlan, StepPlan]:
+    num_held = -(-(length + 1 + num_draft_tokens) // plan.block_size.tokens)
+    blocks = tuple(range(min(num_held, num_blocks)))
+    request = NewRequest(WARM_UP, (0,) * length, length, sampling, 0, blocks)
+    prompt = ScheduledSequence(WARM_UP, 0, length)
+    decode = ScheduledSequence(WARM_UP, length, 1, num_draft_tokens=num_draft_tokens)
+    return (
+        StepPlan(0, new_requests=(request,), sequences=(prompt,)),
+        StepPlan(0, sequences=(decode,)),
+    )
