@@ -95,6 +95,7 @@ class AcceleratorRuntime:
         self._devices = tuple(devices)
         self._pool: GraphPool[Any] = GraphPool(module.graph_pool_handle)
         self._capture_streams: dict[int, Any] = {}
+        self._taken_before: dict[int, int] = {}
 
     def devices(self) -> Sequence[DeviceInfo]:
         return self._devices
@@ -108,7 +109,12 @@ class AcceleratorRuntime:
         return torch.device(self._kind, index)
 
     def bind_thread(self, index: int) -> None:
-        self._module.set_device(self.device(index))
+        device = self.device(index)
+        self._module.set_device(device)
+        if index not in self._taken_before:
+            info = self.memory_info(index)
+            taken = info.total_bytes - info.free_bytes - self._module.memory_reserved(device)
+            self._taken_before[index] = int(taken)
 
     def synchronize(self, index: int) -> None:
         try:
@@ -124,11 +130,13 @@ class AcceleratorRuntime:
         self._module.reset_peak_memory_stats(self.device(index))
 
     def peak_bytes(self, index: int) -> int:
-        # of all processes that use the device, since drivers report no more than that
+        # Drivers report what all processes have taken together: what was taken when this one came
+        # to the device is others' (and this one's context, which is there by then).
         device, info = self.device(index), self.memory_info(index)
         reserved = self._module.memory_reserved(device)
         returned = self._module.max_memory_reserved(device) - reserved
-        return int(info.total_bytes - info.free_bytes + returned)
+        taken = int(info.total_bytes - info.free_bytes + returned)
+        return max(taken - self._taken_before.get(index, 0), 0)
 
     def event(self, index: int) -> Event:
         return AcceleratorEvent(self._module, self.device(index))

@@ -169,7 +169,8 @@ class Runtime(Protocol):
 
     def peak_bytes(self, index: int) -> int:
         """The most memory that was taken since ``reset_peak``, as far as the device can tell: by
-        this process at least, what an allocator keeps for reuse included."""
+        this process, what an allocator keeps for reuse included; of other processes what they have
+        taken since this one first bound a thread to the device."""
         ...
 
     def event(self, index: int) -> Event:

@@ -151,9 +151,8 @@ class Registry:
         _require_sound(row)
         return _load_backend(spec, plugin)
 
-    def device_type(self, name: str = "auto") -> str:
-        """What torch calls the devices of a backend, without loading it; empty where these are the
-        host, and where no such backend is there.
+    def backend_name(self, name: str = "auto") -> str:
+        """Which backend ``select_backend`` would load, without loading it; empty if none.
 
         Args:
             name: as ``select_backend`` takes it.
@@ -166,7 +165,17 @@ class Registry:
                 if row.status is PluginStatus.AVAILABLE and (row.priority or 0) >= 0
             )
             wanted = next(usable, "")
-        return self.backends[wanted][0].device_type if wanted in self.backends else ""
+        return wanted if wanted in self.backends else ""
+
+    def device_type(self, name: str = "auto") -> str:
+        """What torch calls the devices of a backend, without loading it; empty where these are the
+        host, and where no such backend is there.
+
+        Args:
+            name: as ``select_backend`` takes it.
+        """
+        wanted = self.backend_name(name)
+        return self.backends[wanted][0].device_type if wanted else ""
 
     def host_copies(self, device: str) -> HostCopies:
         """Copies between a device's memory and the host's.

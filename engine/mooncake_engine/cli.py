@@ -5,25 +5,35 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from mooncake_engine.checkpoints.model_source import find_model
 from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.config_file import CONFIG_FILE, with_config
 from mooncake_engine.errors import ConfigError, EngineError, EngineStuck
+from mooncake_engine.instance_arguments import (
+    CONNECTOR_OPTIONS,
+    INSTANCE_OPTIONS,
+    LOG_FORMAT,
+    LOG_LEVEL,
+    LOGGING,
+    ROLE_OPTIONS,
+    device_argv,
+    engine_argv,
+    engine_config,
+    kv_transfer_config,
+    role_argv,
+)
 from mooncake_engine.process.queued_stderr import queued_stderr
 from mooncake_engine.server.server_options import ServerOptions
-from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.speculative_config import SpeculativeConfig
 from mooncake_engine.vllm_flags import with_model_flag, without_vllm_flags
 from mooncake_hal.command_line import (
-    LOG_FORMATS,
     DefaultsInHelp,
     LogSettings,
     load_development_module,
@@ -45,33 +55,6 @@ if TYPE_CHECKING:
 _REPLAY_COMMAND = "mooncake_engine.replay.replay_command"
 _SERVING_COMMAND = "mooncake_engine.replay.serving_command"
 _SERVING_OPTIONS = "mooncake_engine.replay.serving_options"
-_LOG_LEVEL = Option(
-    flag="--log-level",
-    default="info",
-    choices=("debug", "info", "warning", "error"),
-    help="minimum severity of log lines on stderr",
-)
-_LOG_FORMAT = Option(
-    flag="--log-format",
-    default="text",
-    choices=LOG_FORMATS,
-    help="form of log lines on stderr: text, or one JSON object per line, in every process",
-)
-_LOGGING = (_LOG_LEVEL, _LOG_FORMAT)
-_CONNECTOR_OPTIONS = options_of(KVTransferConfig, only=("connector", "transports"))
-_INSTANCE_OPTIONS = (
-    *options_of(EngineConfig, without=("role",)),
-    *options_of(SpeculativeConfig),
-    *_LOGGING,
-    *options_of(ServerOptions, without=("api_keys",)),
-)
-"""What every instance of a deployment is given alike, unless ``--prefill-args`` or
-``--decode-args`` say otherwise for a role."""
-ROLE_OPTIONS = (
-    *_INSTANCE_OPTIONS,
-    *options_of(KVTransferConfig, without=("connector", "transports", "secret")),
-)
-"""What may differ between the roles of a deployment."""
 
 
 def _address_options(of_what: str) -> tuple[Option, ...]:
@@ -165,142 +148,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None) -> EngineConfig:
-    """The engine's part of a command line; a model by name is fetched.
-
-    Raises:
-        ConfigError: a value that can't be, or no such model.
-        DownloadFailed: it can't be fetched.
-    """
-    find_models(args)
-    from mooncake_engine.kv_connector import engine_errors
-
-    with engine_errors():
-        config = from_arguments(
-            EngineConfig, args, kv_transfer=kv_transfer, speculative_config=speculative_config(args)
-        )
-        if config.kv_pool is not None:
-            network = kv_transfer or from_arguments(KVTransferConfig, args)
-            config = replace(config, kv_pool=config.kv_pool.with_network(network))
-    return config
-
-
-def find_models(args: argparse.Namespace) -> None:
-    """Put directories of this host in the place of models' names, and the model's name where it is
-    served under none.
-
-    Raises:
-        ConfigError, DownloadFailed, CheckpointError: see ``find_model``.
-    """
-    found = find_model(args.model)
-    is_served_by_name = getattr(args, "served_model_name", None) == []
-    if is_served_by_name and found.name != found.directory.resolve().name:
-        args.served_model_name = [found.name]
-    args.model = found.directory
-    if args.speculative_model is not None:
-        args.speculative_model = find_model(args.speculative_model, "--speculative-model").directory
-
-
-def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
-    """How tokens are drafted; None for not at all.
-
-    Raises:
-        ConfigError: the options contradict each other.
-    """
-    if args.speculative_method is not None:
-        return from_arguments(SpeculativeConfig, args)
-    options = options_of(SpeculativeConfig)
-    given = [option for option in options if getattr(args, option.name) is not None]
-    if not given:
-        return None
-    fields = [option.field for option in given]
-    if "model" in fields:
-        method = f"--speculative-method {SpeculativeMethod.DRAFT.value}"
-    elif set(fields) <= {"num_speculative_tokens", "disable_by_batch_size"}:
-        method = f"--speculative-method, one of {', '.join(SpeculativeMethod)}"
-    else:
-        method = f"--speculative-method {SpeculativeMethod.NGRAM.value}"
-    raise ConfigError(
-        f"{', '.join(option.flag for option in given)} without --speculative-method: no tokens are "
-        f"drafted; add {method}"
-    )
-
-
-def engine_argv(args: argparse.Namespace) -> tuple[str, ...]:
-    """The instances' part of a command line again, as far as it differs from the defaults. Without
-    ``--threads``, the instances of a deployment share the CPUs evenly."""
-    wanted = vars(args)
-    if not args.threads:
-        num_instances = args.prefill + args.decode
-        wanted = {**wanted, "threads": max(1, (os.cpu_count() or 1) // num_instances)}
-    argv: list[str] = []
-    for option in _INSTANCE_OPTIONS:
-        if wanted[option.name] != option.default:
-            argv += option.words(wanted[option.name])
-    return tuple(argv)
-
-
-def role_argv(args: argparse.Namespace, role: Role) -> tuple[str, ...]:
-    """What the instances of one role are given beside ``engine_argv``, and after it.
-
-    Raises:
-        ConfigError: with the option of ``serve`` that can't be.
-    """
-    from mooncake_engine.kv_connector import engine_errors
-
-    flag = f"--{role.value}-args"
-    try:
-        words = shlex.split(getattr(args, f"{role.value}_args"))
-    except ValueError as exc:
-        raise ConfigError(f"{flag}: {exc}") from exc
-    parser = _RoleParser(flag)
-    add_to_parser(parser, ROLE_OPTIONS)
-    parsed = parser.parse_args([*engine_argv(args), *words])
-    try:
-        engine_config(parsed, None)
-        from_arguments(ServerOptions, parsed)
-        with engine_errors():
-            from_arguments(KVTransferConfig, parsed)
-    except ConfigError as exc:
-        raise ConfigError(f"{flag}: {exc}") from exc
-    return tuple(words)
-
-
-class _RoleParser(argparse.ArgumentParser):
-    """Raises where others end the process."""
-
-    def __init__(self, flag: str) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-        self._flag = flag
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self._flag}: {message}; these are options of mooncake-engine serve")
-
-
-def kv_transfer_config(args: argparse.Namespace) -> KVTransferConfig | None:
-    """How KV moves; None for an instance that works alone.
-
-    Raises:
-        ConfigError: the secret can't be read, or there is no such connector.
-    """
-    from mooncake_engine.kv_connector import engine_errors, find_connector
-
-    if args.kv_connector is None and args.role == Role.BOTH.value:
-        return None
-    with engine_errors():
-        config = from_arguments(KVTransferConfig, args)
-    find_connector(config.connector)
-    return config
-
-
 def _serve(args: argparse.Namespace) -> int:
+    from mooncake_engine.process.progress_bar import ProgressBar
     from mooncake_engine.server.api_server import serve
+    from mooncake_engine.server.api_workers import serve_with_workers
 
     aliases = tuple(args.served_model_name[1:])
     options = from_arguments(ServerOptions, args, model_aliases=aliases)
     config = engine_config(args, kv_transfer_config(args))
     with queued_stderr():
-        serve(config, args.host, args.port, _start_engine, options)
+        if options.api_workers > 1:
+            serve_with_workers(config, args.host, args.port, options, ProgressBar())
+        else:
+            serve(config, args.host, args.port, _start_engine, options)
     return 0
 
 
@@ -350,6 +210,7 @@ def _up(args: argparse.Namespace) -> int:
         max_restarts=args.max_restarts,
         kv_pool=config.kv_pool,
         log_format=args.log_format,
+        device_argv=device_argv(args),
     )
     with queued_stderr():
         up(deployment)
@@ -418,7 +279,7 @@ COMMANDS = (
             *_address_options("API"),
             *options_of(EngineConfig),
             *options_of(SpeculativeConfig),
-            *_LOGGING,
+            *LOGGING,
             *options_of(ServerOptions),
             *options_of(KVTransferConfig),
             CONFIG_FILE,
@@ -455,7 +316,7 @@ COMMANDS = (
             ),
             *options_of(EngineConfig, without=("role", "served_model_name", "seed")),
             *options_of(SpeculativeConfig),
-            *_LOGGING,
+            *LOGGING,
         ),
         _add_prompt,
     ),
@@ -509,8 +370,8 @@ COMMANDS = (
                 metavar="TEXT",
                 help="prompt to send once everything is up",
             ),
-            *_INSTANCE_OPTIONS,
-            *_CONNECTOR_OPTIONS,
+            *INSTANCE_OPTIONS,
+            *CONNECTOR_OPTIONS,
             CONFIG_FILE,
         ),
     ),
@@ -554,22 +415,22 @@ COMMANDS = (
                 help="attempts for a request that fails; one that is refused for now (429, 503) "
                 "is sent until it is taken",
             ),
-            replace(_LOG_LEVEL, default="warning"),
-            _LOG_FORMAT,
+            replace(LOG_LEVEL, default="warning"),
+            LOG_FORMAT,
         ),
     ),
     Command(
         "bench",
         "replay a trace against an OpenAI endpoint",
         _bench,
-        (replace(_LOG_LEVEL, default="warning"), _LOG_FORMAT),
+        (replace(LOG_LEVEL, default="warning"), LOG_FORMAT),
         _development_options(_REPLAY_COMMAND),
     ),
     Command(
         "bench serve",
         "send the load of vLLM's bench serve to an OpenAI endpoint",
         _bench_serve,
-        (replace(_LOG_LEVEL, default="warning"), _LOG_FORMAT),
+        (replace(LOG_LEVEL, default="warning"), LOG_FORMAT),
         _development_options(_SERVING_OPTIONS),
     ),
     Command(
@@ -578,14 +439,14 @@ COMMANDS = (
         _collect_env,
         (
             Option(flag="--json", is_switch=True, default=False, help="print JSON"),
-            *_LOGGING,
+            *LOGGING,
         ),
     ),
     Command(
         "options",
         "print the options of a command as a table in Markdown",
         _options,
-        _LOGGING,
+        LOGGING,
         _add_command_name,
     ),
 )

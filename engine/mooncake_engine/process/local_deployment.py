@@ -61,6 +61,7 @@ class LocalDeployment:
         max_restarts: how often in a row a part that dies is started again, while the others go on;
             0 ends everything with the first one that dies. A pool's store is always started again.
         log_format: of what the processes log; ``engine_argv`` has it for instances.
+        device_argv: of each instance, prefill first: its devices. Empty where none are divided.
     """
 
     host: str
@@ -79,6 +80,7 @@ class LocalDeployment:
     decode_argv: tuple[str, ...] = ()
     kv_pool: KVPoolConfig | None = None
     log_format: str = "text"
+    device_argv: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name, count in (("prefill", self.num_prefill), ("decode", self.num_decode)):
@@ -87,6 +89,12 @@ class LocalDeployment:
         if self.max_restarts < 0:
             raise ConfigError(f"--max-restarts must not be negative, got {self.max_restarts}")
         find_connector(self.connector)
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether several instances are on one device."""
+        firsts = [argv[:2] for argv in self.device_argv if argv]
+        return len(set(firsts)) < len(firsts)
 
 
 def up(deployment: LocalDeployment) -> None:
@@ -122,10 +130,14 @@ async def _serve(deployment: LocalDeployment, children: ChildProcesses, secret_f
     """Start everything, send the prompt, then wait for ever."""
     pools: dict[str, list[Child]] = {"prefill": [], "decode": []}
     pool_argv = await _start_store(deployment, children, secret_file)
+    device_argv = iter(deployment.device_argv)
     for role, count in (("prefill", deployment.num_prefill), ("decode", deployment.num_decode)):
         for index in range(count):
             argv = _instance_argv(deployment, role, secret_file, pool_argv)
-            pools[role].append(await children.start(f"{role}-{index}", argv))
+            child = await children.start(f"{role}-{index}", [*argv, *next(device_argv, ())])
+            pools[role].append(child)
+            if deployment.shares_devices:
+                await child.ready  # while one measures what is left, nobody else may take any
     urls = {role: [await child.ready for child in pool] for role, pool in pools.items()}
     proxy = await children.start("proxy", _proxy_argv(deployment, urls))
     await _introduce(await proxy.ready, deployment.prompt)

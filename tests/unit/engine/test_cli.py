@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 
 import mooncake_engine
-from mooncake_engine.cli import (
-    build_parser,
+from mooncake_engine.cli import build_parser, main
+from mooncake_engine.config import EngineConfig, Role
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.instance_arguments import (
     engine_argv,
     engine_config,
     kv_transfer_config,
-    main,
     role_argv,
 )
-from mooncake_engine.config import EngineConfig, Role
-from mooncake_engine.errors import ConfigError
 from mooncake_engine.process.local_deployment import LocalDeployment
 from mooncake_engine.process.progress_bar import ProgressBar
 from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake_engine.cli import OPTIONS, SECTIONS, build_parser, engine_argv, main
+from mooncake_engine.cli import OPTIONS, SECTIONS, build_parser, main
 from mooncake_engine.config_file import with_config
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.instance_arguments import engine_argv
 
 FILE = """
 model: /models/m

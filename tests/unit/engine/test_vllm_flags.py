@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_engine.cli import build_parser, engine_config, main
+from mooncake_engine.cli import build_parser, main
 from mooncake_engine.config_file import with_config
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.instance_arguments import engine_config
 from mooncake_engine.vllm_flags import with_model_flag, without_vllm_flags
 
 TINY = "examples/tiny-llama"

@@ -20,8 +20,8 @@ from support.deploy import (
     unit_command,
 )
 
-from mooncake_engine.cli import kv_transfer_config
 from mooncake_engine.config import Role
+from mooncake_engine.instance_arguments import kv_transfer_config
 from mooncake_hal.port_range import PortRange
 from mooncake_proxy.pool.kubernetes import KubernetesConfig, PodList, specs_of_pods
 from mooncake_proxy.pool.pool_file import parse_pool_file

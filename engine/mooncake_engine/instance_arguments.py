@@ -1,0 +1,202 @@
+"""An instance's part of a command line: its options, what they come to, and the same in words again
+for the instances that ``up`` starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from dataclasses import replace
+from typing import NoReturn
+
+from mooncake_engine.checkpoints.model_source import find_model
+from mooncake_engine.config import EngineConfig, ExecutorKind, Role
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.process.device_division import InstanceNeeds, device_options
+from mooncake_engine.server.server_options import ServerOptions
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
+from mooncake_hal.command_line import LOG_FORMATS
+from mooncake_hal.options import Option, add_to_parser, from_arguments, options_of
+from mooncake_kv.config import KVTransferConfig
+
+LOG_LEVEL = Option(
+    flag="--log-level",
+    default="info",
+    choices=("debug", "info", "warning", "error"),
+    help="minimum severity of log lines on stderr",
+)
+LOG_FORMAT = Option(
+    flag="--log-format",
+    default="text",
+    choices=LOG_FORMATS,
+    help="form of log lines on stderr: text, or one JSON object per line, in every process",
+)
+LOGGING = (LOG_LEVEL, LOG_FORMAT)
+CONNECTOR_OPTIONS = options_of(KVTransferConfig, only=("connector", "transports"))
+INSTANCE_OPTIONS = (
+    *options_of(EngineConfig, without=("role",)),
+    *options_of(SpeculativeConfig),
+    *LOGGING,
+    *options_of(ServerOptions, without=("api_keys",)),
+)
+"""What every instance of a deployment is given alike, unless ``--prefill-args`` or
+``--decode-args`` say otherwise for a role."""
+ROLE_OPTIONS = (
+    *INSTANCE_OPTIONS,
+    *options_of(KVTransferConfig, without=("connector", "transports", "secret")),
+)
+"""What may differ between the roles of a deployment."""
+
+
+def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None) -> EngineConfig:
+    """The engine's part of a command line; a model by name is fetched.
+
+    Raises:
+        ConfigError: a value that can't be, or no such model.
+        DownloadFailed: it can't be fetched.
+    """
+    find_models(args)
+    from mooncake_engine.kv_connector import engine_errors
+
+    with engine_errors():
+        config = from_arguments(
+            EngineConfig, args, kv_transfer=kv_transfer, speculative_config=speculative_config(args)
+        )
+        if config.kv_pool is not None:
+            network = kv_transfer or from_arguments(KVTransferConfig, args)
+            config = replace(config, kv_pool=config.kv_pool.with_network(network))
+    return config
+
+
+def find_models(args: argparse.Namespace) -> None:
+    """Put directories of this host in the place of models' names, and the model's name where it is
+    served under none.
+
+    Raises:
+        ConfigError, DownloadFailed, CheckpointError: see ``find_model``.
+    """
+    found = find_model(args.model)
+    is_served_by_name = getattr(args, "served_model_name", None) == []
+    if is_served_by_name and found.name != found.directory.resolve().name:
+        args.served_model_name = [found.name]
+    args.model = found.directory
+    if args.speculative_model is not None:
+        args.speculative_model = find_model(args.speculative_model, "--speculative-model").directory
+
+
+def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
+    """How tokens are drafted; None for not at all.
+
+    Raises:
+        ConfigError: the options contradict each other.
+    """
+    if args.speculative_method is not None:
+        return from_arguments(SpeculativeConfig, args)
+    options = options_of(SpeculativeConfig)
+    given = [option for option in options if getattr(args, option.name) is not None]
+    if not given:
+        return None
+    fields = [option.field for option in given]
+    if "model" in fields:
+        method = f"--speculative-method {SpeculativeMethod.DRAFT.value}"
+    elif set(fields) <= {"num_speculative_tokens", "disable_by_batch_size"}:
+        method = f"--speculative-method, one of {', '.join(SpeculativeMethod)}"
+    else:
+        method = f"--speculative-method {SpeculativeMethod.NGRAM.value}"
+    raise ConfigError(
+        f"{', '.join(option.flag for option in given)} without --speculative-method: no tokens are "
+        f"drafted; add {method}"
+    )
+
+
+def engine_argv(args: argparse.Namespace) -> tuple[str, ...]:
+    """The instances' part of a command line again, as far as it differs from the defaults. Without
+    ``--threads``, the instances of a deployment share the CPUs evenly."""
+    wanted = vars(args)
+    if not args.threads:
+        num_instances = args.prefill + args.decode
+        wanted = {**wanted, "threads": max(1, (os.cpu_count() or 1) // num_instances)}
+    argv: list[str] = []
+    for option in INSTANCE_OPTIONS:
+        if wanted[option.name] != option.default:
+            argv += option.words(wanted[option.name])
+    return tuple(argv)
+
+
+def role_argv(args: argparse.Namespace, role: Role) -> tuple[str, ...]:
+    """What the instances of one role are given beside ``engine_argv``, and after it.
+
+    Raises:
+        ConfigError: with the option of ``serve`` that can't be.
+    """
+    from mooncake_engine.kv_connector import engine_errors
+
+    flag = f"--{role.value}-args"
+    words, parsed = _role_arguments(args, role)
+    try:
+        engine_config(parsed, None)
+        from_arguments(ServerOptions, parsed)
+        with engine_errors():
+            from_arguments(KVTransferConfig, parsed)
+    except ConfigError as exc:
+        raise ConfigError(f"{flag}: {exc}") from exc
+    return tuple(words)
+
+
+def _role_arguments(args: argparse.Namespace, role: Role) -> tuple[list[str], argparse.Namespace]:
+    """The words of a role's option, and all options of its instances."""
+    flag = f"--{role.value}-args"
+    try:
+        words = shlex.split(getattr(args, f"{role.value}_args"))
+    except ValueError as exc:
+        raise ConfigError(f"{flag}: {exc}") from exc
+    parser = _RoleParser(flag)
+    add_to_parser(parser, ROLE_OPTIONS)
+    return words, parser.parse_args([*engine_argv(args), *words])
+
+
+def device_argv(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
+    """What each instance of a deployment is told of its devices, prefill first.
+
+    Raises:
+        ConfigError: there are too few for one of them.
+    """
+    instances = []
+    for role, count in ((Role.PREFILL, args.prefill), (Role.DECODE, args.decode)):
+        _, found = _role_arguments(args, role)
+        memory = (found.memory_utilization, found.kv_cache_bytes, found.num_kv_blocks)
+        needs = InstanceNeeds(
+            found.backend,
+            found.tp_size * found.pp_size,
+            has_device=bool(found.device) or found.executor == ExecutorKind.RAY.value,
+            has_memory=any(value is not None for value in memory),
+        )
+        instances += [needs] * count
+    return tuple(device_options(instances))
+
+
+class _RoleParser(argparse.ArgumentParser):
+    """Raises where others end the process."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self._flag = flag
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self._flag}: {message}; these are options of mooncake-engine serve")
+
+
+def kv_transfer_config(args: argparse.Namespace) -> KVTransferConfig | None:
+    """How KV moves; None for an instance that works alone.
+
+    Raises:
+        ConfigError: the secret can't be read, or there is no such connector.
+    """
+    from mooncake_engine.kv_connector import engine_errors, find_connector
+
+    if args.kv_connector is None and args.role == Role.BOTH.value:
+        return None
+    with engine_errors():
+        config = from_arguments(KVTransferConfig, args)
+    find_connector(config.connector)
+    return config

@@ -1,0 +1,54 @@
+"""What a process takes of a device is told from what others had taken before it came."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from mooncake_hal.accelerator import AcceleratorRuntime
+from mooncake_hal.backend import DeviceInfo
+
+TOTAL = 1000
+
+
+@dataclass
+class Device:
+    """Stands for torch's module of one kind of device."""
+
+    others: int = 0
+    context: int = 0
+    reserved: int = 0
+    most_reserved: int = 0
+
+    def set_device(self, _: torch.device) -> None:
+        self.context = 50
+
+    def mem_get_info(self, _: torch.device) -> tuple[int, int]:
+        return TOTAL - self.others - self.context - self.reserved, TOTAL
+
+    def memory_reserved(self, _: torch.device) -> int:
+        return self.reserved
+
+    def max_memory_reserved(self, _: torch.device) -> int:
+        return self.most_reserved
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return 0, 0
+
+
+@pytest.mark.parametrize("others", [0, 400])
+def test_the_peak_is_this_process_s(others: int) -> None:
+    module = Device(others=others)
+    runtime = AcceleratorRuntime(
+        "emulated", module, "cuda", "VISIBLE", [DeviceInfo(0, "emulated", "sm_90", TOTAL)]
+    )
+    runtime.bind_thread(0)
+    module.reserved, module.most_reserved = 200, 300
+    runtime.bind_thread(0)  # a later thread changes nothing
+    assert runtime.peak_bytes(0) == 300
+    module.others -= others // 2  # whoever leaves does not make it less than nothing
+    assert runtime.peak_bytes(0) == 300 - others // 2
+    module.reserved = module.most_reserved = 0
+    assert runtime.peak_bytes(0) == 0
