@@ -33,7 +33,8 @@ from support.core_runs import random_prompt
 from support.figures import Figure
 from support.pool_engine import engine, forget, settle
 
-from mooncake_engine.core import AddRequest, EngineCore
+from mooncake_engine.core import EngineCore
+from mooncake_engine.core_messages import AddRequest
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
 

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import logging
+import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import Any
 from mooncake_hal.errors import DevelopmentToolsMissing
 
 LOG_FORMATS = ("text", "json")
-_TEXT_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_TEXT_START, _TEXT_END = "%(asctime)s %(levelname)s", "%(name)s: %(message)s"
+_TEXT_LINE = f"{_TEXT_START} {_TEXT_END}"
 
 
 class DefaultsInHelp(argparse.HelpFormatter):
@@ -40,13 +42,22 @@ class DefaultsInHelp(argparse.HelpFormatter):
 
 class JsonLogLines(logging.Formatter):
     """A line of JSON per record, whatever is in its message: ``time`` in seconds since 1970,
-    ``level``, ``logger``, ``message`` and, of an error with a traceback, ``exception``."""
+    ``level``, ``logger``, ``message`` and, of an error with a traceback, ``exception``.
+
+    Args:
+        worker: names this process among several that do the same; empty for one that is alone.
+    """
+
+    def __init__(self, worker: str = "") -> None:
+        super().__init__()
+        self._named = {"worker": worker} if worker else {}
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": round(record.created, 3),
             "level": record.levelname,
             "logger": record.name,
+            **self._named,
             "message": record.getMessage(),
         }
         if record.exc_info:
@@ -61,10 +72,12 @@ class LogSettings:
     Args:
         level: lowest severity, as ``logging`` numbers it.
         format: one of ``LOG_FORMATS``.
+        worker: named in every line, where several processes do the same.
     """
 
     level: int = logging.WARNING
     format: str = "text"
+    worker: str = ""
 
     @classmethod
     def current(cls) -> LogSettings:
@@ -78,7 +91,8 @@ class LogSettings:
         own warnings are lines of JSON, too."""
         handler = logging.StreamHandler(sys.stderr)
         is_json = self.format == "json"
-        handler.setFormatter(JsonLogLines() if is_json else logging.Formatter(_TEXT_LINE))
+        text_line = f"{_TEXT_START} {self.worker} {_TEXT_END}" if self.worker else _TEXT_LINE
+        handler.setFormatter(JsonLogLines(self.worker) if is_json else logging.Formatter(text_line))
         logging.basicConfig(level=self.level, handlers=[handler])
         if is_json:
             logging.captureWarnings(True)
@@ -99,6 +113,12 @@ def load_development_module(name: str) -> ModuleType:
             f"{name} is not installed: it is a tool for development, which the packages that serve "
             "come without; install it by `pip install 'mooncake-hal[testing]'`"
         ) from exc
+
+
+def import_path() -> str:
+    """``PYTHONPATH`` for a process of ours that is started by this one: it must find what this one
+    can import, extensions above all."""
+    return os.pathsep.join(filter(None, sys.path))
 
 
 def describe_exit(status: int) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from mooncake_engine.config import EngineConfig, ExecutorKind
 from mooncake_engine.core import EngineCore
+from mooncake_engine.core_messages import ProgressHandler
 from mooncake_engine.errors import CheckpointError, ConfigError, PortTaken
 from mooncake_engine.execution.engine_plan import (
     EnginePlan,
@@ -27,7 +28,6 @@ from mooncake_engine.execution.executor import (
 )
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.execution.ray_launcher import RayLauncher
-from mooncake_engine.execution.weight_loader import ProgressHandler
 from mooncake_engine.execution.worker_extension import ExtensionMessages
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.kv_connector import (

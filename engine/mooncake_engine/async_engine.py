@@ -10,26 +10,28 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from mooncake_engine.admission import check_request
-from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.core import (
+from mooncake_engine.core_client import CoreClient
+from mooncake_engine.core_messages import (
     AbortRequest,
     AddRequest,
     Command,
     Core,
+    LoadProgress,
     PrepareGrammar,
+    ReadFigures,
     ResetPrefixCache,
     Wake,
 )
-from mooncake_engine.core_client import CoreClient
 from mooncake_engine.errors import EngineDead, EngineStalled, InvalidRequest, Overloaded
-from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.kv_connector import find_connector
 from mooncake_engine.messages import EngineInfo, EngineRequest, EngineStats, TokenUpdate
+from mooncake_engine.process.worker_counts import WorkerCounts
 from mooncake_engine.step_watchdog import StepWatchdog
 from mooncake_engine.text.completion_output import OnUpdate
 from mooncake_hal.registry import Registry
@@ -40,6 +42,7 @@ from mooncake_kv.params import TransferMode
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
+_FIGURES_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,10 +60,18 @@ class AsyncEngine:
         core: of this process or of another; it is closed with this object.
         info: what is known about it.
         config: what it was made from.
+        counts: where it says how many requests are in it; other API workers have their own.
     """
 
-    def __init__(self, core: Core, info: EngineInfo, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        core: Core,
+        info: EngineInfo,
+        config: EngineConfig,
+        counts: WorkerCounts | None = None,
+    ) -> None:
         self.config = config
+        self._counts = counts or WorkerCounts()
         transfer = config.kv_transfer
         self._mode = find_connector(transfer.connector).mode if transfer else TransferMode.NONE
         self._core = core
@@ -93,11 +104,13 @@ class AsyncEngine:
                 on_progress("loading weights", progress.fraction)
 
         if not _is_core_apart(config):
+            from mooncake_engine.assembly import build_engine  # torch
+
             engine = build_engine(config, report)
             return cls(engine.core, engine.info, config)
         core = CoreClient(config)
         try:
-            return cls(core, core.wait_started(report), config)
+            return cls(core, core.wait_started(report).info, config)
         except BaseException:
             core.close()
             raise
@@ -152,6 +165,7 @@ class AsyncEngine:
         """No update of a request is wanted any more: it is aborted unless it has ended."""
         with self._lock:
             is_live = self._streams.pop(name, None) is not None
+            self._count()
         if is_live:
             self.abort(name)
 
@@ -170,6 +184,12 @@ class AsyncEngine:
             EngineDead: the engine died.
         """
         return await self._ask(ResetPrefixCache)
+
+    async def refresh(self) -> None:
+        """Have ``stats`` show what is so now, if the core says it soon."""
+        if self._core.figures_lag:
+            with suppress(asyncio.TimeoutError, EngineDead):
+                await asyncio.wait_for(self._ask(ReadFigures), _FIGURES_TIMEOUT_S)
 
     def stats(self) -> EngineStats:
         """A snapshot for metrics. Any thread."""
@@ -235,42 +255,59 @@ class AsyncEngine:
             InvalidRequest: they are more than there is ever room for.
             Overloaded: there is no room now.
         """
-        limit = self.config.max_num_seqs + self.config.max_queued_requests
+        limit = self._limit
         if num_requests > limit:
             raise InvalidRequest(
                 f"{num_requests} answers at once, of all prompts together, are more than the "
                 f"{limit} that may run and wait here (--max-num-seqs, --max-queued-requests): "
                 "ask for fewer"
             )
-        if len(self._streams) + num_requests > limit:
-            raise Overloaded(f"{len(self._streams)} requests run or wait already; try again later")
+        self._check_sum(self._counts.num_in_engine, num_requests)
+
+    @property
+    def _limit(self) -> int:
+        return self.config.max_num_seqs + self.config.max_queued_requests
+
+    def _check_sum(self, num_live: int, num_requests: int) -> None:
+        if num_live + num_requests > self._limit:
+            raise Overloaded(f"{num_live} requests run or wait already; try again later")
+
+    def _count(self) -> None:
+        """Let other workers know; with the lock."""
+        self._counts.set_in_engine(len(self._streams))
 
     def _open(self, request_id: str, on_update: OnUpdate) -> None:
         stream = _Stream(asyncio.get_running_loop(), on_update)
         with self._lock:
             self.check_health()  # who is here when the engine dies is told
-            self.check_room(1)
             self._streams[request_id] = stream
+            self._count()  # before looking: of two workers that do this at once, one sees the other
+            try:
+                self._check_sum(self._counts.num_in_engine - 1, 1)
+            except Overloaded:
+                del self._streams[request_id]
+                self._count()
+                raise
 
     def _run(self) -> None:
         """Top of the core's thread: whatever ends it reaches every request and the health check."""
         try:
             while not self._is_stopping:
                 self._publish(self._core.step())
-            self._fail(EngineDead("the engine was shut down"))
+            self.fail(EngineDead("the engine was shut down"))
         except Exception as exc:  # stored, and raised to every request
             logger.critical("the engine died: %s", exc, exc_info=exc)
             dead = exc if isinstance(exc, EngineDead) else EngineDead(f"the engine died: {exc!r}")
             if dead is not exc:
                 dead.__cause__ = exc
-            self._fail(dead)
+            self.fail(dead)
         finally:
             self._watchdog.close()
             self._core.close()
 
     def _give_up(self) -> None:
         """A step has not returned in time; the watchdog's thread."""
-        self._fail(self._core.abandon_step())
+        self.fail(self._core.abandon_step())
 
     def _publish(self, updates: list[TokenUpdate]) -> None:
         """Hand a step's updates to their streams, with one call per event loop."""
@@ -287,10 +324,12 @@ class AsyncEngine:
                     batches[stream.loop].append((stream, update))
                     if update.finish is not None:
                         del self._streams[name]
+            self._count()
         for loop, batch in batches.items():
             _call(loop, batch)
 
-    def _fail(self, failure: EngineDead) -> None:
+    def fail(self, failure: EngineDead) -> None:
+        """Tell every request, and the health check, what the engine died of. Any thread."""
         with self._lock:
             self._failure = self._failure or failure
             streams = list(self._streams.values())

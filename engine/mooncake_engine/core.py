@@ -14,17 +14,21 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
+from mooncake_engine.core_messages import (
+    AbortRequest,
+    AddRequest,
+    Command,
+    PrepareGrammar,
+    ResetPrefixCache,
+)
 from mooncake_engine.errors import EngineDead
 from mooncake_engine.execution.executor import Executor
 from mooncake_engine.execution.model_runner import PendingStep
 from mooncake_engine.kv_connector import SchedulerConnector
-from mooncake_engine.messages import EngineRequest, EngineStats, StepSizes, TokenUpdate
-from mooncake_engine.sampling_params import Grammar
+from mooncake_engine.messages import EngineStats, StepSizes, TokenUpdate
 from mooncake_engine.scheduling.kv_residency import KVResidency
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler import Scheduler
@@ -33,7 +37,6 @@ from mooncake_engine.step_watchdog import StepWatch
 from mooncake_kv.connector import (
     CompatibilityReport,
     ConnectorFailed,
-    Event,
     LeaseEnded,
     LoadEnded,
     Topology,
@@ -50,72 +53,6 @@ BLOCKED_WAIT_S = 0.02
 """The same while requests wait for memory that a peer has yet to give back."""
 
 
-@dataclass(frozen=True, slots=True)
-class AddRequest:
-    """A request to serve; it has been checked against the engine's limits."""
-
-    request: EngineRequest
-
-
-@dataclass(frozen=True, slots=True)
-class AbortRequest:
-    """A request to end, or a lease to give up."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class ResetPrefixCache:
-    """Forget the KV of finished prompts; ``reply`` hears, on the core's thread, whether it was
-    done."""
-
-    reply: Callable[[bool], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareGrammar:
-    """Have the ranks compile a grammar before its request is added; ``reply`` hears, on any thread,
-    that they have."""
-
-    grammar: Grammar
-    reply: Callable[[bool], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Wake:
-    """Nothing to do but to look again."""
-
-
-Command = AddRequest | AbortRequest | ResetPrefixCache | PrepareGrammar | Wake | Event | PoolEvent
-
-
-class Core(Protocol):
-    """A core as ``AsyncEngine`` drives it: an ``EngineCore``, whose methods these are, or a
-    ``CoreClient`` for one in a process of its own."""
-
-    watch: StepWatch
-
-    @property
-    def post(self) -> Callable[[Command], None]: ...
-
-    @property
-    def compiles_grammars(self) -> bool: ...
-
-    def step(self) -> list[TokenUpdate]: ...
-
-    def abandon_step(self) -> EngineDead: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def pairing(self) -> CompatibilityReport | None: ...
-
-    def topology(self) -> Topology | None: ...
-
-    def kv_event_endpoints(self) -> KVEventEndpoints | None: ...
-
-    def close(self) -> None: ...
-
-
 class EngineCore:
     """Scheduler, executor and connector, in step.
 
@@ -130,6 +67,8 @@ class EngineCore:
         watch: told when steps begin and end.
         block_bytes: of one KV block, on all ranks together.
     """
+
+    figures_lag = False
 
     def __init__(
         self,

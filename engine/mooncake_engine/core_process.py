@@ -1,8 +1,9 @@
-"""The process of a core: ``python -m mooncake_engine.core_process CONNECTION WATCH``.
+"""The process of a core: ``python -m mooncake_engine.core_process WATCH CONNECTION WORKER...``.
 
-Takes two inherited descriptors: a connection to the process that serves requests, and the memory in
-which that one sees how long a step has been running. The connection's end means that the other
-process is gone: this one then exits at once, whatever it is doing, and its ranks with it.
+Takes inherited descriptors: the memory in which others see how long a step has been running, a
+connection to the process that started this one, and one to each API worker, if there are several.
+The first connection's end means that the instance is gone: this process then exits at once,
+whatever it is doing, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -12,27 +13,34 @@ import gc
 import logging
 import os
 import pickle
+import select
 import signal
+import socket
+import struct
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from mmap import mmap
 from multiprocessing.connection import Connection
 
 from mooncake_engine.assembly import RunningEngine, build_engine
-from mooncake_engine.core import EngineCore, Wake
-from mooncake_engine.core_client import (
+from mooncake_engine.core import EngineCore
+from mooncake_engine.core_messages import (
     OTHER,
     UPDATES,
+    AddRequest,
     Ask,
     Failed,
     Message,
+    ReadFigures,
     Reply,
     Report,
     Start,
     Started,
     Stop,
+    Wake,
     encode_updates,
 )
 from mooncake_engine.errors import EngineDead, EngineError
@@ -46,23 +54,97 @@ PARENT_GONE = 3
 """Exit status of a core whose parent died."""
 
 REPORT_PAUSE_S = 0.1
+MAX_UNSENT_BYTES = 64 << 20
+"""Of updates that one front end does not read: at a token's 60 bytes, a million of them."""
+
+
+class FrontEnd:
+    """A process that serves requests, as the core sees it. Nothing waits for it: what it does not
+    read at once is sent by a thread of its own, up to a bound.
+
+    Args:
+        connection: to it.
+        name: of it, in words.
+    """
+
+    def __init__(self, connection: Connection, name: str) -> None:
+        self.connection = connection
+        self.name = name
+        self.reported: Report | None = None
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+        self._lock = threading.Lock()
+        self._unsent = bytearray()
+        self._is_gone = False
+
+    def tell(self, message: Message) -> None:
+        """Send anything but updates."""
+        self.send(OTHER, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def send(self, kind: int, encoded: bytes) -> None:
+        """Send a message, as ``Connection.send_bytes`` frames it. Any thread.
+
+        Raises:
+            EngineDead: too much waits already.
+        """
+        frame = struct.pack("!iB", len(encoded) + 1, kind) + encoded
+        with self._lock:
+            if self._is_gone:
+                return
+            if not self._unsent:
+                num_sent = self._try(frame)
+                if num_sent == len(frame):
+                    return
+                threading.Thread(target=self._flush, name="unsent", daemon=True).start()
+                frame = frame[num_sent:]
+            if len(self._unsent) + len(frame) > MAX_UNSENT_BYTES:
+                num_mib = len(self._unsent) >> 20
+                raise EngineDead(f"{self.name} does not read: {num_mib} MiB of tokens wait for it")
+            self._unsent += frame
+
+    def report(self, report: Report) -> None:
+        """Send figures that have changed; not after others that wait yet."""
+        if report != self.reported and not self._unsent:
+            self.reported = report
+            self.tell(report)
+
+    def _try(self, data: bytes | bytearray) -> int:
+        """Send what it takes now; returns how many bytes."""
+        try:
+            return self._socket.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:  # whoever reads its end decides what that means
+            self._is_gone = True
+            return len(data)
+
+    def _flush(self) -> None:
+        """Top of a thread: send on until nothing waits."""
+        writable = select.poll()
+        writable.register(self._socket.fileno(), select.POLLOUT)
+        while True:
+            writable.poll()
+            with self._lock:
+                del self._unsent[: self._try(self._unsent)]
+                if not self._unsent:
+                    return
 
 
 class CoreProcess:
-    """The core's side of the connection.
+    """The core's side of its connections.
 
     Args:
-        connection: to the process that serves requests.
+        parent: the process that started this one. It serves requests itself if it is alone.
+        workers: API workers.
         state: see ``StepWatch``.
     """
 
-    def __init__(self, connection: Connection, state: mmap) -> None:
-        self._connection = connection
+    def __init__(self, parent: FrontEnd, workers: Sequence[FrontEnd], state: mmap) -> None:
+        self._parent = parent
+        self._fronts = (parent, *workers)
         self._state = state
-        self._lock = threading.Lock()
         self._core: EngineCore | None = None
         self._stopping = threading.Event()
-        self._reported: Report | None = None
+        self._served_by: dict[str, FrontEnd] = {}
 
     def run(self, start: Start) -> None:
         """Load a model and step until told to stop.
@@ -70,14 +152,14 @@ class CoreProcess:
         Raises:
             EngineError: it can't be loaded, or it died.
         """
-        threading.Thread(target=self._receive, name="orders", daemon=True).start()
+        orders = threading.Thread(target=self._take_orders, name="orders", daemon=True)
+        orders.start()
         watch = StepWatch(start.config.step_timeout_s, self._state)
-        engine = build_engine(start.config, self._tell, watch)
+        engine = build_engine(start.config, self._parent.tell, watch)
         core = self._core = engine.core
         watchdog = StepWatchdog(watch, partial(self._give_up, core))
         try:
             self._begin(engine)
-            threading.Thread(target=self._report, args=(core,), name="reports", daemon=True).start()
             while not self._stopping.is_set():
                 if updates := core.step():
                     self._publish(core, updates)
@@ -86,68 +168,87 @@ class CoreProcess:
             core.close()
 
     def fail(self, exc: BaseException) -> None:
-        """Tell the parent why this process ends."""
-        self._tell(Failed(type(exc).__name__, str(exc)))
+        """Tell everybody why this process ends."""
+        for front in self._fronts:
+            front.tell(Failed(type(exc).__name__, str(exc)))
 
     def _begin(self, engine: RunningEngine) -> None:
         # what is loaded stays: full collections need not walk it while tokens wait
         gc.collect()
         gc.freeze()
         core = engine.core
-        self._tell(Started(engine.info, core.compiles_grammars, _report_of(core)))
+        self._parent.tell(Started(engine.info, core.compiles_grammars, _report_of(core)))
+        threading.Thread(target=self._report, args=(core,), name="reports", daemon=True).start()
+        for number, front in enumerate(self._fronts[1:], start=1):
+            name = f"requests-{number}"
+            threading.Thread(target=self._serve, args=(core, front), name=name, daemon=True).start()
 
     def _publish(self, core: EngineCore, updates: list[TokenUpdate]) -> None:
-        # before a client knows that its request has ended, the figures have it
-        if any(update.finish is not None for update in updates):
-            self._tell_report(core)
-        self._send(UPDATES, encode_updates(updates))
+        """Send a step's updates to those who serve their requests."""
+        batches: dict[FrontEnd, list[TokenUpdate]] = {}
+        for update in updates:
+            name = update.request_id
+            front = self._served_by[name]
+            if (batch := batches.get(front)) is None:
+                batch = batches[front] = []
+            batch.append(update)
+            if update.finish is not None:
+                del self._served_by[name]
+        for front, batch in batches.items():
+            # before a client knows that its request has ended, the figures have it
+            if any(update.finish is not None for update in batch):
+                front.report(_report_of(core))
+            front.send(UPDATES, encode_updates(batch))
 
-    def _receive(self) -> None:
-        """Top of a thread: post what comes, until the parent is gone. Commands come once the parent
-        has been told that there is a core."""
+    def _take_orders(self) -> None:
+        """Top of a thread: act on what the parent says, until it is gone."""
         try:
             while True:
-                order = pickle.loads(self._connection.recv_bytes())
+                order = pickle.loads(self._parent.connection.recv_bytes())
                 core = self._core
                 if core is None:
-                    os._exit(0)  # told to stop while it loads
+                    os._exit(0)  # told to stop while it loads: other orders come later
                 if isinstance(order, Stop):
                     self._stopping.set()
                     core.post(Wake())
-                elif isinstance(order, Ask):
-                    core.post(replace(order.command, reply=partial(self._reply, order.number)))
                 else:
-                    core.post(order)
+                    self._act(core, self._parent, order)
         except (EOFError, OSError):
             os._exit(PARENT_GONE)
 
-    def _reply(self, number: int, value: bool) -> None:
-        self._tell(Reply(number, value))
+    def _serve(self, core: EngineCore, worker: FrontEnd) -> None:
+        """Top of a thread: take an API worker's requests; the parent sees to it when it is gone."""
+        try:
+            while True:
+                self._act(core, worker, pickle.loads(worker.connection.recv_bytes()))
+        except (EOFError, OSError):
+            logger.debug("%s has closed its connection", worker.name)
+
+    def _act(self, core: EngineCore, front: FrontEnd, order: object) -> None:
+        if isinstance(order, Ask) and isinstance(order.command, ReadFigures):
+            front.report(_report_of(core))
+            front.tell(Reply(order.number, True))
+        elif isinstance(order, Ask):
+            core.post(replace(order.command, reply=partial(self._reply, front, order.number)))
+        else:
+            if isinstance(order, AddRequest):
+                self._served_by[order.request.request_id] = front
+            core.post(order)
+
+    @staticmethod
+    def _reply(front: FrontEnd, number: int, value: bool) -> None:
+        front.tell(Reply(number, value))
 
     def _report(self, core: EngineCore) -> None:
         """Top of a thread."""
         while not self._stopping.wait(REPORT_PAUSE_S):
-            self._tell_report(core)
-
-    def _tell_report(self, core: EngineCore) -> None:
-        report = _report_of(core)
-        if report != self._reported:
-            self._reported = report
-            self._tell(report)
+            report = _report_of(core)
+            for front in self._fronts:
+                front.report(report)
 
     def _give_up(self, core: EngineCore) -> None:
         """A step has not returned in time; the watchdog's thread."""
         self.fail(core.abandon_step())
-
-    def _tell(self, message: Message) -> None:
-        self._send(OTHER, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-    def _send(self, kind: int, encoded: bytes) -> None:
-        try:
-            with self._lock:
-                self._connection.send_bytes(bytes((kind,)) + encoded)
-        except OSError:
-            os._exit(PARENT_GONE)
 
 
 def _report_of(core: EngineCore) -> Report:
@@ -155,15 +256,18 @@ def _report_of(core: EngineCore) -> Report:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a core on the two file descriptors given; returns the exit status."""
+    """Run a core on the file descriptors given; returns the exit status."""
     # a service manager's signals reach every process; when the core ends is the parent's decision
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable(file=2)
-    descriptor, state = map(int, arguments)
-    connection = Connection(descriptor)
+    state, *connections = map(int, arguments)
+    parent, *workers = (
+        FrontEnd(Connection(descriptor), f"API worker {number}" if number else "the API server")
+        for number, descriptor in enumerate(connections)
+    )
     with queued_stderr():
-        return serve(CoreProcess(connection, mmap(state, STATE_BYTES)), connection)
+        return serve(CoreProcess(parent, workers, mmap(state, STATE_BYTES)), parent.connection)
 
 
 def serve(process: CoreProcess, connection: Connection) -> int:

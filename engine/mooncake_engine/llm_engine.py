@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from mooncake_engine.admission import check_request
 from mooncake_engine.assembly import RunningEngine, build_engine
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.core import AbortRequest, AddRequest
+from mooncake_engine.core_messages import AbortRequest, AddRequest, LoadProgress
 from mooncake_engine.errors import InvalidRequest, RequestFailed
-from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.messages import EngineInfo, EngineRequest, TokenUpdate
 from mooncake_engine.process.progress_bar import ProgressBar
 from mooncake_engine.sampling_defaults import (

@@ -36,7 +36,6 @@ _WITHOUT_EFFECT_OF_VALUE = {
     "--max-seq-len-to-capture": "graphs are captured by batch size",
     "--uvicorn-log-level": "see --log-level",
     "--max-log-len": "requests are not logged",
-    "--api-server-count": "one process answers requests, beside the core's (--core-process)",
     "--tokenizer-mode": "the fast tokenizer is used",
     "--max-parallel-loading-workers": "ranks load side by side",
     "--max-num-partial-prefills": "see --min-prefill-chunk",

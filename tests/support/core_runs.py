@@ -11,7 +11,8 @@ import torch
 
 from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.core import AddRequest, EngineCore
+from mooncake_engine.core import EngineCore
+from mooncake_engine.core_messages import AddRequest
 from mooncake_engine.messages import EngineRequest, EngineStats, TokenUpdate
 from mooncake_engine.sampling_params import SamplingParams
 

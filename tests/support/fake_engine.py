@@ -125,6 +125,9 @@ class FakeEngine:
         self.num_resets += 1
         return not self.is_busy
 
+    async def refresh(self) -> None:
+        """The figures are always those of now."""
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=3,

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
+from mooncake_engine.core_messages import ProgressHandler
 from mooncake_engine.errors import ConfigError, EngineDead, EngineStuck
 from mooncake_engine.execution.engine_plan import EnginePlan
 from mooncake_engine.execution.model_runner import CompletedStep, PendingStep
 from mooncake_engine.execution.parallel_state import ParallelGroups
-from mooncake_engine.execution.weight_loader import ProgressHandler
 from mooncake_engine.execution.worker import RankHandlers, Worker
 from mooncake_engine.execution.worker_extension import MessageHandler
 from mooncake_engine.messages import ExpertLoad

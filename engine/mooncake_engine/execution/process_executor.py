@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from multiprocessing.connection import Connection, wait
 
+from mooncake_engine.core_messages import LoadProgress
 from mooncake_engine.errors import CheckpointError, ConfigError, EngineDead, EngineError
 from mooncake_engine.execution import executor_messages as wire
 from mooncake_engine.execution.engine_plan import EnginePlan
@@ -25,7 +26,6 @@ from mooncake_engine.execution.executor import (
 from mooncake_engine.execution.model_runner import PendingStep
 from mooncake_engine.execution.parallel_state import RankInfo
 from mooncake_engine.execution.rank_launcher import Launcher, LocalLauncher, Rank
-from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.messages import ExpertLoad
 from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult

@@ -18,7 +18,7 @@ import torch
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution import executor_messages as wire
-from mooncake_hal.command_line import describe_exit
+from mooncake_hal.command_line import describe_exit, import_path
 
 _END_TIMEOUT_S = 1.0
 """How long a process may take to end after its connection has."""
@@ -207,8 +207,3 @@ class LocalLauncher:
 
     def close(self) -> None:
         shutil.rmtree(self._scratch, ignore_errors=True)
-
-
-def import_path() -> str:
-    """A rank must find what this process can import, extensions above all."""
-    return os.pathsep.join(filter(None, sys.path))

@@ -21,13 +21,13 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from mooncake_engine.core_messages import LoadProgress
 from mooncake_engine.errors import EngineError
 from mooncake_engine.execution import executor_messages as wire
 from mooncake_engine.execution.engine_plan import EnginePlan
 from mooncake_engine.execution.executor import rank_kv_info
 from mooncake_engine.execution.model_runner import PendingStep
 from mooncake_engine.execution.parallel_state import ParallelGroups, RankInfo
-from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.execution.worker import RankHandlers, Worker
 from mooncake_engine.process.queued_stderr import queued_stderr
 from mooncake_hal.registry import Registry

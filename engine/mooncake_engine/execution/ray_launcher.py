@@ -24,7 +24,8 @@ from typing import Any
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.execution.parallel_state import RankInfo
-from mooncake_engine.execution.rank_launcher import Rank, import_path
+from mooncake_engine.execution.rank_launcher import Rank
+from mooncake_hal.command_line import import_path
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,9 @@ import math
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -22,6 +21,7 @@ from mooncake_engine.checkpoints.tensor_files import (
     open_tensors,
     some_of,
 )
+from mooncake_engine.core_messages import LoadProgress, ProgressHandler
 from mooncake_engine.errors import CheckpointError
 from mooncake_engine.models.catalog import Model
 from mooncake_engine.models.decoder import KEY_SCALE_ENDS, VALUE_SCALE_ENDS
@@ -33,27 +33,6 @@ logger = logging.getLogger(__name__)
 _NUM_READERS = 4
 _READ_AHEAD = 8
 """Tensors in host memory that wait to be copied to the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadProgress:
-    """How far loading is; in bytes of this rank's share.
-
-    Args:
-        loaded_bytes: read so far.
-        total_bytes: to read.
-    """
-
-    loaded_bytes: int
-    total_bytes: int
-
-    @property
-    def fraction(self) -> float:
-        """From 0 to 1."""
-        return self.loaded_bytes / self.total_bytes if self.total_bytes else 1.0
-
-
-ProgressHandler = Callable[[LoadProgress], None]
 
 
 def load_weights(

@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,6 +22,7 @@ from starlette.applications import Starlette
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead, PortTaken
 from mooncake_engine.kv_connector import resolve
+from mooncake_engine.messages import EngineStats
 from mooncake_engine.process.child_processes import StopSignals
 from mooncake_engine.process.interpreter_watchdog import watched_interpreter
 from mooncake_engine.sampling_defaults import read_sampling_defaults
@@ -50,6 +52,19 @@ def check_kv_port(config: EngineConfig) -> None:
         bind(host, kv_transfer.port, option="--kv-port").close()
 
 
+def url_of(host: str, port: int) -> str:
+    """Where requests from this machine reach a server that listens there."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in host else f"http://{reachable}:{port}"
+
+
+def with_api_port(config: EngineConfig, port: int) -> EngineConfig:
+    """Tell the engine which port is its API's: transports leave it alone."""
+    if config.kv_transfer is None:
+        return config
+    return replace(config, kv_transfer=replace(config.kv_transfer, api_port=port))
+
+
 def serve(
     config: EngineConfig,
     host: str,
@@ -72,37 +87,39 @@ def serve(
     if str(defaults := read_sampling_defaults(config)):
         log.info("the model's own sampling defaults, for requests without: %s", defaults)
     options = options or ServerOptions()
-    with closing(bind(host, port)) as listener, _tracing(config, options) as tracing:
+    with closing(bind(host, port)) as listener, open_tracing(config, options) as tracing:
         tokenizer = Tokenizer.load(config.model, config.chat_template)
         port = listener.getsockname()[1]
-        if config.kv_transfer is not None:
-            config = replace(config, kv_transfer=replace(config.kv_transfer, api_port=port))
+        config = with_api_port(config, port)
         with (
             closing(start_engine(config)) as engine,
             watched_interpreter(config.step_timeout_s),
         ):
-            reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-            url = f"http://[{reachable}]:{port}" if ":" in host else f"http://{reachable}:{port}"
+            url = url_of(host, port)
             log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
             stats_log = StatsLog(engine.stats, options.log_stats_interval_s)
             live = LiveRequests()
             app = create_app(engine, tokenizer, options, tracing, live)
-            draining = Draining(options.shutdown_timeout_s, live, partial(_num_held, engine))
+            draining = Draining(options.shutdown_timeout_s, live, partial(_held_by, engine))
             # What is loaded stays: full collections need not walk it while tokens wait.
             gc.collect()
             gc.freeze()
-            _run_server(app, listener, url, Background(draining, engine, stats_log))
+            background = _InstanceBackground(draining, engine, stats_log)
+            run_server(app, listener, background, partial(announce, f"ready {url}"))
             engine.check_health()
 
 
-def _num_held(engine: EngineClient) -> int:
+def _held_by(engine: EngineClient) -> int:
+    return 0 if is_dead(engine) else num_held(engine.stats())
+
+
+def num_held(stats: EngineStats) -> int:
     """Finished prefills whose KV a peer may still fetch."""
-    if _is_dead(engine):
-        return 0
-    return int(engine.stats().kv_transfer.get("leases_held", 0))
+    return int(stats.kv_transfer.get("leases_held", 0))
 
 
-def _is_dead(engine: EngineClient) -> bool:
+def is_dead(engine: EngineClient) -> bool:
+    """Whether it serves nothing any more."""
     try:
         engine.check_health()
     except EngineDead:
@@ -111,7 +128,8 @@ def _is_dead(engine: EngineClient) -> bool:
 
 
 @contextmanager
-def _tracing(config: EngineConfig, options: ServerOptions) -> Iterator[Tracing | None]:
+def open_tracing(config: EngineConfig, options: ServerOptions) -> Iterator[Tracing | None]:
+    """Where spans are sent; None if they are not recorded."""
     if options.otlp_endpoint is None:
         yield None
         return
@@ -145,20 +163,34 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
     return listener
 
 
-@dataclass(frozen=True, slots=True)
-class Background:
-    """What is looked at ten times a second, beside requests."""
+class Background(Protocol):
+    """What is looked at beside requests."""
 
+    def stop(self, now: float) -> None:
+        """A signal asks this process to end; in its handler.
+
+        Args:
+            now: in seconds of ``time.monotonic``, as below.
+        """
+
+    def tick(self, now: float) -> bool:
+        """Whether it is time to end; asked ten times a second, in the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InstanceBackground:
     draining: Draining
     engine: EngineClient
     stats_log: StatsLog
 
+    def stop(self, now: float) -> None:
+        self.draining.stop(now)
+
     def tick(self, now: float) -> bool:
-        """Whether it is time to end."""
         if self.draining.is_over(now):
             return True
         # Whoever started us starts a process that has ended; one that only says 503 stays as it is.
-        if _is_dead(self.engine):
+        if is_dead(self.engine):
             return True
         self.stats_log.tick(now)
         return False
@@ -168,24 +200,26 @@ class _Server(uvicorn.Server):
     """Says when it takes requests, and takes none from the first signal on. It listens up to the
     end all the same, so that those who come late are told."""
 
-    def __init__(self, config: uvicorn.Config, url: str, background: Background) -> None:
+    def __init__(
+        self, config: uvicorn.Config, background: Background, on_ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._url = url
+        self._on_ready = on_ready
         self._background = background
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if not self.should_exit:
-            _announce(f"ready {self._url}")
+            self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._background.draining.stop(time.monotonic())
+        self._background.stop(time.monotonic())
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self._background.tick(time.monotonic())
 
 
-def _announce(line: str) -> None:
+def announce(line: str) -> None:
     """Tell whoever started us; that the disk under standard output is full keeps nobody from
     being served."""
     try:
@@ -195,7 +229,20 @@ def _announce(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it is flushed again at the end
 
 
-def _run_server(app: Starlette, listener: socket.socket, url: str, background: Background) -> None:
+def run_server(
+    app: Starlette,
+    listener: socket.socket,
+    background: Background,
+    on_ready: Callable[[], None],
+) -> None:
+    """Serve an application until its background says that it is time to end.
+
+    Args:
+        app: what is served.
+        listener: of ``bind``.
+        background: looked at meanwhile.
+        on_ready: called once requests are taken.
+    """
     GuardedConnection.limits = ConnectionLimits.for_process()
     config = uvicorn.Config(
         app,
@@ -210,7 +257,7 @@ def _run_server(app: Starlette, listener: socket.socket, url: str, background: B
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_LAST_WORDS_S,
     )
-    server = _Server(config, url, background)
+    server = _Server(config, background, on_ready)
     # uvicorn puts its own in front of these while it runs.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)
@@ -218,6 +265,16 @@ def _run_server(app: Starlette, listener: socket.socket, url: str, background: B
     # those that end at this side would keep a restarted instance from its port for a minute.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     server.run(sockets=[listener])
+
+
+class Waiting(Protocol):
+    """The requests whose clients wait: one server's ``LiveRequests``, or those of all workers."""
+
+    def __len__(self) -> int: ...
+
+    def close(self) -> None: ...
+
+    def cut_off(self) -> None: ...
 
 
 class Draining:
@@ -229,7 +286,7 @@ class Draining:
         num_held: how many finished prefills wait for a peer to fetch their KV.
     """
 
-    def __init__(self, timeout_s: float, live: LiveRequests, num_held: Callable[[], int]) -> None:
+    def __init__(self, timeout_s: float, live: Waiting, num_held: Callable[[], int]) -> None:
         self._timeout_s = timeout_s
         self._live = live
         self._num_held = num_held

@@ -45,6 +45,7 @@ from mooncake_engine.server.live_requests import (
     LiveRequests,
     ShuttingDown,
 )
+from mooncake_engine.server.metric_cells import MetricCells
 from mooncake_engine.server.openai_protocol import (
     AbortBody,
     ApiError,
@@ -94,16 +95,18 @@ def create_app(
     options: ServerOptions = _DEFAULTS,
     tracing: Tracing | None = None,
     live: LiveRequests | None = None,
+    cells: MetricCells | None = None,
 ) -> Starlette:
     """OpenAI's API over an engine that has been started; closing engine and tracing is the
-    caller's, and so is closing ``live`` when no more requests shall be taken."""
+    caller's, and so is closing ``live`` when no more requests shall be taken. ``cells`` are where
+    several API workers count."""
     tool_format = options.tool_format(tokenizer)
     names = (engine.config.model_name, *options.model_aliases)
     defaults = read_sampling_defaults(engine.config)
     has_reasoning = options.has_reasoning(tokenizer)
     processor = InputProcessor(names, engine.info, tokenizer, tool_format, defaults, has_reasoning)
     objectives = LatencyObjectives.of_ms(options.slo_ttft_ms, options.slo_tbt_ms)
-    metrics = ServerMetrics(engine, objectives, sorted(_COUNTED))
+    metrics = ServerMetrics(engine, objectives, sorted(_COUNTED), cells)
     max_body_bytes = options.max_body_bytes or longest_body(engine.info)
     handler = GenerationHandler(engine, tokenizer, metrics, max_body_bytes, tracing)
     live = LiveRequests() if live is None else live
@@ -119,7 +122,8 @@ def create_app(
 def _middleware(options: ServerOptions, metrics: ServerMetrics) -> list[Middleware]:
     around = [Middleware(_CountResponses, count=metrics.count_response)]
     if options.access_log != "off":
-        around.append(Middleware(AccessLog, level=options.access_log))
+        worker = {"worker": options.worker} if options.worker else {}
+        around.append(Middleware(AccessLog, level=options.access_log, named=worker))
     if options.api_keys:
         around.append(Middleware(KeyCheck, keys=options.api_keys))
     return around
@@ -251,6 +255,7 @@ class PlainEndpoints:
     async def expert_load(self, _: Request) -> Response:
         """``GET /expert_load``: tokens by layer and expert, for ``--expert-load``; 404 where no
         experts are divided over ranks, or none has got anything yet."""
+        await self.handler.engine.refresh()
         load = self.handler.engine.stats().experts
         if load is None:
             message = "no expert has got a token since the start, or --ep-size is 1"
@@ -280,6 +285,7 @@ class PlainEndpoints:
 
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics``."""
+        await self.handler.engine.refresh()
         exposition = self.handler.metrics.exposition()
         return Response(exposition, headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -427,10 +433,12 @@ class AccessLog:
     Args:
         app: what is behind it.
         level: ``errors``, which leaves statuses below 400 out, or ``all``.
+        named: fields of every line.
     """
 
-    def __init__(self, app: ASGIApp, level: str) -> None:
+    def __init__(self, app: ASGIApp, level: str, named: dict[str, str]) -> None:
         self._app = app
+        self._named = named
         self._lowest = 400 if level == "errors" else 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -447,10 +455,10 @@ class AccessLog:
             await self._app(scope, receive, watched)
         finally:
             if start["status"] >= self._lowest:
-                _write_line(scope, start, time.monotonic() - began)
+                _write_line(scope, start, time.monotonic() - began, self._named)
 
 
-def _write_line(scope: Scope, start: Message, elapsed_s: float) -> None:
+def _write_line(scope: Scope, start: Message, elapsed_s: float, named: dict[str, str]) -> None:
     host, port = scope.get("client") or ("local", 0)
     request_id = dict(start["headers"]).get(b"x-request-id", b"").decode("latin-1")
     info = {
@@ -461,6 +469,7 @@ def _write_line(scope: Scope, start: Message, elapsed_s: float) -> None:
         "path": scope["path"],
         "status": start["status"],
         "ms": round(elapsed_s * 1000, 3),
+        **named,
     }
     sys.stderr.write(msgspec.json.encode(info).decode() + "\n")
     sys.stderr.flush()

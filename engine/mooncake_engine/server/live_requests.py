@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Collection, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
 from mooncake_engine.errors import EngineError
+from mooncake_engine.process.worker_counts import WorkerCounts
 
 Result = TypeVar("Result")
 
@@ -85,14 +86,27 @@ def choice_ids(request_id: str, num_choices: int) -> list[str]:
 
 
 class LiveRequests:
-    """The requests whose clients wait, by the clients' ids, which may repeat."""
+    """The requests whose clients wait, by the clients' ids, which may repeat.
 
-    def __init__(self) -> None:
+    Args:
+        counts: where it says how many they are.
+        tell_others: has the other API workers abort the requests of a name; they call
+            ``abort_here``.
+    """
+
+    def __init__(
+        self,
+        counts: WorkerCounts | None = None,
+        tell_others: Callable[[str], None] | None = None,
+    ) -> None:
+        self._counts = counts or WorkerCounts()
+        self._tell_others = tell_others
         self._live: dict[str, set[asyncio.Future[EngineError]]] = {}
+        self._num_live = 0
         self._is_closed = False
 
     def __len__(self) -> int:
-        return sum(map(len, self._live.values()))
+        return self._num_live
 
     @contextmanager
     def tracking(self, request_id: str) -> Iterator[asyncio.Future[EngineError]]:
@@ -104,15 +118,27 @@ class LiveRequests:
         self.check_open()
         ending: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
         self._live.setdefault(request_id, set()).add(ending)
+        self._count(1)
         try:
             yield ending
         finally:
             self._live[request_id].discard(ending)
             if not self._live[request_id]:
                 del self._live[request_id]
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        self._num_live += more
+        self._counts.set_waiting(self._num_live)
 
     def abort(self, request_id: str) -> None:
         """Tell every request of that name; unknown names are normal."""
+        self.abort_here(request_id)
+        if self._tell_others is not None:
+            self._tell_others(request_id)
+
+    def abort_here(self, request_id: str) -> None:
+        """Tell those of this worker."""
         self._end(self._live.get(request_id, ()), RequestAborted("the request was aborted"))
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ class MetricCells:
         worker: which row is this process's.
     """
 
-    def __init__(self, memory: mmap | None = None, worker: int = 0) -> None:
+    def __init__(self, memory: mmap | memoryview | None = None, worker: int = 0) -> None:
         whole = memoryview(bytearray(cells_bytes(1)) if memory is None else memory).cast("d")
         self._rows = [whole[start : start + ROW_CELLS] for start in range(0, len(whole), ROW_CELLS)]
         self._worker = worker

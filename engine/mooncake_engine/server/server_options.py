@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.process.worker_counts import MAX_WORKERS
 from mooncake_engine.text.reasoning import REASONING_PARSERS, detect_reasoning
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_engine.text.tool_call_forms import PARSERS, detect_parser
@@ -41,7 +42,8 @@ class ServerOptions:
 
     ``api_keys``: one of them is needed to generate; empty for no check. ``model_aliases``: names
     that the model is served under, beside its own. ``shutdown_timeout_s`` is by default some
-    seconds less than the 30 that Kubernetes and others allow.
+    seconds less than the 30 that Kubernetes and others allow. ``worker``: name of this process
+    among the API workers, empty where there is one.
 
     Raises:
         ConfigError: an unknown parser, an endpoint that is no http or https URL, a negative time.
@@ -123,7 +125,17 @@ class ServerOptions:
             help="time between log lines with throughput, queues and KV usage; 0: none",
         ),
     )
+    api_workers: int = field(
+        default=1,
+        metadata=option(
+            metavar="N",
+            aliases=("--api-server-count", "-asc"),
+            help="processes that serve HTTP and text; with several, scheduler and model are in a "
+            "process of their own",
+        ),
+    )
     model_aliases: tuple[str, ...] = ()
+    worker: str = ""
 
     def __post_init__(self) -> None:
         known = [AUTO, NONE, *PARSERS]
@@ -140,6 +152,10 @@ class ServerOptions:
         self._check_numbers()
 
     def _check_numbers(self) -> None:
+        if not 1 <= self.api_workers <= MAX_WORKERS:
+            raise ConfigError(
+                f"--api-workers must be from 1 to {MAX_WORKERS}, got {self.api_workers}"
+            )
         for flag, limit in (("--slo-ttft", self.slo_ttft_ms), ("--slo-tbt", self.slo_tbt_ms)):
             if limit is not None and not 0.0 < limit < math.inf:
                 raise ConfigError(f"{flag} must be a number of ms, more than 0, got {limit:g}")

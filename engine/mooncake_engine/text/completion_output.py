@@ -77,6 +77,9 @@ class EngineClient(Protocol):
     async def reset_prefix_cache(self) -> bool:
         """Forget the KV of finished prompts; False if it is refused because some is in use."""
 
+    async def refresh(self) -> None:
+        """Have ``stats`` show what is so now, if its figures lag."""
+
     def stats(self) -> EngineStats:
         """A snapshot for metrics."""
 

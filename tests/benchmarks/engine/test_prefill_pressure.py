@@ -20,7 +20,8 @@ from support.figures import Figure, record
 
 from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.core import AddRequest, EngineCore
+from mooncake_engine.core import EngineCore
+from mooncake_engine.core_messages import AddRequest
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
 

@@ -19,7 +19,8 @@ from support.stage_extension import SLOW
 from support.stepping import RunningRequest, Stepper
 
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.core import AddRequest, EngineCore
+from mooncake_engine.core import EngineCore
+from mooncake_engine.core_messages import AddRequest
 from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import Executor, ExecutorOptions, InProcessExecutor

@@ -16,11 +16,11 @@ from support.checkpoints import random_model, write_checkpoint
 from support.stepping import RunningRequest, Stepper
 
 from mooncake_engine.config import EngineConfig
+from mooncake_engine.core_messages import LoadProgress
 from mooncake_engine.errors import CheckpointError, ConfigError, EngineDead
 from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import Executor, ExecutorOptions, InProcessExecutor
 from mooncake_engine.execution.process_executor import ProcessExecutor
-from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend import Backend
 from mooncake_hal.registry import Registry

@@ -15,7 +15,8 @@ from support.core_runs import random_prompt, serve_all
 
 from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.core import AbortRequest, AddRequest, EngineCore
+from mooncake_engine.core import EngineCore
+from mooncake_engine.core_messages import AbortRequest, AddRequest
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod

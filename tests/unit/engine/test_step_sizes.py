@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.scripted_core import ScriptedExecutor, scripted_engine
 
-from mooncake_engine.core import AddRequest
+from mooncake_engine.core_messages import AddRequest
 from mooncake_engine.messages import EngineRequest, StepSizes
 from mooncake_engine.sampling_params import SamplingParams
 

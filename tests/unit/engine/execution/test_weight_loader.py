@@ -13,8 +13,9 @@ from support.checkpoints import random_model, write_checkpoint
 from torch import Tensor
 
 from mooncake_engine.checkpoints.tensor_files import INDEX_NAME
+from mooncake_engine.core_messages import LoadProgress
 from mooncake_engine.errors import CheckpointError
-from mooncake_engine.execution.weight_loader import LoadProgress, load_weights
+from mooncake_engine.execution.weight_loader import load_weights
 from mooncake_engine.models.catalog import Model, build_model, read_model_config
 from mooncake_engine.models.layers import ParallelContext, Span
 from mooncake_hal.backend_parts import SingleRankCommunicator

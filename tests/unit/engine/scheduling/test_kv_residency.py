@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.scripted_core import ScriptedExecutor, scripted_engine
 
-from mooncake_engine.core import AddRequest
+from mooncake_engine.core_messages import AddRequest
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.kv_residency import HeldBlocks, KVResidency

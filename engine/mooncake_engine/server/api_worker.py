@@ -1,0 +1,227 @@
+"""One of several processes that serve an instance's API:
+``python -m mooncake_engine.server.api_worker CONTROL LISTENER CORE WATCH SHARED``.
+
+Takes inherited descriptors: a connection to the process that started this one, the socket to listen
+on, a connection to the core, the memory in which the core's steps are watched, and the one in which
+workers count. The first connection's end means that the instance is gone: this process then exits
+at once.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from mmap import mmap
+from multiprocessing.connection import Connection
+
+from mooncake_engine.async_engine import AsyncEngine
+from mooncake_engine.core_client import CoreConnection, watch_from
+from mooncake_engine.core_messages import Failed
+from mooncake_engine.errors import EngineDead, EngineError
+from mooncake_engine.process.interpreter_watchdog import watched_interpreter
+from mooncake_engine.process.queued_stderr import queued_stderr
+from mooncake_engine.process.worker_counts import COUNTS_BYTES, WorkerCounts
+from mooncake_engine.server.api_server import is_dead, open_tracing, run_server
+from mooncake_engine.server.api_workers import (
+    AbortEverywhere,
+    Drain,
+    Drains,
+    Serve,
+    StartWorker,
+    StopWorker,
+    WorkerReady,
+    worker_name,
+)
+from mooncake_engine.server.app import create_app
+from mooncake_engine.server.live_requests import LiveRequests
+from mooncake_engine.server.metric_cells import MetricCells, cells_bytes
+from mooncake_engine.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+PARENT_GONE = 3
+"""Exit status of a worker whose parent died."""
+_REASON_TIMEOUT_S = 5.0
+"""How long the parent may take to say why the core is gone."""
+
+
+class Parent:
+    """The process that started this one: what it says, and what it is told.
+
+    Args:
+        control: connection to it.
+    """
+
+    def __init__(self, control: Connection) -> None:
+        self._control = control
+        self._lock = threading.Lock()
+        self._orders: queue.SimpleQueue[Drain | AbortEverywhere | StopWorker] = queue.SimpleQueue()
+        self._core_is_ready: queue.SimpleQueue[Serve] = queue.SimpleQueue()
+        self._why: str | None = None
+        self._is_told_why = threading.Event()
+        self._engine: AsyncEngine | None = None
+        threading.Thread(target=self._receive, name="parent", daemon=True).start()
+
+    def tell(self, message: object) -> None:
+        """Send a message. Any thread; a parent that is gone ends this process."""
+        try:
+            with self._lock:
+                self._control.send(message)
+        except OSError:
+            os._exit(PARENT_GONE)
+
+    def wait_core(self) -> Serve:
+        """Block until the core is ready."""
+        return self._core_is_ready.get()
+
+    def watch_over(self, engine: AsyncEngine) -> None:
+        """Whose requests are told if the instance dies."""
+        self._engine = engine
+        if self._why:
+            engine.fail(EngineDead(self._why))
+
+    def next_order(self) -> Drain | AbortEverywhere | StopWorker | None:
+        """What was said, in order; None if nothing more was."""
+        try:
+            return self._orders.get_nowait()
+        except queue.Empty:
+            return None
+
+    def why_core_is_gone(self) -> EngineDead:
+        """Wait for the parent's word, who knows how the core's process ended."""
+        self._is_told_why.wait(_REASON_TIMEOUT_S)
+        return EngineDead(self._why or "the core's process has ended; its log says why")
+
+    def _receive(self) -> None:
+        """Top of a thread."""
+        try:
+            while True:
+                order = self._control.recv()
+                if isinstance(order, Serve):
+                    self._core_is_ready.put(order)
+                    continue
+                if isinstance(order, StopWorker):
+                    self._note_end(order.reason)
+                self._orders.put(order)
+        except (EOFError, OSError):
+            os._exit(PARENT_GONE)
+
+    def _note_end(self, reason: str) -> None:
+        self._why = self._why or reason
+        self._is_told_why.set()
+        if reason and self._engine is not None:
+            self._engine.fail(EngineDead(reason))
+
+
+class _WorkerBackground:
+    """Follows the parent's orders, in the event loop."""
+
+    def __init__(self, parent: Parent, engine: AsyncEngine, live: LiveRequests) -> None:
+        self._parent = parent
+        self._engine = engine
+        self._live = live
+
+    def stop(self, now: float) -> None:
+        """A service manager's signals reach every process; the parent decides when this one
+        ends."""
+
+    def tick(self, now: float) -> bool:
+        """Whether it is time to end."""
+        while (order := self._parent.next_order()) is not None:
+            if isinstance(order, Drain):
+                self._live.close()
+                self._parent.tell(Drains())
+            elif isinstance(order, AbortEverywhere):
+                self._live.abort_here(order.request_id)
+            else:
+                self._live.close()
+                if not order.reason:
+                    self._live.cut_off()
+                return True
+        return is_dead(self._engine)
+
+
+def serve(start: StartWorker, parent: Parent, descriptors: tuple[int, int, int, int]) -> None:
+    """Serve requests until told to stop.
+
+    Args:
+        start: what to serve.
+        parent: whom to obey.
+        descriptors: socket to listen on, connection to the core, its watch, memory to count in.
+
+    Raises:
+        EngineError: it can't be served, or the engine died.
+    """
+    listener, core_descriptor, watch, shared = descriptors
+    config = start.config
+    options = replace(start.options, worker=worker_name(start.number))
+    size = cells_bytes(options.api_workers)
+    whole = mmap(shared, COUNTS_BYTES + size)
+    counts = WorkerCounts(whole, start.number)
+    cells = MetricCells(memoryview(whole)[COUNTS_BYTES:], start.number)
+    tokenizer = Tokenizer.load(config.model, config.chat_template)
+    core = CoreConnection(
+        Connection(core_descriptor), watch_from(config, watch), parent.why_core_is_gone
+    )
+    started = parent.wait_core().started
+    core.note_started(started)
+    with (
+        socket.socket(fileno=listener) as bound,
+        open_tracing(config, options) as tracing,
+        closing(AsyncEngine(core, started.info, config, counts)) as engine,
+        watched_interpreter(config.step_timeout_s),
+    ):
+        parent.watch_over(engine)
+        live = LiveRequests(counts, lambda name: parent.tell(AbortEverywhere(name)))
+        app = create_app(engine, tokenizer, options, tracing, live, cells)
+        # What is loaded stays: full collections need not walk it while tokens wait.
+        gc.collect()
+        gc.freeze()
+        background = _WorkerBackground(parent, engine, live)
+        run_server(app, bound, background, partial(parent.tell, WorkerReady()))
+        engine.check_health()
+
+
+def main(arguments: list[str]) -> int:
+    """Run a worker on the file descriptors given; returns the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # transformers imports torch where it finds it: 300 MB and seconds for nothing
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to say that it is not there
+    faulthandler.enable(file=2)
+    control, *others = map(int, arguments)
+    listener, core, watch, shared = others
+    connection = Connection(control)
+    try:
+        start: StartWorker = connection.recv()
+    except (EOFError, OSError):
+        return PARENT_GONE
+    replace(start.log, worker=worker_name(start.number)).apply()
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
+    parent = Parent(connection)
+    with queued_stderr():
+        try:
+            serve(start, parent, (listener, core, watch, shared))
+        except EngineError as exc:  # says itself what to do: the parent shows it
+            parent.tell(Failed(type(exc).__name__, str(exc)))
+            return 1
+        except Exception as exc:
+            log.critical("API worker %d died", start.number, exc_info=exc)
+            reason = f"the API worker {worker_name(start.number)} died: {exc!r}"
+            parent.tell(Failed(EngineDead.__name__, reason))
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,407 @@
+"""An instance whose API is served by several processes, and this one that holds them together.
+
+One interpreter's lock lets one thread at a time make text and JSON of tokens; with several workers
+(``--api-workers``) several do. Each has the whole API, a socket of its own at the instance's port,
+among which the kernel spreads connections (``SO_REUSEPORT``), and a connection to the one core.
+This process serves nothing: it starts core and workers, passes on what concerns all of them, and
+ends them. A worker that ends, like a core that ends, ends the instance with its reason, as in vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, Pipe
+from types import FrameType
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.core_client import CoreClient, error_of
+from mooncake_engine.core_messages import Failed, LoadProgress, Started
+from mooncake_engine.errors import ConfigError, EngineDead, EngineError
+from mooncake_engine.process.worker_counts import COUNTS_BYTES, WorkerCounts
+from mooncake_engine.sampling_defaults import read_sampling_defaults
+from mooncake_engine.server.api_server import (
+    Draining,
+    announce,
+    bind,
+    check_kv_port,
+    num_held,
+    url_of,
+    with_api_port,
+)
+from mooncake_engine.server.metric_cells import cells_bytes
+from mooncake_engine.server.server_options import ServerOptions
+from mooncake_engine.server.stats_log import StatsLog
+from mooncake_engine.step_watchdog import StepWatchdog
+from mooncake_hal.command_line import LogSettings, describe_exit, import_path
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S = 0.1
+_SETTLE_S = 1.0
+"""How long workers may take to close their doors before they are no longer waited for."""
+_END_TIMEOUT_S = 8.0
+"""More than the last words of a worker to its clients may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """First message to a worker.
+
+    Args:
+        number: from 0.
+        config, options: of the instance.
+        log: how it looks; it goes to the same standard error.
+    """
+
+    number: int
+    config: EngineConfig
+    options: ServerOptions
+    log: LogSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """The core is ready: take requests."""
+
+    started: Started
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """A worker takes requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no new requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drains:
+    """A worker takes no new requests; its count of those that run only falls."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortEverywhere:
+    """A client's request of this id is to be aborted, whichever worker has it."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """Cut off what runs yet, tell its clients, and exit.
+
+    Args:
+        reason: what the engine died of; empty if it is well.
+    """
+
+    reason: str = ""
+
+
+class _Worker:
+    """A worker process, as its parent sees it."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], control: Connection) -> None:
+        self.name = name
+        self.process = process
+        self.control = control
+        self.is_ready = False
+        self.drains = False
+
+    def tell(self, message: object) -> None:
+        """Send a message; that a worker is gone shows elsewhere."""
+        try:
+            self.control.send(message)
+        except OSError:
+            log.debug("%s is gone", self.name)
+
+
+class ApiWorkers:
+    """The workers of an instance; closing it ends them.
+
+    Args:
+        start: first message, alike for all but the number.
+        listeners: one for each.
+        core: that all of them share.
+    """
+
+    def __init__(
+        self, start: StartWorker, listeners: Sequence[socket.socket], core: CoreClient
+    ) -> None:
+        shared = os.memfd_create("mooncake-api-workers")
+        os.ftruncate(shared, COUNTS_BYTES + cells_bytes(len(listeners)))
+        self._counts = WorkerCounts(mmap.mmap(shared, COUNTS_BYTES))
+        self._workers: list[_Worker] = []
+        with ExitStack() as cleanup:
+            cleanup.callback(os.close, shared)
+            unwind = cleanup.enter_context(ExitStack())
+            unwind.callback(self.close)
+            pairs = zip(listeners, core.for_workers, strict=True)
+            for number, (listener, connection) in enumerate(pairs):
+                self._start(number, (listener.fileno(), connection.fileno(), core.state, shared))
+                connection.close()
+                listener.close()
+                self._workers[-1].tell(replace(start, number=number))
+            unwind.pop_all()
+
+    def __len__(self) -> int:
+        """How many clients wait for answers."""
+        return self._counts.num_waiting
+
+    @property
+    def all_drain(self) -> bool:
+        """Whether none takes new requests: from then on there are no more who wait."""
+        return all(worker.drains for worker in self._workers)
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether all take requests."""
+        return all(worker.is_ready for worker in self._workers)
+
+    def serve(self, started: Started) -> None:
+        """Have them take requests."""
+        self._tell_all(Serve(started))
+
+    def close_doors(self) -> None:
+        """Have them take no new requests."""
+        self._tell_all(Drain())
+
+    def check(self) -> None:
+        """Act on what they said.
+
+        Raises:
+            ConfigError, CheckpointError: one can't serve what was asked for.
+            EngineDead: one has ended.
+        """
+        for worker in self._workers:
+            while worker.control.poll():
+                self._act(worker)
+
+    def fileno_all(self) -> list[int]:
+        """Readable when ``check`` has something to do."""
+        return [worker.control.fileno() for worker in self._workers]
+
+    def end(self, reason: str) -> None:
+        """Have them tell their clients why this instance ends, and end."""
+        self._tell_all(StopWorker(reason))
+
+    def close(self) -> None:
+        """End them, and wait for that. Idempotent."""
+        self.end("")
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        for worker in self._workers:
+            try:
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.warning("%s does not end, and is killed", worker.name)
+                worker.process.kill()
+                worker.process.wait()
+            worker.control.close()
+
+    def _start(self, number: int, descriptors: tuple[int, ...]) -> None:
+        ours, theirs = Pipe()
+        passed = (theirs.fileno(), *descriptors)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mooncake_engine.server.api_worker", *map(str, passed)],
+            pass_fds=passed,
+            env={**os.environ, "PYTHONPATH": import_path()},
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._workers.append(_Worker(worker_name(number), process, ours))
+
+    def _tell_all(self, message: object) -> None:
+        for worker in self._workers:
+            worker.tell(message)
+
+    def _act(self, worker: _Worker) -> None:
+        try:
+            message = worker.control.recv()
+        except (EOFError, OSError):
+            raise _death(worker) from None
+        if isinstance(message, WorkerReady):
+            worker.is_ready = True
+        elif isinstance(message, Drains):
+            worker.drains = True
+        elif isinstance(message, AbortEverywhere):
+            for other in self._workers:
+                if other is not worker:
+                    other.tell(message)
+        elif isinstance(message, Failed):
+            raise error_of(message)
+
+
+def worker_name(number: int) -> str:
+    """Of a worker, in logs."""
+    return f"api-{number}"
+
+
+def _death(worker: _Worker) -> EngineDead:
+    try:
+        status = worker.process.wait(_END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return EngineDead(f"the API worker {worker.name} closed its connection")
+    return EngineDead(f"the API worker {worker.name} {describe_exit(status)}")
+
+
+class _AllWaiting:
+    """The clients of all workers. A signal's handler may close it, which can't send."""
+
+    def __init__(self, workers: ApiWorkers) -> None:
+        self._workers = workers
+        self.is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def close(self) -> None:
+        """Have the workers told, soon."""
+        self.is_closed = True
+
+    def cut_off(self) -> None:
+        """Nothing more to wait for: workers are stopped next, and cut off what runs."""
+
+
+def bind_all(host: str, port: int, num_sockets: int) -> list[socket.socket]:
+    """Sockets that own one port together, among which the kernel spreads connections.
+
+    Raises:
+        PortTaken, ConfigError: as ``bind``.
+    """
+    first = bind(host, port)
+    with ExitStack() as cleanup:
+        cleanup.callback(first.close)
+        sockets = [first]
+        # Only now: a program of ours that has the port already would have let us in.
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        for _ in range(num_sockets - 1):
+            other = socket.socket(first.family)
+            cleanup.callback(other.close)
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            other.bind(first.getsockname())
+            sockets.append(other)
+        cleanup.pop_all()
+    return sockets
+
+
+def serve_with_workers(
+    config: EngineConfig,
+    host: str,
+    port: int,
+    options: ServerOptions,
+    on_progress: Callable[[str, float], None],
+) -> None:
+    """``api_server.serve`` with several processes that take requests; raises as that does.
+
+    Raises:
+        ConfigError: the core is to have no process of its own.
+    """
+    if config.core_process is False:
+        raise ConfigError(
+            f"--api-workers {options.api_workers} share one core in a process of its own: leave "
+            "--no-core-process out"
+        )
+    check_kv_port(config)
+    if str(defaults := read_sampling_defaults(config)):
+        log.info("the model's own sampling defaults, for requests without: %s", defaults)
+    listeners = bind_all(host, port, options.api_workers)
+    port = listeners[0].getsockname()[1]
+    config = with_api_port(config, port)
+    with ExitStack() as cleanup:
+        for listener in listeners:
+            cleanup.callback(listener.close)
+        core = cleanup.enter_context(closing(CoreClient(config, options.api_workers)))
+        start = StartWorker(0, config, options, LogSettings.current())
+        workers = cleanup.enter_context(closing(ApiWorkers(start, listeners, core)))
+        instance = _Instance(core, workers, options)
+        try:
+            instance.load(on_progress)
+            url = url_of(host, port)
+            log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
+            instance.run(url)
+        except EngineError as exc:
+            workers.end(str(exc))
+            raise
+
+
+class _Instance:
+    """Core and workers while they serve, and when they end."""
+
+    def __init__(self, core: CoreClient, workers: ApiWorkers, options: ServerOptions) -> None:
+        self._core = core
+        self._workers = workers
+        self._waiting = _AllWaiting(workers)
+        self._draining = Draining(options.shutdown_timeout_s, self._waiting, self._num_held)
+        self._stats_log = StatsLog(core.stats, options.log_stats_interval_s)
+        self._stuck: EngineDead | None = None
+
+    def load(self, on_progress: Callable[[str, float], None]) -> None:
+        """Wait for the core, and then for the workers."""
+
+        def report(progress: LoadProgress) -> None:
+            on_progress("loading weights", progress.fraction)
+
+        self._workers.serve(self._core.wait_started(report, self._workers.check))
+        while not self._workers.are_ready:
+            select.select([self._core, *self._workers.fileno_all()], [], [], _PAUSE_S)
+            self._look()
+
+    def run(self, url: str) -> None:
+        """Until a signal and what it leaves to wait for, or until something dies."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        readable = select.poll()
+        for descriptor in (self._core.fileno(), *self._workers.fileno_all()):
+            readable.register(descriptor, select.POLLIN)
+        watchdog = StepWatchdog(self._core.watch, self._give_up)
+        announce(f"ready {url}")
+        try:
+            self._serve(readable)
+        finally:
+            watchdog.close()
+
+    def _serve(self, readable: select.poll) -> None:
+        told_at: float | None = None
+        while True:
+            readable.poll(_PAUSE_S * 1e3)
+            self._look()
+            now = time.monotonic()
+            if self._waiting.is_closed and told_at is None:
+                told_at = now
+                self._workers.close_doors()
+            is_settled = self._workers.all_drain or now - (told_at or now) > _SETTLE_S
+            if is_settled and self._draining.is_over(now):
+                return
+            self._stats_log.tick(now)
+
+    def _look(self) -> None:
+        """Act on what core and workers said, if they did."""
+        try:
+            if select.select([self._core], [], [], 0.0)[0]:
+                self._core.step()
+        except EngineDead as exc:
+            raise self._stuck or exc from None
+        self._workers.check()
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._draining.stop(time.monotonic())
+
+    def _num_held(self) -> int:
+        return num_held(self._core.stats())
+
+    def _give_up(self) -> None:
+        """A step has not returned in time; the watchdog's thread."""
+        self._stuck = EngineDead(f"{self._core.watch.why_stuck()}; the core's process was ended")
+        self._core.abandon_step()
