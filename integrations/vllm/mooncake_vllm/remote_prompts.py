@@ -57,6 +57,12 @@ class RemotePrompts:
     def __len__(self) -> int:
         return len(self._by_name)
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether any of them is."""
+        with self._lock:
+            return any(each.state is PromptState.LOADING for each in self._by_name.values())
+
     def expect(self, request_id: str, key: PeerKey, num_tokens: int, num_more: int = 0) -> bool:
         """A request has come; returns whether it is the first for this prompt."""
         with self._lock:

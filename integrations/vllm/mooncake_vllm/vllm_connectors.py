@@ -45,7 +45,12 @@ from mooncake_vllm.vllm_pages import page_format
 from mooncake_vllm.vllm_pool_side import POOL_WORKER, PoolSchedulerSide
 from mooncake_vllm.vllm_scheduler_side import Instance, SchedulerHooks, SchedulerSide
 from mooncake_vllm.vllm_settings import read_pool_settings, read_settings, wanted_layout
-from mooncake_vllm.vllm_worker_side import WorkerKind, WorkerSide, connector_worker
+from mooncake_vllm.vllm_worker_side import (
+    LOAD_WAIT_S,
+    WorkerKind,
+    WorkerSide,
+    connector_worker,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +102,12 @@ class HalStepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is Any
     Args:
         loads: those whose blocks it allocated.
         pushes: what it computes of prompts that are sent.
+        waits_for_loads: whether it computes nothing, and loads are under way.
     """
 
     loads: tuple[str, ...] = ()
     pushes: tuple[PushStep, ...] = ()
+    waits_for_loads: bool = False
 
 
 class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
@@ -115,6 +122,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm_does()
         self.num_errors = 0
+        self._step = HalStepMetadata()
         self._differences = Differences()
         self._config = self._read_settings(vllm_config)
         check_supported(vllm_config, kv_cache_config)
@@ -162,7 +170,8 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     @guarded(HalStepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._at_scheduler
-        return HalStepMetadata(side.take_started(), side.push_steps(scheduler_output))
+        waits = not scheduler_output.num_scheduled_tokens and side.is_loading
+        return HalStepMetadata(side.take_started(), side.push_steps(scheduler_output), waits)
 
     @guarded(lambda: (False, None))
     def request_finished(
@@ -203,7 +212,10 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Loads begin here, before the step's forward, unless the step zeroes new blocks first."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, HalStepMetadata):
+        # other connectors' metadata come while a graph is captured
+        is_ours = isinstance(connector_metadata, HalStepMetadata)
+        self._step = connector_metadata if is_ours else HalStepMetadata()
+        if self._worker is not None and is_ours:
             self._worker.begin_step(connector_metadata.pushes)
         if not self._zeroes_blocks:
             self._release(connector_metadata)
@@ -240,7 +252,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return KVConnectorTransferResults()
-        results = self._worker.take_results()
+        results = self._worker.take_results(LOAD_WAIT_S if self._step.waits_for_loads else 0.0)
         return KVConnectorTransferResults(
             finished_sending=results.sent,
             finished_recving=results.received,

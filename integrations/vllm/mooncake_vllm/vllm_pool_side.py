@@ -210,6 +210,12 @@ class PoolSchedulerSide:
         started, self._started = tuple(self._started), []
         return started
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the end of a load is still to be reported."""
+        with self._lock:
+            return any(pooled.state is PoolState.LOADING for pooled in self._prompts.values())
+
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
         """Nothing is sent while it is computed."""
         return ()

@@ -96,6 +96,8 @@ class SchedulerHooks(Protocol):
         self, request: Request, blocks: KVCacheBlocks, num_tokens: int
     ) -> None: ...
     def take_started(self) -> tuple[str, ...]: ...
+    @property
+    def is_loading(self) -> bool: ...
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]: ...
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
@@ -200,6 +202,11 @@ class SchedulerSide:
         self.check_alive()
         started, self._started = tuple(self._started), []
         return started
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the end of a load is still to be reported."""
+        return self._prompts.is_loading
 
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
         """What a step computes of the prompts whose KV is sent while it is computed."""

@@ -29,6 +29,11 @@ from mooncake_vllm.vllm_memory import TRANSPORTS, CacheView, layer_index
 
 logger = logging.getLogger(__name__)
 
+LOAD_WAIT_S = 0.002
+"""How long a step that computes nothing waits for the end of a load. vLLM steps again and again
+then, and sleeps for a millisecond in between: the end would be told a step later, and the steps
+take processor time from whoever has to answer. A new request waits at most this much longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -60,24 +65,29 @@ class Reports:
     """What vLLM is to be told with the next step. Any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._results = Results(set(), set(), set())
 
     def add_load(self, request_id: str, is_failed: bool) -> None:
         """A load is over."""
-        with self._lock:
+        with self._changed:
             self._results.received.add(request_id)
             if is_failed:
                 self._results.failed.add(request_id)
+            self._changed.notify()
 
     def add_send(self, request_id: str) -> None:
         """Blocks are free again."""
-        with self._lock:
+        with self._changed:
             self._results.sent.add(request_id)
+            self._changed.notify()
 
-    def take(self) -> Results:
-        """Everything that has not been taken yet."""
-        with self._lock:
+    def take(self, wait_s: float = 0.0) -> Results:
+        """Everything that has not been taken yet; if that is nothing, what comes first within this
+        many seconds."""
+        with self._changed:
+            if wait_s and not self._results.sent and not self._results.received:
+                self._changed.wait(wait_s)
             taken, self._results = self._results, Results(set(), set(), set())
         return taken
 
@@ -252,9 +262,9 @@ class WorkerSide:
         self._layer_done = None
         self._worker.end_step()
 
-    def take_results(self) -> Results:
-        """What vLLM is to be told. The step's thread."""
-        return self._reports.take()
+    def take_results(self, wait_s: float = 0.0) -> Results:
+        """What vLLM is to be told, waited for if there is nothing. The step's thread."""
+        return self._reports.take(wait_s)
 
     def close(self) -> None:
         """Stop what moves, and let the memory go. Idempotent."""

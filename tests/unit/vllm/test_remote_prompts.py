@@ -19,10 +19,13 @@ def test_siblings_wait_for_the_one_that_loads_and_then_do_without() -> None:
     for name in "ab":
         prompts.expect(name, LEASE, 100)
     assert prompts.num_to_load("b", 64) == 36
+    assert not prompts.is_loading
     assert prompts.begin("b") == "a"
+    assert prompts.is_loading
     assert prompts.num_to_load("a", 0) is None
     assert prompts.begin("a") is None
     assert prompts.end("a") == "b"
+    assert not prompts.is_loading
     assert prompts.num_to_load("a", 0) == 0
     assert prompts.num_to_load("b", 0) == 0  # asked again after a preemption or a failure
     assert prompts.end("a") is None

@@ -40,6 +40,7 @@ def connector(connectors: ModuleType, **sides: Any) -> Any:
     config = SimpleNamespace(needs_kv_cache_zeroing=sides.pop("zeroes", False))
     vllm_stub.KVConnectorBase_V1.__init__(made, None, 0, config)
     made.num_errors = 0
+    made._step = connectors.HalStepMetadata()
     made._differences = connectors.Differences()
     made._scheduler, made._worker = sides.get("scheduler"), sides.get("worker")
     return made
@@ -99,7 +100,8 @@ class Worker:
     def release_loads(self, names: Any) -> None:
         self.told.append(("release", names))
 
-    def take_results(self) -> Results:
+    def take_results(self, wait_s: float = 0.0) -> Results:
+        self.told.append(("results", wait_s))
         return Results({"s"}, {"r", "f"}, {"f"})
 
 
@@ -119,6 +121,27 @@ def test_loads_begin_before_the_forward_unless_new_blocks_are_zeroed(
 def test_results_are_named_as_vllm_does(connectors: ModuleType) -> None:
     found = connector(connectors, worker=Worker()).get_transfer_results(set())
     assert found == vllm_stub.KVConnectorTransferResults({"s"}, {"r", "f"}, {"f"})
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "is_loading", "waits"),
+    [({}, True, True), ({}, False, False), ({"other": 1}, True, False)],
+    ids=["idle", "nothing to wait for", "others run"],
+)
+def test_a_step_that_computes_nothing_waits_a_little_for_the_end_of_a_load(
+    connectors: ModuleType, scheduled: dict[str, int], is_loading: bool, waits: bool
+) -> None:
+    side = SimpleNamespace(
+        take_started=lambda: (), push_steps=lambda step: (), is_loading=is_loading
+    )
+    made = connector(connectors, scheduler=side, worker=(worker := Worker()))
+    step = made.build_connector_meta(SimpleNamespace(num_scheduled_tokens=scheduled))
+    made.bind_connector_metadata(step)
+    made.get_transfer_results(set())
+    assert worker.told[-1] == ("results", connectors.LOAD_WAIT_S if waits else 0.0)
+    made.bind_connector_metadata(SimpleNamespace())  # as while a graph is captured
+    made.get_transfer_results(set())
+    assert worker.told[-1] == ("results", 0.0)
 
 
 def test_a_count_of_tokens_is_asynchronous(connectors: ModuleType) -> None:
