@@ -19,7 +19,7 @@ def test_what_is_there_is_taken_at_once_and_once() -> None:
     assert reports.take() == Results(set(), set(), set())
 
 
-def test_who_waits_hears_of_a_load_when_it_ends() -> None:
+def test_who_waits_is_told_of_a_load_when_it_ends() -> None:
     reports, taken = Reports(), []
     waiting = threading.Thread(target=lambda: taken.append(reports.take(LONG_S)))
     waiting.start()
