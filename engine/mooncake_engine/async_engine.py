@@ -103,7 +103,7 @@ class AsyncEngine:
             if on_progress is not None:
                 on_progress("loading weights", progress.fraction)
 
-        if not _is_core_apart(config):
+        if not is_core_apart(config):
             from mooncake_engine.assembly import build_engine  # torch
 
             engine = build_engine(config, report)
@@ -340,8 +340,9 @@ class AsyncEngine:
             _call(stream.loop, [(stream, failure)])
 
 
-def _is_core_apart(config: EngineConfig) -> bool:
-    """A host that computes by itself has no cores to spare for a second interpreter."""
+def is_core_apart(config: EngineConfig) -> bool:
+    """Whether the core has a process of its own; a host that computes by itself has no cores to
+    spare for a second interpreter."""
     if config.core_process is not None:
         return config.core_process
     return bool(Registry.discover().device_type(config.backend))

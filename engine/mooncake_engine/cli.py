@@ -149,13 +149,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from mooncake_engine.async_engine import is_core_apart
     from mooncake_engine.process.progress_bar import ProgressBar
     from mooncake_engine.server.api_server import serve
     from mooncake_engine.server.api_workers import serve_with_workers
+    from mooncake_engine.text.tokenizer import leave_torch_out
 
     aliases = tuple(args.served_model_name[1:])
     options = from_arguments(ServerOptions, args, model_aliases=aliases)
     config = engine_config(args, kv_transfer_config(args))
+    if is_core_apart(config):
+        leave_torch_out()
     with queued_stderr():
         if options.api_workers > 1:
             serve_with_workers(config, args.host, args.port, options, ProgressBar())

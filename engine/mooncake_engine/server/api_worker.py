@@ -45,7 +45,7 @@ from mooncake_engine.server.api_workers import (
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.live_requests import LiveRequests
 from mooncake_engine.server.metric_cells import MetricCells, cells_bytes
-from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_engine.text.tokenizer import Tokenizer, leave_torch_out
 
 log = logging.getLogger(__name__)
 
@@ -196,8 +196,7 @@ def main(arguments: list[str]) -> int:
     """Run a worker on the file descriptors given; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # transformers imports torch where it finds it: 300 MB and seconds for nothing
-    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to say that it is not there
+    leave_torch_out()
     faulthandler.enable(file=2)
     control, *others = map(int, arguments)
     listener, core, watch, shared = others

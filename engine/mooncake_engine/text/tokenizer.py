@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -86,6 +87,13 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
     | {"add_generation_prompt", "continue_final_message", "tokenizer_kwargs", "tools", "documents"}
 )
 """What a client may not pass to the template: ours to decide, or not a template variable."""
+
+
+def leave_torch_out() -> None:
+    """Have a process that serves text alone do without torch: transformers imports it where it
+    finds it, which takes 300 MB and seconds, and nothing of it is used for text."""
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # Python: it is not there
 
 
 class Tokenizer:

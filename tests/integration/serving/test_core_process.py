@@ -59,6 +59,7 @@ def test_same_answers_and_figures_and_an_orderly_end() -> None:
     with serving() as (url, _):
         alone = answers(url)
     with serving("--core-process") as (url, program):
+        assert "libtorch" not in Path(f"/proc/{program.process.pid}/maps").read_text()
         before = generated(url)
         assert ask(url, REQUESTS[0]).status_code == 200
         assert generated(url) - before == REQUESTS[0]["max_tokens"]
