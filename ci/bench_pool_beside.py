@@ -27,6 +27,7 @@ from bench_transfer import (
     PeerEngine,
     PeerFailed,
     install,
+    read_answer,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -261,29 +262,18 @@ def peer_side(name: str, environment: str, engine: PeerEngine) -> Iterator[Side]
     assert process.stdin is not None
     assert process.stdout is not None
 
-    def receive() -> dict[str, float]:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("@"):
-                answer: dict[str, float] = json.loads(line[1:])
-                if "error" in answer:
-                    raise PeerFailed(name, str(answer["error"]))
-                return answer
-        last = Path(log.name).read_text().strip().rpartition("\n")[2]
-        raise PeerFailed(name, f"it ended: {last} (see {log.name})")
-
     def ask(**question: object) -> dict[str, float]:
         assert process.stdin is not None
         process.stdin.write(json.dumps(question) + "\n")
         process.stdin.flush()
-        return receive()
+        return read_answer(name, process.stdout, log.name)
 
     calls = {
         "put": lambda: ask(put=1)["seconds"],
         "get": lambda: ask(get=1)["seconds"],
     }
     try:
-        receive()
+        read_answer(name, process.stdout, log.name)
         yield Side(
             name,
             lambda count, nbytes: ask(shape=[count, nbytes]),

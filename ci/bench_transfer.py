@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 from mooncake_hal.bench.machine_limits import memcpy_mover, readv_mover, stream_mover
 from mooncake_hal.bench.transfer_speed import (
@@ -183,6 +184,22 @@ def _against(found: dict[str, Bandwidth], shape: TransferShape, operation: str) 
     return items
 
 
+def read_answer(name: str, stdout: IO[str] | None, log: str) -> dict[str, float]:
+    """The next answer of a peer's process, in a line of JSON behind an @; others are its engine's.
+
+    Raises:
+        PeerFailed: it says so, or it has ended; then with the last line of its log.
+    """
+    for line in stdout or ():
+        if line.startswith("@"):
+            answer: dict[str, float] = json.loads(line[1:])
+            if "error" in answer:
+                raise PeerFailed(name, str(answer["error"]))
+            return answer
+    last = Path(log).read_text().strip().rpartition("\n")[2]
+    raise PeerFailed(name, f"it ended: {last} (see {log})")
+
+
 @contextmanager
 def peer_mover(name: str) -> Iterator[Mover]:
     """Drive a peer engine in its own environment.
@@ -207,27 +224,16 @@ def peer_mover(name: str) -> Iterator[Mover]:
         os.killpg(process.pid, signal.SIGCONT)
         process.stdin.write(json.dumps(question) + "\n")
         process.stdin.flush()
-        answer = receive()
+        answer = read_answer(name, process.stdout, log.name)
         os.killpg(process.pid, signal.SIGSTOP)
         return answer
-
-    def receive() -> dict[str, float]:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("@"):
-                answer: dict[str, float] = json.loads(line[1:])
-                if "error" in answer:
-                    raise PeerFailed(name, str(answer["error"]))
-                return answer
-        last = Path(log.name).read_text().strip().rpartition("\n")[2]
-        raise PeerFailed(name, f"it ended: {last} (see {log.name})")
 
     def prepare(shape: TransferShape, operation: str) -> Callable[[], object]:
         ask(shape=[shape.total_bytes, shape.piece_bytes], operation=operation)
         return lambda: ask(move=1)
 
     try:
-        receive()
+        read_answer(name, process.stdout, log.name)
         os.killpg(process.pid, signal.SIGSTOP)
         yield Mover(name, prepare, lambda: ask(cpu=1)["cpu"])
     finally:

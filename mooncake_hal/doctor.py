@@ -115,7 +115,7 @@ def examine_plan(registry: Registry, plans: list[dict[str, Any]]) -> list[Check]
             for why in absent
         ),
         Check(f"deployment of {names}: roles, connectors, ports, sizes, hardware"),
-        *(Check(_way_of_kv(registry, *pair)) for pair in deployment.pairs()),
+        *(Check(_way_of_kv(registry, p, d)) for p, d in deployment.pairs()),
     ]
 
 

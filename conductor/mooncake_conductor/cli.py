@@ -37,7 +37,7 @@ Number = TypeVar("Number", int, float)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     try:
         return int(options.run(options))
     except ConductorError as exc:
@@ -227,7 +227,7 @@ def _mean_ttft(summary: RunSummary) -> float:
     return summary.mean_ttft
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mooncake-conductor", description=__doc__)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("simulate", help="replay a trace on a modelled cluster")

@@ -81,7 +81,7 @@ class StoreOptions:
         default=0,
         metadata=option(
             metavar="PORT",
-            help="port of --host where Prometheus finds /metrics, without any secret; 0 is none",
+            help="port of --kv-host where Prometheus finds /metrics, without any secret; 0 is none",
         ),
     )
     policy: str = field(

@@ -74,7 +74,7 @@ class EarlyPullSender:
         self._context = context
         self._peers = peers
         self._sender = sender
-        self._address = address
+        self._host, self._port = address
         self._sent: dict[str, _Sent] = {}
 
     def begin(self, request_id: str, target: PushTarget) -> None:
@@ -124,7 +124,7 @@ class EarlyPullSender:
             self._peers.release(remote)
 
     async def _tell(self, request_id: str, target: PushTarget, progress: Progress) -> LeaseStatus:
-        holder = Writer(self._context.instance.engine_id, request_id, *self._address)
+        holder = Writer(self._context.instance.engine_id, request_id, self._host, self._port)
         reply = await self._peers.get(target.remote).client.ask(
             lambda ticket: PrefillProgress(
                 ticket,

@@ -161,15 +161,17 @@ def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Ch
         yield _Check(f"the model's {name}", ours, theirs)
     yield _Check(
         "model",
-        *(prefill.model_fingerprint, decode.model_fingerprint),
+        prefill.model_fingerprint,
+        decode.model_fingerprint,
         "serve the same weights: one with an adapter merged into it is another model",
     )
     if prefill.tokenizer_fingerprint and decode.tokenizer_fingerprint:
         # Where one of the two gets token ids from elsewhere, requests' prompt_digest has to do.
         yield _Check("tokenizer", prefill.tokenizer_fingerprint, decode.tokenizer_fingerprint)
     yield _Check("the type of KV", prefill.geometry.dtype, decode.geometry.dtype, _SAME_NUMBERS)
-    formats = prefill.geometry.format, decode.geometry.format
-    yield _Check("how KV lies in a block", *formats, _SAME_PACKING)
+    yield _Check(
+        "how KV lies in a block", prefill.geometry.format, decode.geometry.format, _SAME_PACKING
+    )
     yield _Check("KV geometry", prefill.geometry, decode.geometry)
     meant = differences(prefill.numerics.meaning, decode.numerics.meaning)
     for name, (ours, theirs) in meant.items():

@@ -92,7 +92,7 @@ class PushSender:
         self.counts = TransferCounts()
         self._ranks = ranks
         self._peers = peers
-        self._address = address
+        self._host, self._port = address
         self._sends: dict[str, _Send] = {}
         interval = KeepaliveInterval(context.lease_s, LONGEST_PUSH_PAUSE_S)
         self._keepalive = Keepalive(interval, self._renew, context.spawn, context.has_stalled)
@@ -105,7 +105,7 @@ class PushSender:
     def begin(self, request_id: str, target: PushTarget) -> None:
         """A request has come: ask its decode instance for entry, while it is being computed."""
         self.counts.transfers += 1
-        writer = Writer(self._context.instance.engine_id, request_id, *self._address)
+        writer = Writer(self._context.instance.engine_id, request_id, self._host, self._port)
         send = self._sends[request_id] = _Send(target, writer, self._context.clock())
         self._peers.hold(target.remote)
         self._context.spawn(self._open(request_id, send), request_id)

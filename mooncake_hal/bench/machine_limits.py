@@ -119,8 +119,8 @@ def _spread(
     pool = stack.enter_context(ThreadPoolExecutor(threads))
 
     def prepare(shape: TransferShape, operation: str) -> Callable[[], object]:
-        ends = (near, far) if operation == "read" else (far, near)
-        parts = split_spans(shape.spans(*ends), threads)
+        local, remote = (near, far) if operation == "read" else (far, near)
+        parts = split_spans(shape.spans(local, remote), threads)
         return lambda: list(pool.map(copy, parts))
 
     return prepare

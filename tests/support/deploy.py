@@ -14,18 +14,26 @@ from typing import Any
 
 import msgspec
 
+from mooncake_conductor.cli import build_parser as conductor_parser
 from mooncake_engine.cli import build_parser as engine_parser
-from mooncake_hal import doctor
+from mooncake_hal import bench, doctor
 from mooncake_hal.cli import build_parser as hal_parser
+from mooncake_kv.cli import build_parser as kv_parser
 from mooncake_proxy.proxy_options import build_parser as proxy_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-PROGRAMS = ("mooncake-engine", "mooncake-hal", "mooncake-proxy")
-DOCUMENTS = [
-    *(ROOT / "docs" / name for name in ("deployment.md", "hardware.md")),
-    ROOT / "README.md",
-]
+PROGRAMS = {
+    "mooncake-conductor": conductor_parser,
+    "mooncake-engine": engine_parser,
+    "mooncake-hal": hal_parser,
+    "mooncake-kv": kv_parser,
+    "mooncake-proxy": proxy_parser,
+}
+LOADED_LATE = {("mooncake-hal", "doctor"): doctor, ("mooncake-hal", "bench"): bench}
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LEFT_OUT = {"...", "…", "MODE"}
+"""Words of an example that stand for whatever else there is."""
 
 _DEFAULT = re.compile(r"\$\{\w+:-(?P<default>[^}]*)\}")
 _VARIABLE = re.compile(r"\$\{?(?P<name>\w+)\}?")
@@ -37,17 +45,13 @@ def parse(command: list[str]) -> argparse.Namespace:
     Raises:
         SystemExit: it has no such flag, or no such value.
     """
-    program, *arguments = command
-    if program == "mooncake-hal" and arguments[0] == "doctor":
+    if module := LOADED_LATE.get(tuple(command[:2])):
         parser = argparse.ArgumentParser()
-        doctor.add_arguments(parser)
-        return parser.parse_args(arguments[1:])
-    builders = {
-        "mooncake-engine": engine_parser,
-        "mooncake-hal": hal_parser,
-        "mooncake-proxy": proxy_parser,
-    }
-    return builders[program]().parse_args(arguments)
+        module.add_arguments(parser)
+        return parser.parse_args(command[2 if module is doctor else 3 :])
+    if command[:3] == ["mooncake-engine", "bench", "serve"]:
+        command = [command[0], "bench serve", *command[3:]]
+    return PROGRAMS[command[0]]().parse_args(command[1:])
 
 
 def read_yaml(path: Path) -> list[Any]:
@@ -114,12 +118,40 @@ def unit_command(unit: Path, environment: dict[str, str]) -> list[str]:
 
 
 def document_commands() -> Iterator[tuple[str, list[str]]]:
-    """Command lines of ours in the guides: where they stand, and their words."""
+    """Whole command lines of ours in the guides: where they stand, and their words."""
+    for path in DOCUMENTS:
+        text = re.sub(r" \\\n *", " ", path.read_text())  # one that goes on in the next line
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.split()
+            if not line.startswith("    ") or not words or words[0] not in PROGRAMS:
+                continue
+            if not LEFT_OUT & {*words} and "(" not in line:  # a picture's words
+                yield f"{path.name}:{number}", shlex.split(line, comments=True)
+
+
+def document_flags() -> Iterator[tuple[str, str]]:
+    """Flags that the guides name in command lines of ours, whole or not: where, and which."""
     for path in DOCUMENTS:
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            words = line.strip()
-            if line.startswith("    ") and words.split(" ")[0] in PROGRAMS:
-                yield f"{path.name}:{number}", shlex.split(words, comments=True)
+            for code in [line.strip(), *re.findall(r"`([^`]+)`", line)]:
+                if code.split(" ")[0] in PROGRAMS:
+                    for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):
+                        yield f"{path.name}:{number}", flag
+
+
+def all_flags() -> set[str]:
+    """Every flag that a program of ours has."""
+    parsers = [build() for build in PROGRAMS.values()]
+    for module in LOADED_LATE.values():
+        parsers.append(argparse.ArgumentParser())
+        module.add_arguments(parsers[-1])
+    found: set[str] = set()
+    while parsers:
+        for action in parsers.pop()._actions:
+            found.update(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    return found
 
 
 def load_script(name: str) -> ModuleType:

@@ -99,14 +99,14 @@ class AgentLink:
         staging = self._engine.workspace(len(token))
         ours, theirs = staging.address, self._description.token_address
         spans = Spans(*(np.array([value], np.uint64) for value in (ours, theirs, len(token))))
-        keys = (np.array([key]) for key in (STAGING_KEY, TOKEN_KEY))
+        part = Slice(True, spans, np.array([STAGING_KEY]), np.array([TOKEN_KEY]))
         name = self._engine.name
         with self._lock:
             agent = self._opened()
             agent.register(STAGING_KEY, self._engine.workspace_region(staging, len(token)))
             try:
                 agent.learn(TOKEN_KEY, self._description.token_attachment)
-                agent.move(Slice(True, spans, *keys), lambda: time.monotonic() >= deadline)
+                agent.move(part, lambda: time.monotonic() >= deadline)
             except TransferError as exc:
                 raise TransportUnavailable(
                     name, f"the peer's engine is unreachable: {exc}"

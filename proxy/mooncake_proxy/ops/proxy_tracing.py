@@ -133,21 +133,22 @@ class RequestTrace:
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        facts = {
+        attributes: dict[str, str | int] = {
             "server.address": origin.host,
             "server.port": origin.port,
             "http.request.resend_count": number,
         }
-        with self._child(leg, "attempt", SpanKind.CLIENT, facts) as span:
+        with self._child(leg, "attempt", kind=SpanKind.CLIENT, attributes=attributes) as span:
             carrier: dict[str, str] = {}
             TraceContextTextMapPropagator().inject(carrier, set_span_in_context(span))
             yield header_lines(carrier.items())
 
     @contextmanager
-    def _child(self, parent: Span, name: str, *kind_and_facts: Any) -> Iterator[Span]:
+    def _child(self, parent: Span, name: str, **described: Any) -> Iterator[Span]:
+        """A span that its end closes; ``described``: what ``Tracer.start_span`` takes besides."""
         from opentelemetry.trace import set_span_in_context
 
-        span = self._tracer.start_span(name, set_span_in_context(parent), *kind_and_facts)
+        span = self._tracer.start_span(name, set_span_in_context(parent), **described)
         try:
             yield span
         except BaseException as error:

@@ -2,30 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from support.pd_fixtures import gate, model, plugin_path
 
-import pytest
-from support.pd import write_model
-from support.pd_transport import GATE, Gate, install
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers."""
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="session")
-def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that makes the gated transport installed for whoever has it on the path."""
-    return install(tmp_path_factory.mktemp("plugins"))
-
-
-@pytest.fixture
-def gate(plugin_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """The gate of this process' gated transport, open at first."""
-    monkeypatch.syspath_prepend(str(plugin_path))
-    GATE.reset()
-    yield GATE
-    GATE.reset()
+__all__ = ["gate", "model", "plugin_path"]
