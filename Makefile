@@ -166,10 +166,10 @@ test-cuda-compile:  ## the CUDA kernels without a GPU: compiled for sm_80/90/100
 	@ci/install dev
 	@ci/test-cuda-compile $(ARGS)
 
-test-cuda:  ## needs an NVIDIA GPU; says so if there is none
+test-cuda:  ## needs an NVIDIA GPU; HOST=1: with this host's own Python and torch; ARGS: --list --stage --limit
 	@ci/test-cuda $(ARGS)
 
-bench-cuda:  ## needs an NVIDIA GPU; kernels beside its bandwidth and its matrix products
+bench-cuda:  ## needs an NVIDIA GPU; kernels beside its bandwidth and its matrix products; HOST=1, ARGS as above
 	@ci/bench-cuda $(ARGS)
 
 test-ascend-emulated:  ## the Ascend backend on an emulated NPU, alone and as prefill and decode
@@ -179,8 +179,8 @@ test-ascend-emulated:  ## the Ascend backend on an emulated NPU, alone and as pr
 test-ascend-contract:  ## the real torch-npu, transfer engines and triton-ascend, without an NPU
 	@ci/test-ascend-contract $(ARGS)
 
-test-ascend:  ## needs an Ascend NPU; says so if there is none
-	@ci/install dev
+test-ascend:  ## needs an Ascend NPU; says so if there is none; HOST=1, ARGS as for test-cuda
+	@[ -n "$(HOST)" ] || ci/install dev
 	@ci/test-ascend $(ARGS)
 
 wheels:  ## build every wheel and try them in an empty environment
