@@ -28,7 +28,13 @@ from mooncake_conductor.simulator.report_page import Chart, Series, page, run_ch
 from mooncake_conductor.simulator.results import RunSummary, summarise, swing, table, write_csv
 from mooncake_conductor.simulator.simulation import Cluster, Simulation, SimulationResult
 from mooncake_conductor.simulator.systems import SYSTEMS, serve
-from mooncake_conductor.simulator.trace_file import TraceRequest, at_random, read_trace, scaled
+from mooncake_conductor.simulator.trace_file import (
+    TraceRequest,
+    at_random,
+    read_trace,
+    replicated,
+    scaled,
+)
 from mooncake_conductor.slo_admission import AdmissionMode, Objective, Objectives, objective
 
 _BAR = 30
@@ -179,6 +185,8 @@ def _latency(options: argparse.Namespace) -> LatencyModel:
 def _requests(options: argparse.Namespace) -> list[TraceRequest]:
     found = read_trace(options.trace, chunk_tokens=options.chunk_tokens, is_delta=options.delta)
     found = found[: options.limit]
+    if options.copies > 1:
+        found = replicated(found, options.copies, random.Random(options.seed))
     if options.poisson is not None:
         return at_random(found, options.poisson, random.Random(options.seed))
     return found
@@ -315,6 +323,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--replicate", action="store_true", help="copy hot chunks before they are asked for")
     add("--role-changes", action="store_true", help="idle nodes change sides when load shifts")
     add("--poisson", type=_positive, metavar="RATE", help="come at random times, so many per s")
+    add("--copies", type=_count, default=1, help="of the trace's users, at the same time (1)")
     add("--limit", type=_count, help="only the first requests of the trace")
     add("--seed", type=int, default=0, help="of what is left to chance (0)")
     add("--html", type=Path, metavar="FILE", help="write one page with charts")

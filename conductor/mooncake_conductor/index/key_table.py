@@ -26,6 +26,8 @@ in a hundred, and every other prompt has such a key."""
 _MIN_BUCKETS = 64
 _MOVED_PER_KEY = 4
 """Buckets that are copied per key that is written, while the table grows."""
+_PIECE = 1024
+"""Buckets that are copied at a time at least: each call of numpy has its price."""
 _SMALL = 4096
 """Buckets that are copied in no time."""
 # Arrays of no dimension: numpy takes half as long with them as with its scalars.
@@ -148,6 +150,24 @@ class _Buckets:
             homes = (homes + ~has_room) & (self.num_buckets - 1)
             mixed, numbers, homes = mixed[lost], numbers[lost], homes[lost]
 
+    def take_half_of(self, old: _Buckets, begin: int, end: int) -> NDArray[np.bool_]:
+        """Take keys over from a table half as large, of some of its buckets; ``[buckets, width]``:
+        which. Each goes to one of the two buckets that its own has become, to the same place there,
+        if nothing lies in these two yet."""
+        rows, numbers = old.keys[begin:end], old._by_bucket[begin:end]
+        ours = self.keys[2 * begin : 2 * end].reshape(-1, 2, _WIDTH)
+        our_numbers = self._by_bucket[2 * begin : 2 * end].reshape(-1, 2, _WIDTH)
+        may_move = (rows >= _FIRST_KEY) & ~ours.any(axis=(1, 2))[:, None]
+        halves = (rows >> self.shift).view(np.int64) - np.arange(2 * begin, 2 * end, 2)[:, None]
+        moved = np.zeros(rows.shape, np.bool_)
+        for half in (0, 1):
+            chosen = may_move & (halves == half)
+            np.copyto(ours[:, half], rows, where=chosen)
+            np.copyto(our_numbers[:, half], numbers, where=chosen)
+            moved |= chosen
+        self.num_used += int(np.count_nonzero(moved))
+        return moved
+
 
 class KeyTable:
     """Numbers above 0 by key; 0 stands for a key that is not there."""
@@ -156,7 +176,7 @@ class KeyTable:
         self._buckets = _Buckets(_MIN_BUCKETS)
         # While it grows: what came before, and the first bucket that was not copied yet.
         self._old: _Buckets | None = None
-        self._next_old = 0
+        self._next_old = self._owed = 0
         self._next_scan = 0
         self._num_keys = 0
 
@@ -242,7 +262,10 @@ class KeyTable:
     def _make_room(self, num_keys: int) -> None:
         """For so many more: copy a piece, or begin to."""
         if self._old is not None:
-            self._copy(num_keys * _MOVED_PER_KEY)
+            self._owed += num_keys * _MOVED_PER_KEY
+            if self._owed >= _PIECE:
+                self._copy(self._owed)
+                self._owed = 0
         buckets = self._buckets
         if buckets.num_used + num_keys <= buckets.num_buckets * _WIDTH * _MAX_LOAD:
             return
@@ -252,20 +275,22 @@ class KeyTable:
         while wanted * _WIDTH * _MAX_LOAD < 1.5 * (self._num_keys + num_keys):
             wanted *= 2
         self._old, self._next_old, self._buckets = self._buckets, 0, _Buckets(wanted)
-        self._copy(num_keys * _MOVED_PER_KEY)
+        self._owed = num_keys * _MOVED_PER_KEY
 
     def _copy(self, num_buckets: int) -> None:
         old = self._old
         if old is None:
             return
         begin, end = self._next_old, min(self._next_old + num_buckets, old.num_buckets)
-        flat = old.flat[begin * _WIDTH : end * _WIDTH]
-        taken = np.flatnonzero(flat >= _FIRST_KEY)
-        if len(taken):
-            numbers = old.numbers[begin * _WIDTH : end * _WIDTH]
-            self._buckets.insert(flat[taken], numbers[taken])
-            numbers[taken] = 0
-            flat[taken] = _REMOVED
+        rows, numbers = old.keys[begin:end], old.numbers[begin * _WIDTH : end * _WIDTH]
+        left = rows >= _FIRST_KEY
+        taken = left.copy()
+        if self._buckets.num_buckets == 2 * old.num_buckets:
+            left &= ~self._buckets.take_half_of(old, begin, end)
+        if left.any():
+            self._buckets.insert(rows[left], numbers[left.reshape(-1)])
+        np.copyto(rows, _REMOVED, where=taken)
+        numbers[:] = 0
         self._next_old = end
         if end == old.num_buckets:
             self._old = None

@@ -114,6 +114,24 @@ def _request(path: Path, number: int, line: bytes, chunk_tokens: int) -> TraceRe
     return TraceRequest(at_ms / 1000, num_input, num_output, keys, session, delay_ms / 1000)
 
 
+def replicated(
+    requests: Sequence[TraceRequest], num_copies: int, rng: random.Random, spread_s: float = 60.0
+) -> list[TraceRequest]:
+    """The users of a trace so many times over: copies share no chunk and no session with each
+    other. All but the first begin a random time later, at most ``spread_s``."""
+    span = 1 + max((key for request in requests for key in request.keys), default=0)
+    found = list(requests)
+    for number in range(1, num_copies):
+        later = rng.uniform(0.0, spread_s)
+        named: dict[int, int] = {}  # an object per key, however many prompts have it
+        for request in requests:
+            keys = tuple(named.setdefault(key, key + number * span) for key in request.keys)
+            session = None if request.session is None else f"{request.session}/{number}"
+            found.append(replace(request, at_s=request.at_s + later, keys=keys, session=session))
+    found.sort(key=lambda request: request.at_s)
+    return found
+
+
 def _accumulated(requests: list[TraceRequest], chunk_tokens: int) -> list[TraceRequest]:
     """Turns with their whole prompts: a session's tokens are one sequence that grows."""
     said: dict[str, int] = {}

@@ -16,7 +16,13 @@ from mooncake_conductor.cost.latency_model import cold_start
 from mooncake_conductor.errors import InvalidTrace
 from mooncake_conductor.simulator.results import is_within, summarise, swing
 from mooncake_conductor.simulator.simulation import Cluster, Simulation
-from mooncake_conductor.simulator.trace_file import TraceRequest, at_random, read_trace, scaled
+from mooncake_conductor.simulator.trace_file import (
+    TraceRequest,
+    at_random,
+    read_trace,
+    replicated,
+    scaled,
+)
 from mooncake_conductor.slo_admission import AdmissionMode, Objective, Objectives
 
 A800 = cold_start("llama-3-70b", "A800", 8)
@@ -106,6 +112,21 @@ def test_turns_of_a_session_follow_each_other(tmp_path: Path) -> None:
     assert len(requests[0].keys) == 2
     records = run(requests).records
     assert records[1].arrived_at == pytest.approx(records[0].ended_at + 2.0, abs=0.1)
+
+
+def test_copies_of_a_trace_are_as_many_users_of_their_own(trace: Path) -> None:
+    once = read_trace(trace)[:50]
+    thrice = replicated(once, 3, random.Random(0))
+    assert len(thrice) == 150
+    assert thrice == sorted(thrice, key=lambda request: request.at_s)
+    span = 1 + max(key for request in once for key in request.keys)
+    of_users = [
+        {key for request in thrice for key in request.keys if key // span == number}
+        for number in range(3)
+    ]
+    assert {len(keys) for keys in of_users} == {len(of_users[0])}
+    assert set(once) <= set(thrice)
+    assert replicated(once, 3, random.Random(0)) == thrice
 
 
 @pytest.mark.parametrize(
