@@ -42,6 +42,7 @@ from vllm_pool_check import check_pool
 from vllm_requests import (
     ANSWER_TIMEOUT_S,
     COMPLETIONS,
+    METRICS_TIMEOUT_S,
     NUM_TOKENS,
     ask,
     completion,
@@ -217,8 +218,8 @@ def check_pairs(
         for pair in pairs:
             try:
                 problems += check_pair(python, pair, prefill, wanted, timeout_s)
-            except DidNotStart as exc:
-                problems.append(f"{pair}: {exc}")
+            except (DidNotStart, OSError) as exc:
+                problems.append(f"{pair}: {exc!r}")
     return problems
 
 
@@ -229,6 +230,7 @@ def check_pair(
 
     Raises:
         DidNotStart: P or D has not come up.
+        OSError: one of them does not answer.
     """
     with ExitStack() as stack:
         decode = stack.enter_context(
@@ -382,7 +384,7 @@ def has_one_gauge(url: str, name: str) -> bool:
 
 def metrics(url: str) -> list[str]:
     """The lines of a /metrics page."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=METRICS_TIMEOUT_S) as answer:
         return answer.read().decode().splitlines()
 
 

@@ -13,6 +13,7 @@ from vllm_serving import Json
 
 # Machines that compile while others work on them take their time over a first answer.
 ANSWER_TIMEOUT_S = 600
+METRICS_TIMEOUT_S = 60.0
 NUM_TOKENS = 16
 FREED_S = 120.0
 """How long blocks may take to be free again: leases, and machines that others use."""
@@ -78,7 +79,7 @@ def joined(chunks: list[Json]) -> tuple[str, str]:
 
 def figure(url: str, name: str) -> float:
     """A counter of a /metrics page, over all labels."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=METRICS_TIMEOUT_S) as answer:
         lines = answer.read().decode().splitlines()
     pattern = re.compile(rf"{re.escape(name)}(\{{.*\}})? ([0-9.e+]+)$")
     return sum(float(found[2]) for line in lines if (found := pattern.match(line)))
