@@ -1,8 +1,8 @@
-"""``mooncake-hal doctor``: is this deployment going to work, and if a peer can't be reached, where.
+"""``mooncake-hal doctor``: checks a deployment's plan, a host, and the way to a live peer.
 
 Reads the plan of a deployment from ``--instance`` flags or a JSON file, checks it with the same
-rules that instances check at start and in the handshake, and tries every port of a live peer. What
-this host has for a transport is looked at one thing after the other.
+rules that instances check at start and in the handshake, and tries every port of a live peer. Of
+a transport it checks what the host needs, one item after the other.
 """
 
 from __future__ import annotations
@@ -58,13 +58,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--file",
         type=Path,
         metavar="FILE",
-        help='JSON: {"instances": [{KEY: VALUE, ...}, ...]}; as many --instance',
+        help='the same as JSON: {"instances": [{KEY: VALUE, ...}, ...]}',
     )
     parser.add_argument(
-        "--peer", action="append", default=[], metavar="URL", help="a live instance to reach"
+        "--peer",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a live instance: connect to its side channel and over every transport",
     )
     parser.add_argument(
-        "--transport", action="append", default=[], metavar="NAME", help="what this host has for it"
+        "--transport",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="check this host for what a transport needs",
     )
     parser.add_argument(
         "--secret-file", type=Path, metavar="FILE", help="the deployment's secret, for --peer"

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help="transports to measure (default: every one that is available)",
     )
-    parser.add_argument("--size", type=int, default=256, metavar="MIB", help="moved at once")
+    parser.add_argument("--size", type=int, default=256, metavar="MIB", help="of one transfer")
     parser.add_argument(
         "--pieces",
         type=_sizes,
@@ -44,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sizes of scattered pieces; one contiguous range is always measured",
     )
     parser.add_argument(
-        "--rounds", type=int, default=5, metavar="N", help="per shape and direction"
+        "--rounds", type=int, default=5, metavar="N", help="repetitions per shape and direction"
     )
     parser.add_argument(
-        "--connections", type=int, default=2, metavar="N", help="per peer, or copying threads"
+        "--connections", type=int, default=2, metavar="N", help="connections per peer; shm: threads"
     )
     parser.add_argument(
         "--anonymous", action="store_true", help="memory that the peer can't map (default: it can)"

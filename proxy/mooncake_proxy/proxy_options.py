@@ -154,8 +154,8 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
         type=_tokens_or_auto,
         default=0,
         metavar="TOKENS",
-        help="prompts of up to so many uncached tokens are computed by decode instances, without "
-        "a hand-over; auto: as long as that takes no longer than the hand-over, as measured",
+        help="prompts of at most this many uncached tokens go straight to a decode instance; auto: "
+        "the length whose prefill there takes as long as the transfer of KV, as measured",
     )
     pools.add_argument(
         "--no-local-prefill",
@@ -172,8 +172,8 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=4096,
         metavar="TOKENS",
-        help="pull flow: of prompts of so many uncached tokens and more, decode instances reserve "
-        "blocks first and read the KV chunk by chunk while it is computed; 0 never",
+        help="pull flow: for prompts of at least this many uncached tokens, decode instances "
+        "reserve blocks first and read the KV chunk by chunk while it is computed; 0: never",
     )
     add(
         "--policy",
@@ -254,13 +254,13 @@ def _add_conductor(parser: argparse.ArgumentParser) -> None:
         "--kv-events-port",
         type=int,
         metavar="PORT",
-        help="port of the KV events of all given instances; those of mooncake-engine tell theirs",
+        help="port of every instance's KV events; instances of mooncake-engine publish theirs",
     )
     add(
         "--kv-events-replay-port",
         type=int,
         metavar="PORT",
-        help="port at which they send lost events again",
+        help="port of every instance that sends lost KV events again",
     )
 
 
@@ -393,7 +393,7 @@ def _add_objectives(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME:ttft=MS,tbt=MS,best-effort",
         help="objectives of requests whose X-Request-Class header or API key names it; best-effort "
-        "ones are refused the more often, the nearer the load comes to them; repeat for each",
+        "ones are refused more often as the load approaches the objectives; repeat for each",
     )
     objectives.add_argument(
         "--admission",
