@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from support.virtual_time import SpawnedTasks
+
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal.kv.layout import make_layout
@@ -187,7 +189,7 @@ class Talk:
     ended: defaultdict[str, list[LoadEnded]] = field(default_factory=lambda: defaultdict(list))
     freed: Counter[str] = field(default_factory=Counter)
     asked: list[str] = field(default_factory=list)
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    tasks: SpawnedTasks = field(default_factory=SpawnedTasks)
     _tasks_of_p: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self) -> None:
@@ -201,7 +203,7 @@ class Talk:
             metadata_of("d"),
             self.lease_s[1],
             self._d_hears,
-            self._spawn,
+            self.tasks.spawn,
             loop.time,
             drain_s=DRAIN_S,
         )
@@ -210,7 +212,7 @@ class Talk:
         self.d = PushReceiver(d, self._inquire, self._post, max_load_s=LOAD_S)
         self.rank.report = self.p.report
         self._spawn_p(self.p.keep_alive())
-        self._spawn(self.d.sweep())
+        self.tasks.spawn(self.d.sweep())
 
     def kill_p(self) -> None:
         """End it as SIGKILL does."""
@@ -269,23 +271,11 @@ class Talk:
             assert f"p-{event.request_id}" not in self.rank.writing, "freed under the writer"
         self.ended[event.request_id].append(event)
 
-    def _spawn(
-        self, coroutine: Coroutine[Any, Any, None], request_id: str | None = None
-    ) -> asyncio.Task[None]:
-        self._tasks.append(asyncio.ensure_future(coroutine))
-        return self._tasks[-1]
-
     def _spawn_p(
         self, coroutine: Coroutine[Any, Any, None], request_id: str | None = None
     ) -> asyncio.Task[None]:
-        self._tasks_of_p.append(self._spawn(coroutine))
+        self._tasks_of_p.append(self.tasks.spawn(coroutine))
         return self._tasks_of_p[-1]
-
-    def check_tasks(self) -> None:
-        """None has died."""
-        for task in self._tasks:
-            if task.done() and not task.cancelled():
-                task.result()
 
 
 @dataclass

@@ -80,3 +80,23 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+class SpawnedTasks:
+    """What a protocol spawns while it is tested: kept, so that none dies unseen."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def spawn(
+        self, coroutine: Coroutine[Any, Any, None], request_id: str | None = None
+    ) -> asyncio.Task[None]:
+        """As ``ConnectorContext.spawn``."""
+        self._tasks.append(asyncio.ensure_future(coroutine))
+        return self._tasks[-1]
+
+    def check(self) -> None:
+        """None has died."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 from support.push_line import TOKEN, TRIES, Line, deliver, losing, metadata_of, unreliable
-from support.virtual_time import run_virtually
+from support.virtual_time import SpawnedTasks, run_virtually
 
 from mooncake_kv.connector import Event, LeaseEnded, LoadEnded
 from mooncake_kv.connector_scheduler import ConnectorContext
@@ -108,7 +108,7 @@ class PrefillInstance:
         self.is_dead = False
         self.content: dict[str, Content] = {}
         self.leased: set[str] = set()
-        spawn = talk.spawn
+        spawn = talk.tasks.spawn
         context = ConnectorContext(metadata_of(name), LEASE_S, self._hears, spawn, talk.now)
         self.sender = PullSender(context)
         peers: Any = Peers(
@@ -157,34 +157,25 @@ class Talk:
     prefills: dict[str, PrefillInstance] = field(default_factory=dict)
     refuses: bool = False
     _reading: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    tasks: SpawnedTasks = field(default_factory=SpawnedTasks)
     _names: Any = field(default_factory=count)
 
     def start(self) -> None:
         """On the loop."""
         group = RankGroup(1, self._rank_hears)
         self.loads = RankLoads(group)
-        context = ConnectorContext(metadata_of("d"), LEASE_S, self._hears, self.spawn, self.now)
+        context = ConnectorContext(
+            metadata_of("d"), LEASE_S, self._hears, self.tasks.spawn, self.now
+        )
         peers: Any = Peers("d", self.line, self._ask_p, group)
         leases = LeaseKeeper(context, peers)
         self.reader = KVReader(context, self.loads, peers, leases)
         self.d = EarlyPullReceiver(context, self.reader, self._post, max_load_s=MAX_LOAD_S)
-        self.spawn(leases.keep_leases())
+        self.tasks.spawn(leases.keep_leases())
 
     @staticmethod
     def now() -> float:
         return asyncio.get_running_loop().time()
-
-    def spawn(
-        self, coroutine: Coroutine[Any, Any, None], request_id: str | None = None
-    ) -> asyncio.Task[None]:
-        self._tasks.append(asyncio.ensure_future(coroutine))
-        return self._tasks[-1]
-
-    def check_tasks(self) -> None:
-        for task in self._tasks:
-            if task.done() and not task.cancelled():
-                task.result()
 
     def prefill_instance(self) -> PrefillInstance:
         name = f"p{next(self._names)}"
@@ -278,7 +269,7 @@ def talk(scenario: Callable[[Talk], Coroutine[Any, Any, None]], seed: int = 0) -
         between = Talk(random.Random(seed))
         between.start()
         await scenario(between)
-        between.check_tasks()
+        between.tasks.check()
 
     run_virtually(main())
 
@@ -391,7 +382,7 @@ def test_a_reader_that_leaves_ends_the_lease_of_a_prompt_that_is_computed() -> N
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
         between.load("r")
-        computing = between.spawn(between.compute(p, "r"))
+        computing = between.tasks.spawn(between.compute(p, "r"))
         await between.begun.wait()
         between.d.cancel("r", "the client left")
         await asyncio.sleep(0.1)
@@ -507,7 +498,7 @@ async def _live(between: Talk, name: str, *, kills: bool) -> None:
     for _ in range(num_holders):
         p = between.prefill_instance()
         preempt_at = numbers.choice([None, None, CHUNK, 3 * CHUNK])
-        computing = between.spawn(between.compute(p, name, preempt_at=preempt_at))
+        computing = between.tasks.spawn(between.compute(p, name, preempt_at=preempt_at))
         await asyncio.sleep(numbers.uniform(0.0, 12.0))
         fate = numbers.random()
         if kills and fate < 0.3:

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 from support.push_line import TRIES, Line, deliver, losing, metadata_of, unreliable
-from support.virtual_time import run_virtually
+from support.virtual_time import SpawnedTasks, run_virtually
 
 from mooncake_kv.connector import Event, LeaseEnded, LoadEnded
 from mooncake_kv.connector_scheduler import ConnectorContext
@@ -71,7 +71,7 @@ class Talk:
     _remotes: dict[str, RemoteKV] = field(default_factory=dict)
     _reading: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
     _peers: dict[str, PeerInstance] = field(default_factory=dict)
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    tasks: SpawnedTasks = field(default_factory=SpawnedTasks)
     _tasks_of_p: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self) -> None:
@@ -82,14 +82,14 @@ class Talk:
             metadata_of("d"),
             LEASE_S,
             self._d_hears,
-            self._spawn,
+            self.tasks.spawn,
             self.now,
             incompatible=self.incompatible,
         )
         leases = LeaseKeeper(context, self)  # type: ignore[arg-type]  # as PeerTable
         self.reader = KVReader(context, self.loads, self, leases)  # type: ignore[arg-type]  # as above
         self.d = PullReceiver(context, self.reader)
-        self._spawn(leases.keep_leases())
+        self.tasks.spawn(leases.keep_leases())
         self.start_p()
 
     @staticmethod
@@ -103,9 +103,9 @@ class Talk:
         self.epoch += 1
         name = f"p{self.epoch}"
         facts = msgspec.structs.replace(metadata_of(name), model_fingerprint=self.model)
-        context = ConnectorContext(facts, LEASE_S, self._p_hears, self._spawn, self.now)
+        context = ConnectorContext(facts, LEASE_S, self._p_hears, self.tasks.spawn, self.now)
         self.p = PullSender(context)
-        self._tasks_of_p = [self._spawn(self.p.sweep())]
+        self._tasks_of_p = [self.tasks.spawn(self.p.sweep())]
 
     def kill_p(self) -> None:
         """End it as SIGKILL does; its successor knows nothing of what it held."""
@@ -210,18 +210,6 @@ class Talk:
         assert isinstance(answer, kind)
         return answer
 
-    def _spawn(
-        self, coroutine: Coroutine[Any, Any, None], request_id: str | None = None
-    ) -> asyncio.Task[None]:
-        self._tasks.append(asyncio.ensure_future(coroutine))
-        return self._tasks[-1]
-
-    def check_tasks(self) -> None:
-        """None has died."""
-        for task in self._tasks:
-            if task.done() and not task.cancelled():
-                task.result()
-
 
 def talk(
     scenario: Callable[[Talk], Coroutine[Any, Any, None]], seed: int = 0, model: str = "m"
@@ -230,7 +218,7 @@ def talk(
         between = Talk(random.Random(seed), model)
         between.start()
         await scenario(between)
-        between.check_tasks()
+        between.tasks.check()
 
     run_virtually(main())
 

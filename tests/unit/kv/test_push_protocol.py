@@ -27,7 +27,7 @@ def talk(scenario: Scenario, seed: int = 0, lease_s: tuple[float, float] = (6.0,
         between = Talk(random.Random(seed), lease_s)
         between.start()
         await scenario(between)
-        between.check_tasks()
+        between.tasks.check()
 
     run_virtually(main())
 
