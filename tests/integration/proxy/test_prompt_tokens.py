@@ -9,6 +9,7 @@ import pytest
 import uvloop
 from support.proxy_fakes import Stand, stand
 from support.proxy_fakes_client import BODY, post
+from support.sglang_pair import sglang_stand
 
 from mooncake_proxy.routing.prefix_index import Tokenizer, load_tokenizer
 from mooncake_proxy.routing.prompt_tokens import PROBE
@@ -48,6 +49,23 @@ def test_both_instances_get_ids_in_place_of_the_text(flow: str, tokenizer: Token
             plain = await post(s, BODY | {"prompt": TEXT, "add_special_tokens": False})
             assert plain.status_code == 200
             assert s.decode.generated[-1].body["prompt"] == tokenizer.encode(TEXT)
+
+    uvloop.run(main())
+
+
+def test_an_sglang_pair_gets_ids_too(tokenizer: Tokenizer) -> None:
+    """Its ``/v1/completions`` takes ids as a prompt, and its ``/tokenize`` answers as vLLM's."""
+
+    async def main() -> None:
+        async with sglang_stand(**WITH_TOKENIZER) as s:
+            for fake in (s.prefill, s.decode):
+                fake.behaviour.tokens = tokenizer.encode(PROBE, add_special_tokens=True)
+            await agree(s)
+            assert (await post(s, BODY | {"prompt": TEXT})).status_code == 200
+            [prefilled], [decoded] = s.prefill.generated, s.decode.generated
+            ids = tokenizer.encode(TEXT, add_special_tokens=True)
+            assert prefilled.body["prompt"] == decoded.body["prompt"] == ids
+            assert prefilled.body["bootstrap_room"] == decoded.body["bootstrap_room"]
 
     uvloop.run(main())
 
