@@ -157,7 +157,8 @@ class _Buckets:
         rows, numbers = old.keys[begin:end], old._by_bucket[begin:end]
         ours = self.keys[2 * begin : 2 * end].reshape(-1, 2, _WIDTH)
         our_numbers = self._by_bucket[2 * begin : 2 * end].reshape(-1, 2, _WIDTH)
-        may_move = (rows >= _FIRST_KEY) & ~ours.any(axis=(1, 2))[:, None]
+        is_taken: NDArray[np.bool_] = np.asarray(ours.any(axis=(1, 2)))
+        may_move = (rows >= _FIRST_KEY) & ~is_taken[:, None]
         halves = (rows >> self.shift).view(np.int64) - np.arange(2 * begin, 2 * end, 2)[:, None]
         moved = np.zeros(rows.shape, np.bool_)
         for half in (0, 1):

@@ -1,0 +1,93 @@
+"""Two prefill instances with a store each, a decode instance, a proxy that counts costs: where it
+counts on a fetch, the prefill instance loads the prefix from the other one's store."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+from support.pd_processes import serving
+from support.programs import TINY_LLAMA, running
+
+PREFIX, TAIL, BURST = 512, 40, 6
+"""Tokens of a conversation, of each of its continuations, and how many come at once."""
+ATTEMPTS = 8
+ANSWER = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+SLOW = "llama-3-70b:A100:1"
+"""Computing is believed to take long until it is measured: who is busy is not waited for."""
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    """Tokens that the model knows."""
+    return random.Random(seed).choices(range(3, 250), k=length)
+
+
+def complete(url: str, prompt: Sequence[int], name: str = "alone") -> list[int]:
+    """The tokens of an answer."""
+    body: dict[str, Any] = {"prompt": list(prompt), **ANSWER}
+    answer = httpx.post(
+        f"{url}/v1/completions", json=body, headers={"x-request-id": name}, timeout=60
+    )
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def counted(url: str, name: str, label: str = "") -> float:
+    """A counter of an instance."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and label in line
+    )
+
+
+def wait_until_saved(*urls: str) -> None:
+    deadline = time.monotonic() + 30
+    while any(counted(url, "mooncake:kv_pool_saves_under_way") for url in urls):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_prefix_is_fetched_from_the_store_that_the_conductor_names() -> None:
+    pool = ("--kv-pool", "dram=64MiB,chunk=64,load=always,port=0")
+    with ExitStack() as stack:
+        start = stack.enter_context
+        prefills = [start(serving(TINY_LLAMA, "prefill", *pool)).url for _ in range(2)]
+        decode = start(serving(TINY_LLAMA, "decode", *pool)).url
+        single = start(serving(TINY_LLAMA, "both")).url
+        argv = ["--port", "0", "--policy", "cost", "--costs", SLOW, "--decode", decode]
+        argv += [part for url in prefills for part in ("--prefill", url)]
+        proxy = start(running("mooncake_proxy", *argv)).wait_for("listens on").split()[-1]
+
+        def burst(attempt: int) -> list[dict[str, Any]]:
+            """One conversation, then several continuations at once; how each was placed."""
+            first = prompt_of(10 * attempt, PREFIX)
+            assert complete(proxy, first, f"first-{attempt}") == complete(single, first)
+            wait_until_saved(*prefills)
+            prompts = [(*first, *prompt_of(10 * attempt + n, TAIL)) for n in range(1, BURST)]
+            names = [f"{attempt}-{number}" for number in range(len(prompts))]
+            with ThreadPoolExecutor(BURST) as threads:
+                found = list(threads.map(complete, [proxy] * len(prompts), prompts, names))
+            assert found == [complete(single, prompt) for prompt in prompts]
+            asked = [f"{proxy}/conductor/explain?request={name}" for name in names]
+            return [httpx.get(url).raise_for_status().json() for url in asked]
+
+        for attempt in range(ATTEMPTS):
+            placed = burst(attempt)
+            hits = sum(
+                counted(url, "mooncake:kv_pool_num_prefix_hints", 'kind="found"')
+                for url in prefills
+            )
+            if hits:
+                break
+        plans = [(each["prefill"]["plan"], each["prefill"]["instance"]) for each in placed]
+        assert hits, plans
+        assert any(plan == "fetch" for plan, _ in plans), plans
+        loaded = sum(counted(url, "mooncake:kv_pool_num_loaded_chunks") for url in prefills)
+        assert loaded >= PREFIX // 64
+        assert not any(counted(url, "mooncake:kv_pool_num_failed_loads") for url in prefills)
