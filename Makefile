@@ -13,7 +13,7 @@ PYTHON_IN_VENV = .venv/bin/python
     bench-second-turn \
     check-deploy \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
-    test-ascend-contract wheels
+    test-ascend-contract test-oldest wheels
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -165,6 +165,10 @@ check-deploy:  ## every deployment file by its own validator
 test-cuda-compile:  ## the CUDA kernels without a GPU: compiled for sm_80/90/100, interpreted, emulated
 	@ci/install dev
 	@ci/test-cuda-compile $(ARGS)
+
+test-oldest:  ## with the oldest Triton or torch that is supported; ARGS=triton, ARGS=torch
+	@ci/install dev
+	@ci/test-oldest $(ARGS)
 
 test-cuda:  ## needs an NVIDIA GPU; HOST=1: with this host's own Python and torch; ARGS: --list --stage --limit
 	@ci/test-cuda $(ARGS)

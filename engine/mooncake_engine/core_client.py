@@ -36,6 +36,7 @@ from mooncake_engine.core_messages import (
     PrepareGrammar,
     ProgressHandler,
     ReadFigures,
+    Reply,
     Report,
     ResetPrefixCache,
     Start,
@@ -132,7 +133,7 @@ class CoreConnection:
             return message
         if isinstance(message, Report):
             self._report = message
-        elif not isinstance(message, (LoadProgress, Started)):
+        elif isinstance(message, Reply):
             self._replies.pop(message.number)(message.value)
         return []
 

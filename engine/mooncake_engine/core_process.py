@@ -32,6 +32,7 @@ from mooncake_engine.core_messages import (
     UPDATES,
     AddRequest,
     Ask,
+    Command,
     Failed,
     Message,
     ReadFigures,
@@ -224,7 +225,7 @@ class CoreProcess:
         except (EOFError, OSError):
             logger.debug("%s has closed its connection", worker.name)
 
-    def _act(self, core: EngineCore, front: FrontEnd, order: object) -> None:
+    def _act(self, core: EngineCore, front: FrontEnd, order: Ask | Command) -> None:
         if isinstance(order, Ask) and isinstance(order.command, ReadFigures):
             front.report(_report_of(core))
             front.tell(Reply(order.number, True))

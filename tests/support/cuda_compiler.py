@@ -84,7 +84,9 @@ class CompileOnlyDriver:
 @contextmanager
 def compiling(generation: str) -> Iterator[list[CompiledKernel]]:
     """Compile every launch in the body; the list holds them, each specialisation once."""
-    before, run = driver._active, JITFunction.run
+    # up to Triton 3.4 the driver lies in what became a property
+    slot = "_active" if hasattr(driver, "_active") else "active"
+    before, run = getattr(driver, slot), JITFunction.run
     found: dict[Any, CompiledKernel] = {}
     functions: set[JITFunction] = set()
 
@@ -102,7 +104,7 @@ def compiling(generation: str) -> Iterator[list[CompiledKernel]]:
         yield kernels
     finally:
         JITFunction.run = run
-        driver._active = before
+        setattr(driver, slot, before)
         for function in functions:  # their keys don't name the generation
             function.device_caches.clear()
 

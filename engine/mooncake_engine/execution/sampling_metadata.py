@@ -62,7 +62,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float
     """``uniform`` of many choices at once."""
     scrambled = _mix_all(np.array([seed & _MASK for seed in seeds], dtype=np.uint64))
     steps = (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
-    return (_mix_all(scrambled + steps) >> np.uint64(12)) * 2.0**-52
+    return (_mix_all(scrambled + steps) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def _mix_all(z: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -355,7 +355,8 @@ class _Instance:
 
         self._workers.serve(self._core.wait_started(report, self._workers.check))
         while not self._workers.are_ready:
-            select.select([self._core, *self._workers.fileno_all()], [], [], _PAUSE_S)
+            descriptors = [self._core.fileno(), *self._workers.fileno_all()]
+            select.select(descriptors, [], [], _PAUSE_S)
             self._look()
 
     def run(self, url: str) -> None:
