@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
 import re
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from mooncake_hal_cuda.cuda_env import hides_all_devices
 
 OLDEST_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 """By the major version of CUDA, the driver that it needs (CUDA Toolkit release notes, table 2)."""
+
+OLDEST_TRITON = (3, 5)
+"""Kernels use what older ones lack (``tl.range``'s ``disable_licm``); torch 2.9 brings this one."""
 
 _DRIVER_VERSION = re.compile(r"Kernel Module.*?\s(\d+)\.(\d+)")
 _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*(?P<value>.+)$", re.MULTILINE)
@@ -33,6 +37,7 @@ class CudaMachine:
         has_triton: whether triton is installed.
         hides_devices: whether CUDA_VISIBLE_DEVICES hides all of them.
         denied_files: those of the device files that this process may not open.
+        triton_version: its first two numbers; None if it does not say.
     """
 
     has_driver: bool
@@ -44,6 +49,7 @@ class CudaMachine:
     has_triton: bool
     hides_devices: bool
     denied_files: tuple[str, ...]
+    triton_version: tuple[int, int] | None = None
 
 
 def look(root: Path = Path("/")) -> CudaMachine:
@@ -67,6 +73,7 @@ def look(root: Path = Path("/")) -> CudaMachine:
         has_triton=find_spec("triton") is not None,
         hides_devices=hides_all_devices(),
         denied_files=tuple(p.name for p in files if not os.access(p, os.R_OK | os.W_OK)),
+        triton_version=_read_triton_version(),
     )
 
 
@@ -111,6 +118,11 @@ def _missing_software(machine: CudaMachine) -> str:
         )
     if not machine.has_triton:
         return "triton is not installed; torch's CUDA builds bring the version that fits"
+    if machine.triton_version and machine.triton_version < OLDEST_TRITON:
+        found, wanted = (
+            ".".join(map(str, pair)) for pair in (machine.triton_version, OLDEST_TRITON)
+        )
+        return f"triton {found} is too old: {wanted} or newer is needed, as torch 2.9 brings it"
     return ""
 
 
@@ -148,6 +160,14 @@ def _has_driver() -> bool:
     except OSError:
         return False
     return True
+
+
+def _read_triton_version() -> tuple[int, int] | None:
+    try:
+        found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("triton"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _read_driver_version(path: Path) -> tuple[int, int] | None:

@@ -28,6 +28,7 @@ GPU = cuda_machine.CudaMachine(
         (replace(GPU, has_torch=False), "but torch is not installed"),
         (replace(GPU, torch_cuda=None), "but torch is built without CUDA"),
         (replace(GPU, has_triton=False), "but triton is not installed; torch's CUDA builds bring"),
+        (replace(GPU, triton_version=(3, 4)), "but triton 3.4 is too old: 3.5 or newer is needed"),
         (replace(GPU, hides_devices=True), "but CUDA_VISIBLE_DEVICES hides them all"),
         (
             replace(GPU, driver_version=(470, 82)),
@@ -49,6 +50,7 @@ def test_cuda_says_what_is_missing(machine: cuda_machine.CudaMachine, reason: st
     ("machine", "found"),
     [
         (GPU, "found 2 NVIDIA devices (NVIDIA H100)"),
+        (replace(GPU, triton_version=(3, 5)), "found 2 NVIDIA devices (NVIDIA H100)"),
         (replace(GPU, device_files=("nvidia0",), models=()), "found 1 NVIDIA device"),
         (replace(GPU, driver_version=None), "found 2 NVIDIA devices (NVIDIA H100)"),
         (replace(GPU, denied_files=("nvidia1",)), "found 2 NVIDIA devices (NVIDIA H100)"),
