@@ -18,6 +18,12 @@ def check_request(request: EngineRequest, info: EngineInfo, mode: TransferMode) 
     """
     check_prompt(request.prompt_token_ids, info, param="prompt")
     _check_named_tokens(request.sampling, info)
+    if request.data_parallel_rank is not None and request.data_parallel_rank >= info.dp_size:
+        raise InvalidRequest(
+            f"data-parallel rank {request.data_parallel_rank} was asked for, this instance has "
+            f"{info.dp_size} (--dp-size), counted from 0",
+            param="X-data-parallel-rank",
+        )
     params = request.kv_transfer_params
     _check_mode(params.mode, mode)
     if params.keeps_kv and not info.lends_kv:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -12,7 +14,8 @@ import torch
 
 from mooncake_engine.config import EngineConfig, ExecutorKind
 from mooncake_engine.core import EngineCore
-from mooncake_engine.core_messages import ProgressHandler
+from mooncake_engine.core_messages import Command, ProgressHandler
+from mooncake_engine.data_parallel_core import DataParallelCore
 from mooncake_engine.errors import CheckpointError, ConfigError, PortTaken
 from mooncake_engine.execution.engine_plan import (
     EnginePlan,
@@ -27,6 +30,7 @@ from mooncake_engine.execution.executor import (
     InProcessExecutor,
 )
 from mooncake_engine.execution.process_executor import ProcessExecutor
+from mooncake_engine.execution.rank_processes import RankProcesses
 from mooncake_engine.execution.ray_launcher import RayLauncher
 from mooncake_engine.execution.worker_extension import ExtensionMessages
 from mooncake_engine.kv_cache.block_manager import BlockManager
@@ -65,7 +69,7 @@ logger = logging.getLogger(__name__)
 class RunningEngine:
     """A core that is ready to step, and what is known about it."""
 
-    core: EngineCore
+    core: EngineCore | DataParallelCore
     info: EngineInfo
 
 
@@ -134,62 +138,125 @@ def start_engine(
     if config.threads:
         torch.set_num_threads(config.threads)
     engine_id = f"{config.role.value}-{secrets.token_hex(8)}"
+    watch = watch or StepWatch(config.step_timeout_s)
     with ExitStack() as cleanup:
-        messages = ExtensionMessages()
-        connector = None if config.kv_transfer is None else SchedulerConnector(config)
-        pool = _open_pool(plan, registry, engine_id)
-        # a step waits for what it loads before it lets go of what it has computed
-        if pool is not None:
-            cleanup.callback(pool.close)
-            pool_number = messages.add(POOL_EXTENSION, pool.on_rank_message)
-        if connector is not None:
-            connector_number = messages.add(EXTENSION, connector.on_rank_message)
-        options = ExecutorOptions(messages.factories, messages.take, progress, registry)
-        executor = start_executor(plan, backend, options)
-        cleanup.callback(executor.close)
+        links = [_open_links(plan, registry, engine_id, cleanup)]
+        links += [
+            _open_links(plan, registry, f"{engine_id}-dp{dp_rank}", cleanup)
+            for dp_rank in range(1, config.dp_size)
+        ]
+        options = [link.executor_options(progress, registry) for link in links]
+        executors = start_executors(plan, backend, options)
+        for executor in executors:
+            cleanup.callback(executor.close)
         logger.info("KV blocks of %d tokens: %s", plan.block_size.tokens, plan.block_size.reason)
-        core = _make_core(plan, executor, connector, pool, watch)
-        cleanup.callback(core.close)  # the connector before the ranks, whose memory it uses
-        if connector is not None:
-            connector.start(
-                _describe(plan, engine_id, backend),
-                messages.sender(connector_number, executor.send),
-                core.post,
-                core.watch.has_stalled,
-            )
-        if pool is not None:
-            pool.start(messages.sender(pool_number, executor.send), core.post)
-        executor.warm_up()
+        cores = [
+            _make_core(plan, executor, link, watch)
+            for executor, link in zip(executors, links, strict=True)
+        ]
+        core = cores[0] if len(cores) == 1 else _join_cores(config, cores, watch)
+        cleanup.callback(core.close)  # the connectors before the ranks, whose memory they use
+        for link, executor in zip(links, executors, strict=True):
+            link.start(plan, backend, executor, core.post, watch)
+        with ThreadPoolExecutor(len(executors)) as threads:  # they may have to step together
+            list(threads.map(lambda executor: executor.warm_up(), executors))
         cleanup.pop_all()
-    return RunningEngine(core, _engine_info(executor.info, engine_id))
+    return RunningEngine(core, _engine_info([executor.info for executor in executors], engine_id))
 
 
-def _engine_info(info: ExecutorInfo, engine_id: str) -> EngineInfo:
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """What connects a data-parallel rank with others: its connector and the KVCache pool, and how
+    they talk to their halves beside the ranks."""
+
+    engine_id: str
+    messages: ExtensionMessages
+    connector: SchedulerConnector | None
+    pool: SchedulerPool | None
+
+    def executor_options(
+        self, progress: ProgressHandler | None, registry: Registry
+    ) -> ExecutorOptions:
+        """For the ranks."""
+        return ExecutorOptions(self.messages.factories, self.messages.take, progress, registry)
+
+    def start(
+        self,
+        plan: EnginePlan,
+        backend: Backend,
+        executor: Executor,
+        post: Callable[[Command], None],
+        watch: StepWatch,
+    ) -> None:
+        """Begin to answer peers; the ranks are loaded."""
+        if self.connector is not None:
+            self.connector.start(
+                _describe(plan, self.engine_id, backend),
+                self.messages.sender(self.messages.number(EXTENSION), executor.send),
+                post,
+                watch.has_stalled,
+            )
+        if self.pool is not None:
+            send = self.messages.sender(self.messages.number(POOL_EXTENSION), executor.send)
+            self.pool.start(send, post)
+
+
+def _open_links(plan: EnginePlan, registry: Registry, engine_id: str, cleanup: ExitStack) -> _Links:
+    messages = ExtensionMessages()
+    connector = None if plan.config.kv_transfer is None else SchedulerConnector(plan.config)
+    pool = _open_pool(plan, registry, engine_id)
+    # a step waits for what it loads before it lets go of what it has computed
+    if pool is not None:
+        cleanup.callback(pool.close)
+        messages.add(POOL_EXTENSION, pool.on_rank_message)
+    if connector is not None:
+        messages.add(EXTENSION, connector.on_rank_message)
+    return _Links(engine_id, messages, connector, pool)
+
+
+def _engine_info(infos: Sequence[ExecutorInfo], engine_id: str) -> EngineInfo:
+    """Ranks that measured how much KV they have room for may have found different sizes."""
+    least = min(infos, key=lambda info: info.num_blocks)
     return EngineInfo(
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
-        num_kv_blocks=info.num_blocks,
-        block_size=info.block_size,
+        max_model_len=least.max_model_len,
+        vocab_size=least.vocab_size,
+        eos_token_ids=least.eos_token_ids,
+        num_kv_blocks=least.num_blocks * len(infos),
+        block_size=least.block_size,
         engine_id=engine_id,
-        lends_kv=not info.has_native_latents,
+        lends_kv=not least.has_native_latents,
+        dp_size=len(infos),
     )
 
 
-def start_executor(plan: EnginePlan, backend: Backend, options: ExecutorOptions) -> Executor:
+def start_executors(
+    plan: EnginePlan, backend: Backend, options: Sequence[ExecutorOptions]
+) -> Sequence[Executor]:
     """Load the model on all ranks: in this process if there is one, else in processes of their own.
+
+    Args:
+        plan: of the instance.
+        backend: its hardware.
+        options: of each data-parallel rank.
+
+    Returns:
+        The ranks of each.
 
     Raises:
         ConfigError, CheckpointError: the model can't be loaded as planned.
     """
     config = plan.config
     try:
+        if config.num_all_ranks == 1 and config.executor is not ExecutorKind.RAY:
+            return [InProcessExecutor(plan, backend, options[0])]
+        launcher = None
         if config.executor is ExecutorKind.RAY:
-            resource = backend.capabilities.scheduler_resource
-            return ProcessExecutor(plan, options, RayLauncher(config, resource))
-        if config.num_ranks == 1:
-            return InProcessExecutor(plan, backend, options)
-        return ProcessExecutor(plan, options)
+            launcher = RayLauncher(config, backend.capabilities.scheduler_resource)
+        processes = RankProcesses(plan, options, launcher)
+        return [
+            ProcessExecutor(plan, each, processes=processes, dp_rank=dp_rank)
+            for dp_rank, each in enumerate(options)
+        ]
     except HalError as exc:
         raise ConfigError(f"backend {backend.name!r} can't load the model: {exc}") from exc
 
@@ -197,19 +264,29 @@ def start_executor(plan: EnginePlan, backend: Backend, options: ExecutorOptions)
 def _make_core(
     plan: EnginePlan,
     executor: Executor,
-    connector: SchedulerConnector | None,
-    pool: SchedulerPool | None,
-    watch: StepWatch | None,
+    links: _Links,
+    watch: StepWatch,
 ) -> EngineCore:
     config = plan.config
     return EngineCore(
-        _make_scheduler(config, executor.info, connector, pool),
+        _make_scheduler(config, executor.info, links.connector, links.pool),
         executor,
-        connector,
+        links.connector,
         steps_in_flight=config.steps_in_flight,
         seed=config.seed,
-        watch=watch or StepWatch(config.step_timeout_s),
+        watch=watch,
         block_bytes=_block_bytes(plan),
+    )
+
+
+def _join_cores(
+    config: EngineConfig, cores: Sequence[EngineCore], watch: StepWatch
+) -> DataParallelCore:
+    return DataParallelCore(
+        cores,
+        dispatch_min_tokens=config.ep_dispatch_min_tokens if config.has_expert_rounds else None,
+        seed=config.seed,
+        watch=watch,
     )
 
 

@@ -266,7 +266,7 @@ class AsyncEngine:
 
     @property
     def _limit(self) -> int:
-        return self.config.max_num_seqs + self.config.max_queued_requests
+        return self.config.max_num_seqs * self.config.dp_size + self.config.max_queued_requests
 
     def _check_sum(self, num_live: int, num_requests: int) -> None:
         if num_live + num_requests > self._limit:

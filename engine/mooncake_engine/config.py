@@ -57,7 +57,7 @@ KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 
 
 _POSITIVE = (
-    *("tp_size", "pp_size", "ep_size", "ep_dispatch_min_tokens", "block_size"),
+    *("dp_size", "tp_size", "pp_size", "ep_size", "ep_dispatch_min_tokens", "block_size"),
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("max_step_tokens_with_decodes", "min_prefill_chunk", "prefill_chunk_size"),
 )
@@ -152,14 +152,24 @@ class EngineConfig:
             "--prefill-chunk-size",
         ),
     )
+    dp_size: int = field(
+        default=1,
+        metadata=option(
+            metavar="N",
+            aliases=("--data-parallel-size", "-dp"),
+            help="number of data-parallel ranks, each with requests, a scheduler and KV of its own "
+            "and the attention's weights on --tp-size times --pp-size ranks; with --ep-size they "
+            "share experts",
+        ),
+    )
     ep_size: int = field(
         default=1,
         metadata=option(
             metavar="N",
             aliases=("--expert-parallel-size",),
-            help="number of parts that the tensor-parallel ranks have a model's experts in, a "
-            "divisor of --tp-size: as many as that, and every expert is whole on one rank; 1: "
-            "every rank has a slice of every expert",
+            help="number of parts that ranks have a model's experts in, a divisor of --dp-size "
+            "times --tp-size: as many as that, and every expert is whole on one rank; 1: each "
+            "data-parallel rank has all experts, a slice of every one on each of its ranks",
         ),
     )
     ep_dispatch_min_tokens: int = field(
@@ -443,11 +453,13 @@ class EngineConfig:
                 "piecewise_graph_max_tokens must not be negative, got "
                 f"{self.piecewise_graph_max_tokens}: 0 launches every op of steps with prompts"
             )
-        if self.tp_size % self.ep_size:
+        if self.dp_size * self.tp_size % self.ep_size:
             raise ConfigError(
-                f"ep_size {self.ep_size} was asked for with tp_size {self.tp_size}: experts are "
-                "divided over the ranks of a stage; use a divisor of tp_size, or tp_size itself"
+                f"ep_size {self.ep_size} was asked for with dp_size {self.dp_size} and tp_size "
+                f"{self.tp_size}: experts are divided over the ranks of a stage; use a divisor of "
+                "dp_size times tp_size, or their product itself"
             )
+        self._check_data_parallel()
         if self.ep_size == 1 and (self.redundant_experts or self.expert_load):
             raise ConfigError(
                 "redundant_experts and expert_load place experts that are divided over ranks: they "
@@ -470,6 +482,22 @@ class EngineConfig:
                 "one stage, and tensor parallelism for more ranks"
             )
 
+    def _check_data_parallel(self) -> None:
+        if self.dp_size == 1:
+            return
+        others = {
+            "kv_transfer": self.kv_transfer is not None,
+            "kv_pool": self.kv_pool is not None,
+            "kv_events": self.kv_events is not None,
+            "executor ray": self.executor is ExecutorKind.RAY,
+        }
+        for name, is_set in others.items():
+            if is_set:
+                raise ConfigError(
+                    f"dp_size {self.dp_size} was asked for with {name}, which does not go together "
+                    "yet: leave one of them out"
+                )
+
     def _check_scheduling(self) -> None:
         for name in ("swap_space_bytes", "scheduler_delay_factor", "redundant_experts"):
             if (getattr(self, name) or 0) < 0:
@@ -491,8 +519,18 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all stages together."""
+        """Ranks of a data-parallel rank: of all its stages together."""
         return self.tp_size * self.pp_size
+
+    @property
+    def num_all_ranks(self) -> int:
+        """Ranks of all data-parallel ranks together."""
+        return self.dp_size * self.num_ranks
+
+    @property
+    def has_expert_rounds(self) -> bool:
+        """Whether data-parallel ranks share experts, and so step together."""
+        return self.dp_size > 1 and self.ep_size > 1
 
     @property
     def allows_async_scheduling(self) -> bool:

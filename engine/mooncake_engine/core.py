@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -28,11 +29,11 @@ from mooncake_engine.errors import EngineDead
 from mooncake_engine.execution.executor import Executor
 from mooncake_engine.execution.model_runner import PendingStep
 from mooncake_engine.kv_connector import SchedulerConnector
-from mooncake_engine.messages import EngineStats, StepSizes, TokenUpdate
+from mooncake_engine.messages import EngineRequest, EngineStats, StepSizes, TokenUpdate
 from mooncake_engine.scheduling.kv_residency import KVResidency
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler import Scheduler
-from mooncake_engine.scheduling.step_plan import StepPlan
+from mooncake_engine.scheduling.step_plan import ExpertRound, StepPlan
 from mooncake_engine.step_watchdog import StepWatch
 from mooncake_kv.connector import (
     CompatibilityReport,
@@ -131,25 +132,46 @@ class EngineCore:
         Returns:
             What to tell everybody.
         """
-        frame = sys._current_frames().get(self._thread)
+        return self.abandon(self.watch.why_stuck(), self._thread)
+
+    def abandon(self, reason: str, thread: int) -> EngineDead:
+        """The same, of a step for a reason that hangs in a thread."""
+        frame = sys._current_frames().get(thread)
         where = "".join(traceback.format_stack(frame)) if frame else "its thread is gone"
-        dead = self._executor.abandon(self.watch.why_stuck())
+        dead = self._executor.abandon(reason)
         logger.critical("%s; the core's thread is here:\n%s", dead, where)
         return dead
 
     def _step(self) -> list[TokenUpdate]:
         self._take_in()
+        plan = self.plan()
+        return self.conclude(plan, is_launched=self.launch(plan))
+
+    def plan(self) -> StepPlan:
+        """Plan the next step; an empty plan need not be launched."""
         self._executor.check()
         now = self._clock()
         self._scheduler.expire(now)
         if self._kv_residency.is_due(now):
             self._kv_residency.note(self._scheduler.held_blocks(), now)
-        plan = self._scheduler.schedule()
-        if not plan.is_empty:
-            self._in_flight.append((plan, self._executor.submit(plan)))
-            if plan.sequences:
-                self._step_sizes.note(plan.num_tokens)
-        if self._in_flight and (plan.is_empty or len(self._in_flight) == self._steps_in_flight):
+        return self._scheduler.schedule()
+
+    def launch(self, plan: StepPlan, expert_round: ExpertRound | None = None) -> bool:
+        """Have the ranks run a step, unless its plan is empty and it takes part in no round; tells
+        whether they do."""
+        if plan.is_empty and expert_round is None:
+            return False
+        sent = plan if expert_round is None else replace(plan, expert_round=expert_round)
+        self._in_flight.append((plan, self._executor.submit(sent)))
+        if plan.sequences:
+            self._step_sizes.note(plan.num_tokens)
+        return True
+
+    def conclude(self, plan: StepPlan, *, is_launched: bool) -> list[TokenUpdate]:
+        """What happened to whom, after ``plan`` was the last one. Waits for the oldest step if no
+        more may be in flight, or no other one was launched."""
+        is_full = len(self._in_flight) == self._steps_in_flight
+        if self._in_flight and (is_full or not is_launched):
             oldest, pending = self._in_flight.popleft()
             updates = self._scheduler.update(oldest, pending.result(), self._clock())
         else:
@@ -224,22 +246,25 @@ class EngineCore:
     def _take_in(self) -> None:
         """Act on everything posted; wait for the first of it if there is nothing to run."""
         try:
-            self._act(self._inbox.get(timeout=self._patience()))
+            self.act(self._inbox.get(timeout=self.patience_s))
             while True:
-                self._act(self._inbox.get_nowait())
+                self.act(self._inbox.get_nowait())
         except Empty:
             return
 
-    def _patience(self) -> float:
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for something to act on before the next step."""
         if self._in_flight:
             return 0.0
         if not self._scheduler.has_work:
             return IDLE_WAIT_S
         return BLOCKED_WAIT_S if self._is_blocked else 0.0
 
-    def _act(self, command: Command) -> None:
+    def act(self, command: Command) -> None:
+        """Act on something posted; only from the core's thread."""
         if isinstance(command, AddRequest):
-            self._add(command)
+            self.add(new_request(command.request, self._seeds, self._clock()))
         elif isinstance(command, AbortRequest):
             self._scheduler.abort(command.request_id)
         elif isinstance(command, ResetPrefixCache):
@@ -260,14 +285,17 @@ class EngineCore:
         elif isinstance(command, PoolEvent):
             self._scheduler.take_pool_event(command)
 
-    def _add(self, command: AddRequest) -> None:
-        spec = command.request
-        seed = spec.sampling.seed
-        self._num_prompt_tokens += len(spec.prompt_token_ids)
-        self._scheduler.add(
-            Request(
-                spec,
-                self._seeds.getrandbits(64) if seed is None else seed,
-                self._clock(),
-            )
-        )
+    def count_cached(self, request: Request) -> int:
+        """How many tokens of a new request's prompt need no computing here."""
+        return self._scheduler.blocks.count_cached(request, request.num_prompt_tokens - 1)
+
+    def add(self, request: Request) -> None:
+        """Take a request in; only from the core's thread."""
+        self._num_prompt_tokens += request.num_prompt_tokens
+        self._scheduler.add(request)
+
+
+def new_request(spec: EngineRequest, seeds: random.Random, now: float) -> Request:
+    """A request for a scheduler; ``seeds`` gives it one if it brings none."""
+    seed = spec.sampling.seed
+    return Request(spec, seeds.getrandbits(64) if seed is None else seed, now)

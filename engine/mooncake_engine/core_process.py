@@ -26,13 +26,13 @@ from mmap import mmap
 from multiprocessing.connection import Connection
 
 from mooncake_engine.assembly import RunningEngine, build_engine
-from mooncake_engine.core import EngineCore
 from mooncake_engine.core_messages import (
     OTHER,
     UPDATES,
     AddRequest,
     Ask,
     Command,
+    Core,
     Failed,
     Message,
     ReadFigures,
@@ -143,7 +143,7 @@ class CoreProcess:
         self._parent = parent
         self._fronts = (parent, *workers)
         self._state = state
-        self._core: EngineCore | None = None
+        self._core: Core | None = None
         self._stopping = threading.Event()
         self._served_by: dict[str, FrontEnd] = {}
 
@@ -184,7 +184,7 @@ class CoreProcess:
             name = f"requests-{number}"
             threading.Thread(target=self._serve, args=(core, front), name=name, daemon=True).start()
 
-    def _publish(self, core: EngineCore, updates: list[TokenUpdate]) -> None:
+    def _publish(self, core: Core, updates: list[TokenUpdate]) -> None:
         """Send a step's updates to those who serve their requests."""
         batches: dict[FrontEnd, list[TokenUpdate]] = {}
         for update in updates:
@@ -217,7 +217,7 @@ class CoreProcess:
         except (EOFError, OSError):
             os._exit(PARENT_GONE)
 
-    def _serve(self, core: EngineCore, worker: FrontEnd) -> None:
+    def _serve(self, core: Core, worker: FrontEnd) -> None:
         """Top of a thread: take an API worker's requests; the parent sees to it when it is gone."""
         try:
             while True:
@@ -225,7 +225,7 @@ class CoreProcess:
         except (EOFError, OSError):
             logger.debug("%s has closed its connection", worker.name)
 
-    def _act(self, core: EngineCore, front: FrontEnd, order: Ask | Command) -> None:
+    def _act(self, core: Core, front: FrontEnd, order: Ask | Command) -> None:
         if isinstance(order, Ask) and isinstance(order.command, ReadFigures):
             front.report(_report_of(core))
             front.tell(Reply(order.number, True))
@@ -240,19 +240,19 @@ class CoreProcess:
     def _reply(front: FrontEnd, number: int, value: bool) -> None:
         front.tell(Reply(number, value))
 
-    def _report(self, core: EngineCore) -> None:
+    def _report(self, core: Core) -> None:
         """Top of a thread."""
         while not self._stopping.wait(REPORT_PAUSE_S):
             report = _report_of(core)
             for front in self._fronts:
                 front.report(report)
 
-    def _give_up(self, core: EngineCore) -> None:
+    def _give_up(self, core: Core) -> None:
         """A step has not returned in time; the watchdog's thread."""
         self.fail(core.abandon_step())
 
 
-def _report_of(core: EngineCore) -> Report:
+def _report_of(core: Core) -> Report:
     return Report(core.stats(), core.pairing(), core.topology(), core.kv_event_endpoints())
 
 

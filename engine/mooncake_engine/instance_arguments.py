@@ -167,7 +167,7 @@ def device_argv(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
         memory = (found.memory_utilization, found.kv_cache_bytes, found.num_kv_blocks)
         needs = InstanceNeeds(
             found.backend,
-            found.tp_size * found.pp_size,
+            found.dp_size * found.tp_size * found.pp_size,
             has_device=bool(found.device) or found.executor == ExecutorKind.RAY.value,
             has_memory=any(value is not None for value in memory),
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import msgspec
@@ -56,6 +57,7 @@ class EngineRequest:
         group: a name that the requests of one prompt (``n`` > 1) share: the prompt is
             computed or loaded once for all of them.
         cache_salt: requests of another salt share no cached prefix with it.
+        data_parallel_rank: which one serves it; None for the one that is likely to be the first.
     """
 
     request_id: str
@@ -66,6 +68,7 @@ class EngineRequest:
     timeout_s: float | None = None
     group: str | None = None
     cache_salt: str = ""
+    data_parallel_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,7 @@ class EngineInfo:
         num_kv_blocks, block_size: the KV pool, in blocks and tokens per block.
         engine_id: this engine's name among its peers; a restarted engine has another one.
         lends_kv: whether peers can read its KV.
+        dp_size: data-parallel ranks; each has its share of the blocks.
     """
 
     max_model_len: int
@@ -150,6 +154,7 @@ class EngineInfo:
     block_size: int
     engine_id: str
     lends_kv: bool = True
+    dp_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +236,7 @@ class EngineStats:
         kv_pool: of the KVCache pool; None without one.
         experts: what experts got that are divided over ranks; None without such.
         pool_home: where other instances find what this one saves there; None if they can't.
+        by_dp_rank: the same of each data-parallel rank; empty if there is one.
     """
 
     num_running: int = 0
@@ -252,3 +258,58 @@ class EngineStats:
     kv_pool: PoolStats | None = None
     experts: ExpertLoad | None = None
     pool_home: StoreLocation | None = None
+    by_dp_rank: tuple[EngineStats, ...] = ()
+
+
+def total_stats(parts: Sequence[EngineStats]) -> EngineStats:
+    """Of all data-parallel ranks together, and of each.
+
+    Args:
+        parts: of each, at least one.
+    """
+    sizes = StepSizes()
+    for part in parts:
+        sizes.num_tokens += part.step_sizes.num_tokens
+        counts = zip(sizes.num_steps, part.step_sizes.num_steps, strict=True)
+        sizes.num_steps = [sum(pair) for pair in counts]
+    summed = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
+    return EngineStats(
+        **summed,
+        kv_cache_usage=sum(part.kv_cache_usage for part in parts) / len(parts),
+        step_sizes=sizes,
+        kv_byte_seconds=_summed([part.kv_byte_seconds for part in parts]),
+        kv_transfer=_summed([part.kv_transfer for part in parts]),
+        speculation=_total_speculation([part.speculation for part in parts if part.speculation]),
+        experts=_total_experts([part.experts for part in parts if part.experts]),
+        by_dp_rank=tuple(parts),
+    )
+
+
+_SUMMED = (
+    *("num_running", "num_waiting", "num_swapped", "num_loading"),
+    *("num_preemptions", "num_swap_outs", "num_shared_blocks"),
+    *("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens"),
+)
+
+
+def _summed(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+
+
+def _total_speculation(parts: Sequence[SpeculationStats]) -> SpeculationStats | None:
+    if not parts:
+        return None
+    accepted = zip(*(part.accepted_at for part in parts), strict=True)
+    return SpeculationStats(
+        sum(part.num_drafts for part in parts),
+        sum(part.num_draft_tokens for part in parts),
+        tuple(sum(counts) for counts in accepted),
+    )
+
+
+def _total_experts(parts: Sequence[ExpertLoad]) -> ExpertLoad | None:
+    """Each rank counts what all ranks' tokens choose, and what it sends itself."""
+    if not parts:
+        return None
+    return replace(parts[0], num_sent_rows=sum(part.num_sent_rows for part in parts))

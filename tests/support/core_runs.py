@@ -13,6 +13,7 @@ from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import EngineCore
 from mooncake_engine.core_messages import AddRequest
+from mooncake_engine.data_parallel_core import DataParallelCore
 from mooncake_engine.messages import EngineRequest, EngineStats, TokenUpdate
 from mooncake_engine.sampling_params import SamplingParams
 
@@ -77,7 +78,7 @@ def run_load(checkpoint: Path, requests: Sequence[EngineRequest], **options: Any
         core.close()
 
 
-def serve_all(core: EngineCore, requests: Sequence[EngineRequest]) -> Outcome:
+def serve_all(core: EngineCore | DataParallelCore, requests: Sequence[EngineRequest]) -> Outcome:
     """The same with a core that is there already."""
     updates: dict[str, list[TokenUpdate]] = {request.request_id: [] for request in requests}
     for request in requests:

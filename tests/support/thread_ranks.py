@@ -33,12 +33,10 @@ class CountingGroup(GlooCommunicator):
 
 def on_ranks(ranks: int, run: Callable[[CountingGroup], Result]) -> list[Result]:
     """What each rank of a group makes of it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    meeting = _free_address()
 
     def one(rank: int) -> Result:
-        group = CountingGroup(GroupSpec(rank, ranks, f"tcp://127.0.0.1:{port}", 60.0))
+        group = CountingGroup(GroupSpec(rank, ranks, meeting, 60.0))
         try:
             return run(group)
         finally:
@@ -46,3 +44,35 @@ def on_ranks(ranks: int, run: Callable[[CountingGroup], Result]) -> list[Result]
 
     with ThreadPoolExecutor(ranks) as threads:
         return list(threads.map(one, range(ranks)))
+
+
+def on_data_parallel_ranks(
+    dp_size: int, tp_size: int, run: Callable[[int, CountingGroup | None, CountingGroup], Result]
+) -> list[Result]:
+    """What each rank makes of it, data-parallel rank after data-parallel rank.
+
+    Args:
+        dp_size: data-parallel ranks.
+        tp_size: ranks of each.
+        run: gets the number of its data-parallel rank, the tensor-parallel group if there is one,
+            and the group of all.
+    """
+    stages = [_free_address() for _ in range(dp_size)]
+
+    def one(everyone: CountingGroup) -> Result:
+        dp_rank, tp_rank = divmod(everyone.rank, tp_size)
+        if tp_size == 1:
+            return run(dp_rank, None, everyone)
+        stage = CountingGroup(GroupSpec(tp_rank, tp_size, stages[dp_rank], 60.0))
+        try:
+            return run(dp_rank, stage, everyone)
+        finally:
+            stage.close()
+
+    return on_ranks(dp_size * tp_size, one)
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"

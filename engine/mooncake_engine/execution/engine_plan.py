@@ -219,7 +219,7 @@ def choose_swap_space(config: EngineConfig, free_bytes: int) -> int:
     """
     if config.swap_space_bytes is not None:
         return config.swap_space_bytes
-    room = int(_SWAP_SHARE * free_bytes) // config.num_ranks
+    room = int(_SWAP_SHARE * free_bytes) // config.num_all_ranks
     if room < DEFAULT_SWAP_BYTES:
         logger.warning(
             "swap space is %.1f GiB per rank instead of %d: that is a quarter of the %.1f GiB of "
@@ -227,7 +227,7 @@ def choose_swap_space(config: EngineConfig, free_bytes: int) -> int:
             room / _GIB,
             DEFAULT_SWAP_BYTES // _GIB,
             free_bytes / _GIB,
-            config.num_ranks,
+            config.num_all_ranks,
         )
     return min(room, DEFAULT_SWAP_BYTES)
 
@@ -308,7 +308,7 @@ def rank_device(config: EngineConfig, devices: list[DeviceInfo], rank: int) -> i
     wanted = config.device + rank
     if wanted not in {device.index for device in devices}:
         raise ConfigError(
-            f"rank {rank} of {config.num_ranks} wants device {wanted}, "
+            f"rank {rank} of {config.num_all_ranks} wants device {wanted}, "
             f"found {[device.index for device in devices]}; use fewer ranks or another device"
         )
     return wanted

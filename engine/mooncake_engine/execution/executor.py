@@ -206,7 +206,7 @@ class InProcessExecutor(Executor):
     def __init__(
         self, plan: EnginePlan, backend: Backend, options: ExecutorOptions | None = None
     ) -> None:
-        num_ranks = plan.config.num_ranks
+        num_ranks = plan.config.num_all_ranks
         if num_ranks != 1:
             raise ConfigError(f"one process holds one rank, {num_ranks} were asked for")
         options = options or ExecutorOptions()

@@ -20,7 +20,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         plan: the instance's EnginePlan, as a pickle: the executor made the process, or proved
             itself to it by a key.
         info: which rank it is.
-        stage, pipeline: its groups; see ``ParallelGroups``.
+        stage, pipeline, experts: its groups, those of more than one rank; see ``ParallelGroups``.
         extension: name of its ExtensionFactory, if any.
         threads: CPU threads to compute with.
         log: how its log looks.
@@ -28,8 +28,9 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
     plan: bytes
     info: RankInfo
-    stage: GroupSpec
-    pipeline: GroupSpec
+    stage: GroupSpec | None
+    pipeline: GroupSpec | None
+    experts: GroupSpec | None
     extension: str | None
     threads: int
     log: LogSettings = LogSettings()

@@ -25,6 +25,7 @@ from mooncake_engine.kv_cache.block_copier import BlockCopier
 from mooncake_engine.kv_cache.kv_pool import KVPool
 from mooncake_engine.models.parallel_context import ForwardContext
 from mooncake_engine.scheduling.step_plan import (
+    ExpertRound,
     SampledToken,
     ScheduledSequence,
     StepPlan,
@@ -110,6 +111,7 @@ class RunnerParts:
         has_peers: whether peers read and write KV, which are not bound to the order of the device's
             work: for them a step is complete when the device has finished it, and not when it is
             enqueued, which is soon enough for the steps behind it.
+        serve_experts: see ``Model``.
     """
 
     model: StageRunner
@@ -119,6 +121,7 @@ class RunnerParts:
     copier: BlockCopier
     make_event: Callable[[], Event]
     has_peers: bool
+    serve_experts: Callable[[ExpertRound], None]
 
 
 class ModelRunner:
@@ -137,6 +140,7 @@ class ModelRunner:
         self._copier = parts.copier
         self._make_event = parts.make_event
         self._has_peers = parts.has_peers
+        self._serve_experts = parts.serve_experts
         self._proposer = proposer
         self._kv = parts.pool.layers
 
@@ -150,10 +154,12 @@ class ModelRunner:
         none are sampled, when all is enqueued."""
         self._take_over(plan)
         if not plan.sequences:
+            if plan.expert_round is not None:
+                self._serve_experts(plan.expert_round)
             return self._end_unsampled(self._unsampled(plan))
         batch = self._collect(plan)
         inputs = self._make_inputs(batch)
-        context = ForwardContext(inputs.attention, self._kv, layer_done)
+        context = ForwardContext(inputs.attention, self._kv, layer_done, plan.expert_round)
         hidden = self._model.forward(inputs.token_ids, inputs.positions, context)
         if hidden is None:
             return self._end_unsampled(self._unsampled(plan))

@@ -1,4 +1,4 @@
-"""Tensor- and pipeline-parallel groups of one rank."""
+"""The groups of ranks that one rank belongs to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mooncake_engine.config import EngineConfig
 from mooncake_engine.models.catalog import Model
 from mooncake_engine.models.layers import ParallelContext
 from mooncake_engine.models.parallel_context import ForwardContext
@@ -17,17 +18,56 @@ from mooncake_hal.kv.geometry import KVGeometry, KVShard, shard_of
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Ranks are counted stage after stage, and within a stage by tensor-parallel rank.
+    """Ranks are counted stage after stage, and within a stage by tensor-parallel rank; all of them
+    data-parallel rank after data-parallel rank.
 
     Args:
-        rank: which one, of ``tp_size * pp_size``.
+        rank: which one of its data-parallel rank's, of ``tp_size * pp_size``.
         tp_size: ranks of a stage.
         pp_size: stages.
+        dp_rank: which data-parallel rank it is of, of ``dp_size``.
+        dp_size: data-parallel ranks.
     """
 
     rank: int = 0
     tp_size: int = 1
     pp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    @classmethod
+    def all_of(cls, config: EngineConfig) -> list[RankInfo]:
+        """Those of an instance, in order."""
+        return [
+            cls(rank, config.tp_size, config.pp_size, dp_rank, config.dp_size)
+            for dp_rank in range(config.dp_size)
+            for rank in range(config.num_ranks)
+        ]
+
+    @property
+    def number(self) -> int:
+        """Which of all ranks of the instance it is."""
+        return self.dp_rank * self.tp_size * self.pp_size + self.rank
+
+    @property
+    def expert_rank(self) -> int:
+        """Which it is of those that a stage's experts are divided over."""
+        return self.dp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def stage_name(self) -> str:
+        """Of the group of its stage."""
+        return f"dp-{self.dp_rank}-stage-{self.stage}"
+
+    @property
+    def pipeline_name(self) -> str:
+        """Of the group of the ranks of all stages with its tensor-parallel rank."""
+        return f"dp-{self.dp_rank}-pipeline-{self.tp_rank}"
+
+    @property
+    def experts_name(self) -> str:
+        """Of the group of its stage's ranks in all data-parallel ranks."""
+        return f"experts-{self.stage}"
 
     @property
     def stage(self) -> int:
@@ -46,7 +86,7 @@ class RankInfo:
 
     @property
     def is_driver(self) -> bool:
-        """Whether it is the one of those that sample who tells what they did."""
+        """Whether it is the one of those that sample together who tells what they did."""
         return self.is_last_stage and self.tp_rank == 0
 
     def shard(self, geometry: KVGeometry) -> KVShard:
@@ -63,18 +103,25 @@ class ParallelGroups:
         stage: all ranks of its stage; None for a rank alone.
         pipeline: the ranks of all stages that have its tensor-parallel rank; None if there is one
             stage.
+        experts: the ranks of its stage in all data-parallel ranks; None if these share no experts.
     """
 
     info: RankInfo = RankInfo()
     stage: Communicator | None = None
     pipeline: Communicator | None = None
+    experts: Communicator | None = None
+
+    @property
+    def all(self) -> tuple[Communicator, ...]:
+        """Those that there are."""
+        groups = (self.stage, self.pipeline, self.experts)
+        return tuple(group for group in groups if group is not None)
 
     def least(self, count: int, device: torch.device) -> int:
         """The smallest of all ranks' counts; every rank calls it."""
-        for group in (self.stage, self.pipeline):
-            if group is not None:
-                mine = torch.tensor([count], dtype=torch.int64, device=device)
-                count = int(group.all_gather(mine).min())
+        for group in self.all:
+            mine = torch.tensor([count], dtype=torch.int64, device=device)
+            count = int(group.all_gather(mine).min())
         return count
 
     def drain(self) -> None:
@@ -84,9 +131,8 @@ class ParallelGroups:
 
     def close(self) -> None:
         """Leave them. Idempotent."""
-        for group in (self.stage, self.pipeline):
-            if group is not None:
-                group.close()
+        for group in self.all:
+            group.close()
 
 
 class StageRunner(Protocol):

@@ -115,12 +115,9 @@ class Launcher(Protocol):
         """
         ...
 
-    def stage_rendezvous(self, stage: int) -> str:
-        """Where the ranks of a pipeline stage meet; known once they are started."""
-        ...
-
-    def pipeline_rendezvous(self, tp_rank: int) -> str:
-        """Where the ranks of all stages meet that have this tensor-parallel rank."""
+    def rendezvous(self, name: str) -> str:
+        """Where the ranks of the group of that name meet (``RankInfo``); known once they are
+        started."""
         ...
 
     @property
@@ -187,17 +184,11 @@ class LocalLauncher:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._count = config.num_ranks
+        self._count = config.num_all_ranks
         self._scratch = Path(tempfile.mkdtemp(prefix="mooncake-ranks-"))
-        self.threads = config.threads or max(1, torch.get_num_threads() // config.num_ranks)
+        self.threads = config.threads or max(1, torch.get_num_threads() // self._count)
 
-    def stage_rendezvous(self, stage: int) -> str:
-        return self._rendezvous(f"stage-{stage}")
-
-    def pipeline_rendezvous(self, tp_rank: int) -> str:
-        return self._rendezvous(f"pipeline-{tp_rank}")
-
-    def _rendezvous(self, name: str) -> str:
+    def rendezvous(self, name: str) -> str:
         """A file and not a port, which another process could take in between; the host makes
         groups use loopback."""
         return f"file://127.0.0.1{self._scratch / name}"

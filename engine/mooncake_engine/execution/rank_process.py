@@ -95,18 +95,18 @@ class RankProcess:
         registry = Registry.discover()
         backend = registry.select_backend(plan.backend)
         handlers = RankHandlers(
-            self._report_progress if start.info.rank == 0 else None,
+            self._report_progress if start.info.number == 0 else None,
             lambda message: self._notify(wire.Emitted(message)),
             lambda cause: self._notify(wire.ExtensionFailed(str(cause))),
         )
+        groups = [  # in this order on every rank
+            None if spec is None else backend.communicator(spec)
+            for spec in (start.stage, start.pipeline, start.experts)
+        ]
         return Worker(
             plan,
             backend,
-            ParallelGroups(
-                start.info,
-                backend.communicator(start.stage),
-                backend.communicator(start.pipeline) if start.info.pp_size > 1 else None,
-            ),
+            ParallelGroups(start.info, *groups),
             registry=registry,
             extension=start.extension,
             handlers=handlers,

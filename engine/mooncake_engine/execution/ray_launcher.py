@@ -152,15 +152,12 @@ class RayLauncher:
     def __init__(self, config: EngineConfig, resource: str = "") -> None:
         ray = _connect(config.ray_address)
         self.threads = config.threads or 1
-        self._rank_infos = [
-            RankInfo(rank, config.tp_size, config.pp_size) for rank in range(config.num_ranks)
-        ]
-        self._stages: list[str] = []
-        self._pipelines: list[str] = []
+        self._rank_infos = RankInfo.all_of(config)
+        self._rendezvous: dict[str, str] = {}
         devices = {resource: 1.0} if resource else {}
         self._bundle = {"CPU": float(self.threads), **devices}
         self._placement_group = ray.util.placement_group(
-            [self._bundle] * config.num_ranks, strategy="PACK"
+            [self._bundle] * config.num_all_ranks, strategy="PACK"
         )
         self._key = secrets.token_bytes(_KEY_BYTES)
 
@@ -191,11 +188,8 @@ class RayLauncher:
                 for rank, (actor, (host, pid)) in enumerate(zip(actors, described, strict=True))
             ]
 
-    def stage_rendezvous(self, stage: int) -> str:
-        return self._stages[stage]
-
-    def pipeline_rendezvous(self, tp_rank: int) -> str:
-        return self._pipelines[tp_rank]
+    def rendezvous(self, name: str) -> str:
+        return self._rendezvous[name]
 
     def close(self) -> None:
         ray = _ray()
@@ -203,13 +197,16 @@ class RayLauncher:
 
     def _choose_rendezvous(self, actors: Sequence[Any], hosts: Sequence[str]) -> None:
         """Where groups meet: at their first ranks, which alone look for ports."""
-        stages = [info.rank for info in self._rank_infos if info.tp_rank == 0]
-        pipelines = [info.rank for info in self._rank_infos if info.stage == 0]
-        led = Counter([*stages, *pipelines])
+        leaders: dict[str, int] = {}
+        for info in self._rank_infos:
+            for name in (info.stage_name, info.pipeline_name, info.experts_name):
+                leaders.setdefault(name, info.number)
+        led = Counter(leaders.values())
         found = _ray().get([actors[rank].find_ports.remote(count) for rank, count in led.items()])
         ports = dict(zip(led, found, strict=True))
-        self._stages = [f"tcp://{hosts[rank]}:{ports[rank].pop()}" for rank in stages]
-        self._pipelines = [f"tcp://{hosts[rank]}:{ports[rank].pop()}" for rank in pipelines]
+        self._rendezvous = {
+            name: f"tcp://{hosts[rank]}:{ports[rank].pop()}" for name, rank in leaders.items()
+        }
 
     def _actor(self, index: int) -> Any:
         ray = _ray()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mooncake_engine.core_messages import ProgressHandler
@@ -41,7 +41,7 @@ from mooncake_engine.models.catalog import Model, build_model
 from mooncake_engine.models.expert_placement import imbalance
 from mooncake_engine.models.layers import ParallelContext, Span
 from mooncake_engine.sampling_params import Grammar
-from mooncake_engine.scheduling.step_plan import StepPlan
+from mooncake_engine.scheduling.step_plan import ExpertRound, StepPlan
 from mooncake_engine.text.grammars import Vocabulary, vocabulary_in
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.geometry import KVGeometry
@@ -91,7 +91,7 @@ class Worker:
         self._backend = backend
         self._groups = groups
         self._device_index = rank_device(
-            plan.config, list(backend.runtime.devices()), groups.info.rank
+            plan.config, list(backend.runtime.devices()), groups.info.number
         )
         self.bind_thread()
         self._device = backend.runtime.device(self._device_index)
@@ -102,6 +102,7 @@ class Worker:
         self._stage = PipelineStage(
             self._model, self._parallel, plan.model.hidden_size, groups.pipeline
         )
+        self._plan = plan
         if plan.pool_size is None:
             plan = plan.with_blocks(self._measure_num_blocks(plan))
         assert plan.pool_size is not None, "a plan with blocks has a pool size"
@@ -139,6 +140,7 @@ class Worker:
             plan.config.ep_size,
             plan.config.ep_dispatch_min_tokens,
             plan.expert_slots,
+            self._groups.experts,
         )
 
     def _load_draft_model(self, plan: EnginePlan, progress: ProgressHandler | None) -> Model | None:
@@ -164,7 +166,8 @@ class Worker:
         runner = self._make_runner(plan, pool, size, self._stage)
         graphs = self._make_graph_runners(plan, pool)
         try:
-            peak_bytes = measure_peak(runner, largest_steps(plan), graphs, runtime, index)
+            steps = [self._with_round(step) for step in largest_steps(plan)]
+            peak_bytes = measure_peak(runner, steps, graphs, runtime, index)
             nbytes = memory_for_kv(plan.config, runtime, index, peak_bytes)
         finally:
             runner.close()
@@ -246,6 +249,7 @@ class Worker:
             ),
             make_event=partial(backend.runtime.event, self._device_index),
             has_peers=config.has_peers,
+            serve_experts=self._model.serve_experts,
         )
         if config.uses_async_scheduling:
             sampled = SampledTokenBuffer(config.max_num_seqs, self._device, config.steps_in_flight)
@@ -322,15 +326,23 @@ class Worker:
         size = self._plan.pool_size
         assert size is not None, "a rank that runs has a pool"
         for prompt, decode in warm_up_requests(self._plan, size.num_blocks, compiles=is_own_memory):
-            self._runner.run(prompt)
+            self._runner.run(self._with_round(prompt))
             if not self._groups.info.is_last_stage:
                 self._runner.learn({WARM_UP: (0,)})
-            self._runner.run(decode)
+            self._runner.run(self._with_round(decode))
             self._runner.run(StepPlan(0, removed=(WARM_UP,)))
         for copies in copy_steps(size.num_host_blocks) if is_own_memory else ():
             self._runner.run(copies)
         for graphs in self._graphs if is_own_memory else ():
             graphs.capture()
+
+    def _with_round(self, step: StepPlan) -> StepPlan:
+        """A step that every data-parallel rank runs."""
+        if self._groups.experts is None:
+            return step
+        least = self._plan.config.ep_dispatch_min_tokens
+        steps = [step] * self._groups.info.dp_size
+        return replace(step, expert_round=ExpertRound.of(steps, least))
 
     def drain(self) -> None:
         """Wait for the other stages to be through with all steps; before an orderly close."""

@@ -162,6 +162,10 @@ class ExtensionMessages:
         self._handlers.append(handler)
         return len(self._names) - 1
 
+    def number(self, name: str) -> int:
+        """Of an extension that was added."""
+        return self._names.index(name)
+
     @property
     def factories(self) -> str | None:
         """As ``load_extension`` takes them; None if there are none."""

@@ -38,6 +38,7 @@ from mooncake_engine.models.sparse import (
     read_mixtral,
     read_qwen3_moe,
 )
+from mooncake_engine.scheduling.step_plan import ExpertRound
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 
 ConfigReader = Callable[[RawConfig, str, tuple[int, ...]], ModelConfig]
@@ -68,6 +69,10 @@ class Model(Protocol):
     @property
     def expert_counts(self) -> Mapping[int, ExpertCounts]:
         """Of layers whose experts are divided over ranks: what these got."""
+        ...
+
+    def serve_experts(self, expert_round: ExpertRound) -> None:
+        """Take part in a forward pass of other data-parallel ranks, with no token of this one."""
         ...
 
     @property

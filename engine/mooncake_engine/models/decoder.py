@@ -17,6 +17,7 @@ from mooncake_engine.models.layers import Head, Norm, ParallelContext, Span, Voc
 from mooncake_engine.models.mlp import ExpertCounts, GatedMlp, MlpNames
 from mooncake_engine.models.parallel_context import AttentionWidths, ForwardContext, TokenSlots
 from mooncake_engine.models.rope import cos_sin_table
+from mooncake_engine.scheduling.step_plan import ExpertRound
 
 _SCALES = (".{0}_scale", ".attn.{0}_scale", ".{0}_proj.{0}_scale", ".{0}_proj.output_scale")
 KEY_SCALE_ENDS = tuple(f"self_attn{end.format('k')}" for end in _SCALES)
@@ -102,7 +103,9 @@ class DecoderLayer:
         self.attention.process_weights_after_loading()
         self.mlp.process_weights_after_loading()
 
-    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def finish(
+        self, attended: Tensor, residual: Tensor, expert_round: ExpertRound | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Whatever follows attention; returns the MLP's output and the new residual."""
         x, residual = self.mlp_norm.add(self.attention.finish(attended), residual)
         return self.mlp(x), residual
@@ -241,7 +244,8 @@ class Decoder:
             [tokens, hidden], after the final norm, on the last stage; on the others
             [2, tokens, hidden], the last MLP's output and the residual that it belongs to.
         """
-        tokens = self.token_slots(positions, context.batch.slot_mapping, context.kv)
+        slots = context.batch.slot_mapping
+        tokens = TokenSlots(positions, self._cos_sin, slots, context.kv, context.expert_round)
         between = self.run_to_first_attention(entry, tokens)
         for index in range(self.num_held_layers):
             attended = self.attend(index, between.rows, context)
@@ -252,6 +256,10 @@ class Decoder:
     def expert_counts(self) -> Mapping[int, ExpertCounts]:
         """Of layers whose experts are divided over ranks: what these got."""
         return {}
+
+    def serve_experts(self, expert_round: ExpertRound) -> None:
+        """Take part in a forward pass of other data-parallel ranks, with no token of this one."""
+        raise AssertionError("no expert of this model is divided over ranks")
 
     @property
     def num_held_layers(self) -> int:
@@ -286,7 +294,7 @@ class Decoder:
         self, index: int, attended: Tensor, residual: Tensor, tokens: TokenSlots
     ) -> IntermediateTensors:
         """The segment between that held layer's attention and the next one's, or the end."""
-        x, residual = self._layers[index].finish(attended, residual)
+        x, residual = self._layers[index].finish(attended, residual, tokens.expert_round)
         if index + 1 == self.num_held_layers:
             return IntermediateTensors(self._leave(x, residual), residual)
         following = self._layers[index + 1]

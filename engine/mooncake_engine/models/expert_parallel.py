@@ -5,6 +5,9 @@ token's row on one rank alone (a reduce-scatter), the token goes to the ranks th
 its choice and comes back, and only then all ranks get all rows again. So no more bytes cross than
 in tensor parallelism's two all-reduces, however tokens choose, and with many ranks far fewer.
 Small steps, whose time is latency, stay on every rank, which runs the experts that it has.
+
+Data-parallel ranks share experts, too. Each runs tokens of its own, or none at all; those of small
+steps go to every rank.
 """
 
 from __future__ import annotations
@@ -25,23 +28,33 @@ from mooncake_engine.models.mlp import (
     MlpNames,
     Router,
 )
+from mooncake_engine.scheduling.step_plan import ExpertRound
 from mooncake_hal.backend import Communicator, Exchange
 
 
 class SharedTokens:
-    """A step's tokens, shared out over the ranks of a group: sizes differ by at most one."""
+    """A step's tokens, shared out over the ranks of a group: sizes differ by at most one.
 
-    def __init__(self, group: Communicator) -> None:
+    Args:
+        group: has all of them; None for a rank alone.
+    """
+
+    def __init__(self, group: Communicator | None) -> None:
         self._group = group
 
     def span(self, num_tokens: int) -> Span:
         """Those of this rank."""
+        if self._group is None:
+            return Span(0, num_tokens)
         return share_of(num_tokens, self._group.rank, self._group.world_size)
 
     def reduce_scatter(self, partial: Tensor) -> Tensor:
         """[tokens, hidden], a part of the sum over ranks, to the sum's rows of this rank; the sum
         is made in float32."""
-        counts, ranks = self._counts(len(partial)), self._group.world_size
+        if self._group is None:
+            return partial
+        counts = self.counts(len(partial))
+        ranks = len(counts)
         own = counts[self._group.rank]
         parts = self._group.start_all_to_all(partial, counts, [own] * ranks).wait()
         parts = parts.view(ranks, own, partial.shape[1])
@@ -49,14 +62,15 @@ class SharedTokens:
 
     def gather(self, own: Tensor, num_tokens: int) -> Tensor:
         """Every rank's rows on every rank, [tokens, hidden]."""
-        ranks = self._group.world_size
-        copies = own.repeat(ranks, 1)
-        return self._group.start_all_to_all(
-            copies, [len(own)] * ranks, self._counts(num_tokens)
-        ).wait()
+        if self._group is None:
+            return own
+        counts = self.counts(num_tokens)
+        copies = own.repeat(len(counts), 1)
+        return self._group.start_all_to_all(copies, [len(own)] * len(counts), counts).wait()
 
-    def _counts(self, num_tokens: int) -> list[int]:
-        ranks = self._group.world_size
+    def counts(self, num_tokens: int) -> list[int]:
+        """How many each rank has."""
+        ranks = 1 if self._group is None else self._group.world_size
         return [len(share_of(num_tokens, rank, ranks)) for rank in range(ranks)]
 
 
@@ -78,6 +92,11 @@ class ExpertReplicas:
         rows = [[slots[turn % len(slots)] for turn in range(most)] for slots in held]
         self._slots = torch.tensor(rows, device=device)
         self._counts = torch.tensor([len(slots) for slots in held], device=device)
+        self._experts = torch.tensor(list(slots), device=device)
+
+    def experts(self, slots: Tensor) -> Tensor:
+        """From slots to experts."""
+        return self._experts[slots]
 
     def choose(self, ids: Tensor) -> Tensor:
         """From experts to slots, [tokens, chosen]; the same on ranks with the same tokens."""
@@ -92,7 +111,7 @@ class ExpertDispatch:
     padding; what comes back is one row, of that rank's part of the sum. No token is dropped.
 
     Args:
-        group: all ranks of the stage.
+        group: all ranks of the stage, of all data-parallel ranks.
         owners: [slots] int64, which part of the group has each; a part is ``ranks / ep_size``
             neighbouring ranks, each with a slice of the part's experts.
         ep_size: parts.
@@ -128,6 +147,21 @@ class ExpertDispatch:
         tokens = is_wanted.t().nonzero()[:, 1]  # in the order of ranks
         packed = _packed(rows[tokens], ids[tokens], weights[tokens])
         exchange = self._group.start_all_to_all(packed, send, recv)
+        return StartedDispatch(self._group, exchange, rows, tokens, (send, recv), ids.shape[1])
+
+    def start_to_all(
+        self, rows: Tensor, ids: Tensor, weights: Tensor, recv: list[int]
+    ) -> StartedDispatch:
+        """Send this rank's rows [tokens, hidden] to every rank, one collective less than ``start``.
+
+        Args:
+            rows, ids, weights: as of ``start``.
+            recv: rows that each rank has.
+        """
+        send = [len(rows)] * len(recv)
+        packed = _packed(rows, ids, weights).repeat(len(recv), 1)
+        exchange = self._group.start_all_to_all(packed, send, recv)
+        tokens = torch.arange(len(rows), device=rows.device).repeat(len(recv))
         return StartedDispatch(self._group, exchange, rows, tokens, (send, recv), ids.shape[1])
 
 
@@ -200,17 +234,20 @@ class ExpertParallelMixture(MixtureOfExperts):
         *,
         shared: tuple[MlpNames, int] | None,
     ) -> None:
-        assert parallel.communicator is not None, "experts are divided over several ranks"
-        self._group = group = parallel.communicator
+        group = parallel.expert_communicator or parallel.communicator
+        assert group is not None, "experts are divided over several ranks"
+        self._group = group
+        self._hidden_size = shape[0]
+        self._parallel = parallel
         self._held = parallel.expert_share(len(slots))
         held = slots[self._held.start : self._held.stop]
         experts = Experts(parallel, [names[expert] for expert in held], shape)
-        whole = replace(parallel, communicator=None, ep_size=1)
+        whole = replace(parallel, communicator=None, expert_communicator=None, ep_size=1)
         of_all = GatedMlp(whole, shared[0], (shape[0], shared[1])) if shared is not None else None
         super().__init__(parallel, router, experts, of_all)
         self._replicas = ExpertReplicas(slots, len(names), parallel.device)
         self.counts = ExpertCounts(len(names), parallel.device)
-        self.tokens = SharedTokens(group)
+        self.tokens = SharedTokens(parallel.communicator)
         parts = [share_of(len(slots), part, parallel.ep_size) for part in range(parallel.ep_size)]
         owners = [part for part, span in enumerate(parts) for _ in range(len(span))]
         self._dispatch = ExpertDispatch(
@@ -228,16 +265,33 @@ class ExpertParallelMixture(MixtureOfExperts):
             partial[own.start : own.stop] += self._shared(x[own.start : own.stop])
         return self._group.all_reduce(partial)
 
-    def run_shared_tokens(self, own: Tensor) -> Tensor:
+    def run_shared_tokens(self, own: Tensor, expert_round: ExpertRound | None = None) -> Tensor:
         """This rank's tokens, [tokens, hidden], through experts of all ranks; every rank calls it,
         with tokens or without."""
         ids, weights = self._router(own)
-        chosen = self.counts.of(ids)
         slots = self._replicas.choose(ids)
-        dispatched = self._dispatch.start(own, slots, weights, self.counts, chosen)
-        shared = self._shared(own) if self._shared is not None else None  # while rows are under way
-        combined = dispatched.combine(self._run_held(*dispatched.arrived()))
+        if expert_round is None or expert_round.is_dispatched:
+            chosen = self.counts.of(ids)
+            started = self._dispatch.start(own, slots, weights, self.counts, chosen)
+            shared = self._run_shared(own)  # while rows are under way
+            rows, slots, weights = started.arrived()
+        else:
+            counts = map(self.tokens.counts, expert_round.token_counts)
+            recv = [count for of_ranks in counts for count in of_ranks]
+            self.counts.num_sent_rows += len(own) * (len(recv) - 1)
+            started = self._dispatch.start_to_all(own, slots, weights, recv)
+            shared = self._run_shared(own)
+            rows, slots, weights = started.arrived()
+            self.counts.add(self.counts.of(self._replicas.experts(slots)))
+        combined = started.combine(self._run_held(rows, slots, weights))
         return combined if shared is None else combined + shared
+
+    def serve(self, expert_round: ExpertRound) -> None:
+        """Run experts for other ranks' tokens, with none of this one's."""
+        self.run_shared_tokens(self._parallel.empty(0, self._hidden_size), expert_round)
+
+    def _run_shared(self, x: Tensor) -> Tensor | None:
+        return None if self._shared is None else self._shared(x)
 
     def _run_held(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The part of the weighted sum that this rank's experts make, [tokens, hidden]."""
@@ -271,12 +325,15 @@ class ExpertParallelLayer(DecoderLayer):
         self._mixture = mixture
         self._min_tokens = min_tokens
 
-    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def finish(
+        self, attended: Tensor, residual: Tensor, expert_round: ExpertRound | None = None
+    ) -> tuple[Tensor, Tensor]:
         num_tokens = len(residual)
-        if num_tokens < self._min_tokens:
+        if expert_round is None and num_tokens < self._min_tokens:
             return super().finish(attended, residual)
         tokens = self._mixture.tokens
         own, span = tokens.reduce_scatter(self.attention.partial(attended)), tokens.span(num_tokens)
         x, own_residual = self.mlp_norm.add(own, residual[span.start : span.stop])
-        total = tokens.gather(self._mixture.run_shared_tokens(x) + own_residual, num_tokens)
+        output = self._mixture.run_shared_tokens(x, expert_round)
+        total = tokens.gather(output + own_residual, num_tokens)
         return torch.zeros_like(total), total

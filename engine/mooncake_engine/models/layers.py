@@ -27,11 +27,13 @@ class ParallelContext:
         ops: kernels of the device.
         device, dtype: of weights and activations.
         communicator: the rank's tensor-parallel group, or None for a rank alone.
+        expert_communicator: all ranks that experts are divided over, data-parallel rank after
+            data-parallel rank; None if those are the tensor-parallel group.
         layers: those of the rank's pipeline stage; None for all.
         kv_scales: of both planes of each of the model's layers, if KV is kept in a narrower type.
         has_native_latents: whether latents are kept in the form that the ops read best.
-        ep_size: parts that the group's ranks have experts in: each part has some of them whole,
-            sliced over the part's ranks. 1: every rank has a slice of every expert.
+        ep_size: parts that these ranks have experts in: each part has some of them whole, sliced
+            over the part's ranks. 1: every tensor-parallel rank has a slice of every expert.
         ep_dispatch_min_tokens: of steps whose tokens are dispatched to experts; smaller ones run on
             every rank.
         expert_slots: by layer, the expert in each slot; empty: every expert has one, in order.
@@ -47,6 +49,7 @@ class ParallelContext:
     ep_size: int = 1
     ep_dispatch_min_tokens: int = 1
     expert_slots: tuple[tuple[int, ...], ...] = ()
+    expert_communicator: Communicator | None = None
 
     def attention_ops(self, layer: int) -> Ops:
         """The ops for what reads and writes that layer's KV."""
@@ -84,12 +87,20 @@ class ParallelContext:
 
     def expert_share(self, num_slots: int) -> Span:
         """The slots for experts that this rank has, or a slice of."""
-        return share_of(num_slots, self.tp_rank * self.ep_size // self.tp_size, self.ep_size)
+        rank, ranks = self._expert_rank
+        return share_of(num_slots, rank * self.ep_size // ranks, self.ep_size)
 
     def inner_share(self, inner: int) -> Span:
         """The slice of an expert's inner dimension that this rank has."""
-        ranks = self.tp_size // self.ep_size
-        return share_of(inner, self.tp_rank % ranks, ranks)
+        rank, ranks = self._expert_rank
+        sharers = ranks // self.ep_size
+        return share_of(inner, rank % sharers, sharers)
+
+    @property
+    def _expert_rank(self) -> tuple[int, int]:
+        """Which of the ranks that experts are divided over this is, of how many."""
+        group = self.expert_communicator or self.communicator
+        return (group.rank, group.world_size) if group else (0, 1)
 
 
 @dataclass(frozen=True, slots=True)

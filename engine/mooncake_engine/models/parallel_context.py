@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.scheduling.step_plan import ExpertRound
 from mooncake_hal.backend import AttentionBatch
 from mooncake_hal.kv.geometry import head_range
 
@@ -79,11 +80,13 @@ class ForwardContext:
         kv: by the number of a layer in the model, those of this rank: the pool's planes
             ``[num_blocks, block_size, kv_heads, dim]``.
         layer_done: called with each layer's number once its KV is written (enqueued on the device).
+        expert_round: see ``StepPlan``.
     """
 
     batch: AttentionBatch
     kv: Mapping[int, tuple[Tensor, ...]]
     layer_done: Callable[[int], None] | None = None
+    expert_round: ExpertRound | None = None
 
 
 class AttentionWidths(NamedTuple):
@@ -97,17 +100,18 @@ class AttentionWidths(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSlots:
-    """Positions and KV slots of a forward pass's tokens: all that a layer needs besides attention's
-    batch.
+    """What a layer needs to know of a forward pass besides attention's batch: its tokens' positions
+    and KV slots, and who else takes part.
 
     Args:
         positions: [tokens] int64, in their sequences; rows of the rotation's table.
         cos_sin: [max_positions, rotary_dim] float32, cosines then sines.
         slot_mapping: [tokens] int64, where their KV goes: see ``AttentionBatch``.
-        kv: see ``ForwardContext``.
+        kv, expert_round: see ``ForwardContext``.
     """
 
     positions: Tensor
     cos_sin: Tensor
     slot_mapping: Tensor
     kv: Mapping[int, tuple[Tensor, ...]]
+    expert_round: ExpertRound | None = None

@@ -26,6 +26,7 @@ from mooncake_engine.models.mlp import (
     Router,
     RoutingConfig,
 )
+from mooncake_engine.scheduling.step_plan import ExpertRound
 
 
 class MoeNames(NamedTuple):
@@ -93,6 +94,10 @@ class SparseDecoder(Decoder):
     def expert_counts(self) -> Mapping[int, ExpertCounts]:
         """Of this rank's layers whose experts are divided over ranks."""
         return {layer: mixture.counts for layer, mixture in self._divided.items()}
+
+    def serve_experts(self, expert_round: ExpertRound) -> None:
+        for mixture in self._divided.values():
+            mixture.serve(expert_round)
 
     def is_ignored(self, name: str) -> bool:
         """Also experts that other ranks have."""

@@ -71,6 +71,34 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertRound:
+    """Steps of all data-parallel ranks at once, whose experts serve each other's tokens; a rank
+    without tokens only serves.
+
+    Args:
+        token_counts: what each data-parallel rank runs; where tokens are drafted, at most.
+        is_dispatched: whether tokens go only to ranks that have experts of their choice. Else all
+            go to every rank, which takes fewer messages; ``token_counts`` are exact then.
+    """
+
+    token_counts: tuple[int, ...]
+    is_dispatched: bool
+
+    @classmethod
+    def of(cls, plans: Sequence[StepPlan], least: int) -> ExpertRound | None:
+        """For these plans, one of each data-parallel rank; None if none of them runs a token.
+
+        Args:
+            plans: of the ranks, in order.
+            least: tokens of a rank from which on tokens are dispatched.
+        """
+        counts = tuple(plan.num_tokens for plan in plans)
+        if not any(counts):
+            return None
+        return cls(counts, max(counts) >= least or any(plan.has_drafts for plan in plans))
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. Sequences with ``count == 1`` that sample come first.
 
@@ -86,6 +114,7 @@ class StepPlan:
             those of earlier plans, which otherwise go on beside steps.
         received_blocks: those that peers have written since the last plan that had some, to be
             brought into the form that the workers keep KV in, before any copy.
+        expert_round: of the step, where experts are divided over data-parallel ranks.
     """
 
     step: int
@@ -97,6 +126,12 @@ class StepPlan:
     sequences: tuple[ScheduledSequence, ...] = ()
     received_blocks: tuple[int, ...] = ()
     drains_copies: bool = False
+    expert_round: ExpertRound | None = None
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether tokens may be drafted."""
+        return any(sequence.num_draft_tokens for sequence in self.sequences)
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +142,7 @@ class StepPlan:
     def is_empty(self) -> bool:
         """Whether workers have nothing to do, copies of blocks and requests to forget included."""
         has_copies = self.has_host_copies or self.block_copies or self.drains_copies
-        return not (self.sequences or has_copies or self.removed)
+        return not (self.sequences or has_copies or self.removed or self.expert_round)
 
     @property
     def has_host_copies(self) -> bool:

@@ -51,7 +51,9 @@ from mooncake_engine.text.reasoning import after_reasoning, reasoning_state
 from mooncake_engine.text.tokenizer import Tokenizer
 
 TIMEOUT_HEADER = "X-Request-Timeout"
+DP_RANK_HEADER = "X-data-parallel-rank"
 _MAX_TIMEOUT_S = 86_400
+_MAX_RANK_DIGITS = 6
 _MAX_SALT_CHARACTERS = 1024
 
 
@@ -199,6 +201,7 @@ class InputProcessor:
             priority=request.priority or 0,
             cache_salt=_cache_salt(request.cache_salt),
             timeout_s=_timeout_s(request.timeout, headers.get(TIMEOUT_HEADER.lower())),
+            data_parallel_rank=_dp_rank(headers.get(DP_RANK_HEADER.lower())),
         )
         return RequestContext(
             request_id=request_id,
@@ -254,6 +257,17 @@ def _cache_salt(given: str | None) -> str:
             param="cache_salt",
         )
     return given or ""
+
+
+def _dp_rank(given: str | None) -> int | None:
+    """Raises InvalidRequest if a request names a data-parallel rank that is no number."""
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdigit() and len(given) <= _MAX_RANK_DIGITS):
+        raise InvalidRequest(
+            f"{DP_RANK_HEADER} must be a number from 0 on, got {given!r}", param=DP_RANK_HEADER
+        )
+    return int(given)
 
 
 def _timeout_s(in_body: float | None, in_header: str | None) -> float | None:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -19,6 +19,8 @@ from prometheus_client.metrics_core import (
 )
 
 from mooncake_engine.messages import (
+    EngineInfo,
+    EngineStats,
     ExpertLoad,
     FinishReason,
     RequestClass,
@@ -151,7 +153,7 @@ class ServerMetrics:
     ) -> None:
         self._objectives = objectives or LatencyObjectives()
         self.registry = CollectorRegistry()
-        self._label_values = (engine.config.model_name, "0")
+        self._label_values = (engine.config.model_name, "0")  # the engine is a data-parallel rank
         labels, cells = (_LABELS, self._label_values), cells or MetricCells()
         self._histograms = {
             name: Histogram(metric, words, labels, buckets, cells)
@@ -185,7 +187,7 @@ class ServerMetrics:
             },
             cells,
         )
-        self.registry.register(_EngineCollector(engine, self._label_values))
+        self.registry.register(_EngineCollector(engine, engine.config.model_name))
         ProcessCollector(registry=self.registry)
         counters = (self._finished, self._responses, self._objectives_met)
         self.registry.register(_Counted(tuple(self._histograms.values()), counters))
@@ -273,18 +275,45 @@ class _Counted:
 class _EngineCollector:
     """Reads the engine's snapshot whenever Prometheus asks."""
 
-    def __init__(self, engine: EngineClient, label_values: tuple[str, ...]) -> None:
+    def __init__(self, engine: EngineClient, model: str) -> None:
         self._engine = engine
-        self._label_values = label_values
+        self._model = model
 
     def describe(self) -> list[Metric]:
         """Nothing to say before the first scrape."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics at this moment."""
+        """The metrics at this moment, of each data-parallel rank."""
         stats, facts = self._engine.stats(), self._engine.info
-        pool = {"block_size": str(facts.block_size), "num_gpu_blocks": str(facts.num_kv_blocks)}
+        families: dict[str, Metric] = {}
+        for number, part in enumerate(stats.by_dp_rank or (stats,)):
+            experts = None if number else stats.experts  # each counts what all ranks' tokens choose
+            metrics = _StatsMetrics(facts, (self._model, str(number)))
+            for family in metrics.collect(replace(part, experts=experts)):
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples += family.samples
+        yield from families.values()
+
+
+class _StatsMetrics:
+    """A snapshot as metrics.
+
+    Args:
+        facts: of the engine.
+        label_values: of the data-parallel rank.
+    """
+
+    def __init__(self, facts: EngineInfo, label_values: tuple[str, ...]) -> None:
+        self._facts = facts
+        self._label_values = label_values
+
+    def collect(self, stats: EngineStats) -> Iterator[Metric]:
+        """The snapshot's."""
+        facts = self._facts
+        num_blocks = facts.num_kv_blocks // facts.dp_size
+        pool = {"block_size": str(facts.block_size), "num_gpu_blocks": str(num_blocks)}
         labels = dict(zip(_LABELS, self._label_values, strict=True))
         yield InfoMetricFamily("vllm:cache_config", "The KV pool.", {**labels, **pool})
         gauge, counter = self._gauge, self._counter

@@ -11,7 +11,7 @@ import pytest
 from support.checkpoints import random_model, write_checkpoint
 from support.stepping import GREEDY, RunningRequest, Stepper
 
-from mooncake_engine.assembly import start_executor
+from mooncake_engine.assembly import start_executors
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.execution.engine_plan import make_plan
@@ -45,7 +45,7 @@ def executor(
 ) -> Iterator[Executor]:
     config = EngineConfig(checkpoint, num_kv_blocks=8, tp_size=request.param)
     options = ExecutorOptions(EXTENSION, lambda rank, message: inbox.put((rank, message)))
-    executor = start_executor(make_plan(config, backend), backend, options)
+    executor = start_executors(make_plan(config, backend), backend, [options])[0]
     yield executor
     executor.close()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_engine.assembly import start_executor
+from mooncake_engine.assembly import start_executors
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import EngineDead
 from mooncake_engine.execution.engine_plan import make_plan
@@ -33,7 +33,7 @@ BROKEN = StepPlan(1, sequences=(ScheduledSequence("nobody", 0, 1),))
 def executor(request: pytest.FixtureRequest, model: Path) -> Iterator[Executor]:
     config = EngineConfig(model, num_kv_blocks=8, tp_size=request.param, async_scheduling=True)
     backend = Registry.discover().select_backend("cpu")
-    executor = start_executor(make_plan(config, backend), backend, ExecutorOptions())
+    executor = start_executors(make_plan(config, backend), backend, [ExecutorOptions()])[0]
     yield executor
     executor.close()
 

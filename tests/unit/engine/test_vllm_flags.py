@@ -80,8 +80,7 @@ def test_what_changes_answers_is_told_what_to_use(argv: list[str], said: str) ->
 
 
 def test_the_answer_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", TINY, "--data-parallel-size", "2"]) == 2
+    assert main(["serve", TINY, "--nnodes", "2"]) == 2
     assert capsys.readouterr().err == (
-        "mooncake-engine: error: --data-parallel-size is vLLM's; here it is several instances "
-        "behind mooncake-proxy\n"
+        "mooncake-engine: error: --nnodes is vLLM's; here it is --executor ray\n"
     )

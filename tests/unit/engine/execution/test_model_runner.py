@@ -146,7 +146,9 @@ def make_runner(
     ops: Any = LateOps(device)
     mover = BlockCopier(pool, 2, ops, CPU, InlineStream())
     stage = LateStage(device, is_last)
-    parts = RunnerParts(stage, pool, requests, Sampler(()), mover, device.event, has_peers)
+    parts = RunnerParts(
+        stage, pool, requests, Sampler(()), mover, device.event, has_peers, lambda _: None
+    )
     return (
         AsyncModelRunner(parts, SampledTokenBuffer(2, CPU, depth=2))
         if is_fed

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import random_model, write_checkpoint
-from support.thread_ranks import on_ranks
+from support.thread_ranks import on_data_parallel_ranks, on_ranks
 from torch import Tensor
 
 from mooncake_engine.execution.weight_loader import load_weights
@@ -18,6 +18,7 @@ from mooncake_engine.models.expert_placement import ExpertRanks, place_experts
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.layers import ParallelContext
 from mooncake_engine.models.parallel_context import ForwardContext, share_heads
+from mooncake_engine.scheduling.step_plan import ExpertRound
 from mooncake_hal.backend import AttentionBatch, Communicator
 from mooncake_hal_cpu.torch_ops import TorchOps
 
@@ -153,3 +154,52 @@ def test_replicas_share_the_tokens_of_busy_experts_and_change_no_logits(
         for counts in model.expert_counts.values():
             assert sum(counts.tokens) == tokens * config.moe.routing.experts_per_token
             assert (counts.num_sent_rows > 0) == (least == 1)
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "tp_size", "ep_size", "is_dispatched"),
+    [(2, 1, 2, True), (2, 1, 2, False), (2, 2, 4, True), (2, 2, 2, False), (4, 1, 2, True)],
+)
+def test_data_parallel_ranks_with_tokens_and_without_have_the_logits_of_one(
+    dp_size: int,
+    tp_size: int,
+    ep_size: int,
+    is_dispatched: bool,
+    checkpoint: Path,
+    expected: list[Tensor],
+) -> None:
+    """Each begins a round after the one before, and serves the others before and after."""
+    config = read_model_config(checkpoint)
+    sizes = [sum(len(tokens) for tokens in step.tokens) for step in STEPS]
+    num_rounds = len(STEPS) + dp_size - 1
+
+    def step_of(dp_rank: int, number: int) -> int | None:
+        step = number - dp_rank
+        return step if 0 <= step < len(STEPS) else None
+
+    def rank(
+        dp_rank: int, stage: Communicator | None, everyone: Communicator
+    ) -> tuple[list[Tensor], Model]:
+        parallel = replace(ALONE, communicator=stage, expert_communicator=everyone, ep_size=ep_size)
+        model = build_model(config, parallel, 64)
+        load_weights(model, checkpoint)
+        kv = make_kv(config, parallel.tp_size, parallel.tp_rank)
+        logits, steps = [], list(batches())
+        for number in range(num_rounds):
+            running = [step_of(one, number) for one in range(dp_size)]
+            counts = tuple(0 if step is None else sizes[step] for step in running)
+            expert_round = ExpertRound(counts, is_dispatched)
+            if (step := running[dp_rank]) is None:
+                model.serve_experts(expert_round)
+                continue
+            ids, positions, batch = steps[step]
+            context = ForwardContext(batch, kv, expert_round=expert_round)
+            logits.append(model.logits(model.forward(ids, positions, context)))
+        return logits, model
+
+    assert config.moe is not None
+    choices = dp_size * sum(sizes) * config.moe.routing.experts_per_token
+    for found, model in on_data_parallel_ranks(dp_size, tp_size, rank):
+        compare(found, expected)
+        for counts in model.expert_counts.values():
+            assert sum(counts.tokens) == choices

@@ -1,0 +1,195 @@
+"""The core of an instance with data-parallel ranks, each of which has requests, a scheduler and KV
+of its own; all run their steps in rounds."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from mooncake_engine.core import EngineCore, new_request
+from mooncake_engine.core_messages import (
+    AbortRequest,
+    AddRequest,
+    Command,
+    PrepareGrammar,
+    ResetPrefixCache,
+)
+from mooncake_engine.errors import EngineDead
+from mooncake_engine.messages import EngineStats, TokenUpdate, total_stats
+from mooncake_engine.scheduling.dp_placement import RequestPlacement
+from mooncake_engine.scheduling.step_plan import ExpertRound
+from mooncake_engine.step_watchdog import StepWatch
+from mooncake_kv.connector import CompatibilityReport, Topology
+from mooncake_kv.kv_events import KVEventEndpoints
+
+
+class DataParallelCore:
+    """The cores of all data-parallel ranks as one; see ``EngineCore``.
+
+    In a round each of them launches a step, and then each takes in what came of one. If they share
+    experts, those without a step serve the others' tokens: all take part in a round, or none.
+
+    Args:
+        cores: of the data-parallel ranks, in order; this object steps and closes them.
+        dispatch_min_tokens: of a rank's step from which on its tokens are dispatched to experts;
+            None if the ranks share no experts.
+        seed: see ``EngineCore``.
+        watch: told when rounds begin and end.
+    """
+
+    def __init__(
+        self,
+        cores: Sequence[EngineCore],
+        *,
+        dispatch_min_tokens: int | None,
+        seed: int | None = None,
+        watch: StepWatch | None = None,
+    ) -> None:
+        self.watch = watch or StepWatch(0.0)
+        self._cores = cores
+        self._dispatch_min_tokens = dispatch_min_tokens
+        self._seeds = random.Random(seed)
+        self._placement = RequestPlacement(len(cores))
+        self._inbox: SimpleQueue[tuple[int | None, Command]] = SimpleQueue()
+        self._thread = 0
+
+    def post(self, command: Command) -> None:
+        """As ``EngineCore.post``; a new request goes to one rank, other commands to all."""
+        self._inbox.put((None, command))
+
+    def poster(self, dp_rank: int) -> Callable[[Command], None]:
+        """Posts to one of the ranks. Any thread."""
+        return lambda command: self._inbox.put((dp_rank, command))
+
+    def step(self) -> list[TokenUpdate]:
+        """Take in what was posted, have a round run, and tell what happened to whom.
+
+        Raises:
+            EngineDead: a rank or a background task died.
+        """
+        self._thread = threading.get_ident()
+        self.watch.begin()
+        try:
+            self._take_in()
+            return self._run_round()
+        finally:
+            self.watch.end()
+
+    @property
+    def figures_lag(self) -> bool:
+        """As ``EngineCore.figures_lag``."""
+        return self._cores[0].figures_lag
+
+    @property
+    def compiles_grammars(self) -> bool:
+        """As ``EngineCore.compiles_grammars``."""
+        return self._cores[0].compiles_grammars
+
+    def abandon_step(self) -> EngineDead:
+        """As ``EngineCore.abandon_step``."""
+        return self._cores[0].abandon(self.watch.why_stuck(), self._thread)
+
+    def reset_prefix_cache(self) -> bool:
+        """As ``EngineCore.reset_prefix_cache``, of all ranks that are not in use."""
+        return all([core.reset_prefix_cache() for core in self._cores])
+
+    def check_integrity(self) -> None:
+        """As ``EngineCore.check_integrity``."""
+        for core in self._cores:
+            core.check_integrity()
+
+    def stats(self) -> EngineStats:
+        """As ``EngineCore.stats``, of all ranks together and of each."""
+        return total_stats([core.stats() for core in self._cores])
+
+    def pairing(self) -> CompatibilityReport | None:
+        """As ``EngineCore.pairing``."""
+        return self._cores[0].pairing()
+
+    def kv_event_endpoints(self) -> KVEventEndpoints | None:
+        """As ``EngineCore.kv_event_endpoints``."""
+        return self._cores[0].kv_event_endpoints()
+
+    def topology(self) -> Topology | None:
+        """As ``EngineCore.topology``."""
+        return self._cores[0].topology()
+
+    def close(self) -> None:
+        """As ``EngineCore.close``."""
+        for core in self._cores:
+            core.close()
+
+    def _run_round(self) -> list[TokenUpdate]:
+        plans = [core.plan() for core in self._cores]
+        expert_round = None
+        if self._dispatch_min_tokens is not None:
+            expert_round = ExpertRound.of(plans, self._dispatch_min_tokens)
+        steps = [
+            (core, plan, core.launch(plan, expert_round))
+            for core, plan in zip(self._cores, plans, strict=True)
+        ]
+        updates = [
+            update
+            for core, plan, is_launched in steps
+            for update in core.conclude(plan, is_launched=is_launched)
+        ]
+        for update in updates:
+            self._placement.note(update)
+        return updates
+
+    def _take_in(self) -> None:
+        """Act on everything posted; wait for the first of it if there is nothing to run."""
+        patience_s = min(core.patience_s for core in self._cores)
+        try:
+            self._act(*self._inbox.get(timeout=patience_s))
+            while True:
+                self._act(*self._inbox.get_nowait())
+        except Empty:
+            return
+
+    def _act(self, dp_rank: int | None, command: Command) -> None:
+        if dp_rank is not None:
+            self._cores[dp_rank].act(command)
+        elif isinstance(command, AddRequest):
+            self._add(command)
+        elif isinstance(command, ResetPrefixCache):
+            command.reply(self.reset_prefix_cache())
+        elif isinstance(command, PrepareGrammar):
+            self._prepare_grammar(command)
+        else:
+            if isinstance(command, AbortRequest):
+                self._placement.remove(command.request_id)
+            for core in self._cores:
+                core.act(command)
+
+    def _add(self, command: AddRequest) -> None:
+        request = new_request(command.request, self._seeds, time.monotonic())
+        cached = [core.count_cached(request) for core in self._cores]
+        self._cores[self._placement.place(command.request, cached)].add(request)
+
+    def _prepare_grammar(self, command: PrepareGrammar) -> None:
+        """On all ranks: which one its requests go to is not known yet."""
+        awaited = CountDown(len(self._cores), partial(command.reply, True))
+        for core in self._cores:
+            core.act(PrepareGrammar(command.grammar, awaited.note))
+
+
+class CountDown:
+    """Calls once it has been told so often; any thread tells."""
+
+    def __init__(self, times: int, call: Callable[[], None]) -> None:
+        self._left = times
+        self._call = call
+        self._lock = threading.Lock()
+
+    def note(self, _value: bool) -> None:
+        """Once more."""
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:
+            self._call()

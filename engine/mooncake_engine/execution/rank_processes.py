@@ -1,0 +1,270 @@
+"""All ranks of an instance in processes of their own: how they start, what they report, and how a
+dead one ends the instance with its reason."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from multiprocessing.connection import Connection, wait
+
+from mooncake_engine.core_messages import LoadProgress
+from mooncake_engine.errors import CheckpointError, ConfigError, EngineDead, EngineError
+from mooncake_engine.execution import executor_messages as wire
+from mooncake_engine.execution.engine_plan import EnginePlan
+from mooncake_engine.execution.executor import ExecutorOptions, FirstFailure, RankKVInfo
+from mooncake_engine.execution.parallel_state import RankInfo
+from mooncake_engine.execution.rank_launcher import Launcher, LocalLauncher, Rank
+from mooncake_engine.sampling_params import Grammar
+from mooncake_hal.backend import GroupSpec
+from mooncake_hal.command_line import LogSettings
+
+_GROUP_TIMEOUT_S = 60.0
+_STAGE_TIMEOUT_S = 600.0
+"""How long a stage may compute while the next one waits; that one died is known at once."""
+_STOP_TIMEOUT_S = 10.0
+_CAUSE_TIMEOUT_S = 1.0
+"""How long to look for a rank that died without a word, once another one complains."""
+_USER_ERRORS = {kind.__name__: kind for kind in (CheckpointError, ConfigError)}
+
+
+class RankProcesses:
+    """The processes of all ranks, in order; a dead one ends all.
+
+    Args:
+        plan: any ``dp_size``, ``tp_size`` and ``pp_size``; the ranks load its backend by name.
+        options: of each data-parallel rank: extension and handlers. The first one's ``progress`` is
+            told.
+        launcher: starts the ranks; closed with this. None: children of this process.
+
+    Raises:
+        CheckpointError, ConfigError: the model can't be loaded so.
+        EngineDead: a rank died while loading.
+    """
+
+    def __init__(
+        self,
+        plan: EnginePlan,
+        options: Sequence[ExecutorOptions],
+        launcher: Launcher | None = None,
+    ) -> None:
+        self.failure = FirstFailure()
+        self.ranks: Sequence[Rank] = ()
+        self.infos: list[RankInfo] = RankInfo.all_of(plan.config)
+        self._options = options
+        self._closing = threading.Event()
+        self._launcher = launcher or LocalLauncher(plan.config)
+        self._unanswered: Counter[int] = Counter()  # orders, by rank
+        self._abandoned: EngineDead | None = None
+        self._grammar_numbers = count()
+        self._preparing: dict[int, _GrammarOrder] = {}
+        self._listener = threading.Thread(target=self._listen, name="rank-messages", daemon=True)
+        try:
+            self._start(plan)
+            self.kv_infos = self._await_ready(options[0])
+        except BaseException:
+            self.close()
+            raise
+        self._listener.start()
+
+    def of(self, dp_rank: int) -> Sequence[Rank]:
+        """The ranks of a data-parallel rank."""
+        per = len(self.ranks) // len(self._options)
+        return self.ranks[dp_rank * per : (dp_rank + 1) * per]
+
+    def give(self, ranks: Sequence[Rank], order: wire.Order) -> None:
+        """Give ranks an order, which each will report on.
+
+        Raises:
+            EngineDead: a rank died before.
+        """
+        self.failure.check()
+        encoded = wire.encode(order)
+        for rank in ranks:
+            self._unanswered[rank.rank] += 1
+            rank.order(encoded)
+
+    def prepare_grammar(
+        self, ranks: Sequence[Rank], grammar: Grammar, on_ready: Callable[[], None]
+    ) -> None:
+        """Have them compile a grammar; they report on it beside orders. See ``Executor``."""
+        self.failure.check()
+        number = next(self._grammar_numbers)
+        self._preparing[number] = _GrammarOrder({rank.rank for rank in ranks}, on_ready)
+        encoded = wire.encode(wire.PrepareGrammar(number, grammar))
+        for rank in ranks:
+            rank.order(encoded)
+
+    def reports(self, ranks: Sequence[Rank]) -> Iterator[tuple[Rank, wire.Report]]:
+        """Reports as they come, until each of these ranks is Ready or OrderDone.
+
+        Raises:
+            EngineError: a rank failed or died; all the others are ended.
+        """
+        pending = {rank.orders: rank for rank in ranks}
+        while pending:
+            for connection in wait(list(pending)):
+                assert isinstance(connection, Connection)
+                rank = pending[connection]
+                report = rank.report()
+                if report is None or isinstance(report, wire.RankFailed):
+                    raise self._end_all(rank)
+                if not isinstance(report, wire.Progress):
+                    del pending[connection]
+                    self._unanswered[rank.rank] -= 1
+                yield rank, report
+
+    def abandon(self, reason: str) -> EngineDead:
+        """End all ranks, as they do not report; returns whose reports are missing."""
+        silent = [
+            str(rank.rank)
+            for rank in self.ranks
+            if self._unanswered[rank.rank] > 0 and not rank.orders.poll()
+        ]
+        who = f"; no answer of rank {', '.join(silent)} of {len(self.ranks)}" if silent else ""
+        self._abandoned = EngineDead(reason + who)
+        self.failure.record("the instance was given up", self._abandoned)
+        for rank in self.ranks:  # their connections end, which is what the step waits for
+            rank.kill()
+        return self._abandoned
+
+    def close(self) -> None:
+        """End all ranks and free everything. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for rank in self.ranks:
+            rank.order(wire.encode(wire.Stop()))
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        for rank in self.ranks:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+            rank.kill()
+        if self._listener.is_alive() and self._listener is not threading.current_thread():
+            self._listener.join(_STOP_TIMEOUT_S)
+        for rank in self.ranks:
+            rank.close()
+        self._launcher.close()
+
+    def _start(self, plan: EnginePlan) -> None:
+        self.ranks = self._launcher.start()
+        log = LogSettings.current()
+        log = replace(log, level=max(log.level, logging.WARNING))  # not all from every rank
+        for rank, info in zip(self.ranks, self.infos, strict=True):
+            rank_plan = replace(plan, config=rank.adapt(plan.config))
+            num_expert_ranks = info.dp_size * info.tp_size if plan.config.has_expert_rounds else 1
+            start = wire.Start(
+                plan=pickle.dumps(rank_plan),
+                info=info,
+                stage=self._group(info.stage_name, info.tp_rank, info.tp_size),
+                pipeline=self._group(
+                    info.pipeline_name, info.stage, info.pp_size, _STAGE_TIMEOUT_S
+                ),
+                experts=self._group(info.experts_name, info.expert_rank, num_expert_ranks),
+                extension=self._options[info.dp_rank].extension,
+                threads=self._launcher.threads,
+                log=log,
+            )
+            self._unanswered[rank.rank] += 1
+            rank.order(wire.encode(start))
+
+    def _group(
+        self, name: str, rank: int, world_size: int, timeout_s: float = _GROUP_TIMEOUT_S
+    ) -> GroupSpec | None:
+        if world_size == 1:
+            return None
+        return GroupSpec(rank, world_size, self._launcher.rendezvous(name), timeout_s)
+
+    def _await_ready(self, options: ExecutorOptions) -> tuple[RankKVInfo, ...]:
+        infos: dict[int, RankKVInfo] = {}
+        for rank, report in self.reports(self.ranks):
+            if isinstance(report, wire.Ready):
+                infos[rank.rank] = report.info
+            elif isinstance(report, wire.Progress) and options.progress is not None:
+                options.progress(LoadProgress(report.loaded_bytes, report.total_bytes))
+        return tuple(infos[rank.rank] for rank in self.ranks)
+
+    def _end_all(self, noticed: Rank) -> EngineError:
+        """End every rank after one failed; returns what to raise, about the true culprit."""
+        if self._abandoned is not None:
+            return self._abandoned
+        culprit = self._find_culprit(noticed)
+        what = f"rank {culprit.rank} of {len(self.ranks)} died: {culprit.describe_end()}"
+        kind = _USER_ERRORS.get(culprit.failed.kind) if culprit.failed else None
+        error = kind(culprit.failed.reason) if kind and culprit.failed else EngineDead(what)
+        # before the others are killed: their ends are consequences, and must not come first
+        self.failure.record("the instance ended", error)
+        for rank in self.ranks:
+            rank.kill()
+        return error
+
+    def _find_culprit(self, noticed: Rank) -> Rank:
+        """A rank that vanished makes others complain about the group; it is the one to name."""
+        deadline = time.monotonic() + _CAUSE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for rank in self.ranks:
+                if rank.has_vanished():
+                    return rank
+            if noticed.failed is not None and noticed.failed.kind in _USER_ERRORS:
+                return noticed
+            time.sleep(0.01)
+        return noticed
+
+    def _listen(self) -> None:
+        try:
+            self._pass_messages()
+        except Exception as exc:  # noqa: BLE001  the thread's top; check() raises it
+            self.failure.record("the thread that passes the ranks' messages on died", exc)
+
+    def _pass_messages(self) -> None:
+        """Pass the extensions' messages on; notice ranks that die while nothing runs."""
+        open_ends = {rank.messages: rank for rank in self.ranks}
+        while open_ends:
+            for connection in wait(list(open_ends)):
+                assert isinstance(connection, Connection)
+                rank = open_ends[connection]
+                if not self._pass_on(rank):
+                    del open_ends[connection]
+
+    def _pass_on(self, rank: Rank) -> bool:
+        """Handle one notice of a rank; returns whether more may come."""
+        try:
+            notice = wire.decode_notice(rank.messages.recv_bytes())
+        except (EOFError, ConnectionError):
+            self._record_end(rank)
+            return False
+        if isinstance(notice, wire.ExtensionFailed):
+            reason = EngineDead(notice.reason)
+            self.failure.record(f"the worker extension of rank {rank.rank} died", reason)
+        elif isinstance(notice, wire.GrammarReady):
+            order = self._preparing[notice.number]
+            order.awaited.remove(rank.rank)
+            if not order.awaited:
+                del self._preparing[notice.number]
+                order.on_ready()
+        else:
+            info = self.infos[rank.rank]
+            on_message = self._options[info.dp_rank].on_message
+            if on_message is not None:
+                on_message(info.rank, notice.message)
+        return True
+
+    def _record_end(self, rank: Rank) -> None:
+        if self._closing.is_set():
+            return
+        if not rank.wait(_CAUSE_TIMEOUT_S):
+            rank.kill()
+        cause = EngineDead(rank.describe_end())
+        self.failure.record(f"rank {rank.rank} of {len(self.ranks)} died", cause)
+
+
+@dataclass(frozen=True, slots=True)
+class _GrammarOrder:
+    """A grammar that ranks compile, and whom to tell when ``awaited`` is empty."""
+
+    awaited: set[int]
+    on_ready: Callable[[], None]

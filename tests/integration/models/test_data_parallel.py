@@ -1,0 +1,188 @@
+"""Data-parallel ranks in one instance: the tokens of one rank, idle ranks, and clear ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from support.checkpoints import random_model, write_checkpoint
+from support.core_runs import random_prompt, run_load, serve_all
+
+from mooncake_engine.assembly import build_engine
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.core_messages import AbortRequest, AddRequest
+from mooncake_engine.data_parallel_core import DataParallelCore
+from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.process_executor import ProcessExecutor
+from mooncake_engine.messages import EngineRequest
+from mooncake_engine.sampling_params import SamplingParams
+
+EVERY_STEP, PROMPTS = 1, 20
+"""Fewest tokens of a rank in a round that is dispatched; the others' tokens go to every rank."""
+LENGTHS = (3, 90, 25, 41, 7)
+"""Of prompts: some in chunks; an odd number of them, so that ranks are idle at the end."""
+ANSWERS = (12, 3, 20, 1, 9)
+OPTIONS: dict[str, Any] = {"num_kv_blocks": 32, "max_num_batched_tokens": 40, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        family: write_checkpoint(random_model(family), tmp_path_factory.mktemp(family))
+        for family in ("llama", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+    }
+
+
+def requests(*, dp_size: int = 1) -> list[EngineRequest]:
+    """Each names a rank: those that are chosen by load depend on the answers' order."""
+    return [
+        EngineRequest(
+            f"r{number}",
+            random_prompt(number, length),
+            SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True),
+            data_parallel_rank=number % dp_size,
+        )
+        for number, (length, most) in enumerate(zip(LENGTHS, ANSWERS, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "dp_size", "tp_size", "ep_size", "least"),
+    [
+        ("llama", 2, 1, 1, EVERY_STEP),
+        ("qwen3_moe", 2, 1, 2, EVERY_STEP),
+        ("deepseek_v3", 2, 2, 4, PROMPTS),
+        pytest.param("mixtral", 4, 1, 4, PROMPTS, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", 2, 2, 2, EVERY_STEP, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_choose_the_tokens_of_one_rank(
+    family: str,
+    dp_size: int,
+    tp_size: int,
+    ep_size: int,
+    least: int,
+    checkpoints: dict[str, Path],
+) -> None:
+    """Logits are compared, division by division, in the unit tests."""
+    expected = run_load(checkpoints[family], requests(), **OPTIONS).answers
+    found = run_load(
+        checkpoints[family],
+        requests(dp_size=dp_size),
+        dp_size=dp_size,
+        tp_size=tp_size,
+        ep_size=ep_size,
+        ep_dispatch_min_tokens=least,
+        **OPTIONS,
+    )
+    assert found.answers == expected
+
+
+@pytest.fixture(scope="module")
+def core(checkpoints: dict[str, Path]) -> Iterator[DataParallelCore]:
+    """Two data-parallel ranks that share experts."""
+    built = build_engine(
+        EngineConfig(
+            checkpoints["qwen3_moe"],
+            dp_size=2,
+            ep_size=2,
+            ep_dispatch_min_tokens=PROMPTS,
+            threads=1,
+            dtype="float32",
+            swap_space_bytes=4 << 20,
+            **OPTIONS,
+        )
+    ).core
+    assert isinstance(built, DataParallelCore)
+    yield built
+    built.close()
+
+
+def test_a_request_goes_to_the_rank_that_holds_its_prefix(core: DataParallelCore) -> None:
+    prompt = random_prompt(100, 64)
+    request = EngineRequest("first", prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+    serve_all(core, [replace(request, data_parallel_rank=1)])
+    hits = [part.prefix_cache_hits for part in core.stats().by_dp_rank]
+    serve_all(core, [replace(request, request_id="second")])
+    found = [part.prefix_cache_hits for part in core.stats().by_dp_rank]
+    assert found == [hits[0], hits[1] + 48]  # three blocks of 16 before the last token
+
+
+def test_requests_are_spread_and_the_answers_to_one_prompt_stay_together(
+    core: DataParallelCore,
+) -> None:
+    before = [part.prompt_tokens for part in core.stats().by_dp_rank]
+    sampling = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True)
+    pair = [
+        EngineRequest(f"n{index}", random_prompt(200), replace(sampling, seed=index), group="n")
+        for index in range(2)
+    ]
+    others = [EngineRequest(f"o{n}", random_prompt(201 + n), sampling) for n in range(3)]
+    serve_all(core, [pair[0], others[0], pair[1], *others[1:]])
+    after = [part.prompt_tokens for part in core.stats().by_dp_rank]
+    assert [a - b for a, b in zip(after, before, strict=True)] == [3 * 37, 2 * 37]
+
+
+def test_an_abort_ends_a_request_wherever_it_is(core: DataParallelCore) -> None:
+    endless = SamplingParams(max_tokens=400, ignore_eos=True)
+    for rank in range(2):
+        request = EngineRequest(f"endless{rank}", (5, 9), endless, data_parallel_rank=rank)
+        core.post(AddRequest(request))
+    core.step()
+    assert [part.num_running for part in core.stats().by_dp_rank] == [1, 1]
+    core.post(AbortRequest("endless1"))
+    core.step()
+    assert [part.num_running for part in core.stats().by_dp_rank] == [1, 0]
+    core.post(AbortRequest("endless0"))
+    core.step()
+    core.step()  # the ranks forget them
+    assert core.stats().num_running == 0
+    assert core.stats().kv_cache_usage == 0
+    core.check_integrity()
+
+
+def test_every_rank_counts_what_all_ranks_tokens_choose(core: DataParallelCore) -> None:
+    serve_all(core, [replace(request, data_parallel_rank=0) for request in requests()[:2]])
+    load = core.stats().experts
+    assert load is not None
+    assert load.num_tokens % 3 == 0  # choices
+    assert load.num_sent_rows > 0
+
+
+def run_on(core: DataParallelCore) -> NoReturn:
+    while True:
+        core.step()
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_a_killed_rank_ends_all_with_its_reason(checkpoints: dict[str, Path], ep_size: int) -> None:
+    config = EngineConfig(checkpoints["mixtral"], dp_size=2, ep_size=ep_size, **OPTIONS)
+    core = build_engine(config).core
+    assert isinstance(core, DataParallelCore)
+    try:
+        core.post(AddRequest(requests()[1]))
+        core.step()
+        idle = core._cores[1]._executor
+        assert isinstance(idle, ProcessExecutor)
+        os.kill(idle.rank_pids[0], signal.SIGKILL)
+        with pytest.raises(EngineDead, match=r"rank 1 of 2 died: .*SIGKILL"):
+            run_on(core)
+    finally:
+        core.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dp_size": 2, "ep_size": 3}, r"ep_size 3 was asked for with dp_size 2 and tp_size 1"),
+        ({"dp_size": 0}, "dp_size must be at least 1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        EngineConfig(Path("m"), **options)
