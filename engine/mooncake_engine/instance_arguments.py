@@ -13,7 +13,7 @@ from mooncake_engine.checkpoints.model_source import find_model
 from mooncake_engine.config import EngineConfig, ExecutorKind, Role
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.process.device_division import InstanceNeeds, device_options
-from mooncake_engine.server.server_options import ServerOptions
+from mooncake_engine.server.server_options import OF_ONE_INSTANCE, ServerOptions
 from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_hal.command_line import LOG_FORMATS
 from mooncake_hal.options import Option, add_to_parser, from_arguments, options_of
@@ -37,7 +37,7 @@ INSTANCE_OPTIONS = (
     *options_of(EngineConfig, without=("role",)),
     *options_of(SpeculativeConfig),
     *LOGGING,
-    *options_of(ServerOptions, without=("api_keys",)),
+    *options_of(ServerOptions, without=OF_ONE_INSTANCE),
 )
 """What every instance of a deployment is given alike, unless ``--prefill-args`` or
 ``--decode-args`` say otherwise for a role."""

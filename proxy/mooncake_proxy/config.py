@@ -149,6 +149,8 @@ class ProxyConfig:
     pool_file: str | None = None
     kubernetes: str | None = None
     kubernetes_api: str | None = None
+    # What instances that announce themselves sign with; empty: none can.
+    register_secret: str = ""
     # Collector of OpenTelemetry spans; None: no spans are made.
     otlp_endpoint: str | None = None
     workers: int = 1

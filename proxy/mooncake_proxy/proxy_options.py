@@ -135,15 +135,17 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
         help="port of the bootstrap server on prefill instances: of vLLM's own Mooncake connector, "
         "or of SGLang (there 8998 unless given)",
     )
-    pools.add_argument(
-        "--pool-file", metavar="FILE", help="YAML or JSON list of instances, watched for changes"
-    )
-    pools.add_argument(
-        "--kubernetes", metavar="NAMESPACE/SELECTOR", help="watch the pods with these labels"
-    )
-    pools.add_argument(
-        "--kubernetes-api", metavar="URL", help="API server of the cluster (default: this one's)"
-    )
+    for flag, unit, text in (
+        ("--pool-file", "FILE", "YAML or JSON list of instances, watched for changes"),
+        (
+            "--register-secret-file",
+            "FILE",
+            "instances may announce themselves (--register), signed with the secret in this file",
+        ),
+        ("--kubernetes", "NAMESPACE/SELECTOR", "watch the pods with these labels"),
+        ("--kubernetes-api", "URL", "API server of the cluster (default: this one's)"),
+    ):
+        pools.add_argument(flag, metavar=unit, help=text)
     pools.add_argument(
         "--decode-recomputes",
         action="store_true",
@@ -429,6 +431,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         pool_file=args.pool_file,
         kubernetes=args.kubernetes,
         kubernetes_api=args.kubernetes_api,
+        register_secret=_read_secret("--register-secret-file", args.register_secret_file),
         local_prefill=not args.no_local_prefill,
         short_prompt_tokens=args.short_prompt_tokens,
         early_pull_tokens=args.early_pull_tokens,
@@ -482,20 +485,20 @@ def _conductor_from(args: argparse.Namespace, key_file: KeyFile) -> ConductorCon
         max_batch=args.max_batch,
         role_changes=args.role_changes,
         peers=tuple(str(Origin.parse(url)) for url in args.peer_proxy),
-        peer_secret=_read_secret(args.peer_secret_file),
+        peer_secret=_read_secret("--peer-secret-file", args.peer_secret_file),
     )
 
 
-def _read_secret(path: str | None) -> str:
+def _read_secret(flag: str, path: str | None) -> str:
     """Of a file, empty for none; ConfigError where there is nothing in it."""
     if path is None:
         return ""
     try:
         secret = Path(path).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"--peer-secret-file {path}: {exc}") from exc
+        raise ConfigError(f"{flag} {path}: {exc}") from exc
     if not secret:
-        raise ConfigError(f"--peer-secret-file {path} is empty: wanted the proxies' secret")
+        raise ConfigError(f"{flag} {path} is empty: wanted the secret that is shared")
     return secret
 
 
@@ -553,12 +556,15 @@ def _in_seconds(flag: str, text: str | None) -> float | None:
 
 def check_can_serve(config: ProxyConfig) -> None:
     """ConfigError for a proxy without decode instances that could not get one later either."""
-    may_grow = config.pool_file or config.kubernetes or config.admin_keys
-    if not may_grow and all(spec.role is Role.PREFILL for spec in config.instances):
+    may_grow = (
+        *(config.pool_file, config.kubernetes, config.admin_keys),
+        config.register_secret,
+    )
+    if not any(may_grow) and all(spec.role is Role.PREFILL for spec in config.instances):
         raise ConfigError(
             "no instance to decode, now or later: give --prefill URL and --decode URL, or "
             "--backend-url URL, or --pool-file or --kubernetes to follow instances, or "
-            "--admin-key-file to add them over HTTP"
+            "--admin-key-file or --register-secret-file to add them over HTTP"
         )
 
 

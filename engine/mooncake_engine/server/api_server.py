@@ -29,6 +29,11 @@ from mooncake_engine.sampling_defaults import read_sampling_defaults
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.guarded_connection import ConnectionLimits, GuardedConnection
 from mooncake_engine.server.live_requests import LiveRequests
+from mooncake_engine.server.registration import (
+    Registration,
+    check_registration,
+    registration_of,
+)
 from mooncake_engine.server.request_tracing import Tracing, load_tracing
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.server.stats_log import StatsLog
@@ -87,6 +92,7 @@ def serve(
     if str(defaults := read_sampling_defaults(config)):
         log.info("the model's own sampling defaults, for requests without: %s", defaults)
     options = options or ServerOptions()
+    check_registration(host, options)
     with closing(bind(host, port)) as listener, open_tracing(config, options) as tracing:
         tokenizer = Tokenizer.load(config.model, config.chat_template)
         port = listener.getsockname()[1]
@@ -104,8 +110,14 @@ def serve(
             # What is loaded stays: full collections need not walk it while tokens wait.
             gc.collect()
             gc.freeze()
-            background = _InstanceBackground(draining, engine, stats_log)
-            run_server(app, listener, background, partial(announce, f"ready {url}"))
+            with closing(registration_of(config.role, options, url)) as registration:
+                background = _InstanceBackground(draining, engine, stats_log, registration)
+
+                def on_ready() -> None:
+                    announce(f"ready {url}")
+                    registration.start()
+
+                run_server(app, listener, background, on_ready)
             engine.check_health()
 
 
@@ -182,11 +194,14 @@ class _InstanceBackground:
     draining: Draining
     engine: EngineClient
     stats_log: StatsLog
+    registration: Registration
 
     def stop(self, now: float) -> None:
         self.draining.stop(now)
 
     def tick(self, now: float) -> bool:
+        if self.draining.is_asked:
+            self.registration.leave()
         if self.draining.is_over(now):
             return True
         # Whoever started us starts a process that has ended; one that only says 503 stays as it is.
@@ -299,6 +314,11 @@ class Draining:
         called from a signal handler."""
         if self._signals.note(now):
             self._live.close()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a signal came."""
+        return self._signals.asked_at is not None
 
     def is_over(self, now: float) -> bool:
         """Whether there is nothing left to wait for, or no time left. What still runs is ended

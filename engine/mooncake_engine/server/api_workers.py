@@ -40,6 +40,11 @@ from mooncake_engine.server.api_server import (
     with_api_port,
 )
 from mooncake_engine.server.metric_cells import cells_bytes
+from mooncake_engine.server.registration import (
+    Registration,
+    check_registration,
+    registration_of,
+)
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.server.stats_log import StatsLog
 from mooncake_engine.step_watchdog import StepWatchdog
@@ -316,6 +321,7 @@ def serve_with_workers(
     check_kv_port(config)
     if str(defaults := read_sampling_defaults(config)):
         log.info("the model's own sampling defaults, for requests without: %s", defaults)
+    check_registration(host, options)
     listeners = bind_all(host, port, options.api_workers)
     port = listeners[0].getsockname()[1]
     config = with_api_port(config, port)
@@ -325,10 +331,11 @@ def serve_with_workers(
         core = cleanup.enter_context(closing(CoreClient(config, options.api_workers)))
         start = StartWorker(0, config, options, LogSettings.current())
         workers = cleanup.enter_context(closing(ApiWorkers(start, listeners, core)))
-        instance = _Instance(core, workers, options)
+        url = url_of(host, port)
+        registration = cleanup.enter_context(closing(registration_of(config.role, options, url)))
+        instance = _Instance(core, workers, options, registration)
         try:
             instance.load(on_progress)
-            url = url_of(host, port)
             log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
             instance.run(url)
         except EngineError as exc:
@@ -339,8 +346,15 @@ def serve_with_workers(
 class _Instance:
     """Core and workers while they serve, and when they end."""
 
-    def __init__(self, core: CoreClient, workers: ApiWorkers, options: ServerOptions) -> None:
+    def __init__(
+        self,
+        core: CoreClient,
+        workers: ApiWorkers,
+        options: ServerOptions,
+        registration: Registration,
+    ) -> None:
         self._core = core
+        self._registration = registration
         self._workers = workers
         self._waiting = _AllWaiting(workers)
         self._draining = Draining(options.shutdown_timeout_s, self._waiting, self._num_held)
@@ -368,6 +382,7 @@ class _Instance:
             readable.register(descriptor, select.POLLIN)
         watchdog = StepWatchdog(self._core.watch, self._give_up)
         announce(f"ready {url}")
+        self._registration.start()
         try:
             self._serve(readable)
         finally:
@@ -381,6 +396,7 @@ class _Instance:
             now = time.monotonic()
             if self._waiting.is_closed and told_at is None:
                 told_at = now
+                self._registration.leave()
                 self._workers.close_doors()
             is_settled = self._workers.all_drain or now - (told_at or now) > _SETTLE_S
             if is_settled and self._draining.is_over(now):

@@ -16,6 +16,11 @@ from mooncake_hal.options import option
 
 AUTO, NONE = "auto", "none"
 ACCESS_LOGS = ("off", "errors", "all")
+OF_ONE_INSTANCE = (
+    "api_keys",
+    *("register", "register_secret", "register_url", "register_lease_s"),
+)
+"""Options that the instances of a deployment on one host are not given."""
 
 
 def read_keys(path: Path | None) -> frozenset[str]:
@@ -34,6 +39,23 @@ def read_keys(path: Path | None) -> frozenset[str]:
     if not keys:
         raise ConfigError(f"--api-key-file {path} holds no key; put one per line")
     return keys
+
+
+def read_register_secret(path: Path | None) -> str:
+    """The secret of ``--register``; empty for no file.
+
+    Raises:
+        ConfigError: it can't be read, or is empty.
+    """
+    if path is None:
+        return ""
+    try:
+        secret = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"can't read --register-secret-file: {exc}") from exc
+    if not secret:
+        raise ConfigError(f"--register-secret-file {path} is empty; put the shared secret there")
+    return secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +156,41 @@ class ServerOptions:
             "process of their own",
         ),
     )
+    register: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            is_repeated=True,
+            metavar="URL",
+            help="announce this instance to the proxy there, at its --admin-port if it has one; "
+            "repeat it for each proxy",
+        ),
+    )
+    register_secret: str = field(
+        default="",
+        metadata=option(
+            "--register-secret-file",
+            metavar="FILE",
+            parse=Path,
+            to_field=read_register_secret,
+            default=None,
+            help="file with the secret of --register, the same as the proxy's",
+        ),
+    )
+    register_url: str | None = field(
+        default=None,
+        metadata=option(
+            metavar="URL",
+            help="where proxies reach this instance (default: --host and --port)",
+        ),
+    )
+    register_lease_s: float = field(
+        default=15.0,
+        metadata=option(
+            "--register-lease",
+            metavar="SECONDS",
+            help="how long a proxy keeps this instance without hearing from it",
+        ),
+    )
     model_aliases: tuple[str, ...] = ()
     worker: str = ""
 
@@ -150,6 +207,22 @@ class ServerOptions:
                 f"got {self.otlp_endpoint!r}"
             )
         self._check_numbers()
+        self._check_registration()
+
+    def _check_registration(self) -> None:
+        for flag, urls in (("--register", self.register), ("--register-url", [self.register_url])):
+            for url in urls:
+                if url is not None and not _is_http_url(url):
+                    raise ConfigError(f"{flag} must be http://HOST:PORT, got {url!r}")
+        if bool(self.register) is not bool(self.register_secret):
+            raise ConfigError(
+                "--register and --register-secret-file go together: who is told of this instance, "
+                "and the secret that it shares with them"
+            )
+        if not 1 <= self.register_lease_s <= 600:
+            raise ConfigError(
+                f"--register-lease must be 1 to 600 seconds, got {self.register_lease_s:g}"
+            )
 
     def _check_numbers(self) -> None:
         if not 1 <= self.api_workers <= MAX_WORKERS:

@@ -42,7 +42,11 @@ INSTANCES_PATH = "/instances"
 EXPLAIN_PATH = "/conductor/explain"
 # Where proxies on other hosts tell what they have reserved.
 RESERVATIONS_PATH = "/conductor/reservations"
-ADMIN_PATHS = frozenset({"/", "/view", "/metrics", INSTANCES_PATH, EXPLAIN_PATH, RESERVATIONS_PATH})
+# Where instances announce themselves.
+REGISTER_PATH = "/register"
+ADMIN_PATHS = frozenset(
+    {"/", "/view", "/metrics", INSTANCES_PATH, EXPLAIN_PATH, RESERVATIONS_PATH, REGISTER_PATH}
+)
 _GENERATING = (*(endpoint.path for endpoint in OpenAIEndpoint), *API_FORMATS)
 # Whose requests have bodies of any length, for clients with an API key.
 BODY_PATHS = frozenset({*_GENERATING, COUNT_TOKENS_PATH, "/tokenize", "/detokenize"})
@@ -65,6 +69,7 @@ def routes(process: ProxyProcess, handle: Handler) -> Routes:
         "/detokenize": {"POST": handlers.forward_to_instance},
         INSTANCES_PATH: {"GET": handlers.instances, "POST": handlers.change},
         EXPLAIN_PATH: {"GET": handlers.explain},
+        REGISTER_PATH: {"POST": handlers.register},
         **generating,
     }
 
@@ -147,6 +152,16 @@ class AdminHandlers:
             instance = self._process.change(change)
         except (msgspec.DecodeError, ConfigError) as exc:
             raise BadRequest(f"change of instances: {exc}") from exc
+        respond_json(request, 200, {"instance": instance_info(instance) if instance else None})
+
+    async def register(self, request: HttpRequest) -> None:
+        """An instance announces itself, renews its lease, or leaves; signed with the secret of
+        --register-secret-file."""
+        try:
+            body = bytes(request.body)
+            instance = self._process.registrations.receive(request.headers, body)
+        except ConfigError as exc:
+            raise BadRequest(f"registration: {exc}") from exc
         respond_json(request, 200, {"instance": instance_info(instance) if instance else None})
 
     async def explain(self, request: HttpRequest) -> None:

@@ -259,6 +259,7 @@ class ProxyApplication:
             if self.routers.want_metaserver and not has_no_port:
                 has_no_port = not await self._try_to_open_metaserver()
             self.process.change_roles()
+            self.process.registrations.expire()
             now = self.router.now()
             if now >= forget_at:
                 forget_at = now + FORGET_INTERVAL_S
@@ -302,6 +303,9 @@ class ProxyApplication:
         if path == admin_routes.RESERVATIONS_PATH:
             is_peer = self.peers is not None and self.peers.is_peer(request.headers)
             return longest if is_peer else 0
+        if path == admin_routes.REGISTER_PATH:
+            is_known = self.process.registrations.is_known(request.headers)
+            return SHORT_BODY_BYTES if is_known else 0
         if path not in admin_routes.BODY_PATHS:
             return min(longest, SHORT_BODY_BYTES)
         return longest if not keys or holds_key(request.headers, keys) else 0

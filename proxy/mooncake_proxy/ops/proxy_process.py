@@ -18,6 +18,7 @@ from mooncake_proxy.ops.proxy_metrics import SECONDS, ProxyMetrics
 from mooncake_proxy.ops.worker_link import WorkerLink
 from mooncake_proxy.pool.instances import Instance
 from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange, apply_change
+from mooncake_proxy.pool.registrations import Registrations
 from mooncake_proxy.routing.model_routers import ModelRouters
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,12 @@ class ProxyProcess:
         self.admission = AdmissionQueue(config.admission)
         self.tenants = Tenants(config.tenants, client, self.router.metrics)
         self.is_draining = False
+        self.registrations = Registrations(
+            self.pools, client.loop.time, config.register_secret.encode()
+        )
+        if link is not None:
+            self.registrations.forward = link.broadcast
+            link.on_registration = self.registrations.follow
 
     def change(self, change: MembershipChange) -> Instance | None:
         """A change of the instance pool from the admin API; the other workers make it too."""

@@ -124,8 +124,8 @@ decode_message = msgspec.json.Decoder(WorkerMessage).decode
 encode_message = msgspec.json.Encoder().encode
 
 
-def _ignore(body: bytes) -> None:
-    """There are no proxies on other hosts."""
+def _ignore(news: object) -> None:
+    """There are no proxies on other hosts, and no instances that announce themselves."""
 
 
 class WorkerLink:
@@ -141,6 +141,8 @@ class WorkerLink:
         self._sharing: ReservationSharing | None = None
         # Takes what other workers were told by proxies on other hosts.
         self.on_peer_news: Callable[[bytes], None] = _ignore
+        # Takes what instances have announced to other workers.
+        self.on_registration: Callable[[MembershipChange], object] = _ignore
         # Of the other workers' reservations.
         self._owners: dict[int, str] = {}
         self._suspects: SuspectBodies | None = None
@@ -302,7 +304,10 @@ class WorkerLink:
     def _follow(self, change: MembershipChange) -> None:
         assert self._pools is not None
         try:
-            apply_change(self._pools, change)
+            if change.lease_s:
+                self.on_registration(change)
+            else:
+                apply_change(self._pools, change)
         except (Refusal, ConfigError) as exc:
             logger.warning("cannot repeat another worker's change: %s", exc)
 

@@ -45,6 +45,8 @@ class MembershipChange(Struct, forbid_unknown_fields=True):
     kv_events_replay_port: int | None = None
     remove: bool = False
     source: str = "api"
+    # Of an instance that announces itself: how long that counts, in seconds; 0 for good.
+    lease_s: float = 0.0
     # What requests call its model; the first name is that of its pool.
     models: tuple[str, ...] = ()
 

@@ -9,13 +9,11 @@ proxies share. Imported only where there are peers: reservations need numpy.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
 
 import msgspec
 from msgspec import Struct
@@ -24,6 +22,7 @@ from mooncake_proxy.api.admin_routes import RESERVATIONS_PATH
 from mooncake_proxy.errors import BadRequest, Forbidden, UpstreamError
 from mooncake_proxy.http1.connection_pool import ConnectionPool
 from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.signed_head import is_signed, signed_digest, signed_head
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.routing.conductor_fleet import OWNER
 from mooncake_proxy.routing.reservation_sharing import ReservationNews, ReservationSharing
@@ -151,7 +150,8 @@ class PeerProxies:
 
     async def _post(self, peer: _Peer, message: PeerMessage) -> bool:
         body = _encode(message)
-        origin, signed = peer.origin, self._sign(message.owner, message.number, body)
+        origin = peer.origin
+        signed = signed_head(self._secret, f"{message.owner}.{message.number:x}", body)
         head = (
             f"POST {origin.prefix}{RESERVATIONS_PATH} HTTP/1.1\r\nhost: {origin.authority}\r\n"
             f"content-type: application/json\r\n{HEADER.decode()}: {signed}\r\n"
@@ -175,12 +175,11 @@ class PeerProxies:
 
     def is_peer(self, headers: dict[bytes, bytes]) -> bool:
         """Whether a request's head is one of a peer: only then its body is read."""
-        return self._signed_digest(headers) is not None
+        return signed_digest(self._secret, headers.get(HEADER, b"")) is not None
 
     def receive(self, headers: dict[bytes, bytes], body: bytes) -> None:
         """Take a peer's message. Forbidden for strangers, BadRequest for what can't be read."""
-        digest = self._signed_digest(headers)
-        if digest is None or not hmac.compare_digest(digest, sha256(body).hexdigest()):
+        if not is_signed(self._secret, headers.get(HEADER, b""), body):
             raise Forbidden("not signed with this proxy's --peer-secret-file")
         self.take(body)
         self.forward(body)
@@ -217,20 +216,6 @@ class PeerProxies:
                     owner.is_gone, owner.named = True, None
                     logger.warning("a process of another proxy is silent: what it reserved is free")
                     self._sharing.forget(name)
-
-    # ------------------------------------------------ signatures
-
-    def _sign(self, owner: str, number: int, body: bytes) -> str:
-        text = f"{owner}.{number:x}.{sha256(body).hexdigest()}"
-        return f"{text}.{hmac.digest(self._secret, text.encode(), 'sha256').hex()}"
-
-    def _signed_digest(self, headers: dict[bytes, bytes]) -> str | None:
-        """The digest of the body that the head is signed for; None where it is not."""
-        text, _, signature = headers.get(HEADER, b"").rpartition(b".")
-        wanted = hmac.digest(self._secret, text, "sha256").hex().encode()
-        if not hmac.compare_digest(wanted, signature):
-            return None
-        return text.rpartition(b".")[2].decode("latin-1")
 
 
 def _ignore(body: bytes) -> None:

@@ -1,0 +1,38 @@
+"""What an instance announces is what the proxy takes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mooncake_engine.config import Role
+from mooncake_engine.server import registration as engine
+from mooncake_proxy.api.admin_routes import REGISTER_PATH
+from mooncake_proxy.http1.signed_head import signed_head
+from mooncake_proxy.http1.upstream_connection import ClientContext, ClientLimits
+from mooncake_proxy.pool import registrations as proxy
+from mooncake_proxy.pool.model_pools import ModelPools
+
+
+def test_both_have_the_same_address_and_signature() -> None:
+    assert engine.PATH == REGISTER_PATH
+    assert engine.HEADER.lower().encode() == proxy.HEADER
+    assert engine.signed_head(b"s", "words", b"body") == signed_head(b"s", "words", b"body")
+
+
+@pytest.mark.parametrize("role", Role)
+def test_an_announcement_is_taken(role: Role) -> None:
+    async def receive() -> None:
+        pools = ModelPools(ClientContext(ClientLimits()))
+        taking = proxy.Registrations(pools, lambda: 0.0, b"secret")
+        said = engine.Announcement("http://10.0.0.1:8100", role, 15.0, 1.0)
+        for number, is_leaving in enumerate((False, True)):
+            body = said.body(number, is_leaving=is_leaving)
+            head = engine.signed_head(b"secret", "instance", body).encode()
+            instance = taking.receive({proxy.HEADER: head}, body)
+            assert len(pools) == (not is_leaving)
+            assert instance is None or is_leaving or instance.spec.role.value == role.value
+        pools.close()
+
+    asyncio.run(receive())

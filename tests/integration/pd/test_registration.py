@@ -1,0 +1,114 @@
+"""A fleet without a list: instances announce themselves to a proxy, and leave it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.ports import free_range
+from support.programs import TINY_LLAMA, Program, running
+
+LEASE_S = 5.0
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text("of this fleet\n")
+    return path
+
+
+@pytest.fixture
+def proxy_url() -> str:
+    return f"http://127.0.0.1:{free_range(1).first}"
+
+
+@contextmanager
+def proxy(url: str, secret: Path, *options: str) -> Iterator[Program]:
+    port = url.rpartition(":")[2]
+    argv = ["mooncake_proxy", "--port", port, "--register-secret-file", str(secret), *options]
+    with running(*argv) as program:
+        program.wait_for("http://")
+        yield program
+
+
+@contextmanager
+def instance(role: str, proxy_url: str, secret: Path) -> Iterator[Program]:
+    argv = ["mooncake_engine.cli", "serve", str(TINY_LLAMA), "--role", role, "--port", "0"]
+    argv += ["--num-kv-blocks", "256", "--register", proxy_url, "--register-lease", str(LEASE_S)]
+    with running(*argv, "--register-secret-file", str(secret)) as program:
+        program.wait_for("ready http://")
+        yield program
+
+
+def instances(url: str) -> list[dict[str, Any]]:
+    try:
+        return list(httpx.get(f"{url}/health").json()["instances"])
+    except httpx.TransportError:
+        return []
+
+
+def until(url: str, condition: Callable[[list[str]], bool]) -> list[str]:
+    """The roles of the instances that are up, once they are as wanted."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        roles = sorted(each["role"] for each in instances(url) if each["state"] == "up")
+        if condition(roles):
+            return roles
+        assert time.monotonic() < deadline, instances(url)
+        time.sleep(0.05)
+
+
+def ask(url: str) -> httpx.Response:
+    body = {"model": "tiny-llama", "prompt": "A language model answers", "max_tokens": 8}
+    return httpx.post(f"{url}/v1/completions", json=body | {"temperature": 0}, timeout=60)
+
+
+@pytest.mark.timeout(300)
+def test_a_fleet_meets_at_the_proxy_and_outlives_it(proxy_url: str, secret: Path) -> None:
+    with instance("prefill", proxy_url, secret) as p, instance("decode", proxy_url, secret) as d:
+        with proxy(proxy_url, secret, "--workers", "2"):
+            assert until(proxy_url, lambda roles: len(roles) == 2) == ["decode", "prefill"]
+            expected = ask(proxy_url)
+            assert expected.status_code == 200, expected.text
+        with proxy(proxy_url, secret) as second:  # it knows nobody, and is told
+            until(proxy_url, lambda roles: len(roles) == 2)
+            said = ask(proxy_url).json()["choices"][0]["text"]
+            assert said == expected.json()["choices"][0]["text"]
+            p.process.send_signal(signal.SIGTERM)
+            until(proxy_url, lambda roles: roles == ["decode"])
+            assert p.wait() == 0
+            assert "has not renewed" not in second.error_text, "told, not found out"
+            d.process.kill()
+            deadline = time.monotonic() + PATIENCE_S
+            while instances(proxy_url):
+                assert time.monotonic() < deadline, "a lease that is not renewed ends"
+                time.sleep(0.05)
+            assert "has not renewed" in second.error_text
+
+
+@pytest.mark.timeout(120)
+def test_with_another_secret_nobody_gets_in(proxy_url: str, secret: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text("another")
+    with proxy(proxy_url, secret), instance("both", proxy_url, wrong) as refused:
+        deadline = time.monotonic() + PATIENCE_S
+        while "not registered at" not in refused.error_text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert "status 403" in refused.error_text
+        assert instances(proxy_url) == []
+        answer = httpx.post(f"{proxy_url}/register", content=json.dumps({"url": "http://x:1"}))
+        assert answer.status_code == 403
+        secret_is_right_later = refused.error_text.count("not registered at")
+        time.sleep(2.5)
+        assert refused.error_text.count("not registered at") == secret_is_right_later, "said once"
+        assert refused.end() == 0

@@ -1,0 +1,166 @@
+"""Instances that announce themselves: who may, what stays, when they go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mooncake_proxy.errors import BadRequest, ConfigError, Conflict, Forbidden
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.signed_head import signed_head
+from mooncake_proxy.http1.upstream_connection import ClientContext, ClientLimits
+from mooncake_proxy.pool.instances import InstanceSpec, InstanceState, Role
+from mooncake_proxy.pool.membership import MembershipChange
+from mooncake_proxy.pool.model_pools import ModelPools
+from mooncake_proxy.pool.registrations import HEADER, Registrations
+
+SECRET = b"shared"
+URL = "http://10.0.0.1:8100"
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def pools() -> Iterator[ModelPools]:
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    found = ModelPools(ClientContext(ClientLimits(), loop=loop))
+    yield found
+    found.close()
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def registrations(pools: ModelPools, clock: Clock) -> Registrations:
+    return Registrations(pools, clock, SECRET)
+
+
+def announce(to: Registrations, number: int, secret: bytes = SECRET, **changes: Any) -> Any:
+    fields = {"url": URL, "started_at": 5.0, "number": number, "role": "decode", **changes}
+    body = json.dumps(fields).encode()
+    return to.receive({HEADER: signed_head(secret, "instance", body).encode()}, body)
+
+
+def names(pools: ModelPools) -> list[str]:
+    return [instance.name for instance in pools]
+
+
+def test_an_instance_is_in_the_pool_for_a_lease(
+    registrations: Registrations, pools: ModelPools, clock: Clock
+) -> None:
+    instance = announce(registrations, 0)
+    assert (instance.spec.role, instance.spec.source) == (Role.DECODE, "register")
+    clock.now += 14
+    announce(registrations, 1)
+    clock.now += 14
+    registrations.expire()
+    assert names(pools) == [URL], "renewed"
+    clock.now += 2
+    registrations.expire()
+    assert names(pools) == [], "silent for a lease"
+    announce(registrations, 2)
+    assert names(pools) == [URL], "back again"
+
+
+def test_renewing_leaves_what_was_decided_since(
+    registrations: Registrations, pools: ModelPools
+) -> None:
+    instance = announce(registrations, 0)
+    pools.set_up(instance, up=False, error="refused")
+    announce(registrations, 1)
+    assert instance.state is InstanceState.DOWN
+    pools.drain(URL)
+    announce(registrations, 2)
+    assert instance.is_draining
+
+
+def test_one_that_leaves_is_gone_once_it_is_idle(
+    registrations: Registrations, pools: ModelPools
+) -> None:
+    announce(registrations, 0)
+    announce(registrations, 1, is_leaving=True)
+    assert names(pools) == []
+    announce(registrations, 2, is_leaving=True)  # of one that is not there
+
+
+def test_old_messages_are_not_taken_again(registrations: Registrations) -> None:
+    announce(registrations, 3)
+    for number, started_at in ((3, 5.0), (2, 5.0), (9, 4.0)):
+        with pytest.raises(Conflict, match="older than what is known"):
+            announce(registrations, number, started_at=started_at)
+    announce(registrations, 0, started_at=6.0)  # started again
+
+
+def test_another_role_is_taken_over(registrations: Registrations) -> None:
+    announce(registrations, 0)
+    assert announce(registrations, 1, role="prefill").spec.role is Role.PREFILL
+
+
+def test_strangers_are_refused(registrations: Registrations, pools: ModelPools) -> None:
+    with pytest.raises(Forbidden, match="not signed with"):
+        announce(registrations, 0, secret=b"another")
+    body = b"{}"
+    head = {HEADER: signed_head(SECRET, "instance", b"something else").encode()}
+    assert registrations.is_known(head), "the head is right, the body another one"
+    with pytest.raises(Forbidden):
+        registrations.receive(head, body)
+    assert not registrations.is_known({})
+    closed = Registrations(pools, Clock())
+    assert not closed.is_known(head)
+    with pytest.raises(Forbidden, match="--register-secret-file"):
+        announce(closed, 0)
+    assert names(pools) == []
+
+
+def test_what_flags_declare_stays_theirs(registrations: Registrations, pools: ModelPools) -> None:
+    pools.add(InstanceSpec(Origin.parse(URL), Role.BOTH))
+    with pytest.raises(Conflict, match="declared by flags"):
+        announce(registrations, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"lease_s": 0}, BadRequest),
+        ({"lease_s": 1e9}, BadRequest),
+        ({"role": "cook"}, BadRequest),
+        ({"url": "nowhere"}, ConfigError),
+    ],
+)
+def test_what_can_not_be_is_refused(
+    registrations: Registrations, changes: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        announce(registrations, 0, **changes)
+
+
+def test_other_workers_keep_the_same_leases(pools: ModelPools, clock: Clock) -> None:
+    told: list[MembershipChange] = []
+    first = Registrations(ModelPools(pools._context), clock, SECRET, told.append)
+    second = Registrations(pools, clock)
+    announce(first, 0)
+    second.follow(told[-1])
+    clock.now += 14
+    announce(first, 1)
+    second.follow(told[-1])
+    clock.now += 14
+    second.expire()
+    assert names(pools) == [URL]
+    announce(first, 2, is_leaving=True)
+    second.follow(told[-1])
+    assert names(pools) == []
