@@ -6,7 +6,7 @@ UP_mooncake = .venv/bin/mooncake-engine up --model "$$model"
 UP_vllm = .venv/bin/python ci/up_vllm.py --model "$$model"
 PYTHON_IN_VENV = .venv/bin/python
 
-.PHONY: help up test test-models check docs bench install test-rdma test-adapters test-real test-agents test-grid \
+.PHONY: help up test test-models check docs bench install test-rdma test-adapters test-real test-agents test-templates test-grid \
     test-faults test-mixed mixed-tolerance test-pool-faults test-pool-grid test-abuse test-overload test-proxy test-proxy-vllm test-vllm test-vllm-faults \
     test-vllm-contract bench-vllm bench-host \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays test-simulator \
@@ -60,6 +60,10 @@ test-real:  ## SmolLM2 (93 MB from the package index) through prefill and decode
 test-agents:  ## Claude Code and Codex (from npm) run a turn with a tool against proxy and instance
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_agents.py
+
+test-templates:  ## 70 published chat templates (from the package index): laid out as transformers does
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_templates.py
 
 test-grid:  ## every pair of tensor-parallel sizes and pipelines, both connectors, GQA and MLA; ARGS narrow it down, --experts: expert parallelism
 	@ci/install dev

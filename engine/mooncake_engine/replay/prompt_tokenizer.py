@@ -105,25 +105,9 @@ class PromptTokenizer:
                 "the tokenizer has no chat template: say --skip-chat-template, or use a chat "
                 "endpoint (--backend openai-chat)"
             )
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from mooncake_engine.replay.prompt_template import render_user_message
 
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-        try:
-            return environment.from_string(self._template).render(
-                messages=[{"role": "user", "content": prompt}],
-                add_generation_prompt=True,
-                raise_exception=refuse,
-                **self._special_texts(),
-            )
-        except TemplateError as exc:
-            raise ConfigError(f"the chat template can't be rendered: {exc}") from exc
+        return render_user_message(self._template, prompt, self._special_texts())
 
     def _special_texts(self) -> dict[str, str]:
         """``bos_token`` and its like, which are texts or objects with a text."""
