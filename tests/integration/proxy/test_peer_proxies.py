@@ -21,6 +21,7 @@ from support.proxy_fakes_client import BODY, post
 
 from mooncake_conductor.policies.situation import Plan
 from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.http1.signed_head import signed_head
 from mooncake_proxy.ops.worker_link import PeerNews, WorkerLink, decode_message, encode_message
 from mooncake_proxy.proxy_options import build_parser, config_from
 from mooncake_proxy.routing import peer_proxies
@@ -151,11 +152,8 @@ async def _told(s: Stand) -> PeerMessage:
 
 
 async def _send(s: Stand, message: PeerMessage, *, secret: str = SECRET, body: bytes = b"") -> int:
-    peers = peers_of(s)
     encoded = msgspec.json.encode(message)
-    peers._secret, own = secret.encode(), peers._secret
-    signed = peers._sign(message.owner, message.number, encoded)
-    peers._secret = own
+    signed = signed_head(secret.encode(), f"{message.owner}.{message.number:x}", encoded)
     async with httpx.AsyncClient(base_url=s.url) as client:
         headers = {HEADER.decode(): signed}
         answer = await client.post(

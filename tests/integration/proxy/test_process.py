@@ -236,7 +236,10 @@ def test_bad_flags_are_explained() -> None:
             (["--prefill", "ftp://x"], "wanted http://HOST:PORT"),
             (["--decode", "x"], "'x': neither scheme nor port; wanted http://HOST:PORT"),
             ([], "no instance to decode, now or later: give --prefill URL and --decode URL"),
-            (["--prefill", "x:1"], "or --admin-key-file to add them over HTTP"),
+            (
+                ["--prefill", "x:1"],
+                "or --admin-key-file or --register-secret-file to add them over HTTP",
+            ),
             (["--api-key-file", "/nonexistent"], "key file /nonexistent"),
             (["--prefill", "x:1", "--decode", "x:1"], "given twice"),
             (["--flow", "push", "--host", "0.0.0.0"], "--advertise-url"),
