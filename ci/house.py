@@ -29,6 +29,7 @@ MAX_FILE_LINES = 600
 MIN_FILE_LINES = 60
 MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 6
+MAX_PROSE = 120
 
 
 def tracked() -> list[str]:
@@ -122,6 +123,15 @@ def parameters(path: str, text: str) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: {node.name} takes {len(taken)} by position, at most 6"
 
 
+def prose_lines(path: str, text: str) -> Iterator[str]:
+    """Lines of the guides fit a screen; tables and command lines are as long as they are."""
+    in_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        in_code ^= line.startswith("```")
+        if len(line) > MAX_PROSE and not in_code and not line.startswith(("|", "    ")):
+            yield f"{path}:{number}: {len(line)} characters, at most {MAX_PROSE}; wrap the line"
+
+
 def docstrings(path: str, text: str) -> Iterator[str]:
     """An implementation inherits its docstring."""
     for number, line in enumerate(text.splitlines(), 1):
@@ -143,6 +153,8 @@ def findings(rules: dict[str, Any]) -> Iterator[str]:
             continue
         text = (ROOT / path).read_text()
         yield from retired_phrases(path, text, phrases)
+        if path == "README.md" or re.fullmatch(r"docs/[^/]+\.md", path):
+            yield from prose_lines(path, text)
         if path.endswith(".py"):
             yield from retired_file_name(path, rules["identifiers"])
             yield from retired_identifiers(path, text, rules["identifiers"])

@@ -85,13 +85,3 @@ def test_every_link_leads_to_a_page_and_a_section_of_it(page: Path) -> None:
         if not target.exists() or (section and section not in sections(target)):
             broken.append(link)
     assert not broken
-
-
-@pages
-def test_lines_fit_a_screen(page: Path) -> None:
-    in_code, long = False, []
-    for number, line in enumerate(page.read_text().splitlines(), 1):
-        in_code ^= line.startswith("```")
-        if len(line) > 120 and not in_code and not line.startswith(("|", "    ")):
-            long.append(number)
-    assert not long
