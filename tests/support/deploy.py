@@ -16,6 +16,7 @@ import msgspec
 
 from mooncake_conductor.cli import build_parser as conductor_parser
 from mooncake_engine.cli import build_parser as engine_parser
+from mooncake_engine.vllm_flags import with_model_flag
 from mooncake_hal import bench, doctor
 from mooncake_hal.cli import build_parser as hal_parser
 from mooncake_kv.cli import build_parser as kv_parser
@@ -49,9 +50,12 @@ def parse(command: list[str]) -> argparse.Namespace:
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)
         return parser.parse_args(command[2 if module is doctor else 3 :])
-    if command[:3] == ["mooncake-engine", "bench", "serve"]:
-        command = [command[0], "bench serve", *command[3:]]
-    return PROGRAMS[command[0]]().parse_args(command[1:])
+    program, arguments = command[0], command[1:]
+    if program == "mooncake-engine":
+        arguments = list(with_model_flag(arguments, ("serve", "up")))
+        if arguments[:2] == ["bench", "serve"]:
+            arguments = ["bench serve", *arguments[2:]]
+    return PROGRAMS[program]().parse_args(arguments)
 
 
 def read_yaml(path: Path) -> list[Any]:
