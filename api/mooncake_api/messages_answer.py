@@ -89,6 +89,8 @@ class _MessageWriter:
         # JSON text of the arguments of a call, until it is whole.
         self._arguments: dict[int, str] = {}
         self._has_open_block = False
+        # Of the open block: its text is made of them once, however long it gets.
+        self._pieces: list[str] = []
 
     def begin(self, chunk: ChatAnswer) -> bytes:
         """The message exists; its id is that of the chat answer with another prefix."""
@@ -102,13 +104,13 @@ class _MessageWriter:
         written = b""
         if not self._is_open("thinking"):
             written = self._open({"type": "thinking", "thinking": "", "signature": ""})
-        self._block["thinking"] += text
+        self._pieces.append(text)
         return written + self._delta(type="thinking_delta", thinking=text)
 
     def text(self, text: str, logprobs: list[Json]) -> bytes:
         """Grows a block of text."""
         written = b"" if self._is_open("text") else self._open({"type": "text", "text": ""})
-        self._block["text"] += text
+        self._pieces.append(text)
         return written + self._delta(type="text_delta", text=text)
 
     def call(self, piece: ToolCall) -> bytes:
@@ -121,7 +123,7 @@ class _MessageWriter:
             self._arguments[self._index] = ""
         arguments = piece.function.arguments
         if arguments and self._is_open("tool_use"):
-            self._arguments[self._index] += arguments
+            self._pieces.append(arguments)
             written += self._delta(type="input_json_delta", partial_json=arguments)
         return written
 
@@ -173,6 +175,12 @@ class _MessageWriter:
         if not self._has_open_block:
             return b""
         self._has_open_block = False
+        whole, kind = "".join(self._pieces), self._block["type"]
+        self._pieces.clear()
+        if kind == "tool_use":
+            self._arguments[self._index] = whole
+        else:
+            self._block[kind] = whole
         written = b""
         if self._block["type"] == "thinking":
             # Clients send back only thinking that is signed; what the signature says is ours.

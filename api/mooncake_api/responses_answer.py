@@ -62,6 +62,8 @@ class _ResponseWriter:
         self._num_events = 0
         self._suffix = ""
         self._has_open_item = False
+        # Of the open item: its text is made of them once, however long it gets.
+        self._pieces: list[str] = []
 
     # ------------------------------------------------ what a chat stream brings
 
@@ -81,14 +83,14 @@ class _ResponseWriter:
             item: Json = {"id": self._item_id("rs"), "type": "reasoning", "summary": []}
             written = self._close() + self._open(item | {"status": "in_progress", "content": []})
             written += self._open_part({"type": "reasoning_text", "text": ""})
-        self._part["text"] += text
+        self._pieces.append(text)
         return written + self._item_event("response.reasoning_text.delta", delta=text, is_part=True)
 
     def text(self, text: str, logprobs: list[Json]) -> bytes:
         """Grows a message."""
         written = b"" if self._is_open("message") else self._open_message()
         shown = logprobs if self._shows_logprobs else []
-        self._part["text"] += text
+        self._pieces.append(text)
         self._part["logprobs"] += shown
         kind = "response.output_text.delta"
         return written + self._item_event(kind, delta=text, logprobs=shown, is_part=True)
@@ -105,7 +107,7 @@ class _ResponseWriter:
             written = self._close() + self._open(item)
         arguments = piece.function.arguments
         if arguments and self._is_open("function_call"):
-            self._item["arguments"] += arguments
+            self._pieces.append(arguments)
             written += self._item_event("response.function_call_arguments.delta", delta=arguments)
         return written
 
@@ -125,6 +127,7 @@ class _ResponseWriter:
     def fail(self, error: ChatError) -> bytes:
         """The response ends as it is."""
         code = "rate_limit_exceeded" if error.code in (429, "overloaded") else "server_error"
+        self._settle()
         failure = {"code": code, "message": error.message}
         self.response |= {"status": "failed", "error": failure}
         return self._event("response.failed", response=self.response)
@@ -166,6 +169,7 @@ class _ResponseWriter:
         """What is open is over: its text as a whole, its part, the item."""
         if not self._has_open_item:
             return b""
+        self._settle()
         self._has_open_item = False
         item = self._item
         item["status"] = status
@@ -176,6 +180,16 @@ class _ResponseWriter:
             written = self._close_part()
         done = self._event("response.output_item.done", output_index=self._index, item=item)
         return written + done
+
+    def _settle(self) -> None:
+        """Write what has come into the open item."""
+        if self._pieces:
+            whole = "".join(self._pieces)
+            if self._is_open("function_call"):
+                self._item["arguments"] = whole
+            else:
+                self._part["text"] = whole
+            self._pieces.clear()
 
     def _close_part(self) -> bytes:
         part = self._part

@@ -181,6 +181,22 @@ def test_an_error_ends_a_stream(before: bytes) -> None:
     assert events[-1] == ("error", {"type": "error", "error": message})
 
 
+@pytest.mark.parametrize(
+    ("deltas", "item"),
+    [
+        ([{"content": "At"}, {"content": " on"}], {"type": "message", "text": "At on"}),
+        (DELTAS[5:7], {"type": "function_call", "arguments": '{"cups":'}),
+    ],
+)
+def test_a_response_that_fails_says_what_there_was(deltas: list[Json], item: Json) -> None:
+    data = b"".join(map(chunk, deltas)) + b'data: {"error": {"message": "gone", "code": 503}}\n\n'
+    [*_, (kind, payload)] = read(translation_of("/v1/responses").events(data))
+    assert kind == "response.failed"
+    [found] = payload["response"]["output"]
+    text = found["content"][0] if "content" in found else found
+    assert {**found, **text, "type": found["type"]}.items() >= item.items()
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_a_whole_answer_says_what_the_stream_says(path: str) -> None:
     calls = [
