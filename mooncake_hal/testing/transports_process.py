@@ -46,6 +46,10 @@ def leftovers(known: frozenset[str] | None = None) -> Leftovers:
     )
 
 
+_SEMAPHORES = "sem.mp-"
+"""Of Python's multiprocessing: no transport makes any; programs that are killed leave theirs."""
+
+
 def _left_in_shm(known: frozenset[str]) -> set[str]:
     """New files of this user's that no other process uses: who makes one maps it or has it open.
 
@@ -54,6 +58,8 @@ def _left_in_shm(known: frozenset[str]) -> set[str]:
     """
     new = set()
     for name in set(os.listdir("/dev/shm")) - known:
+        if name.startswith(_SEMAPHORES):
+            continue
         with suppress(FileNotFoundError):
             if os.stat(f"/dev/shm/{name}").st_uid == os.getuid():
                 new.add(name)
