@@ -15,7 +15,7 @@ import torch
 from mooncake_engine.config import EngineConfig, ExecutorKind
 from mooncake_engine.core import EngineCore
 from mooncake_engine.core_messages import Command, ProgressHandler
-from mooncake_engine.data_parallel_core import DataParallelCore
+from mooncake_engine.data_parallel_core import DataParallelCore, dp_engine_id
 from mooncake_engine.errors import CheckpointError, ConfigError, PortTaken
 from mooncake_engine.execution.engine_plan import (
     EnginePlan,
@@ -140,10 +140,9 @@ def start_engine(
     engine_id = f"{config.role.value}-{secrets.token_hex(8)}"
     watch = watch or StepWatch(config.step_timeout_s)
     with ExitStack() as cleanup:
-        links = [_open_links(plan, registry, engine_id, cleanup)]
-        links += [
-            _open_links(plan, registry, f"{engine_id}-dp{dp_rank}", cleanup)
-            for dp_rank in range(1, config.dp_size)
+        links = [
+            _open_links(plan, registry, dp_engine_id(engine_id, dp_rank), dp_rank, cleanup)
+            for dp_rank in range(config.dp_size)
         ]
         options = [link.executor_options(progress, registry) for link in links]
         executors = start_executors(plan, backend, options)
@@ -156,8 +155,9 @@ def start_engine(
         ]
         core = cores[0] if len(cores) == 1 else _join_cores(config, cores, watch)
         cleanup.callback(core.close)  # the connectors before the ranks, whose memory they use
-        for link, executor in zip(links, executors, strict=True):
-            link.start(plan, backend, executor, core.post, watch)
+        for dp_rank, (link, executor) in enumerate(zip(links, executors, strict=True)):
+            post = core.poster(dp_rank) if isinstance(core, DataParallelCore) else core.post
+            link.start(plan, backend, executor, post, watch)
         with ThreadPoolExecutor(len(executors)) as threads:  # they may have to step together
             list(threads.map(lambda executor: executor.warm_up(), executors))
         cleanup.pop_all()
@@ -201,9 +201,11 @@ class _Links:
             self.pool.start(send, post)
 
 
-def _open_links(plan: EnginePlan, registry: Registry, engine_id: str, cleanup: ExitStack) -> _Links:
-    messages = ExtensionMessages()
-    connector = None if plan.config.kv_transfer is None else SchedulerConnector(plan.config)
+def _open_links(
+    plan: EnginePlan, registry: Registry, engine_id: str, dp_rank: int, cleanup: ExitStack
+) -> _Links:
+    config, messages = plan.config, ExtensionMessages()
+    connector = None if config.kv_transfer is None else SchedulerConnector(config, dp_rank)
     pool = _open_pool(plan, registry, engine_id)
     # a step waits for what it loads before it lets go of what it has computed
     if pool is not None:
@@ -438,24 +440,27 @@ def _check_ports(config: EngineConfig, backend: Backend, registry: Registry) -> 
     kv = config.kv_transfer
     if kv is None:
         return
-    if problems := find_taken([Port("the KV side channel", kv.host, kv.port)]):
+    ports = range(kv.port, kv.port + config.dp_size) if kv.port else ()
+    if problems := find_taken([Port("the KV side channel", kv.host, port) for port in ports]):
         raise PortTaken("; ".join(problems))
-    _check_reserved_ports(kv, backend, registry)
+    _check_reserved_ports(kv, ports, backend, registry)
     if kv.port_range is not None:
         # where Ray puts ranks is known later, and one of them at least may be here
-        num_ranks = 1 if config.executor is ExecutorKind.RAY else config.num_ranks
-        _check_port_range(
-            kv,
-            kv.port_range,
-            num_ranks,
-            count_ports(registry, **transports_wanted(kv, backend.capabilities.transports)),
-        )
+        num_ranks = 1 if config.executor is ExecutorKind.RAY else config.num_all_ranks
+        per_rank = count_ports(registry, **transports_wanted(kv, backend.capabilities.transports))
+        num_channels = 0 if kv.port else config.dp_size
+        _check_port_range(kv, kv.port_range, num_ranks, per_rank, num_channels)
 
 
-def _check_reserved_ports(kv: KVTransferConfig, backend: Backend, registry: Registry) -> None:
+def _check_reserved_ports(
+    kv: KVTransferConfig, side_channels: Sequence[int], backend: Backend, registry: Registry
+) -> None:
     """What a transport is built on may take ports later, and fail then if they are ours."""
-    single = {"the API (--port)": kv.api_port, "the KV side channel (--kv-port)": kv.port}
-    wanted = {what: PortRange(port, port) for what, port in single.items() if port}
+    wanted = {}
+    if kv.api_port:
+        wanted["the API (--port)"] = PortRange(kv.api_port, kv.api_port)
+    if side_channels:
+        wanted["the KV side channel (--kv-port)"] = PortRange(side_channels[0], side_channels[-1])
     if kv.port_range is not None:
         wanted["--kv-port-range"] = kv.port_range
     try:
@@ -470,16 +475,20 @@ def _check_reserved_ports(kv: KVTransferConfig, backend: Backend, registry: Regi
 
 
 def _check_port_range(
-    kv: KVTransferConfig, port_range: PortRange, num_ranks: int, ports_per_rank: int
+    kv: KVTransferConfig,
+    port_range: PortRange,
+    num_ranks: int,
+    ports_per_rank: int,
+    num_channels: int,
 ) -> None:
-    """A range must last for all that the ranks on this host listen on, and the side channel."""
-    wanted = num_ranks * ports_per_rank + (kv.port == 0)
+    """A range must last for all that the ranks on this host listen on, and side channels."""
+    wanted = num_ranks * ports_per_rank + num_channels
     found = count_free(port_range, kv.host, wanted)
     if found < wanted:
         raise PortTaken(
             f"{wanted} ports of --kv-port-range {port_range} are wanted on {kv.host}, {found} "
             f"are free: each of {num_ranks} ranks takes {ports_per_rank} for its transports, the "
-            f"side channel {int(kv.port == 0)}; widen the range"
+            f"side channel {num_channels}; widen the range"
         )
 
 

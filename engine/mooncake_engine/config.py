@@ -486,7 +486,6 @@ class EngineConfig:
         if self.dp_size == 1:
             return
         others = {
-            "kv_transfer": self.kv_transfer is not None,
             "kv_pool": self.kv_pool is not None,
             "kv_events": self.kv_events is not None,
             "executor ray": self.executor is ExecutorKind.RAY,

@@ -232,16 +232,20 @@ class EngineCore:
     def close(self) -> None:
         """End the connector, then the ranks, whose memory it uses. Idempotent."""
         try:
-            if self._connector is not None:
-                self._connector.close()
-            if (pool := self._scheduler.chunk_pool) is not None:
-                pool.stop()
-            if (events := self._scheduler.blocks.events) is not None:
-                events.close()
+            self.disconnect()
         finally:
             self._executor.close()
             if (pool := self._scheduler.chunk_pool) is not None:
                 pool.close()
+
+    def disconnect(self) -> None:
+        """End what talks to others; the ranks are there yet. Idempotent."""
+        if self._connector is not None:
+            self._connector.close()
+        if (pool := self._scheduler.chunk_pool) is not None:
+            pool.stop()
+        if (events := self._scheduler.blocks.events) is not None:
+            events.close()
 
     def _take_in(self) -> None:
         """Act on everything posted; wait for the first of it if there is nothing to run."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
+from msgspec.structs import replace
+
 from mooncake_engine.core import EngineCore, new_request
 from mooncake_engine.core_messages import (
     AbortRequest,
@@ -107,21 +109,30 @@ class DataParallelCore:
         return total_stats([core.stats() for core in self._cores])
 
     def pairing(self) -> CompatibilityReport | None:
-        """As ``EngineCore.pairing``."""
-        return self._cores[0].pairing()
+        """As ``EngineCore.pairing``: who can't exchange KV with one rank can't with any."""
+        reports = [report for core in self._cores if (report := core.pairing()) is not None]
+        if not reports:
+            return None
+        refused = dict.fromkeys(instance_id(peer) for r in reports for peer in r.refused_peers)
+        return CompatibilityReport(reports[0].engine_id, tuple(refused))
 
     def kv_event_endpoints(self) -> KVEventEndpoints | None:
         """As ``EngineCore.kv_event_endpoints``."""
         return self._cores[0].kv_event_endpoints()
 
     def topology(self) -> Topology | None:
-        """As ``EngineCore.topology``."""
-        return self._cores[0].topology()
+        """As ``EngineCore.topology``: of the first rank, and how many there are."""
+        topology = self._cores[0].topology()
+        return topology and replace(topology, dp_size=len(self._cores))
 
     def close(self) -> None:
-        """As ``EngineCore.close``."""
-        for core in self._cores:
-            core.close()
+        """As ``EngineCore.close``: all connectors before all ranks, which end together."""
+        try:
+            for core in self._cores:
+                core.disconnect()
+        finally:
+            for core in self._cores:
+                core.close()
 
     def _run_round(self) -> list[TokenUpdate]:
         plans = [core.plan() for core in self._cores]
@@ -176,6 +187,19 @@ class DataParallelCore:
         awaited = CountDown(len(self._cores), partial(command.reply, True))
         for core in self._cores:
             core.act(PrepareGrammar(command.grammar, awaited.note))
+
+
+_DP_MARK = "-dp"
+
+
+def dp_engine_id(engine_id: str, dp_rank: int) -> str:
+    """A data-parallel rank's name among peers; the first one has the instance's."""
+    return f"{engine_id}{_DP_MARK}{dp_rank}" if dp_rank else engine_id
+
+
+def instance_id(engine_id: str) -> str:
+    """The instance that a data-parallel rank of this name is of."""
+    return engine_id.rpartition(_DP_MARK)[0] or engine_id
 
 
 class CountDown:

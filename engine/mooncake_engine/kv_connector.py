@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from mooncake_engine.config import EngineConfig
@@ -92,15 +93,21 @@ class SchedulerConnector:
 
     Args:
         config: of the instance, with ``kv_transfer`` set.
+        dp_rank: whose connector it is. Peers see an instance of its own in it, whose side channel
+            has the port that many above the first one's.
 
     Raises:
         ConfigError: the connector can't be found.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        assert config.kv_transfer is not None, "an instance that works alone has no connector"
-        entry = find_connector(config.kv_transfer.connector)
-        self._connector = entry(config.kv_transfer, config.num_ranks)
+    def __init__(self, config: EngineConfig, dp_rank: int = 0) -> None:
+        kv_transfer = config.kv_transfer
+        assert kv_transfer is not None, "an instance that works alone has no connector"
+        if kv_transfer.port:
+            kv_transfer = replace(kv_transfer, port=kv_transfer.port + dp_rank)
+        entry = find_connector(kv_transfer.connector)
+        self._connector = entry(kv_transfer, config.num_ranks)
+        self._facts = {"remote_dp_rank": dp_rank} if config.dp_size > 1 else {}
         self.on_rank_message = self._connector.on_rank_message
         self.stats = self._connector.stats
         self.compatibility = self._connector.compatibility
@@ -160,7 +167,7 @@ class SchedulerConnector:
             None if logprobs is None else FirstTokenLogprobs(logprobs.logprob, logprobs.top),
             request.num_cached_tokens,
         )
-        return self._connector.request_finished(
+        params = self._connector.request_finished(
             request.request_id,
             block_ids,
             request.spec.prompt_token_ids,
@@ -168,6 +175,7 @@ class SchedulerConnector:
             cache_salt=request.spec.cache_salt,
             attempt=request.num_preemptions,
         )
+        return params if params is None else {**params, **self._facts}
 
 
 def rank_context(context: ExtensionContext, network: KVTransferConfig) -> RankContext:

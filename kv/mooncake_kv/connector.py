@@ -86,6 +86,7 @@ class Topology(msgspec.Struct, frozen=True):
         pulls_early: KV can be pulled while it is computed, into blocks that were reserved before.
         rounding: how its KV was rounded, by name; may differ.
         splits_choices: several answers to one prompt are served from one reservation.
+        dp_size: data-parallel ranks, of which this is the first one's; each has a side channel.
     """
 
     engine_id: str
@@ -102,6 +103,7 @@ class Topology(msgspec.Struct, frozen=True):
     pulls_early: bool = False
     rounding: dict[str, str] = {}
     splits_choices: bool = True
+    dp_size: int = 1
 
 
 class CompatibilityReport(msgspec.Struct, frozen=True):

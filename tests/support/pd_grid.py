@@ -29,8 +29,8 @@ PULL = "MooncakeConnector"
 SIZES = ("1", "2", "3", "4", "6", "8")
 """Tensor-parallel ranks of one stage; see ``read_size``."""
 PIPELINES = ("2x1", "2x2")
-EXPERT_SIZES = ("1", "2", "2e2", "4e2", "4e4")
-"""Ranks, and the parts that they have experts in."""
+EXPERT_SIZES = ("1", "2", "2e2", "4e2", "4e4", "2d1", "2d1e2", "4d1e4", "2d2e4")
+"""Data-parallel ranks, ranks of each, and the parts that all have experts in."""
 NUM_HEADS = 24
 LENGTHS = (1, 16, 33, 100, 129, 200)
 SAMPLING = replace(GREEDY, max_tokens=6)
@@ -66,15 +66,19 @@ class Question:
 
 
 def read_size(name: str) -> dict[str, int]:
-    """The options that a size stands for: ``3`` is three ranks, ``2x3`` two stages of three, and
-    ``4e2`` four ranks that have experts in two parts, with prompts dispatched and decodes not.
+    """The options that a size stands for: ``3`` is three ranks, ``2x3`` two stages of three,
+    ``4e2`` four ranks that have experts in two parts, with prompts dispatched and decodes not, and
+    ``2d1e2`` two data-parallel ranks of one rank each that do.
 
     Raises:
         ValueError: it is none of them.
     """
+    copies, is_parallel, name = name.rpartition("d")
     stages, is_pipeline, rest = name.rpartition("x")
     ranks, is_divided, parts = rest.partition("e")
     options = {"pp_size": int(stages) if is_pipeline else 1, "tp_size": int(ranks)}
+    if is_parallel:
+        options["dp_size"] = int(copies)
     if is_divided:
         options |= {"ep_size": int(parts), "ep_dispatch_min_tokens": 16}
     return options

@@ -34,11 +34,12 @@ class PairTopology(Struct, frozen=True):
     pulls_early: bool = False
     # Whether D serves several answers to one prompt from one reservation.
     splits_choices: bool = False
+    dp_size: int = 1
 
     @property
     def num_devices(self) -> int:
         """Of all ranks."""
-        return max(self.tp_size * self.pp_size, 1)
+        return max(self.dp_size * self.tp_size * self.pp_size, 1)
 
 
 def why_incompatible(prefill: PairTopology, decode: PairTopology) -> str | None:

@@ -1,4 +1,5 @@
-"""Unequal sizes, ranks as processes: tensor-parallel ranks, and stages of a pipeline of them.
+"""Unequal sizes, ranks as processes: tensor-parallel ranks, stages of a pipeline, and data-parallel
+ranks of them.
 
 ``ci/test_grid.py`` has all pairs.
 """
@@ -23,6 +24,8 @@ RATIOS = [
     (LAYERWISE, "2x2", "1", "2-heads"),
     (PULL, "2x1", "2", "latent"),
     (LAYERWISE, "2x1", "1", "latent"),
+    (PULL, "2e2", "2d1e2", "experts"),
+    (LAYERWISE, "2d1e2", "2d1", "latent-experts"),
     pytest.param(PULL, "3", "2", "2-heads", marks=slow),
     pytest.param(PULL, "2", "4", "2-heads", marks=slow),
     pytest.param(PULL, "4", "3", "24-heads", marks=slow),
@@ -32,7 +35,7 @@ RATIOS = [
     pytest.param(LAYERWISE, "3", "2", "2-heads", marks=slow),
     pytest.param(LAYERWISE, "2", "4", "24-heads", marks=slow),
 ]
-"""Sizes as ``read_size`` takes them: stages x ranks."""
+"""Sizes as ``read_size`` takes them."""
 
 
 @pytest.mark.parametrize(("connector", "prefill", "decode", "name"), RATIOS)

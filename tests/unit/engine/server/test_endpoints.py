@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.asgi import AsgiClient, ManualClient
 from support.fake_engine import EOS, FakeEngine
 
 from mooncake_engine.errors import EngineDead
-from mooncake_engine.messages import ExpertLoad
+from mooncake_engine.messages import EngineInfo, EngineStats, ExpertLoad, total_stats
 from mooncake_engine.server.app import create_app
+from mooncake_engine.server.request_metrics import _EngineCollector
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_kv.connector import CompatibilityReport
@@ -66,6 +71,38 @@ def test_expert_load_is_what_experts_got(client: AsgiClient, engine: FakeEngine)
         "mooncake:expert_rows_sent_total": 4.0,
         "mooncake:expert_imbalance": 1.5,
     }
+
+
+def test_metrics_have_one_engine_per_data_parallel_rank() -> None:
+    parts = [EngineStats(num_running=1, prompt_tokens=5), EngineStats(num_running=2)]
+    load = ExpertLoad({0: (3, 1)}, 1.5, 4)
+    total = total_stats([replace(part, experts=load) for part in parts])
+    assert (total.num_running, total.prompt_tokens) == (3, 5)
+    assert total.experts == replace(load, num_sent_rows=8)
+    info = EngineInfo(256, 258, (0,), 64, 16, "me", dp_size=2)
+    engine: Any = SimpleNamespace(info=info, stats=lambda: total)
+    found = {
+        (sample.name, sample.labels["engine"]): sample.value
+        for family in _EngineCollector(engine, "m").collect()
+        for sample in family.samples
+    }
+    assert found["vllm:num_requests_running", "0"] == 1
+    assert found["vllm:num_requests_running", "1"] == 2
+    assert found["vllm:prompt_tokens_total", "0"] == 5
+    assert found["mooncake:expert_rows_sent_total", "0"] == 8
+    assert ("mooncake:expert_rows_sent_total", "1") not in found
+
+
+def test_a_request_may_name_its_data_parallel_rank(client: AsgiClient, engine: FakeEngine) -> None:
+    def ask(rank: str) -> httpx.Response:
+        named = replace(client, headers={"X-data-parallel-rank": rank})
+        return named.post("/v1/completions", prompt="hi", max_tokens=1)
+
+    assert ask("0").status_code == 200
+    assert engine.seen[-1].data_parallel_rank == 0
+    refused = ask("-1")
+    assert refused.status_code == 400
+    assert "must be a number from 0 on" in refused.json()["error"]["message"]
 
 
 def test_health(client: AsgiClient, engine: FakeEngine) -> None:
