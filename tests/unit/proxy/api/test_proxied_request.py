@@ -68,7 +68,7 @@ def test_the_prefillers_parameters_reach_the_decoder(params: str) -> None:
         (b"[]", "Expected `object`", None),
         (b'{"stream": 1}', r"\$.stream", "stream"),
         (b'{"max_tokens": "9"}', r"\$.max_tokens", "max_tokens"),
-        (b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", "recursion", None),
+        (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion", None),
     ],
 )
 def test_bad_bodies_are_named(body: bytes, message: str, param: str | None) -> None:
