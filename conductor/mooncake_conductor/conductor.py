@@ -205,7 +205,7 @@ class Conductor:
         self.ledger.release(request_id)
         wanted, alone = self._wanted(request)
         only = self._takers(request, made.choice.slot)
-        match = self.index.match(request.keys, now)
+        match = self._held_by_decoders(request, now)
         decode = self._chooser.choose(request, match, now, wanted.tbt_s, only)
         if not self.settings.binds_late or self.settings.is_coupled:
             decode = self._again(request, made.decode_slot, match, decode)
@@ -229,7 +229,7 @@ class Conductor:
         request = replace(made.request, avoid=avoid)
         wanted, _ = self._wanted(request)
         only = self._takers(request, made.choice.slot)
-        match = self.index.match(request.keys, now)
+        match = self._held_by_decoders(request, now)
         decode = self._chooser.choose(request, match, now, wanted.tbt_s, only)
         self.book.rebind(request_id, decode.slot, now, decode.num_held)
         return decode.slot
@@ -270,15 +270,22 @@ class Conductor:
             return frozenset((prefill_slot,))
         return request.takers(prefill_slot) if request.takers is not None else None
 
+    def _held_by_decoders(self, request: RoutingRequest, now: float) -> PrefixMatches | None:
+        """What of its prompt decode instances have; None where they have nothing at all."""
+        if not self.index.holders & self.fleet.decode_mask:
+            return None
+        return self.index.match(request.keys, now)
+
     def _again(
-        self, request: RoutingRequest, slot: int, match: PrefixMatches, best: DecodeChoice
+        self, request: RoutingRequest, slot: int, match: PrefixMatches | None, best: DecodeChoice
     ) -> DecodeChoice:
         """The instance that was chosen at arrival, by the load of now."""
         load = self.ledger.now()
         index = int((self.fleet.decode_slots == slot).argmax())
         tbt = self._chooser.tbt(load, request.num_tokens + request.num_output_tokens / 2)
         others = float(load.num_sequences[index])
-        held = min(int(match.local[slot]) * self.fleet.chunk_tokens, request.num_tokens)
+        num_chunks = 0 if match is None else int(match.local[slot])
+        held = min(num_chunks * self.fleet.chunk_tokens, request.num_tokens)
         return DecodeChoice(slot, float(tbt[index]), best.tail, others, held)
 
     def _forecast(

@@ -82,6 +82,7 @@ class Fleet:
         self.prefill_slots: Slots = np.zeros(0, np.int64)
         self.decode_slots: Slots = np.zeros(0, np.int64)
         self.prefill_mask = 0
+        self.decode_mask = 0
         # Who can send a prefix to others, and who can take one from them.
         self.sender_mask = 0
         self.sends = np.zeros(num_slots, np.bool_)
@@ -225,6 +226,7 @@ class Fleet:
         self.prefill_slots = np.array(prefill, np.int64)
         self.decode_slots = np.array(decode, np.int64)
         self.prefill_mask = sum(1 << slot for slot in prefill)
+        self.decode_mask = sum(1 << slot for slot in decode)
         said = self._said_to_send
         senders = [slot for slot, _ in roles if said.get(slot, slot in prefill)]
         self.sends[:] = False

@@ -81,6 +81,8 @@ class ChunkIndex:
         self._table = KeyTable()
         self._sets = HolderSets()
         self._digests = [[Digest() for _ in range(NUM_TIERS)] for _ in range(num_slots)]
+        # Slots that hold something, as bits, or did until their last chunk went.
+        self.holders = 0
         self._unhealthy = 0
         self._predictions = Predictions(num_slots)
         self._never = np.zeros(num_slots)
@@ -139,6 +141,7 @@ class ChunkIndex:
         for each in Tier if tier is None else (tier,):
             self._digests[slot][each] = Digest()
         if tier is None:
+            self.holders &= ~(1 << slot)
             self._predictions.drop_slot(slot)
 
     def collect(self, num_parts: int = 1) -> int:
@@ -242,6 +245,7 @@ class ChunkIndex:
 
     def _count(self, slot: int, tier: Tier, keys: KeyArray, change: int) -> None:
         """These chunks came (+1) or went (-1)."""
+        self.holders |= 1 << slot
         digest = self._digests[slot][tier]
         digest.num_chunks += change * len(keys)
         digest.xor ^= int(np.bitwise_xor.reduce(keys))

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import httpx
+import pytest
 from support.pd_processes import serving
 from support.programs import TINY_LLAMA, running
 
@@ -53,6 +54,7 @@ def wait_until_saved(*urls: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.timeout(300)
 def test_a_prefix_is_fetched_from_the_store_that_the_conductor_names() -> None:
     pool = ("--kv-pool", "dram=64MiB,chunk=64,load=always,port=0")
     with ExitStack() as stack:

@@ -149,3 +149,12 @@ def test_a_thousand_instances_with_random_holdings() -> None:
     match = index.match(range(64), now=0.0)
     assert match.local.tolist() == lengths
     assert match.device.sum() == 0
+
+
+def test_who_holds_anything_at_all() -> None:
+    index = ChunkIndex(3)
+    index.stored(2, Tier.DISK, [1, 2])
+    index.removed(0, Tier.HOST, [1])
+    assert index.holders == 0b100
+    index.cleared(2)
+    assert index.holders == 0
