@@ -21,6 +21,7 @@ from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.speculative_config import SpeculativeConfig
 
 EVERY_STEP, PROMPTS = 1, 20
 """Fewest tokens of a rank in a round that is dispatched; the others' tokens go to every rank."""
@@ -81,6 +82,36 @@ def test_ranks_choose_the_tokens_of_one_rank(
         **OPTIONS,
     )
     assert found.answers == expected
+
+
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "counted"),
+    [
+        ({"speculative_config": NGRAM}, "speculation"),
+        pytest.param({"num_kv_blocks": 9}, "num_preemptions", marks=pytest.mark.slow),
+        pytest.param({"async_scheduling": True}, "num_running", marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_preemption_and_async_scheduling_are_each_ranks_own(
+    checkpoints: dict[str, Path], options: dict[str, Any], counted: str
+) -> None:
+    def load(dp_size: int) -> list[EngineRequest]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        prompt = (7, 8, 9, 10) * 10
+        return [
+            EngineRequest(f"r{number}", prompt, sampling, data_parallel_rank=number % dp_size)
+            for number in range(4)
+        ]
+
+    common: dict[str, Any] = {"num_kv_blocks": 64, "prefix_caching": False}
+    expected = run_load(checkpoints["qwen3_moe"], load(1), **common).answers
+    divided = {"dp_size": 2, "ep_size": 2, "ep_dispatch_min_tokens": PROMPTS}
+    found = run_load(checkpoints["qwen3_moe"], load(2), **{**common, **divided, **options})
+    assert found.answers == expected
+    assert bool(getattr(found.stats, counted)) == (counted != "num_running")
 
 
 @pytest.fixture(scope="module")
