@@ -193,7 +193,9 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=5)
     args = parser.parse_args()
     turns = Turns(args.tokens, args.turn, args.conversations + 1)
-    with tempfile.TemporaryDirectory(dir=".") as scratch:
+    cache = Path(__file__).parents[1] / ".cache"  # on a disk: /tmp may be memory
+    cache.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
         model = write_checkpoint(random_model("llama", **MEDIUM), Path(scratch) / "model")
         drive = Path(scratch) / "ssd"
         drive.mkdir()

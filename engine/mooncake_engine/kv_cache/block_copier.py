@@ -66,7 +66,7 @@ class BlockCopier:
         touched = plan.touched_blocks() if self._under_way or plan.has_host_copies else set()
         self._wait_for(touched)
         if plan.received_blocks:
-            self._make_resident(torch.tensor(plan.received_blocks).to(self._device))
+            self._convert_rows(torch.tensor(plan.received_blocks).to(self._device))
         self._start(self._swap_out, plan.swap_outs, 0, touched)
         self._start(self._swap_in, plan.swap_ins, 1, touched)
         self._wait_for(touched)
@@ -108,7 +108,7 @@ class BlockCopier:
         for block_id in blocks & self._under_way.keys():
             self._under_way.pop(block_id).synchronize()
 
-    def _make_resident(self, block_ids: Tensor) -> None:
+    def _convert_rows(self, block_ids: Tensor) -> None:
         ops = cast(NativeLatentOps, self._ops)
         for plane in self._planes:
             ops.convert_latents(plane, block_ids)

@@ -1,4 +1,4 @@
-"""Supported architectures: one row each. A new model is one file and one row."""
+"""Supported architectures: one row each. A new model is a reader and a row."""
 
 from __future__ import annotations
 

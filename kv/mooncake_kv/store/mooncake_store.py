@@ -258,7 +258,7 @@ class MooncakeChunkStore:
             self._table.stats.num_misses += sum(nbytes <= 0 for nbytes in sizes)
         slots: list[WriteHandle | None] = []
         for key, nbytes in zip(keys, sizes, strict=True):
-            slots.append(self._landing(key, nbytes, lease_s) if nbytes > 0 else None)
+            slots.append(self._reserve_slot(key, nbytes, lease_s) if nbytes > 0 else None)
         wanted = [slot for slot in slots if slot is not None]
         status = []
         if wanted:
@@ -269,11 +269,11 @@ class MooncakeChunkStore:
             )
         got = dict(zip((slot.handle_id for slot in wanted), _each(status, wanted), strict=True))
         return [
-            None if slot is None else self._landed(slot, got[slot.handle_id], lease_s)
+            None if slot is None else self._commit_slot(slot, got[slot.handle_id], lease_s)
             for slot in slots
         ]
 
-    def _landing(self, key: bytes, nbytes: int, lease_s: float) -> WriteHandle | None:
+    def _reserve_slot(self, key: bytes, nbytes: int, lease_s: float) -> WriteHandle | None:
         slot = Chunk(secrets.token_bytes(16), None, 0, nbytes, 1)
         with self._lock:
             now = time.monotonic()
@@ -283,7 +283,7 @@ class MooncakeChunkStore:
             self._chunks[grant.handle_id] = slot
         return structs.replace(grant, key=key)
 
-    def _landed(self, slot: WriteHandle, got: int, lease_s: float) -> ReadHandle | None:
+    def _commit_slot(self, slot: WriteHandle, got: int, lease_s: float) -> ReadHandle | None:
         with self._lock:
             now, chunk = time.monotonic(), self._chunks.pop(slot.handle_id)
             stats = self._table.stats
