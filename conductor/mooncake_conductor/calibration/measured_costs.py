@@ -20,6 +20,9 @@ from mooncake_conductor.errors import CalibrationFailed, ConductorConfigError
 
 _LONGEST = 8
 """Times the tokens of a plan that an answer may have at most, where answers don't overlap."""
+_MIN_COMMON = 8
+"""Parts of each answer that come while all of them decode: fewer may be of one burst, with hardly
+any time between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +179,14 @@ def _step_seconds(
 
 
 def _common_gaps(done: Sequence[TimedCompletion]) -> list[float]:
-    """Each answer's mean gap while all of them decode: a mean, as tokens may arrive in bursts."""
+    """Each answer's mean gap while all of them decode, none if that is too short: a mean, as tokens
+    may arrive in bursts."""
     begin = max(each.arrivals[0] for each in done)
     end = min(each.arrivals[-1] for each in done)
-    found = []
-    for each in done:
-        common = [at for at in each.arrivals if begin <= at <= end]
-        if len(common) > 1:
-            found.append((common[-1] - common[0]) / (len(common) - 1))
-    return found
+    common = [[at for at in each.arrivals if begin <= at <= end] for each in done]
+    if min(map(len, common)) < _MIN_COMMON:
+        return []
+    return [(times[-1] - times[0]) / (len(times) - 1) for times in common]
 
 
 def _fit(
