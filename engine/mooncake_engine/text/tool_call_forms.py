@@ -14,7 +14,6 @@ from mooncake_engine.text.tool_call_parsers import (
     Qwen3CoderParser,
     Schemas,
     ToolCallParser,
-    overlap,
 )
 
 _LONGEST_HEAD = 1024
@@ -57,10 +56,7 @@ class DeepseekParser(JsonCallParser):
             elif tag != self.closing:
                 self._state, self._is_after_call = self._read_call_head, False
             return True
-        end = len(self._held) - max(overlap(self._held, tag) for tag in tags)
-        if not self._is_after_call or self._held[:end].strip():
-            self._release(end)
-        return False
+        return self._release_but(*tags)
 
     def _read_call_head(self) -> bool:
         """Tags and name, up to the arguments."""
@@ -144,10 +140,7 @@ class MistralParser(JsonCallParser):
             self._release(start)
             self._state, self._is_after_call = self._read_form, False
             return True
-        end = len(self._held) - overlap(self._held, self.opening)
-        if not self._is_after_call or self._held[:end].strip():
-            self._release(end)
-        return False
+        return self._release_but(self.opening)
 
     def _read_form(self) -> bool:
         """Whether a list follows the tag, or a name."""

@@ -178,6 +178,14 @@ class ToolCallParser(ABC):
         if not self._is_after_call or text.strip():
             self._emit(text)
 
+    def _release_but(self, *tags: str) -> bool:
+        """The same of all that is held but for what may begin one of these tags, and for white
+        space between two calls; as a state, which wants more text then."""
+        end = len(self._held) - max(overlap(self._held, tag) for tag in tags)
+        if not self._is_after_call or self._held[:end].strip():
+            self._release(end)
+        return False
+
     def _name_call(self, name: str, arguments: str = "") -> None:
         self._calls.append(CallDelta(self.num_calls, name, arguments))
         self.num_calls += 1
@@ -282,10 +290,7 @@ class HermesParser(JsonCallParser):
         if start >= 0:
             self._release(start)
             return self._begin_call(len(self.opening))
-        end = len(self._held) - overlap(self._held, self.opening)
-        if not self._is_after_call or self._held[:end].strip():
-            self._release(end)
-        return False
+        return self._release_but(self.opening)
 
     def _refuse(self) -> None:
         self._emit(self.opening)
@@ -390,10 +395,7 @@ class Qwen3CoderParser(ToolCallParser):
             self._release(min(found))
             self._state, self._is_after_call = self._read_head, False
             return True
-        end = len(self._held) - max(overlap(self._held, t) for t in (self.opening, self.function))
-        if not self._is_after_call or self._held[:end].strip():
-            self._release(end)
-        return False
+        return self._release_but(self.opening, self.function)
 
     def _read_head(self) -> bool:
         """The tags before the first argument."""
