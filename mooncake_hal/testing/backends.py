@@ -11,6 +11,8 @@ that don't compute.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
 import socket
 import subprocess
@@ -38,6 +40,7 @@ from mooncake_hal.testing.backends_sampling import SamplingSuite
 from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
 
 RANKS_SECONDS = 100.0
+_ports = random.SystemRandom()  # not as any other process
 """For a scenario: longer than its group waits for a lost rank, and a library for its own report."""
 
 
@@ -281,7 +284,10 @@ def run_ranks(backend_name: str, scenario: str, world_size: int) -> list[tuple[i
 
 
 def free_port() -> int:
-    """A port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback interface for who listens a little later: free now, and below those
+    that the kernel gives to everybody else."""
+    while True:
+        port = _ports.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port

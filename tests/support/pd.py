@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -47,14 +46,6 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     """Random token ids, the same for the same arguments; none of them ends an answer."""
     numbers = random.Random(f"{length}/{seed}")
     return tuple(numbers.randrange(3, VOCAB_SIZE) for _ in range(length))
-
-
-def free_port() -> int:
-    """A port of this host that nobody holds now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @dataclass(frozen=True)

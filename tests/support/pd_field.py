@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import httpx
-from support.pd import DEFAULT_BLOCKS, Answer, Instance, ask, free_port, instance
+from support.pd import DEFAULT_BLOCKS, Answer, Instance, ask, instance
 from support.pd_processes import Served, body_of, serving
 from support.pd_relay import Relay, relay
 from support.pd_transport import NAME
@@ -20,6 +20,7 @@ from support.push import LAYERWISE
 from mooncake_engine.config import Role
 from mooncake_engine.messages import FinishReason
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_hal.testing.backends import free_port
 from mooncake_kv.params import KVTransferDict
 
 LEASE_S = 1.5

@@ -3,7 +3,6 @@ compared."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -11,6 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from mooncake_hal.backend import Exchange, GroupSpec
+from mooncake_hal.testing.backends import free_port
 from mooncake_hal_cpu.cpu_backend import GlooCommunicator
 
 Result = TypeVar("Result")
@@ -73,6 +73,4 @@ def on_data_parallel_ranks(
 
 
 def _free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"

@@ -14,10 +14,11 @@ from typing import Any
 import httpx
 import pytest
 from support.metaserver import Metaserver, metaserver
-from support.pd import GREEDY, Instance, ask, free_port, instance, prompt_of, wait_until
+from support.pd import GREEDY, Instance, ask, instance, prompt_of, wait_until
 from support.pd_processes import Served, body_of, serving
 
 from mooncake_engine.config import Role
+from mooncake_hal.testing.backends import free_port
 from mooncake_kv import side_channel
 from mooncake_kv.params import KVTransferDict
 

@@ -24,7 +24,6 @@ from support.pd import (
     Pair,
     ask,
     ask_pair,
-    free_port,
     instance,
     make_config,
     pair,
@@ -40,6 +39,7 @@ from support.pd_transport import Gate
 from mooncake_engine.config import Role
 from mooncake_engine.errors import ConfigError, InvalidRequest, PortTaken
 from mooncake_engine.messages import FinishReason
+from mooncake_hal.testing.backends import free_port
 from mooncake_kv import side_channel
 from mooncake_kv.config import LoadFailurePolicy
 from mooncake_kv.model_fingerprint import model_fingerprint

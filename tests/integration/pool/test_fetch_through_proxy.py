@@ -15,9 +15,10 @@ import pytest
 from support.pd_processes import serving
 from support.programs import TINY_LLAMA, running
 
-PREFIX, TAIL, BURST = 512, 40, 6
-"""Tokens of a conversation, of each of its continuations, and how many come at once."""
+PREFIX, TAIL, LONG_TAIL = 512, 40, 1100
+"""Tokens of a conversation, of its continuation, and of one that keeps an instance busy."""
 ATTEMPTS = 8
+"""How often the proxy may come too late to find the instance busy."""
 ANSWER = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 SLOW = "llama-3-70b:A100:1"
 """Computing is believed to take long until it is measured: who is busy is not waited for."""
@@ -54,42 +55,64 @@ def wait_until_saved(*urls: str) -> None:
         time.sleep(0.02)
 
 
+def explain(proxy: str, name: str) -> dict[str, Any] | None:
+    """How a request was placed; None where it has not been yet."""
+    answer = httpx.get(f"{proxy}/conductor/explain?request={name}")
+    if answer.status_code == 404:
+        return None
+    found: dict[str, Any] = answer.raise_for_status().json()["prefill"]
+    return found
+
+
+def wait_until_placed(proxy: str, name: str) -> None:
+    deadline = time.monotonic() + 30
+    while explain(proxy, name) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
 @pytest.mark.timeout(300)
 def test_a_prefix_is_fetched_from_the_store_that_the_conductor_names() -> None:
     pool = ("--kv-pool", "dram=64MiB,chunk=64,load=always,port=0")
+    # A long continuation takes some seventy steps: who computes it is busy for a while.
+    steps = ("--max-num-batched-tokens", "16", "--min-prefill-chunk", "16")
     with ExitStack() as stack:
         start = stack.enter_context
-        prefills = [start(serving(TINY_LLAMA, "prefill", *pool)).url for _ in range(2)]
+        prefills = [start(serving(TINY_LLAMA, "prefill", *pool, *steps)).url for _ in range(2)]
         decode = start(serving(TINY_LLAMA, "decode", *pool)).url
         single = start(serving(TINY_LLAMA, "both")).url
         argv = ["--port", "0", "--policy", "cost", "--costs", SLOW, "--decode", decode]
         argv += [part for url in prefills for part in ("--prefill", url)]
         proxy = start(running("mooncake_proxy", *argv)).wait_for("listens on").split()[-1]
+        threads = start(ThreadPoolExecutor(1))
 
-        def burst(attempt: int) -> list[dict[str, Any]]:
-            """One conversation, then several continuations at once; how each was placed."""
+        def continue_twice(attempt: int) -> dict[str, Any]:
+            """One conversation, then two continuations, the first a long one; how the second was
+            placed, which comes while whoever has the conversation computes the first."""
             first = prompt_of(10 * attempt, PREFIX)
             assert complete(proxy, first, f"first-{attempt}") == complete(single, first)
             wait_until_saved(*prefills)
-            prompts = [(*first, *prompt_of(10 * attempt + n, TAIL)) for n in range(1, BURST)]
-            names = [f"{attempt}-{number}" for number in range(len(prompts))]
-            with ThreadPoolExecutor(BURST) as threads:
-                found = list(threads.map(complete, [proxy] * len(prompts), prompts, names))
-            assert found == [complete(single, prompt) for prompt in prompts]
-            asked = [f"{proxy}/conductor/explain?request={name}" for name in names]
-            return [httpx.get(url).raise_for_status().json() for url in asked]
+            long = (*first, *prompt_of(10 * attempt + 1, LONG_TAIL))
+            short = (*first, *prompt_of(10 * attempt + 2, TAIL))
+            answer = threads.submit(complete, proxy, long, f"long-{attempt}")
+            wait_until_placed(proxy, f"long-{attempt}")
+            assert complete(proxy, short, f"short-{attempt}") == complete(single, short)
+            assert answer.result() == complete(single, long)
+            placed = explain(proxy, f"short-{attempt}")
+            assert placed is not None
+            return placed
 
+        plans = []
         for attempt in range(ATTEMPTS):
-            placed = burst(attempt)
+            plans.append(continue_twice(attempt))
             hits = sum(
                 counted(url, "mooncake:kv_pool_num_prefix_hints", 'kind="found"')
                 for url in prefills
             )
             if hits:
                 break
-        plans = [(each["prefill"]["plan"], each["prefill"]["instance"]) for each in placed]
         assert hits, plans
-        assert any(plan == "fetch" for plan, _ in plans), plans
+        assert plans[-1]["plan"] == "fetch", plans
         loaded = sum(counted(url, "mooncake:kv_pool_num_loaded_chunks") for url in prefills)
         assert loaded >= PREFIX // 64
         assert not any(counted(url, "mooncake:kv_pool_num_failed_loads") for url in prefills)

@@ -12,12 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 from support.metaserver import Metaserver, metaserver
-from support.pd import GREEDY, Instance, ask, free_port, instance, prompt_of, wait_until
+from support.pd import GREEDY, Instance, ask, instance, prompt_of, wait_until
 from support.pd_processes import Served, body_of, serving
 from support.pd_transport import NAME, Gate
 from support.push import LAYERWISE
 
 from mooncake_engine.config import Role
+from mooncake_hal.testing.backends import free_port
 from mooncake_kv.params import KVTransferDict
 
 LEASE_S = 1.5
