@@ -187,6 +187,7 @@ class CoreProcess:
     def _publish(self, core: Core, updates: list[TokenUpdate]) -> None:
         """Send a step's updates to those who serve their requests."""
         batches: dict[FrontEnd, list[TokenUpdate]] = {}
+        ended: set[FrontEnd] = set()
         for update in updates:
             name = update.request_id
             front = self._served_by[name]
@@ -195,10 +196,12 @@ class CoreProcess:
             batch.append(update)
             if update.finish is not None:
                 del self._served_by[name]
+                ended.add(front)
+        if ended:  # before a client knows that its request has ended, the figures have it
+            report = _report_of(core)
+            for front in ended:
+                front.report(report)
         for front, batch in batches.items():
-            # before a client knows that its request has ended, the figures have it
-            if any(update.finish is not None for update in batch):
-                front.report(_report_of(core))
             front.send(UPDATES, encode_updates(batch))
 
     def _take_orders(self) -> None:

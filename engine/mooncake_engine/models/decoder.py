@@ -245,7 +245,7 @@ class Decoder:
             [2, tokens, hidden], the last MLP's output and the residual that it belongs to.
         """
         slots = context.batch.slot_mapping
-        tokens = TokenSlots(positions, self._cos_sin, slots, context.kv, context.expert_round)
+        tokens = self.token_slots(positions, slots, context.kv, context.expert_round)
         between = self.run_to_first_attention(entry, tokens)
         for index in range(self.num_held_layers):
             attended = self.attend(index, between.rows, context)
@@ -271,10 +271,14 @@ class Decoder:
         return self._layers[0].attention.widths
 
     def token_slots(
-        self, positions: Tensor, slots: Tensor, kv: Mapping[int, tuple[Tensor, ...]]
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        kv: Mapping[int, tuple[Tensor, ...]],
+        expert_round: ExpertRound | None = None,
     ) -> TokenSlots:
         """Positions of tokens in their sequences and in the KV, with this model's rotation."""
-        return TokenSlots(positions, self._cos_sin, slots, kv)
+        return TokenSlots(positions, self._cos_sin, slots, kv, expert_round)
 
     def run_to_first_attention(self, entry: Tensor, tokens: TokenSlots) -> IntermediateTensors:
         """The first segment: up to the first layer's attention; arguments as of ``forward``."""

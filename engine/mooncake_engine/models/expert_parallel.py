@@ -270,18 +270,19 @@ class ExpertParallelMixture(MixtureOfExperts):
         with tokens or without."""
         ids, weights = self._router(own)
         slots = self._replicas.choose(ids)
-        if expert_round is None or expert_round.is_dispatched:
+        is_dispatched = expert_round is None or expert_round.is_dispatched
+        to_all = None if is_dispatched else expert_round
+        if to_all is None:
             chosen = self.counts.of(ids)
             started = self._dispatch.start(own, slots, weights, self.counts, chosen)
-            shared = self._run_shared(own)  # while rows are under way
-            rows, slots, weights = started.arrived()
         else:
-            counts = map(self.tokens.counts, expert_round.token_counts)
+            counts = map(self.tokens.counts, to_all.token_counts)
             recv = [count for of_ranks in counts for count in of_ranks]
             self.counts.num_sent_rows += len(own) * (len(recv) - 1)
             started = self._dispatch.start_to_all(own, slots, weights, recv)
-            shared = self._run_shared(own)
-            rows, slots, weights = started.arrived()
+        shared = None if self._shared is None else self._shared(own)  # while rows are under way
+        rows, slots, weights = started.arrived()
+        if to_all is not None:
             self.counts.add(self.counts.of(self._replicas.experts(slots)))
         combined = started.combine(self._run_held(rows, slots, weights))
         return combined if shared is None else combined + shared
@@ -289,9 +290,6 @@ class ExpertParallelMixture(MixtureOfExperts):
     def serve(self, expert_round: ExpertRound) -> None:
         """Run experts for other ranks' tokens, with none of this one's."""
         self.run_shared_tokens(self._parallel.empty(0, self._hidden_size), expert_round)
-
-    def _run_shared(self, x: Tensor) -> Tensor | None:
-        return None if self._shared is None else self._shared(x)
 
     def _run_held(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The part of the weighted sum that this rank's experts make, [tokens, hidden]."""

@@ -7,10 +7,10 @@ called ``_ms``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import fmean, pstdev
 from typing import Any
 
 from mooncake_engine.errors import ConfigError
@@ -131,9 +131,7 @@ def _distribution(
     name: str, values_s: Sequence[float], percentiles: Sequence[float]
 ) -> dict[str, float]:
     ordered = sorted(1000 * value for value in values_s) or [0.0]
-    mean = sum(ordered) / len(ordered)
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in ordered) / len(ordered))
-    found = {"mean": mean, "median": quantile(ordered, 0.5), "std": deviation}
+    found = {"mean": fmean(ordered), "median": quantile(ordered, 0.5), "std": pstdev(ordered)}
     found |= {_percentile_name(p): quantile(ordered, p / 100) for p in percentiles}
     return {f"{statistic}_{name}_ms": value for statistic, value in found.items()}
 

@@ -57,6 +57,18 @@ def check_kv_port(config: EngineConfig) -> None:
         bind(host, kv_transfer.port, option="--kv-port").close()
 
 
+def check_before_loading(config: EngineConfig, host: str, options: ServerOptions) -> None:
+    """What would be found wrong only once the model is there.
+
+    Raises:
+        PortTaken, ConfigError: it is.
+    """
+    check_kv_port(config)
+    if str(defaults := read_sampling_defaults(config)):
+        log.info("the model's own sampling defaults, for requests without: %s", defaults)
+    check_registration(host, options)
+
+
 def url_of(host: str, port: int) -> str:
     """Where requests from this machine reach a server that listens there."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -88,11 +100,8 @@ def serve(
         CheckpointError, or whatever else keeps the engine from starting.
         EngineDead: it died while it served; every request has got an error.
     """
-    check_kv_port(config)
-    if str(defaults := read_sampling_defaults(config)):
-        log.info("the model's own sampling defaults, for requests without: %s", defaults)
     options = options or ServerOptions()
-    check_registration(host, options)
+    check_before_loading(config, host, options)
     with closing(bind(host, port)) as listener, open_tracing(config, options) as tracing:
         tokenizer = Tokenizer.load(config.model, config.chat_template)
         port = listener.getsockname()[1]

@@ -29,12 +29,11 @@ from mooncake_engine.core_client import CoreClient, error_of
 from mooncake_engine.core_messages import Failed, LoadProgress, Started
 from mooncake_engine.errors import ConfigError, EngineDead, EngineError
 from mooncake_engine.process.worker_counts import COUNTS_BYTES, WorkerCounts
-from mooncake_engine.sampling_defaults import read_sampling_defaults
 from mooncake_engine.server.api_server import (
     Draining,
     announce,
     bind,
-    check_kv_port,
+    check_before_loading,
     num_held,
     url_of,
     with_api_port,
@@ -42,7 +41,6 @@ from mooncake_engine.server.api_server import (
 from mooncake_engine.server.metric_cells import cells_bytes
 from mooncake_engine.server.registration import (
     Registration,
-    check_registration,
     registration_of,
 )
 from mooncake_engine.server.server_options import ServerOptions
@@ -318,10 +316,7 @@ def serve_with_workers(
             f"--api-workers {options.api_workers} share one core in a process of its own: leave "
             "--no-core-process out"
         )
-    check_kv_port(config)
-    if str(defaults := read_sampling_defaults(config)):
-        log.info("the model's own sampling defaults, for requests without: %s", defaults)
-    check_registration(host, options)
+    check_before_loading(config, host, options)
     listeners = bind_all(host, port, options.api_workers)
     port = listeners[0].getsockname()[1]
     config = with_api_port(config, port)
@@ -420,5 +415,6 @@ class _Instance:
 
     def _give_up(self) -> None:
         """A step has not returned in time; the watchdog's thread."""
+        # first: the process's end, which comes of it, is seen at once and would be the reason
         self._stuck = EngineDead(f"{self._core.watch.why_stuck()}; the core's process was ended")
         self._core.abandon_step()
