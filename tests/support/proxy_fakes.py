@@ -95,6 +95,9 @@ class Behaviour:
     # P: its D may be asked for the prompt and the first token.
     continues_prompt: bool = False
     health: int = 200
+    # What its health says of its data-parallel ranks: running and waiting requests of each; None:
+    # not even how many there are.
+    dp_ranks: list[tuple[int, int]] | None = None
     # What its health says of the KVCache pool.
     kv_pool: Json | None = None
     # Names of instances that it can't exchange KV with; None says nothing, as foreign ones do.
@@ -201,7 +204,12 @@ class FakeInstance:
         if self.behaviour.refuses is None:
             return {"refused_peers": "what foreign ones may mean by that"}
         refused = [f"engine-{name}" for name in self.behaviour.refuses]
-        health = {"status": "ok", "engine_id": f"engine-{self.name}", "refused_peers": refused}
+        health: Json = {"status": "ok", "engine_id": f"engine-{self.name}"}
+        health["refused_peers"] = refused
+        if (ranks := self.behaviour.dp_ranks) is not None:
+            health["data_parallel_size"] = len(ranks)
+            rows = [{"running": running, "waiting": waiting} for running, waiting in ranks]
+            health["data_parallel_ranks"] = rows if len(rows) > 1 else []
         pool = self.behaviour.kv_pool
         return health if pool is None else health | {"kv_pool": pool}
 

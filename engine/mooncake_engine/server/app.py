@@ -281,6 +281,12 @@ class PlainEndpoints:
             peers["kv_pool"] = {"saved": pool.num_saved_chunks, "found": pool.num_found_chunks}
             if stats.pool_home is not None:
                 peers["kv_pool"]["store"] = asdict(stats.pool_home)
+        peers["data_parallel_size"] = engine.info.dp_size
+        if stats.by_dp_rank:
+            peers["data_parallel_ranks"] = [
+                {"running": rank.num_running, "waiting": rank.num_waiting}
+                for rank in stats.by_dp_rank
+            ]
         return _json({"status": "ok", "role": engine.config.role.value, **peers})
 
     async def metrics(self, _: Request) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
@@ -203,6 +203,7 @@ class AdminHandlers:
             "Prompt tokens of the requests in flight.",
             rows(lambda i: i.total_prompt_tokens),
         )
+        yield from self._rank_gauges(prefix, instances)
         yield from self._load_gauges(prefix)
         yield from gauge_lines(
             f"{prefix}running", "Requests being served.", [({}, self._process.num_running)]
@@ -210,6 +211,25 @@ class AdminHandlers:
         yield from gauge_lines(
             f"{prefix}waiting", "Requests in the queue.", [({}, self._process.num_waiting)]
         )
+
+    def _rank_gauges(self, prefix: str, instances: Sequence[Instance]) -> Iterator[str]:
+        """Of instances that have several data-parallel ranks, as their health says it."""
+        labelled = [
+            ({"instance": i.name, "role": i.spec.role.value, "dp_rank": str(rank.number)}, rank)
+            for i in instances
+            for rank in i.dp_ranks or ()
+        ]
+        if labelled:
+            yield from gauge_lines(
+                f"{prefix}dp_rank_running",
+                "Requests in the steps of a data-parallel rank.",
+                [(labels, rank.queue.running) for labels, rank in labelled],
+            )
+            yield from gauge_lines(
+                f"{prefix}dp_rank_waiting",
+                "Requests in the queue of a data-parallel rank.",
+                [(labels, rank.queue.waiting) for labels, rank in labelled],
+            )
 
     def _load_gauges(self, prefix: str) -> Iterator[str]:
         """What autoscalers go by, where the conductor has an objective for the first token."""
@@ -321,6 +341,7 @@ def instance_info(instance: Instance) -> dict[str, Any]:
         "error": instance.error,
         "running": instance.total_running,
         "prompt_tokens": instance.total_prompt_tokens,
+        "dp_ranks": [msgspec.to_builtins(rank.queue) for rank in instance.dp_ranks or ()],
         "source": instance.spec.source,
         "device": describe_device(instance.topology),
         "models": list(instance.spec.models),

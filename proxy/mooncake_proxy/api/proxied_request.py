@@ -15,11 +15,13 @@ from mooncake_api import ApiFormat, RequestRefused
 from mooncake_proxy.api.openai_bodies import Fields, OpenAIEndpoint, ParsedRequest, encode, is_batch
 from mooncake_proxy.errors import BadRequest
 from mooncake_proxy.http1.http_request import HttpRequest
+from mooncake_proxy.pool.dp_ranks import DP_RANK_HEADER
 
 if TYPE_CHECKING:
     from mooncake_proxy.api.api_keys import ApiKey
     from mooncake_proxy.flows.recomputation import TokenRecord
     from mooncake_proxy.ops.proxy_tracing import RequestTrace
+    from mooncake_proxy.pool.dp_ranks import DPRank
     from mooncake_proxy.pool.instances import Instance
     from mooncake_proxy.routing.conductor_fleet import RoutedRequest
 
@@ -104,6 +106,8 @@ class RequestContext:
     prompt_tokens: int
     # Header lines that every instance gets.
     forward: bytes = b""
+    # Of instances that have several data-parallel ranks, the one that was chosen, by instance.
+    dp_ranks: dict[str, DPRank] | None = None
     # Grows with every step that is sent a second time; part of the id from then on.
     attempt: int = 0
     # As it came; its hash tells whether it is quarantined.
@@ -167,6 +171,16 @@ class RequestContext:
         """What it may come to, with all its answers: its prompt, and the new tokens it asks for."""
         per_answer = max(self.parsed.token_limit or 0, 0)
         return self.prompt_tokens + per_answer * max(self.parsed.n or 1, 1)
+
+    def forward_to(self, instance: Instance) -> bytes:
+        """Header lines for this instance, with the data-parallel rank that the client names or the
+        proxy has chosen."""
+        if self.dp_ranks is not None and (rank := self.dp_ranks.get(instance.name)) is not None:
+            return self.forward + rank.header
+        given = self.request.headers.get(DP_RANK_HEADER)
+        if given is None or instance.has_other_ranks:
+            return self.forward
+        return b"%b%b: %b\r\n" % (self.forward, DP_RANK_HEADER, given)
 
     def disaggregation_obstacle(self) -> str | None:
         """Why prefill and decode stay together for this request, or None.

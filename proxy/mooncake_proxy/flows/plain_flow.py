@@ -41,7 +41,9 @@ async def generate(
 ) -> None:
     """Send `body` and forward what comes: the whole answer, or the stream as it arrives."""
     started = router.now()
-    payload = instance.build_post(context.endpoint.path, context.attempt_id, context.forward, body)
+    payload = instance.build_post(
+        context.endpoint.path, context.attempt_id, context.forward_to(instance), body
+    )
     if context.streams:
         await _stream(router, context, instance, payload, forwarder_class)
         return

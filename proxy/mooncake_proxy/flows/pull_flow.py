@@ -226,7 +226,9 @@ async def _send_prefill(
     started = router.now()
     wants_token_ids = router.pool.emits_first_token and can_continue(context)
     body = prefill_body(context, params, wants_token_ids=wants_token_ids)
-    payload = instance.build_post(context.endpoint.path, context.attempt_id, context.forward, body)
+    payload = instance.build_post(
+        context.endpoint.path, context.attempt_id, context.forward_to(instance), body
+    )
     abandon = partial(_hang_up, router, instance)
     with await instance.connections.exchange(
         payload, context.deadline, whole=True, abandon=abandon

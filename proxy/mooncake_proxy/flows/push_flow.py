@@ -125,7 +125,9 @@ async def _prefill(
     started = router.now()
     params = with_prefix_sources(context, instance, params)
     body = prefill_body(context, params, is_single=True)
-    payload = instance.build_post(context.endpoint.path, context.attempt_id, context.forward, body)
+    payload = instance.build_post(
+        context.endpoint.path, context.attempt_id, context.forward_to(instance), body
+    )
     answer = await instance.connections.fetch(payload, context.deadline)
     router.note_pushed(context)
     if context.record is not None:

@@ -119,7 +119,9 @@ async def _prefill(
 ) -> None:
     started = router.now()
     body = sglang_prefill_body(context, room)
-    payload = instance.build_post(context.endpoint.path, context.attempt_id, context.forward, body)
+    payload = instance.build_post(
+        context.endpoint.path, context.attempt_id, context.forward_to(instance), body
+    )
     await instance.connections.fetch(payload, context.deadline)
     router.note_pushed(context)
     router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)

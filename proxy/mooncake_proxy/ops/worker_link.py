@@ -43,8 +43,9 @@ MAX_CHANGED_URLS = 1000
 
 
 class WorkerLoads(Struct, tag="loads"):
-    """In-flight work of one worker: instance name -> (running, prompt tokens), and the numbers of
-    requests that it serves and that wait in its queue."""
+    """In-flight work of one worker: name of an instance, or of a data-parallel rank of one ->
+    (running, prompt tokens), and the numbers of requests that it serves and that wait in its
+    queue."""
 
     worker: int
     loads: dict[str, tuple[int, int]]
@@ -226,7 +227,10 @@ class WorkerLink:
     def _publish_loads(self) -> None:
         assert self._pools is not None
         assert self._admission is not None
-        own = {i.name: (i.num_running, i.num_prompt_tokens) for i in self._pools if i.num_running}
+        busy = [i for i in self._pools if i.num_running]
+        own = {i.name: (i.num_running, i.num_prompt_tokens) for i in busy}
+        for rank in (rank for instance in busy for rank in instance.dp_ranks or ()):
+            own[rank.name] = (rank.num_running, rank.num_prompt_tokens)
         admission = self._admission
         loads = WorkerLoads(self.worker, own, admission.num_running, admission.num_waiting)
         if loads != self._published:
@@ -314,8 +318,14 @@ class WorkerLink:
     def _sum_up(self) -> None:
         assert self._pools is not None
         for instance in self._pools:
-            rows = [one.loads.get(instance.name, (0, 0)) for one in self._loads.values()]
-            instance.num_elsewhere = (sum(row[0] for row in rows), sum(row[1] for row in rows))
+            instance.num_elsewhere = self._load_of(instance.name)
+            for rank in instance.dp_ranks or ():
+                rank.num_elsewhere = self._load_of(rank.name)
+
+    def _load_of(self, name: str) -> tuple[int, int]:
+        """What the other workers have on an instance, or on one of its data-parallel ranks."""
+        rows = [one.loads.get(name, (0, 0)) for one in self._loads.values()]
+        return sum(row[0] for row in rows), sum(row[1] for row in rows)
 
 
 def split_snapshot(snapshot: MetricsSnapshot) -> Iterator[tuple[MetricsSnapshot, bool]]:

@@ -20,6 +20,7 @@ from mooncake_proxy.errors import (
     UpstreamTimeout,
     is_leaving,
 )
+from mooncake_proxy.pool.dp_ranks import RankQueue
 from mooncake_proxy.pool.instances import Compatibility, Instance, PoolReport
 from mooncake_proxy.pool.model_pools import ModelPools
 from mooncake_proxy.pool.pair_topology import PairTopology
@@ -33,7 +34,12 @@ class _HealthWithPool(msgspec.Struct, frozen=True):
     kv_pool: PoolReport | None = None
 
 
+class _HealthWithQueues(msgspec.Struct, frozen=True):
+    data_parallel_ranks: list[RankQueue] = []
+
+
 _pool_decoder = msgspec.json.Decoder(_HealthWithPool)
+_queues_decoder = msgspec.json.Decoder(_HealthWithQueues)
 _compatibility_decoder = msgspec.json.Decoder(Compatibility)
 
 
@@ -156,6 +162,10 @@ class HealthChecker:
         ):
             await self._ask_topology(instance, compatibility.engine_id, deadline)
         self._pools.note_compatibility(instance, compatibility)
+        if instance.dp_ranks is not None:
+            with suppress(msgspec.DecodeError):
+                queues = _queues_decoder.decode(body).data_parallel_ranks
+                instance.dp_ranks.note_queues(queues)
         return None
 
     async def _ask_topology(self, instance: Instance, engine_id: str, deadline: float) -> None:

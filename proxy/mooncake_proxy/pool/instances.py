@@ -17,6 +17,7 @@ from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.bootstrap_server import BootstrapServer
 from mooncake_proxy.pool.device_classes import relative_speed
+from mooncake_proxy.pool.dp_ranks import DPRanks
 from mooncake_proxy.pool.pair_topology import PairTopology, why_incompatible
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,8 @@ class Compatibility(Struct, frozen=True):
     refused_peers: frozenset[str] = frozenset()
     kv_events: KVEventEndpoints | None = None
     kv_pool: PoolUse | None = None
+    # Its data-parallel ranks; 0 if it does not say.
+    data_parallel_size: int = 0
 
 
 class PoolReport(Struct, frozen=True):
@@ -142,6 +145,7 @@ class Instance:
         "bootstrap",
         "compatibility",
         "connections",
+        "dp_ranks",
         "error",
         "is_draining",
         "is_up",
@@ -172,6 +176,8 @@ class Instance:
         # The same two counts as the other worker processes report them.
         self.num_elsewhere = (0, 0)
         self.compatibility = Compatibility()
+        # None: it has one, or does not say how many.
+        self.dp_ranks: DPRanks | None = None
         # None: it uses none, or does not say so.
         self.kv_pool: PoolReport | None = None
         # As it publishes it; None: not known, or nothing is published.
@@ -232,6 +238,12 @@ class Instance:
             and other.engine_id not in self.unfit_peers
             and own.engine_id not in peer.unfit_peers
         )
+
+    @property
+    def has_other_ranks(self) -> bool:
+        """Whether a client can't mean this one if it names a data-parallel rank: that is where
+        answers come from, and a prefill instance may have fewer."""
+        return self.spec.role is Role.PREFILL and self.compatibility.data_parallel_size > 0
 
     def build_post(self, path: str, request_id: str, extra: bytes, body: bytes) -> bytes:
         """A POST of JSON to this instance, ready to be written."""
@@ -435,6 +447,10 @@ class InstancePool:
         """Note what an instance reports of itself and its peers."""
         if instance.compatibility != compatibility:
             instance.compatibility = compatibility
+            num_ranks = compatibility.data_parallel_size
+            if num_ranks != len(instance.dp_ranks or ()):
+                several = num_ranks > 1
+                instance.dp_ranks = DPRanks(instance.name, num_ranks) if several else None
             self._refresh()
 
     def note_topology(self, instance: Instance, topology: PairTopology) -> None:

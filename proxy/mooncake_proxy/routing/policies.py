@@ -142,3 +142,8 @@ POLICIES: dict[str, Policy] = {  # type: ignore[type-arg]  # each is generic in 
     "prefix": prefix_affinity,
     "session": session_affinity,
 }
+
+# Of those the ones that name one of an instance's data-parallel ranks, too.
+RANK_POLICIES: dict[str, Policy] = {  # type: ignore[type-arg]  # as above
+    name: POLICIES[name] for name in ("prefix", "session")
+}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -82,10 +82,10 @@ class PrefixIndex:
                 found[name] = position * TOKENS_PER_BLOCK
         return found
 
-    def forget(self, name: str) -> None:
-        """An instance is gone, or restarted with an empty cache."""
+    def forget(self, names: Collection[str]) -> None:
+        """An instance with its data-parallel ranks is gone, or restarted with an empty cache."""
         for holders in self._holders.values():
-            holders.discard(name)
+            holders.difference_update(names)
 
 
 # Text beyond this is not read for its prefix: at the usual rate it fills all blocks.

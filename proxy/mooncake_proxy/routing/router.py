@@ -28,9 +28,16 @@ from mooncake_proxy.flows.metaserver import Metaserver
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.ops.proxy_metrics import ProxyMetrics
 from mooncake_proxy.ops.proxy_tracing import RequestTrace, load_tracing
+from mooncake_proxy.pool.dp_ranks import DP_RANK_HEADER, DPRank
 from mooncake_proxy.pool.health_checks import PassiveHealth
 from mooncake_proxy.pool.instances import Instance, InstancePool, Role
-from mooncake_proxy.routing.policies import NOTHING_CACHED, POLICIES, RoutingHint, least_loaded
+from mooncake_proxy.routing.policies import (
+    NOTHING_CACHED,
+    POLICIES,
+    RANK_POLICIES,
+    RoutingHint,
+    least_loaded,
+)
 from mooncake_proxy.routing.prefix_index import (
     MAX_CHARACTERS,
     PrefixIndex,
@@ -113,6 +120,9 @@ class RequestRouter:
         policies = (config.prefill_policy, config.decode_policy)
         self._wants_session = "session" in policies
         self._wants_prefix = "prefix" in policies
+        # Others know less than an instance does of its own data-parallel ranks.
+        self._prefill_rank_policy = RANK_POLICIES.get(config.prefill_policy)
+        self._decode_rank_policy = RANK_POLICIES.get(config.decode_policy)
         # None: requests leave no spans.
         self.tracing = None if config.otlp_endpoint is None else load_tracing(config.otlp_endpoint)
         self._background: set[asyncio.Task[None]] = set()
@@ -256,7 +266,8 @@ class RequestRouter:
         if instance.is_up:
             self.passive.succeeded(instance.name)
         else:
-            self.prefixes.forget(instance.name)
+            ranks = [rank.name for rank in instance.dp_ranks or ()]
+            self.prefixes.forget({instance.name, *ranks})
             if instance.bootstrap is not None:
                 instance.bootstrap.forget()
 
@@ -322,6 +333,31 @@ class RequestRouter:
             self.prefixes.record(context.prefix_blocks, chosen.name)
         return chosen
 
+    def _take_rank(self, role: Role, context: RequestContext, instance: Instance) -> DPRank | None:
+        """The one of an instance's data-parallel ranks that the request goes to by name, and has in
+        flight from now on. None leaves it to the instance, which also says so if the client names
+        one that is not there."""
+        ranks, given = instance.dp_ranks, context.request.headers.get(DP_RANK_HEADER)
+        assert ranks is not None, "an instance with one has none to choose from"
+        rank = None if given is None else ranks.named(given)
+        if rank is None and given is not None and not instance.has_other_ranks:
+            return None
+        policy = self._prefill_rank_policy if role is Role.PREFILL else self._decode_rank_policy
+        if rank is None and policy is not None:
+            cached = context.cached_tokens or NOTHING_CACHED
+            hint = RoutingHint(context.prompt_tokens, 0, context.session, cached)
+            rank = policy(tuple(ranks), hint, self._rng)
+        if rank is None:
+            return None
+        if context.prefix_blocks:
+            self.prefixes.record(context.prefix_blocks, rank.name)
+        if context.dp_ranks is None:
+            context.dp_ranks = {}
+        context.dp_ranks[instance.name] = rank
+        rank.num_running += 1
+        rank.num_prompt_tokens += context.prompt_tokens
+        return rank
+
     # ------------------------------------------------ attempts
 
     def attempt(
@@ -372,6 +408,7 @@ class RequestRouter:
             instance = self.choose(role, context, tried, is_compatible)
             instance.num_running += 1
             instance.num_prompt_tokens += context.prompt_tokens
+            rank = None if instance.dp_ranks is None else self._take_rank(role, context, instance)
             began = self.now()
             try:
                 result = await step(self, context, instance)
@@ -394,6 +431,9 @@ class RequestRouter:
             finally:
                 instance.num_running -= 1
                 instance.num_prompt_tokens -= context.prompt_tokens
+                if rank is not None:
+                    rank.num_running -= 1
+                    rank.num_prompt_tokens -= context.prompt_tokens
                 if instance.is_draining:
                     self.pool.finish_drain(instance)
 

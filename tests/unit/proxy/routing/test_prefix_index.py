@@ -118,7 +118,7 @@ def test_the_index_knows_who_holds_a_prefix() -> None:
     index.record(hashes, "a")
     index.record(hashes[:2], "b")
     assert index.cached_tokens(hashes) == {"a": 256, "b": 128}
-    index.forget("a")
+    index.forget({"a"})
     assert index.cached_tokens(hashes) == {"b": 128}
     index.record(tuple(range(100)), "c")
     assert len(index) == 100
