@@ -2,7 +2,7 @@
 """Time to first token of a conversation's second turn: from the device's cache, the pool's memory,
 its SSD, and computed again; and what saving costs a step.
 
-    python ci/bench_second_turn.py --tokens 3000 --chunk 64
+    python ci/bench_second_turn.py --tokens 3072 --chunk 64
 
 One instance with a random model of 112 million parameters in bfloat16. Between the turns comes
 other traffic, ten times what the device's memory has room for; only the device's own cache is
@@ -187,7 +187,7 @@ def compare_steps(model: Path, turns: Turns, options: dict, pool: str) -> Figure
 def main() -> int:
     """Print a line per source, and the figures with their bounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=3000, help="of the first turn's prompt")
+    parser.add_argument("--tokens", type=int, default=3072, help="of the first turn's prompt")
     parser.add_argument("--turn", type=int, default=128, help="tokens that the second turn adds")
     parser.add_argument("--chunk", type=int, default=64, help="tokens per chunk of the pool")
     parser.add_argument("--conversations", type=int, default=5)

@@ -45,10 +45,12 @@ from mooncake_kv.pool.pool_messages import (
     ForgetStore,
     LayersLoaded,
     LoadRuns,
+    PlacedChunk,
     PoolRankReady,
     RunsEnded,
     SaveRuns,
     ToRank,
+    consecutive_runs,
     decode_from_rank,
     encode,
 )
@@ -333,7 +335,7 @@ class PoolClient:
             for number in wanted
             if (store := self._store(number)) is not None
         ]
-        runs: list[ChunkRun] = []
+        chunks = []
         for position in range(load.first_chunk, len(load.keys)):
             if position not in handles:
                 break
@@ -341,14 +343,8 @@ class PoolClient:
             epoch = self._introduce(number)
             if epoch is None:
                 break
-            skipped = load.skipped_tokens if position == load.first_chunk else 0
-            if runs and runs[-1].epoch == epoch:
-                last = runs.pop()
-                offsets = (*last.offsets, handle.offset)
-                runs.append(ChunkRun(epoch, last.first_chunk, offsets, last.skipped_tokens))
-            else:
-                runs.append(ChunkRun(epoch, position, (handle.offset,), skipped))
-        return runs, pinned
+            chunks.append(PlacedChunk(epoch, position, handle.offset))
+        return consecutive_runs(chunks, load.skipped_tokens), pinned
 
     async def _read(
         self, load: LoadRequest, runs: Sequence[ChunkRun], num_chunks: int, began: float
@@ -476,15 +472,15 @@ class PoolClient:
         future = self._stores.home.reserve(chunks, lease_s=lease_s, copy=copy)
         grants = await asyncio.wrap_future(future)
         epoch = self._introduce(0)
-        handles, runs = [], []
+        handles, placed = [], []
         for position, grant in zip(missing, grants, strict=True):
             if isinstance(grant, WriteHandle):
                 handles.append(grant)
                 if epoch is not None:
-                    runs.append(ChunkRun(epoch, position, (grant.offset,)))
+                    placed.append(PlacedChunk(epoch, position, grant.offset))
             else:
                 self._refuse(grant.value, 1)
-        return handles, tuple(runs)
+        return handles, tuple(consecutive_runs(placed))
 
     async def _held_elsewhere(self, keys: Sequence[bytes]) -> Counter[bytes]:
         """How many other stores have each, or are being given it."""

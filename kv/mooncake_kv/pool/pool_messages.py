@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
+from typing import NamedTuple
+
 import msgspec
 
 
@@ -42,6 +46,30 @@ class ChunkRun(msgspec.Struct, frozen=True):
     first_chunk: int
     offsets: tuple[int, ...]
     skipped_tokens: int = 0
+
+
+class PlacedChunk(NamedTuple):
+    """One chunk of a sequence: the epoch of a store, its position, its offset in the arena."""
+
+    epoch: str
+    position: int
+    offset: int
+
+
+def consecutive_runs(chunks: Iterable[PlacedChunk], skipped_tokens: int = 0) -> list[ChunkRun]:
+    """Chunks by the longest runs of one store each; a run is planned and moved as one.
+
+    Args:
+        chunks: in the order of the sequence.
+        skipped_tokens: so many of the first one's are not moved.
+    """
+    numbered = groupby(enumerate(chunks), lambda pair: (pair[1].epoch, pair[1].position - pair[0]))
+    runs: list[ChunkRun] = []
+    for (epoch, _), members in numbered:
+        run = [chunk for _, chunk in members]
+        offsets = tuple(chunk.offset for chunk in run)
+        runs.append(ChunkRun(epoch, run[0].position, offsets, 0 if runs else skipped_tokens))
+    return runs
 
 
 class LoadRuns(msgspec.Struct, frozen=True, tag=True):

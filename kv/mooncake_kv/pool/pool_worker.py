@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -228,19 +228,13 @@ class PoolWorker:
         self._report(order.save_id, lambda: self._write(order, moves), moves)
 
     def _write(self, order: SaveRuns, moves: _Moves) -> None:
-        """Write run after run; or, behind a step, one group of layers of all runs after the
-        other."""
-        shard = self._local.shard
-        parts: Iterable[tuple[Sequence[ChunkRun], Layers | None]]
-        if order.step is None:
-            parts = (((run,), None) for run in order.runs)
-        else:
-            parts = ((order.runs, layers) for layers in self._groups(order.runs))
+        """Write one group of layers after the other, each once its step has computed it."""
+        shard, runs = self._local.shard, order.runs
+        mine = runs if shard.replicas == 1 else list(_shared_out(runs, shard))
         try:
-            for runs, layers in parts:
-                if layers is not None and order.step is not None:
+            for layers in self._groups(runs):
+                if order.step is not None:
                     self._progress.await_layer(order.step, layers[1] - 1, moves.time_left())
-                mine = runs if shard.replicas == 1 else list(_shared_out(runs, shard))
                 moves.wait(self._start(mine, order.block_ids, layers, moves, is_read=False))
         except BaseException as exc:
             moves.drain()
@@ -253,7 +247,7 @@ class PoolWorker:
         self,
         runs: Sequence[ChunkRun],
         block_ids: Sequence[int],
-        layers: Layers | None,
+        layers: Layers,
         moves: _Moves,
         *,
         is_read: bool,
