@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -109,12 +110,17 @@ class DataParallelCore:
         return total_stats([core.stats() for core in self._cores])
 
     def pairing(self) -> CompatibilityReport | None:
-        """As ``EngineCore.pairing``: who can't exchange KV with one rank can't with any."""
+        """As ``EngineCore.pairing``: who can't exchange KV with one rank can't with any, and what
+        came to all ranks."""
         reports = [report for core in self._cores if (report := core.pairing()) is not None]
         if not reports:
             return None
         refused = dict.fromkeys(instance_id(peer) for r in reports for peer in r.refused_peers)
-        return CompatibilityReport(reports[0].engine_id, tuple(refused))
+        received: Counter[str] = Counter()
+        for report in reports:
+            for peer, nbytes in report.bytes_received.items():
+                received[instance_id(peer)] += nbytes
+        return CompatibilityReport(reports[0].engine_id, tuple(refused), dict(received))
 
     def kv_event_endpoints(self) -> KVEventEndpoints | None:
         """As ``EngineCore.kv_event_endpoints``."""

@@ -107,15 +107,17 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 class CompatibilityReport(msgspec.Struct, frozen=True):
-    """Who can't exchange KV, for those who choose pairs of instances.
+    """Who can't exchange KV, for those who choose pairs of instances, and who did.
 
     Args:
         engine_id: name of this epoch.
         refused_peers: epochs whose handshake with it was refused.
+        bytes_received: of KV, by the epoch that it came from; of the latest ones.
     """
 
     engine_id: str
     refused_peers: tuple[str, ...]
+    bytes_received: dict[str, int] = {}
 
 
 class Connector(Protocol):

@@ -50,6 +50,28 @@ CLOSING_ROUNDS = 4
 """Of the loop, in which connections that were closed end."""
 
 
+MAX_SENDERS = 256
+"""Peers whose bytes are counted apart."""
+
+
+class BytesByPeer:
+    """How much KV came from which peer, for those that sent any last. Counted on the loop's thread,
+    read on any."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, int] = {}
+
+    def add(self, engine_id: str, nbytes: int) -> None:
+        """So much more came from that epoch."""
+        self._bytes[engine_id] = self._bytes.pop(engine_id, 0) + nbytes
+        if len(self._bytes) > MAX_SENDERS:
+            del self._bytes[next(iter(self._bytes))]
+
+    def snapshot(self) -> dict[str, int]:
+        """By epoch, since the start of this instance."""
+        return self._bytes.copy()
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
     """What a connector's senders and receivers work with.
@@ -65,6 +87,7 @@ class ConnectorContext:
         incompatible: the peers whose handshake was refused, by either end.
         rounding: the peers whose KV is rounded otherwise.
         has_stalled: whether the engine does not step.
+        received: how much KV came from which peer.
     """
 
     instance: InstanceMetadata
@@ -77,6 +100,7 @@ class ConnectorContext:
     incompatible: IncompatiblePeers = field(default_factory=IncompatiblePeers)
     rounding: RoundingDifferences = field(default_factory=RoundingDifferences)
     has_stalled: HasStalled = never_stalls
+    received: BytesByPeer = field(default_factory=BytesByPeer)
 
 
 @dataclass(slots=True)
@@ -110,6 +134,7 @@ class ConnectorScheduler(ABC):
         self._check_compatible = check_compatible
         self._incompatible = IncompatiblePeers()
         self._rounding = RoundingDifferences()
+        self._received = BytesByPeer()
         self._readiness: dict[int, RankReady] = {}
         self._ranks_ready = threading.Event()
         self._is_started = False
@@ -184,6 +209,7 @@ class ConnectorScheduler(ABC):
             incompatible=self._incompatible,
             rounding=self._rounding,
             has_stalled=has_stalled,
+            received=self._received,
         )
         try:
             self._loop.run(self._open(context), START_TIMEOUT_S)
@@ -200,7 +226,9 @@ class ConnectorScheduler(ABC):
         self._loop.close()
 
     def compatibility(self) -> CompatibilityReport:
-        return CompatibilityReport(self._instance.engine_id, self._incompatible.engine_ids)
+        return CompatibilityReport(
+            self._instance.engine_id, self._incompatible.engine_ids, self._received.snapshot()
+        )
 
     def topology(self) -> Topology:
         instance, address = self._instance, self._address

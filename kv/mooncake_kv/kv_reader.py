@@ -49,6 +49,7 @@ class KVReader:
         reports = await self.loads.run(order)
         nbytes = sum(report.nbytes for report in reports)
         self.counts.nbytes += nbytes
+        self._context.received.add(order.engine_id, nbytes)
         self.counts.seconds += self._context.clock() - started
         return nbytes
 

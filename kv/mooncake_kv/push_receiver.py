@@ -174,7 +174,9 @@ class PushReceiver:
         ending = LeaseStatus.RELEASED if is_taken else LeaseStatus.EXPIRED
         self._table.end(name, message.writer, ending)
         if is_taken:
-            self.counts.nbytes += sum(nbytes for _, _, nbytes in message.written)
+            nbytes = sum(nbytes for _, _, nbytes in message.written)
+            self.counts.nbytes += nbytes
+            self._context.received.add(message.writer.engine_id, nbytes)
             self._finish(name, None, message.first_token)
         else:
             self._finish(name, gap or "the request ended before its KV was complete")

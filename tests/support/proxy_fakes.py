@@ -100,6 +100,8 @@ class Behaviour:
     dp_ranks: list[tuple[int, int]] | None = None
     # What its health says of the KVCache pool.
     kv_pool: Json | None = None
+    # And of whom it has KV from.
+    bytes_received: Json | None = None
     # Names of instances that it can't exchange KV with; None says nothing, as foreign ones do.
     refuses: tuple[str, ...] | None = ()
     # What /kv/topology says beside the engine id; None: there is no such path.
@@ -210,8 +212,8 @@ class FakeInstance:
             health["data_parallel_size"] = len(ranks)
             rows = [{"running": running, "waiting": waiting} for running, waiting in ranks]
             health["data_parallel_ranks"] = rows if len(rows) > 1 else []
-        pool = self.behaviour.kv_pool
-        return health if pool is None else health | {"kv_pool": pool}
+        said = {"kv_pool": self.behaviour.kv_pool, "bytes_received": self.behaviour.bytes_received}
+        return health | {name: value for name, value in said.items() if value is not None}
 
     def _facts(self, seen: Seen) -> tuple[int, Json] | None:
         """What it says of itself, with the status."""

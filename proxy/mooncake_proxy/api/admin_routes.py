@@ -102,9 +102,14 @@ class AdminHandlers:
         request.respond(200, live_page(), "text/html; charset=utf-8", headers)
 
     async def view(self, request: HttpRequest) -> None:
-        """The numbers of the live page."""
+        """The numbers of the live page; `?since=TIME`: of the history only what is later."""
+        given = parse_qs(request.query).get("since", ["0"])[-1]
+        try:
+            since = float(given)
+        except ValueError as exc:
+            raise BadRequest(f"since: wanted seconds of the epoch, found {given!r}") from exc
         instances = [instance_info(instance) for instance in self._process.pools]
-        respond_json(request, 200, live_view(self._process, instances))
+        respond_json(request, 200, live_view(self._process, instances, since))
 
     async def health(self, request: HttpRequest) -> None:
         """200 while the process serves at all. Instances are shown only where operators look."""

@@ -129,6 +129,7 @@ class ProxyApplication:
             await self.checker.check_all()
             self._tasks.append(loop.create_task(self.checker.run()))
         self._tasks.append(loop.create_task(self._sweep()))
+        self._tasks.append(loop.create_task(self.process.keep_history()))
         config = self.config
         self._listener = await self._listen(self.server, config.port)
         if config.admin_port is not None:

@@ -271,6 +271,18 @@ class ProxyMetrics:
         for metric in self.all():
             yield from metric.lines()
 
+    def charted(self) -> MetricsSnapshot:
+        """What the live page's history is made of, as plain data."""
+        metrics = (
+            self.requests,
+            self.slo_requests,
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.first_token_seconds,
+            self.between_tokens_seconds,
+        )
+        return {metric.name: metric.rows() for metric in metrics}
+
     def snapshot(self) -> MetricsSnapshot:
         """Everything counted so far, as plain data."""
         return {metric.name: metric.rows() for metric in self.all()}

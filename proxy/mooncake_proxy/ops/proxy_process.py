@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
+from collections.abc import Iterable
 from importlib.resources import files
 from typing import Any
 
@@ -14,14 +16,18 @@ from mooncake_proxy.api.tenants import Tenants
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import Refusal
 from mooncake_proxy.http1.upstream_connection import ClientContext
-from mooncake_proxy.ops.proxy_metrics import SECONDS, ProxyMetrics
+from mooncake_proxy.ops.live_history import SAMPLE_S, LiveHistory, Pair, Totals
+from mooncake_proxy.ops.proxy_metrics import ProxyMetrics
 from mooncake_proxy.ops.worker_link import WorkerLink
-from mooncake_proxy.pool.instances import Instance
+from mooncake_proxy.pool.instances import Instance, Role
 from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange, apply_change
 from mooncake_proxy.pool.registrations import Registrations
 from mooncake_proxy.routing.model_routers import ModelRouters
 
 logger = logging.getLogger(__name__)
+# Sender of KV that is not in the pool any more, or was started again.
+GONE = "(gone)"
+MAX_REFUSALS = 20
 
 
 class ProxyProcess:
@@ -37,6 +43,7 @@ class ProxyProcess:
         self.admission = AdmissionQueue(config.admission)
         self.tenants = Tenants(config.tenants, client, self.router.metrics)
         self.is_draining = False
+        self.history = LiveHistory()
         self.registrations = Registrations(
             self.pools, client.loop.time, config.register_secret.encode()
         )
@@ -87,6 +94,24 @@ class ProxyProcess:
             return self.router.metrics
         return ProxyMetrics.sum_of([self.router.metrics.snapshot(), *self.link.counts_of_others()])
 
+    async def keep_history(self) -> None:
+        """A sample of the counters every second, until cancelled."""
+        while True:
+            self.take_sample()
+            await asyncio.sleep(SAMPLE_S)
+
+    def take_sample(self) -> None:
+        """What has been counted until now, by all workers."""
+        metrics = self.router.metrics
+        if self.link is not None:
+            names = (own := metrics.charted()).keys()
+            theirs = self.link.counts_of_others()
+            parts = [{name: rows[name] for name in names if name in rows} for rows in theirs]
+            metrics = ProxyMetrics.sum_of([own, *parts])
+        running = sum(i.total_running for i in self.pools if i.spec.role is not Role.PREFILL)
+        load = (running, self.num_waiting)
+        self.history.add(Totals.of(metrics, time.time(), load, kv_by_pair(self.pools)))
+
 
 # Signals so close together are one stop: terminals and service managers reach several processes,
 # and the workers' parent passes on what it got.
@@ -116,22 +141,56 @@ def live_page() -> bytes:
     return files("mooncake_proxy.ops").joinpath("live_page.html").read_bytes()
 
 
-def live_view(process: ProxyProcess, instances: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the page shows, counted over all workers."""
-    metrics = process.all_metrics()
-    first_token = metrics.first_token_seconds.series.get((), [0.0] * (len(SECONDS) + 2))
+def kv_by_pair(instances: Iterable[Instance]) -> dict[Pair, int]:
+    """Bytes of KV that instances say they have received, by sender and receiver."""
+    receivers = list(instances)
+    names = {i.compatibility.engine_id: i.name for i in receivers if i.compatibility.engine_id}
+    moved: dict[Pair, int] = {}
+    for receiver in receivers:
+        for engine_id, nbytes in receiver.bytes_received.items():
+            # A data-parallel rank is called after its instance: ID-dpN.
+            of_rank = names.get(engine_id.rpartition("-dp")[0], GONE)
+            pair = (names.get(engine_id, of_rank), receiver.name)
+            moved[pair] = moved.get(pair, 0) + nbytes
+    return moved
+
+
+def live_view(
+    process: ProxyProcess, instances: list[dict[str, Any]], since: float
+) -> dict[str, Any]:
+    """What the page shows, counted over all workers; of the history what is later than `since`."""
+    metrics, config = process.all_metrics(), process.config
     return {
         "time": time.time(),
         "version": __version__,
-        "flow": process.config.flow,
-        "prefill_policy": process.config.prefill_policy,
-        "decode_policy": process.config.decode_policy,
+        "flow": config.flow,
+        "prefill_policy": config.prefill_policy,
+        "decode_policy": config.decode_policy,
+        "objectives": {"ttft": config.slo_ttft_s, "tbt": config.slo_tbt_s},
         "running": sum(i["running"] for i in instances if i["role"] != "prefill"),
         "waiting": process.num_waiting,
         "requests": sum(metrics.requests.values.values()),
         "errors": sum(n for (_, status), n in metrics.requests.values.items() if status >= "400"),
         "prompt_tokens": metrics.prompt_tokens.values[()],
         "cached_tokens": metrics.cached_tokens.values[()],
-        "first_token": {"bounds": SECONDS, "counts": first_token[:-1]},
+        "refusals": refusals(metrics),
+        "history": process.history.columns(since),
+        "pairs": process.history.pairs(),
         "instances": instances,
     }
+
+
+def refusals(metrics: ProxyMetrics) -> list[dict[str, Any]]:
+    """What was not answered as asked, the most frequent first."""
+    counts = Counter[str]()
+    for (endpoint, status), count in metrics.requests.values.items():
+        if status >= "400":
+            counts[f"{status} at {endpoint}"] += int(count)
+    for (key, limit), count in metrics.rate_limited.values.items():
+        counts[f"API key {key} over its limit of {limit}"] += int(count)
+    for (name, role, outcome), count in metrics.attempts.values.items():
+        if outcome != "ok":
+            counts[f"{outcome}: {role} at {name}"] += int(count)
+    for (reason,), count in metrics.fallbacks.values.items():
+        counts[f"prompt computed by the decode instance: {reason}"] += int(count)
+    return [{"what": what, "count": count} for what, count in counts.most_common(MAX_REFUSALS)]

@@ -38,6 +38,11 @@ class _HealthWithQueues(msgspec.Struct, frozen=True):
     data_parallel_ranks: list[RankQueue] = []
 
 
+class _HealthWithBytes(msgspec.Struct, frozen=True):
+    bytes_received: dict[str, int] = {}
+
+
+_bytes_decoder = msgspec.json.Decoder(_HealthWithBytes)
 _pool_decoder = msgspec.json.Decoder(_HealthWithPool)
 _queues_decoder = msgspec.json.Decoder(_HealthWithQueues)
 _compatibility_decoder = msgspec.json.Decoder(Compatibility)
@@ -156,7 +161,7 @@ class HealthChecker:
             body = await connections.fetch(instance.build_get(self._config.path), deadline)
         except UpstreamError as exc:
             return exc
-        compatibility, instance.kv_pool = _reports_in(body)
+        compatibility, instance.kv_pool, instance.bytes_received = _reports_in(body)
         if compatibility.engine_id and (
             instance.topology is None or instance.topology.engine_id != compatibility.engine_id
         ):
@@ -185,11 +190,13 @@ class HealthChecker:
         return "" if error is None else error.detail
 
 
-def _reports_in(body: bytes) -> tuple[Compatibility, PoolReport | None]:
+def _reports_in(body: bytes) -> tuple[Compatibility, PoolReport | None, dict[str, int]]:
     """What a good response says; other engines' bodies may have any form."""
-    compatibility, pool = Compatibility(), None
+    compatibility, pool, received = Compatibility(), None, dict[str, int]()
     with suppress(msgspec.DecodeError):
         compatibility = _compatibility_decoder.decode(body)
     with suppress(msgspec.DecodeError):
         pool = _pool_decoder.decode(body).kv_pool
-    return compatibility, pool
+    with suppress(msgspec.DecodeError):
+        received = _bytes_decoder.decode(body).bytes_received
+    return compatibility, pool, received

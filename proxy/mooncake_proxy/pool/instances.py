@@ -143,6 +143,7 @@ class Instance:
         "_context",
         "_heads",
         "bootstrap",
+        "bytes_received",
         "compatibility",
         "connections",
         "dp_ranks",
@@ -180,6 +181,8 @@ class Instance:
         self.dp_ranks: DPRanks | None = None
         # None: it uses none, or does not say so.
         self.kv_pool: PoolReport | None = None
+        # Of KV, by engine id of who sent it, since its start.
+        self.bytes_received: dict[str, int] = {}
         # As it publishes it; None: not known, or nothing is published.
         self.topology: PairTopology | None = None
         # Of its devices, in that of one A100; for policies that compare loads.

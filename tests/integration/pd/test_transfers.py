@@ -105,7 +105,12 @@ def test_a_cancelled_load_leaves_the_others_alone(model: Path, gate: Gate) -> No
         gate.open()
         assert (await answers[1]).tokens == expected
         assert both.decode.stat("load_failures") == 1  # the cancelled one
-        assert both.decode.stat("bytes_received") > 0
+        nbytes = both.decode.stat("bytes_received")
+        assert nbytes > 0
+        sender, receiver = (both.prefill.engine.pairing(), both.decode.engine.pairing())
+        assert sender is not None
+        assert receiver is not None
+        assert receiver.bytes_received == {sender.engine_id: nbytes}
 
     run(model, scenario)
 

@@ -44,6 +44,7 @@ def test_the_page_shows_instances_and_figures(tmp_path: Path) -> None:
             assert '<b id="hits">43 %</b>' in page
             assert '<b id="errors">0</b>' in page
             assert '<p id="stale" role="status"></p>' in page
+            assert page.count("<figure>") == 7
 
     asyncio.run(main())
 
@@ -70,15 +71,71 @@ def test_what_the_pool_had_is_seen_by_tier() -> None:
     uvloop.run(main())
 
 
+def test_the_history_is_the_servers_and_a_page_asks_for_what_is_new() -> None:
+    async def main() -> None:
+        async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
+            process = s.app.process
+            for _ in range(3):
+                await post(s, BODY)
+            process.take_sample()
+            history = (await client.get("/view")).json()["history"]
+            assert {len(column) for column in history.values()} == {len(history["time"])}
+            assert sum(history["answered"]) > 0
+            assert max(p99 or 0.0 for p99 in history["ttft_p99"]) > 0
+            later = {"since": history["time"][-1]}
+            newer = (await client.get("/view", params=later)).json()["history"]["time"]
+            assert all(time > later["since"] for time in newer)
+            assert (await client.get("/view?since=yesterday")).status_code == 400
+
+    uvloop.run(main())
+
+
+def test_kv_that_instances_have_received_is_named_by_pair() -> None:
+    async def main() -> None:
+        health = HealthConfig(interval_s=0.02)
+        async with stand(health=health) as s, httpx.AsyncClient(base_url=s.url) as client:
+            sender = f"engine-{s.prefills[0].name}"
+            received = {sender: 100, f"{sender}-dp1": 20, "engine-of-yesterday": 3}
+            s.decodes[0].behaviour.bytes_received = received
+            s.prefills[0].behaviour.bytes_received = {"some": "other engine's"}
+            wanted = {(s.prefills[0].url, s.decodes[0].url): 120, ("(gone)", s.decodes[0].url): 3}
+            found: dict[tuple[str, str], int] = {}
+            for _ in range(1500):
+                s.app.process.take_sample()
+                pairs = (await client.get("/view")).json()["pairs"]
+                found = {(pair["sender"], pair["receiver"]): pair["bytes"] for pair in pairs}
+                if found == wanted:
+                    break
+                await asyncio.sleep(0.02)
+            assert found == wanted
+
+    uvloop.run(main())
+
+
+def test_what_was_refused_is_counted_by_reason() -> None:
+    async def main() -> None:
+        async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
+            s.app.process.router.metrics.requests.add("/v1/completions", "429")
+            s.app.process.router.metrics.rate_limited.add("team", "tokens")
+            s.app.process.router.metrics.requests.add("/v1/completions", "429")
+            assert (await client.get("/view")).json()["refusals"] == [
+                {"what": "429 at /v1/completions", "count": 2},
+                {"what": "API key team over its limit of tokens", "count": 1},
+            ]
+
+    uvloop.run(main())
+
+
 def test_the_page_is_self_contained() -> None:
     async def main() -> None:
         async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
             page = await client.get("/")
             assert page.headers["content-type"] == "text/html; charset=utf-8"
-            assert "http://" not in page.text
+            loads_from = page.text.replace("http://www.w3.org/2000/svg", "")  # a name
+            assert "http://" not in loads_from
             assert "https://" not in page.text
             view = (await client.get("/view")).json()
             assert [instance["state"] for instance in view["instances"]] == ["up", "up"]
-            assert len(view["first_token"]["counts"]) == len(view["first_token"]["bounds"]) + 1
+            assert view["objectives"] == {"ttft": None, "tbt": None}
 
     uvloop.run(main())

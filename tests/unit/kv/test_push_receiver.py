@@ -14,7 +14,7 @@ from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal.kv.layout import make_layout
 from mooncake_kv.connector import Event, LoadEnded
-from mooncake_kv.connector_scheduler import ConnectorContext
+from mooncake_kv.connector_scheduler import MAX_SENDERS, BytesByPeer, ConnectorContext
 from mooncake_kv.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
 from mooncake_kv.handshake import InstanceMetadata, RankMetadata
 from mooncake_kv.metaserver_client import Metaserver
@@ -89,6 +89,7 @@ class Desk:
             drain_s=DRAIN_S,
             clock=lambda: self.now,
         )
+        self.received = context.received
         self.side = PushReceiver(context, self._inquire, post_nowhere, max_load_s=MAX_LOAD_S)
         self.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-1", tp_size, hosts[0])))
 
@@ -145,6 +146,18 @@ def test_an_exact_push_ends_the_load_with_the_first_token(desk: Desk) -> None:
     assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
     assert desk.events == [LoadEnded("r", None, FIRST)]
     assert desk.side.counts.nbytes == 10 * TOKEN_BYTES
+    assert desk.received.snapshot() == {"p-1": 10 * TOKEN_BYTES}
+
+
+def test_bytes_are_counted_for_the_latest_senders() -> None:
+    received = BytesByPeer()
+    for number in range(MAX_SENDERS + 1):
+        received.add("oldest, and still sending", 1)
+        received.add(f"p-{number}", 1)
+    found = received.snapshot()
+    assert len(found) == MAX_SENDERS
+    assert found["oldest, and still sending"] == MAX_SENDERS + 1
+    assert "p-1" not in found
 
 
 def test_a_repeated_ending_is_answered_alike_and_changes_nothing(desk: Desk) -> None:

@@ -49,8 +49,8 @@ def test_adapters_are_refused_in_words(client: AsgiClient, path: str) -> None:
 def test_health_names_the_peers_that_do_not_fit(client: AsgiClient, engine: FakeEngine) -> None:
     alone = {"status": "ok", "role": "both", "data_parallel_size": 1}
     assert client.get("/health").json() == alone
-    engine.known_pairing = CompatibilityReport("me", ("her", "him"))
-    peers = {"engine_id": "me", "refused_peers": ["her", "him"]}
+    engine.known_pairing = CompatibilityReport("me", ("her", "him"), {"them": 4096})
+    peers = {"engine_id": "me", "refused_peers": ["her", "him"], "bytes_received": {"them": 4096}}
     assert client.get("/health").json() == alone | peers
 
 
