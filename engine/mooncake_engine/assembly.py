@@ -170,6 +170,7 @@ class _Links:
     they talk to their halves beside the ranks."""
 
     engine_id: str
+    dp_rank: int
     messages: ExtensionMessages
     connector: SchedulerConnector | None
     pool: SchedulerPool | None
@@ -213,7 +214,7 @@ def _open_links(
         messages.add(POOL_EXTENSION, pool.on_rank_message)
     if connector is not None:
         messages.add(EXTENSION, connector.on_rank_message)
-    return _Links(engine_id, messages, connector, pool)
+    return _Links(engine_id, dp_rank, messages, connector, pool)
 
 
 def _engine_info(infos: Sequence[ExecutorInfo], engine_id: str) -> EngineInfo:
@@ -271,7 +272,7 @@ def _make_core(
 ) -> EngineCore:
     config = plan.config
     return EngineCore(
-        _make_scheduler(config, executor.info, links.connector, links.pool),
+        _make_scheduler(config, executor.info, links.connector, links.pool, links.dp_rank),
         executor,
         links.connector,
         steps_in_flight=config.steps_in_flight,
@@ -356,15 +357,15 @@ def _block_bytes(plan: EnginePlan) -> int:
     return sum(block_bytes((plan.geometry,), (shard,), tokens) for shard in shards)
 
 
-def _make_kv_events(config: EngineConfig, block_size: int) -> KVEventLog | None:
-    """What the pool of blocks reports to.
+def _make_kv_events(config: EngineConfig, block_size: int, dp_rank: int) -> KVEventLog | None:
+    """What the pool of blocks of a data-parallel rank reports to.
 
     Raises:
         KVConfigError: the addresses can't be used.
     """
     if config.kv_events is None or not config.kv_events.is_published:
         return None
-    publisher = KVEventPublisher(config.kv_events)
+    publisher = KVEventPublisher(config.kv_events, dp_rank=dp_rank)
     logger.info("KV events at %s", publisher.endpoint)
     endpoints = KVEventEndpoints(publisher.endpoint, publisher.replay_endpoint)
     return KVEventLog(publisher.publish, block_size, publisher.close, endpoints)
@@ -375,6 +376,7 @@ def _make_scheduler(
     info: ExecutorInfo,
     connector: SchedulerConnector | None,
     pool: SchedulerPool | None,
+    dp_rank: int,
 ) -> Scheduler:
     policy = config.kv_transfer.load_failure if config.kv_transfer else LoadFailurePolicy.RECOMPUTE
     speculation = config.speculation
@@ -407,7 +409,7 @@ def _make_scheduler(
         info.block_size,
         prefix_caching=config.prefix_caching,
         num_host_blocks=info.num_host_blocks,
-        events=_make_kv_events(config, info.block_size),
+        events=_make_kv_events(config, info.block_size, dp_rank),
     )
     return Scheduler(limits, blocks, connector, pool)
 

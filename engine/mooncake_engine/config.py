@@ -485,9 +485,10 @@ class EngineConfig:
     def _check_data_parallel(self) -> None:
         if self.dp_size == 1:
             return
+        if self.kv_events is not None and (why := self.kv_events.why_crowded(self.dp_size)):
+            raise ConfigError(why)
         others = {
             "kv_pool": self.kv_pool is not None,
-            "kv_events": self.kv_events is not None,
             "executor ray": self.executor is ExecutorKind.RAY,
         }
         for name, is_set in others.items():

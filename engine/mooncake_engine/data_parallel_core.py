@@ -123,8 +123,9 @@ class DataParallelCore:
         return CompatibilityReport(reports[0].engine_id, tuple(refused), dict(received))
 
     def kv_event_endpoints(self) -> KVEventEndpoints | None:
-        """As ``EngineCore.kv_event_endpoints``."""
-        return self._cores[0].kv_event_endpoints()
+        """As ``EngineCore.kv_event_endpoints``, of each rank."""
+        first, *others = [core.kv_event_endpoints() for core in self._cores]
+        return first and replace(first, other_dp_ranks=tuple(each for each in others if each))
 
     def topology(self) -> Topology | None:
         """As ``EngineCore.topology``: of the first rank, and how many there are."""

@@ -3,18 +3,20 @@
 A PUB socket sends three frames: topic, sequence number (8 bytes, big-endian), msgpack of
 ``[ts, events, data_parallel_rank]``, each event a map with a ``type`` (vLLM since 0.24; read by
 Dynamo, llm-d and mooncake-conductor). A ROUTER socket sends the last batches again to whoever asks
-with a sequence number.
+with a sequence number. Each data-parallel rank has both for itself, at ports that its number is
+added to.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 import msgspec
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.05
 _REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 _KEY_MASK = (1 << 64) - 1
+_NUMBERED = re.compile(r"(tcp://.*:)(\d+)$")
 MEDIUM_GPU = "GPU"
 """The device's memory, whatever device it is: the field's word."""
 
@@ -72,6 +75,26 @@ class KVEventsConfig:
     def is_published(self) -> bool:
         """Whether anything is sent."""
         return self.enable_kv_cache_events and self.publisher is not EventPublisherKind.NULL
+
+    def of_dp_rank(self, dp_rank: int) -> KVEventsConfig:
+        """The same for a data-parallel rank, with addresses of its own, as vLLM numbers them."""
+        replay = self.replay_endpoint
+        return replace(
+            self,
+            endpoint=_of_dp_rank(self.endpoint, dp_rank),
+            replay_endpoint=None if replay is None else _of_dp_rank(replay, dp_rank),
+        )
+
+    def why_crowded(self, dp_size: int) -> str | None:
+        """What is wrong with ports that two of so many ranks would take; None if none are."""
+        first, second = _port(self.endpoint), _port(self.replay_endpoint or "")
+        if first is None or second is None or abs(int(first) - int(second)) >= dp_size:
+            return None
+        return (
+            f"--kv-events-config has endpoint at port {first} and replay_endpoint at {second}, and "
+            f"each of {dp_size} data-parallel ranks takes the next port of both: keep them "
+            f"{dp_size} apart"
+        )
 
 
 def read_kv_events_config(text: str) -> KVEventsConfig:
@@ -132,11 +155,18 @@ class AllBlocksCleared(_Event, frozen=True):
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class KVEventEndpoints(msgspec.Struct, frozen=True):
-    """Where an instance publishes, as its health says it; a wildcard means the instance's host."""
+class KVEventEndpoints(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where an instance publishes, as its health says it; a wildcard means the instance's host.
+
+    Args:
+        endpoint: of the PUB socket.
+        replay_endpoint: of the ROUTER socket, if there is one.
+        other_dp_ranks: of data-parallel ranks from the second one on.
+    """
 
     endpoint: str
     replay_endpoint: str | None = None
+    other_dp_ranks: tuple[KVEventEndpoints, ...] = ()
 
 
 def event_key(digest: bytes) -> int:
@@ -144,9 +174,9 @@ def event_key(digest: bytes) -> int:
     return int.from_bytes(digest, "big") & _KEY_MASK
 
 
-def encode_batch(events: Sequence[KVEvent], published_at: float) -> bytes:
+def encode_batch(events: Sequence[KVEvent], published_at: float, dp_rank: int = 0) -> bytes:
     """The third frame."""
-    return msgspec.msgpack.encode([published_at, events, 0])
+    return msgspec.msgpack.encode([published_at, events, dp_rank])
 
 
 class KVEventLog:
@@ -240,12 +270,17 @@ class KVEventPublisher:
     Args:
         config: where to publish.
         clock: seconds since the epoch, for the batches' time stamps.
+        dp_rank: the data-parallel rank whose blocks they are.
 
     Raises:
         KVConfigError: an address can't be used.
     """
 
-    def __init__(self, config: KVEventsConfig, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, config: KVEventsConfig, clock: Callable[[], float] = time.time, dp_rank: int = 0
+    ) -> None:
+        config = config.of_dp_rank(dp_rank)
+        self._dp_rank = dp_rank
         self.num_dropped = 0
         self._topic = config.topic.encode()
         self._clock = clock
@@ -292,7 +327,7 @@ class KVEventPublisher:
             raise KVConfigError(f"KV events can't be published: {self._failure}")
         sequence, self._sequence = self._sequence, self._sequence + 1
         try:
-            self._queue.put_nowait((sequence, encode_batch(events, self._clock())))
+            self._queue.put_nowait((sequence, encode_batch(events, self._clock(), self._dp_rank)))
         except queue.Full:
             self.num_dropped += 1
             if self.num_dropped == 1:
@@ -341,6 +376,21 @@ class KVEventPublisher:
                 number = sequence.to_bytes(8, "big")
                 replay.send_multipart((client, b"", self._topic, number, payload))
         replay.send_multipart((client, b"", b"", _REPLAY_END, b""))
+
+
+def _port(address: str) -> str | None:
+    """Of a TCP address; None if the system chooses it, or there is none."""
+    found = _NUMBERED.match(address)
+    return None if found is None or found[2] == "0" else found[2]
+
+
+def _of_dp_rank(address: str, dp_rank: int) -> str:
+    if not dp_rank:
+        return address
+    if address.startswith("tcp://"):
+        port = _port(address)
+        return address if port is None else f"{address[: -len(port)]}{int(port) + dp_rank}"
+    return f"{address}_dp{dp_rank}"
 
 
 def _is_bound(endpoint: str) -> bool:

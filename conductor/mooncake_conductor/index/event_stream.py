@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
-from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.kv_event_messages import (
     AllCleared,
@@ -52,6 +52,25 @@ class StreamStats:
     num_skipped: int = 0
 
 
+class ChunkHoldings(Protocol):
+    """Where a stream says what its publisher holds: the index, or an instance's part of it."""
+
+    def stored(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
+        """It holds these chunks now."""
+
+    def removed(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
+        """It no longer holds these chunks in that tier."""
+
+    def cleared(self, slot: int) -> None:
+        """It holds nothing any more."""
+
+    def set_healthy(self, slot: int, is_healthy: bool) -> None:
+        """Whether its events have arrived without a gap."""
+
+    def digest(self, slot: int, tier: Tier) -> tuple[int, int]:
+        """``(number of chunks, XOR of their keys)`` that it holds."""
+
+
 class EventStream:
     """Applies one publisher's batches to the index, each once and in order.
 
@@ -64,7 +83,9 @@ class EventStream:
         blocks: turns its hashes into keys; None if these are the index's own.
     """
 
-    def __init__(self, index: ChunkIndex, slot: int, blocks: PublishedBlocks | None = None) -> None:
+    def __init__(
+        self, index: ChunkHoldings, slot: int, blocks: PublishedBlocks | None = None
+    ) -> None:
         self.state = StreamState.HEALTHY
         self.stats = StreamStats()
         self._index = index

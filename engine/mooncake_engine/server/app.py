@@ -275,7 +275,7 @@ class PlainEndpoints:
         pairing = engine.pairing()
         peers = {} if pairing is None else msgspec.structs.asdict(pairing)
         if (events := engine.kv_event_endpoints()) is not None:
-            peers["kv_events"] = msgspec.structs.asdict(events)
+            peers["kv_events"] = msgspec.to_builtins(events)
         stats = engine.stats()
         if (pool := stats.kv_pool) is not None:
             peers["kv_pool"] = {"saved": pool.num_saved_chunks, "found": pool.num_found_chunks}

@@ -89,6 +89,8 @@ class KVEventEndpoints(Struct, frozen=True):
 
     endpoint: str
     replay_endpoint: str | None = None
+    # Of its data-parallel ranks from the second one on.
+    other_dp_ranks: tuple[KVEventEndpoints, ...] = ()
 
     def seen_from(self, host: str) -> KVEventEndpoints:
         """The same for somebody who reaches the instance at `host`."""
@@ -96,6 +98,7 @@ class KVEventEndpoints(Struct, frozen=True):
         return KVEventEndpoints(
             _WILDCARD.sub(host, self.endpoint),
             None if replay is None else _WILDCARD.sub(host, replay),
+            tuple(rank.seen_from(host) for rank in self.other_dp_ranks),
         )
 
 

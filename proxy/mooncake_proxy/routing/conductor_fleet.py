@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,11 @@ from mooncake_conductor.cost.link_calendar import Fetch
 from mooncake_conductor.cost.online_fit import RunningQuantile
 from mooncake_conductor.errors import ConductorConfigError
 from mooncake_conductor.fleet import Fleet, InstanceSpec, Role as FleetRole
-from mooncake_conductor.index.event_stream import EventStream
+from mooncake_conductor.index.event_stream import ChunkHoldings, EventStream
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, Keys
 from mooncake_conductor.index.published_blocks import PublishedBlocks
+from mooncake_conductor.index.rank_holdings import RankHoldings
 from mooncake_conductor.policies.situation import RoutingRequest
 from mooncake_conductor.reservations import ReservationEvent
 from mooncake_conductor.shared_reservations import ReservationChange, ReservationExchange
@@ -34,7 +35,13 @@ from mooncake_conductor.slo_admission import AdmissionMode, Objectives, Verdict,
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.pool.device_classes import costs_of
-from mooncake_proxy.pool.instances import Instance, InstancePool, Role, StoreLocation
+from mooncake_proxy.pool.instances import (
+    Instance,
+    InstancePool,
+    KVEventEndpoints,
+    Role,
+    StoreLocation,
+)
 
 if TYPE_CHECKING:
     from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, KVEventFeed
@@ -87,6 +94,14 @@ class RoutedRequest:
 
 
 @dataclass(slots=True)
+class _PublisherStream:
+    """What a publisher says, and how many replays were asked for and have not ended."""
+
+    events: EventStream
+    num_replays: int
+
+
+@dataclass(slots=True)
 class _SlotEntry:
     """An instance in its slot."""
 
@@ -94,9 +109,11 @@ class _SlotEntry:
     role: Role
     # What it is believed to hold, until it publishes events.
     believed: ChunkCache | None
-    # What it publishes, once it does, and replays that were asked for and have not ended.
-    events: EventStream | None = None
-    num_replays: int = 0
+    # What it publishes, once it does, by the name of the publisher: its own, and those of its
+    # further data-parallel ranks.
+    streams: dict[str, _PublisherStream] = field(default_factory=dict)
+    # What each of them holds, if there are several.
+    ranks: RankHoldings | None = None
     # When it last answered a prefill: what it took for the next began no sooner.
     free_at: float = 0.0
 
@@ -130,6 +147,8 @@ class ConductorFleet:
         self.conductor = Conductor(fleet, settings, rng)
         self._entries: dict[int, _SlotEntry] = {}
         self._slots: dict[str, int] = {}
+        # Whose events are followed, by the name of the publisher.
+        self._publishers: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._version = -1
         self.exchange = ReservationExchange(
@@ -167,28 +186,34 @@ class ConductorFleet:
                 slot, sends=use is not None and use.store is not None, fetches=use is not None
             )
             endpoints = entry.instance.kv_events
-            if endpoints is not None and entry.events is None:
-                entry.events = EventStream(self.conductor.index, slot, PublishedBlocks())
-                entry.num_replays = int(endpoints.replay_endpoint is not None)
-                self._feed().follow(entry.instance.name, endpoints)
+            if endpoints is not None and not entry.streams:
+                self._follow_events(slot, entry, endpoints)
 
     def take_events(self, delivery: KVEventDelivery) -> None:
         """Apply what an instance has published."""
-        slot = self._slots.get(delivery.name)
-        entry = None if slot is None else self._entries[slot]
-        if slot is None or entry is None or entry.events is None:
+        slot = self._publishers.get(delivery.name)
+        if slot is None:
             return  # it has left meanwhile
+        entry = self._entries[slot]
+        stream = entry.streams[delivery.name]
         if delivery.batches and entry.believed is not None:
             entry.believed = None  # known from now on
             self.conductor.index.cleared(slot)
-        wanted = [entry.events.receive(*numbered) for numbered in delivery.batches]
-        entry.num_replays -= delivery.num_replays_ended
-        if delivery.num_replays_ended and entry.num_replays <= 0 and not any(wanted):
-            wanted.append(entry.events.replay_ended())
+        wanted = [stream.events.receive(*numbered) for numbered in delivery.batches]
+        stream.num_replays -= delivery.num_replays_ended
+        if delivery.num_replays_ended and stream.num_replays <= 0 and not any(wanted):
+            wanted.append(stream.events.replay_ended())
         for request in wanted:
             if request is not None:
-                entry.num_replays += 1
+                stream.num_replays += 1
                 self._feed().replay(delivery.name, request.start)
+
+    def cached_on_ranks(self, instance: Instance, keys: Keys) -> list[int]:
+        """By data-parallel rank, how many of a prompt's first tokens it has, as far as ranks
+        publish it; empty if they don't."""
+        slot = self._slots.get(instance.name)
+        ranks = None if slot is None else self._entries[slot].ranks
+        return [] if ranks is None else [n * CHUNK_TOKENS for n in ranks.leading_chunks(keys)]
 
     def place(
         self,
@@ -376,6 +401,20 @@ class ConductorFleet:
         self._entries[slot] = _SlotEntry(instance, role, believed)
         self._slots[instance.name] = slot
 
+    def _follow_events(self, slot: int, entry: _SlotEntry, endpoints: KVEventEndpoints) -> None:
+        """Begin with all that an instance publishes."""
+        published = (endpoints, *endpoints.other_dp_ranks)
+        holdings: Sequence[ChunkHoldings] = (self.conductor.index,)
+        if len(published) > 1:
+            entry.ranks = RankHoldings(self.conductor.index, len(published))
+            holdings = entry.ranks.ranks
+        for number, (each, held) in enumerate(zip(published, holdings, strict=True)):
+            name = f"{entry.instance.name}#{number}" if number else entry.instance.name
+            events = EventStream(held, slot, PublishedBlocks())
+            entry.streams[name] = _PublisherStream(events, int(each.replay_endpoint is not None))
+            self._publishers[name] = slot
+            self._feed().follow(name, each)
+
     def _expect_costs(self, instance: Instance) -> None:
         """Those of its devices, once it has published what it runs on: a fleet may mix classes."""
         slot, costs = (
@@ -387,8 +426,9 @@ class ConductorFleet:
 
     def _leave(self, slot: int, now: float) -> None:
         entry = self._entries.pop(slot)
-        if entry.events is not None:
-            self._feed().leave(entry.instance.name)
+        for name in entry.streams:
+            self._feed().leave(name)
+            del self._publishers[name]
         del self._slots[entry.instance.name]
         lost = self.conductor.remove(slot, now)
         logger.info("%s is gone: %d reservations released", entry.instance.name, len(lost))

@@ -111,6 +111,13 @@ class ConductorRouting:
             routed.outcome |= {"prefill_s": now - began, "num_reused": num_cached}
             self._check(fleet.prefilled(routed, now))
 
+    def cached_on_ranks(self, context: RequestContext, instance: Instance) -> list[int]:
+        """By data-parallel rank of an instance, how many of the prompt's first tokens it has, as
+        far as ranks publish it; empty if they don't."""
+        if (routed := context.routed) is None:
+            return []
+        return routed.fleet.cached_on_ranks(instance, routed.request.keys)
+
     def pushed(self, context: RequestContext) -> None:
         """The prefill is done on an instance that had been told where to write the KV."""
         if (routed := context.routed) is not None:

@@ -37,6 +37,7 @@ from mooncake_proxy.routing.policies import (
     RANK_POLICIES,
     RoutingHint,
     least_loaded,
+    prefix_affinity,
 )
 from mooncake_proxy.routing.prefix_index import (
     MAX_CHARACTERS,
@@ -343,8 +344,12 @@ class RequestRouter:
         if rank is None and given is not None and not instance.has_other_ranks:
             return None
         policy = self._prefill_rank_policy if role is Role.PREFILL else self._decode_rank_policy
+        cached = context.cached_tokens or NOTHING_CACHED
+        if self.conductor is not None:
+            held = self.conductor.cached_on_ranks(context, instance)
+            policy = prefix_affinity if any(held) else None
+            cached = {rank.name: held[rank.number] for rank in ranks if rank.number < len(held)}
         if rank is None and policy is not None:
-            cached = context.cached_tokens or NOTHING_CACHED
             hint = RoutingHint(context.prompt_tokens, 0, context.session, cached)
             rank = policy(tuple(ranks), hint, self._rng)
         if rank is None:

@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import zmq
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import random_prompt, run_load, serve_all
 
+from mooncake_conductor.index.kv_event_messages import (
+    REPLAY_END,
+    BlocksStored,
+    EventBatch,
+    decode_batch,
+)
 from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core_messages import AbortRequest, AddRequest
@@ -22,7 +29,9 @@ from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.speculative_config import SpeculativeConfig
+from mooncake_kv.kv_events import KVEventsConfig
 
+LOOPBACK = "tcp://127.0.0.1:*"
 EVERY_STEP, PROMPTS = 1, 20
 """Fewest tokens of a rank in a round that is dispatched; the others' tokens go to every rank."""
 LENGTHS = (3, 90, 25, 41, 7)
@@ -126,6 +135,7 @@ def core(checkpoints: dict[str, Path]) -> Iterator[DataParallelCore]:
             threads=1,
             dtype="float32",
             swap_space_bytes=4 << 20,
+            kv_events=KVEventsConfig(True, endpoint=LOOPBACK, replay_endpoint=LOOPBACK),
             **OPTIONS,
         )
     ).core
@@ -142,6 +152,40 @@ def test_a_request_goes_to_the_rank_that_holds_its_prefix(core: DataParallelCore
     serve_all(core, [replace(request, request_id="second")])
     found = [part.prefix_cache_hits for part in core.stats().by_dp_rank]
     assert found == [hits[0], hits[1] + 48]  # three blocks of 16 before the last token
+
+
+def test_each_rank_publishes_its_own_blocks(core: DataParallelCore) -> None:
+    endpoints = core.kv_event_endpoints()
+    assert endpoints is not None
+    prompts = [random_prompt(300 + rank, 64) for rank in range(2)]
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    for rank, prompt in enumerate(prompts):
+        serve_all(core, [EngineRequest(f"e{rank}", prompt, sampling, data_parallel_rank=rank)])
+    for rank, each in enumerate((endpoints, *endpoints.other_dp_ranks)):
+        batches = replayed(each.replay_endpoint, until=prompts[rank][:16])
+        assert {batch.data_parallel_rank for batch in batches} == {rank}
+        stored = [event.token_ids[:16] for batch in batches for event in batch.events]
+        assert prompts[1 - rank][:16] not in stored
+
+
+def replayed(endpoint: str | None, until: tuple[int, ...]) -> list[EventBatch]:
+    """What a publisher has, once it has published a prompt that begins so."""
+    context = zmq.Context()
+    try:
+        client = context.socket(zmq.DEALER)
+        client.rcvtimeo = 30_000
+        client.connect(endpoint or "")
+        for _ in range(100):
+            client.send_multipart((b"", bytes(8)))
+            batches = []
+            while (frames := client.recv_multipart())[-2][:8] != REPLAY_END:
+                batches.append(decode_batch(frames[-1]))
+            stored = [event for batch in batches for event in batch.events]
+            if any(isinstance(e, BlocksStored) and e.token_ids[:16] == until for e in stored):
+                return [batch for batch in batches if batch.events]
+        raise AssertionError("the prompt was not published")
+    finally:
+        context.destroy(linger=0)
 
 
 def test_requests_are_spread_and_the_answers_to_one_prompt_stay_together(
@@ -212,6 +256,10 @@ def test_a_killed_rank_ends_all_with_its_reason(checkpoints: dict[str, Path], ep
     [
         ({"dp_size": 2, "ep_size": 3}, r"ep_size 3 was asked for with dp_size 2 and tp_size 1"),
         ({"dp_size": 0}, "dp_size must be at least 1"),
+        (
+            {"dp_size": 2, "kv_events": KVEventsConfig(True, replay_endpoint="tcp://*:5558")},
+            "keep them 2 apart",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], reason: str) -> None:

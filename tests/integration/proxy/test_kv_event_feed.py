@@ -6,10 +6,11 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import replace as replace_field
 
 import pytest
 import uvloop
+from msgspec.structs import replace
 from support.kv_publisher import FaultyPublisher
 from support.proxy_conductor import conductor_of, settings
 from support.proxy_fakes import Stand, stand
@@ -35,15 +36,21 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     raise AssertionError("it did not come about")
 
 
-def follow(s: Stand, url: str, publisher: FaultyPublisher) -> ConductorFleet:
-    """Have the proxy follow that publisher as the instance's, as its health would say it."""
+def follow(s: Stand, url: str, *publishers: FaultyPublisher) -> ConductorFleet:
+    """Have the proxy follow those publishers as the instance's ranks, as its health would say."""
     pool, fleet = s.app.router.pool, conductor_of(s).pairs
-    endpoints = KVEventEndpoints(
-        f"tcp://0.0.0.0:{publisher.port}", f"tcp://*:{publisher.replay_port}"
+    first, *others = (
+        KVEventEndpoints(f"tcp://0.0.0.0:{each.port}", f"tcp://*:{each.replay_port}")
+        for each in publishers
     )
     instance = pool.get(url)
     known = instance.compatibility
-    report = Compatibility(known.engine_id or url, known.refused_peers, endpoints)
+    report = Compatibility(
+        known.engine_id or url,
+        known.refused_peers,
+        replace(first, other_dp_ranks=tuple(others)),
+        data_parallel_size=len(publishers),
+    )
     pool.note_compatibility(instance, report)
     fleet.follow_pool(s.app.router.now())
     return fleet
@@ -119,6 +126,36 @@ def test_a_prompt_goes_to_whom_published_it_though_another_proxy_sent_it_there()
     uvloop.run(main())
 
 
+def test_a_prompt_goes_to_the_rank_that_published_it() -> None:
+    """Two ranks of one instance; what one of them gives up the other may still hold."""
+
+    async def main() -> None:
+        with (
+            closing(FaultyPublisher(6, loss=0.0)) as first,
+            closing(FaultyPublisher(7, loss=0.0)) as second,
+        ):
+            async with stand(1, 1, **settings()) as s:
+                shared, own = list(range(640)), list(range(640, 1280))
+                first.store(shared)
+                second.store(shared)
+                second.store(own)
+                fleet = follow(s, s.prefill.url, first, second)
+                known = second.keys()
+                await until(lambda: claimed(fleet, s.prefill.url, known) == known)
+                for prompt in (own, shared, list(range(2000, 2640))):
+                    assert (await post(s, BODY | {"prompt": prompt})).status_code == 200
+                ranks = [seen.headers.get("x-data-parallel-rank") for seen in s.prefill.generated]
+                assert ranks[0] == "1"
+                assert ranks[1] in ("0", "1")
+                assert ranks[2] is None, "no rank has it: the instance chooses"
+                first.clear()
+                await asyncio.sleep(0)
+                second.evict(80)
+                await until(lambda: not claimed(fleet, s.prefill.url, known))
+
+    uvloop.run(main())
+
+
 def test_an_instance_that_leaves_is_not_followed_any_longer() -> None:
     async def main() -> None:
         with closing(FaultyPublisher(5, loss=0.0)) as publisher:
@@ -143,9 +180,9 @@ def test_ports_that_are_given_go_before_what_is_published() -> None:
         async with stand(1, 1) as s:
             instance = s.app.router.pool.get(s.prefill.url)
             assert instance.kv_events is None
-            instance.become(replace(instance.spec, kv_events_port=5557))
+            instance.become(replace_field(instance.spec, kv_events_port=5557))
             assert instance.kv_events == KVEventEndpoints("tcp://127.0.0.1:5557")
-            instance.become(replace(instance.spec, kv_events_replay_port=5558))
+            instance.become(replace_field(instance.spec, kv_events_replay_port=5558))
             assert instance.kv_events is not None
             assert instance.kv_events.replay_endpoint == "tcp://127.0.0.1:5558"
 

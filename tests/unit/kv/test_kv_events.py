@@ -155,6 +155,31 @@ def test_the_config_has_vllm_s_fields_and_defaults() -> None:
 
 
 @pytest.mark.parametrize(
+    ("endpoint", "of_second"),
+    [
+        ("tcp://*:5557", "tcp://*:5559"),
+        ("tcp://[::]:5557", "tcp://[::]:5559"),
+        ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
+        ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),
+        ("ipc:///tmp/events", "ipc:///tmp/events_dp2"),
+        ("inproc://events", "inproc://events_dp2"),
+    ],
+)
+def test_each_data_parallel_rank_has_an_address_of_its_own(endpoint: str, of_second: str) -> None:
+    """As vLLM's ``ZmqEventPublisher.offset_endpoint_port`` numbers ports."""
+    config = KVEventsConfig(True, endpoint=endpoint, replay_endpoint=endpoint)
+    assert config.of_dp_rank(0) == config
+    assert config.of_dp_rank(2).endpoint == config.of_dp_rank(2).replay_endpoint == of_second
+
+
+def test_ports_that_ranks_would_share_are_refused() -> None:
+    config = KVEventsConfig(True, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5559")
+    assert config.why_crowded(2) is None
+    assert "keep them 3 apart" in (config.why_crowded(3) or "")
+    assert KVEventsConfig(True, replay_endpoint=LOOPBACK).why_crowded(9) is None
+
+
+@pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("yes", "wants JSON like"),
