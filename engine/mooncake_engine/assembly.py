@@ -41,7 +41,12 @@ from mooncake_engine.kv_connector import (
     settle_addresses,
 )
 from mooncake_engine.messages import EngineInfo
-from mooncake_engine.pool_connector import EXTENSION as POOL_EXTENSION, SchedulerPool, check_pool
+from mooncake_engine.pool_connector import (
+    EXTENSION as POOL_EXTENSION,
+    SchedulerPool,
+    check_pool,
+    open_stores,
+)
 from mooncake_engine.scheduling.scheduler import Scheduler
 from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
 from mooncake_engine.step_watchdog import StepWatch
@@ -60,6 +65,7 @@ from mooncake_kv.handshake import InstanceMetadata
 from mooncake_kv.kv_events import KVEventEndpoints, KVEventLog, KVEventPublisher
 from mooncake_kv.model_fingerprint import ModelFingerprint, model_fingerprint
 from mooncake_kv.numerics import Numerics
+from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.store.chunk_keys import KVIdentity
 
 logger = logging.getLogger(__name__)
@@ -140,8 +146,12 @@ def start_engine(
     engine_id = f"{config.role.value}-{secrets.token_hex(8)}"
     watch = watch or StepWatch(config.step_timeout_s)
     with ExitStack() as cleanup:
+        stores = None
+        if config.kv_pool is not None:
+            stores = open_stores(config.kv_pool, registry, engine_id)
+            cleanup.callback(stores.close)
         links = [
-            _open_links(plan, registry, dp_engine_id(engine_id, dp_rank), dp_rank, cleanup)
+            _open_links(plan, stores, dp_engine_id(engine_id, dp_rank), dp_rank, cleanup)
             for dp_rank in range(config.dp_size)
         ]
         options = [link.executor_options(progress, registry) for link in links]
@@ -203,11 +213,11 @@ class _Links:
 
 
 def _open_links(
-    plan: EnginePlan, registry: Registry, engine_id: str, dp_rank: int, cleanup: ExitStack
+    plan: EnginePlan, stores: PoolStores | None, engine_id: str, dp_rank: int, cleanup: ExitStack
 ) -> _Links:
     config, messages = plan.config, ExtensionMessages()
     connector = None if config.kv_transfer is None else SchedulerConnector(config, dp_rank)
-    pool = _open_pool(plan, registry, engine_id)
+    pool = None if stores is None else _open_pool(plan, stores)
     # a step waits for what it loads before it lets go of what it has computed
     if pool is not None:
         cleanup.callback(pool.close)
@@ -320,11 +330,10 @@ def _fingerprint(plan: EnginePlan) -> ModelFingerprint:
         raise CheckpointError(str(exc)) from exc
 
 
-def _open_pool(plan: EnginePlan, registry: Registry, engine_id: str) -> SchedulerPool | None:
-    """The KVCache pool, if it was asked for."""
+def _open_pool(plan: EnginePlan, stores: PoolStores) -> SchedulerPool:
+    """A data-parallel rank's use of the KVCache pool."""
     config = plan.config
-    if config.kv_pool is None:
-        return None
+    assert config.kv_pool is not None, "there are stores"
     model = _fingerprint(plan)
     settings = json.dumps([model.settings, str(plan.geometry)], sort_keys=True)
     identity = KVIdentity(
@@ -334,14 +343,7 @@ def _open_pool(plan: EnginePlan, registry: Registry, engine_id: str) -> Schedule
         model.settings["quantization"],
         model.settings["rope"],
     )
-    return SchedulerPool(
-        config.kv_pool,
-        registry,
-        identity,
-        plan.geometry,
-        num_ranks=config.num_ranks,
-        name=engine_id,
-    )
+    return SchedulerPool(config.kv_pool, stores, identity, plan.geometry, config.num_ranks)
 
 
 def _rounding(config: EngineConfig, found: Capabilities, generation: str) -> dict[str, str]:

@@ -487,16 +487,11 @@ class EngineConfig:
             return
         if self.kv_events is not None and (why := self.kv_events.why_crowded(self.dp_size)):
             raise ConfigError(why)
-        others = {
-            "kv_pool": self.kv_pool is not None,
-            "executor ray": self.executor is ExecutorKind.RAY,
-        }
-        for name, is_set in others.items():
-            if is_set:
-                raise ConfigError(
-                    f"dp_size {self.dp_size} was asked for with {name}, which does not go together "
-                    "yet: leave one of them out"
-                )
+        if self.executor is ExecutorKind.RAY:
+            raise ConfigError(
+                f"dp_size {self.dp_size} was asked for with executor ray, which does not go "
+                "together yet: leave one of them out"
+            )
 
     def _check_scheduling(self) -> None:
         for name in ("swap_space_bytes", "scheduler_delay_factor", "redundant_experts"):

@@ -280,7 +280,9 @@ def total_stats(parts: Sequence[EngineStats]) -> EngineStats:
         kv_byte_seconds=_summed([part.kv_byte_seconds for part in parts]),
         kv_transfer=_summed([part.kv_transfer for part in parts]),
         speculation=_total_speculation([part.speculation for part in parts if part.speculation]),
+        kv_pool=_total_pool([part.kv_pool for part in parts if part.kv_pool]),
         experts=_total_experts([part.experts for part in parts if part.experts]),
+        pool_home=parts[0].pool_home,
         by_dp_rank=tuple(parts),
     )
 
@@ -306,6 +308,10 @@ def _total_speculation(parts: Sequence[SpeculationStats]) -> SpeculationStats | 
         sum(part.num_draft_tokens for part in parts),
         tuple(sum(counts) for counts in accepted),
     )
+
+
+def _total_pool(parts: Sequence[PoolStats]) -> PoolStats | None:
+    return sum(parts[1:], parts[0]) if parts else None
 
 
 def _total_experts(parts: Sequence[ExpertLoad]) -> ExpertLoad | None:

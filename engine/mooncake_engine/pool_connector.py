@@ -41,33 +41,37 @@ def check_pool(config: KVPoolConfig, block_size: int) -> None:
         )
 
 
+def open_stores(config: KVPoolConfig, registry: Registry, name: str) -> PoolStores:
+    """The stores of an instance of that name.
+
+    Raises:
+        ConfigError: a store can't be had as asked.
+    """
+    with engine_errors():
+        return PoolStores(config, registry, name)
+
+
 class SchedulerPool:
     """The pool, as the scheduler and the core hold it; see ``ChunkPool``.
 
     Args:
-        config: which stores.
-        registry: of transports.
+        config: of the pool.
+        stores: of the instance, opened; data-parallel ranks share them. They are closed with the
+            first of these, when all ranks have ended.
         identity: of this model's KV.
         geometry: the same.
-        num_ranks: of the instance.
-        name: of the instance, for the stores' logs.
-
-    Raises:
-        ConfigError: a store can't be had as asked.
+        num_ranks: of the data-parallel rank whose pool it is.
     """
 
     def __init__(
         self,
         config: KVPoolConfig,
-        registry: Registry,
+        stores: PoolStores,
         identity: KVIdentity,
         geometry: KVGeometry,
-        *,
         num_ranks: int,
-        name: str,
     ) -> None:
-        with engine_errors():
-            self._stores = stores = PoolStores(config, registry, name)
+        self._stores = stores
         self.chunk_tokens = config.chunk_tokens
         self.always_loads = config.always_loads
         self.num_layers = geometry.layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from mooncake_kv.store.chunk_store import CopyTerms, Tier
@@ -208,6 +208,18 @@ class PoolStats:
             num_prefix_hints=dict(self.num_prefix_hints),
             num_save_refusals=dict(self.num_save_refusals),
         )
+
+    def __add__(self, other: PoolStats) -> PoolStats:
+        """What two users of one pool have counted together."""
+        total = {}
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, dict):
+                names = dict.fromkeys((*mine, *theirs))
+                total[each.name] = {n: mine.get(n, 0) + theirs.get(n, 0) for n in names}
+            else:
+                total[each.name] = mine + theirs
+        return PoolStats(**total)
 
     @property
     def overlap_ratio(self) -> float:

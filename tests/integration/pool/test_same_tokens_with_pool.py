@@ -2,10 +2,11 @@
 
 import pytest
 from support.checkpoints import random_model, write_checkpoint
-from support.core_runs import random_prompt
-from support.pool_engine import CHUNK, SETTINGS, ask, engine, forget, two_turns
+from support.core_runs import random_prompt, serve_all
+from support.pool_engine import CHUNK, GREEDY, SETTINGS, ask, engine, forget, settle, two_turns
 from support.store_process import SECRET, StoreProcess
 
+from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_kv.config import KVTransferConfig
@@ -55,6 +56,39 @@ def test_models(models, family):
 )
 def test_settings(models, options):
     _compare(models("llama"), **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp_size"),
+    [("qwen3_moe", 1), pytest.param("deepseek_v3", 2, marks=pytest.mark.slow)],
+)
+def test_what_a_data_parallel_rank_saves_another_loads(models, family, tp_size):
+    """The ranks share experts, too: one computes while the other waits for layers."""
+    first, other = random_prompt(11, 200), random_prompt(12, 90)
+    with engine(models(family), None) as core:
+        plain = [_on_ranks(core, {0: prompt}) for prompt in (first, other, other, first)]
+    divided = {"dp_size": 2, "tp_size": tp_size, "ep_size": 2, "ep_dispatch_min_tokens": 20}
+    with engine(models(family), **divided) as core:
+        pooled = _on_ranks(core, {0: first, 1: other})
+        settle(core)
+        forget(core)
+        swapped = _on_ranks(core, {0: other, 1: first})
+        by_rank = [rank.kv_pool.num_loaded_chunks for rank in core.stats().by_dp_rank]
+        total = core.stats().kv_pool
+        core.check_integrity()
+    assert [*pooled, *swapped] == [answer for answers in plain for answer in answers]
+    assert by_rank == [90 // CHUNK, 200 // CHUNK]
+    assert (total.num_loaded_chunks, total.num_failed_loads) == (sum(by_rank), 0)
+
+
+def _on_ranks(core, prompts):
+    """Answers to one prompt on each of some ranks, all at once."""
+    requests = [
+        EngineRequest(f"r{rank}", prompt, GREEDY, data_parallel_rank=rank)
+        for rank, prompt in prompts.items()
+    ]
+    answers = serve_all(core, requests).answers
+    return [answers[request.request_id] for request in requests]
 
 
 def test_answers_of_one_prompt(models):
