@@ -53,6 +53,8 @@ class AdmissionQueue:
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
+        # Whether there are turns at all, which costs decide about.
+        self.is_bounded = config.max_running > 0
         self._turns: dict[str, _Turns] = {}
         # Of who was served last: one that comes back to an empty queue has no credit from before.
         self._last_served = 0.0
@@ -61,12 +63,13 @@ class AdmissionQueue:
 
     def enter(self, tenant: Tenant = NO_KEY, cost: float = 1.0) -> bool:
         """Admit at once if there is room; if not, call `queue`."""
-        limit = self._config.max_running
-        if limit and (self.num_running >= limit or self.num_waiting):
+        if not self.is_bounded:
+            self.num_running += 1
+            return True
+        if self.num_running >= self._config.max_running or self.num_waiting:
             return False
         self.num_running += 1
-        if limit:
-            self._charge(self._turns_of(tenant), cost)
+        self._charge(self._turns_of(tenant), cost)
         return True
 
     def leave(self) -> None:

@@ -340,6 +340,7 @@ class ProxyApplication:
 
     async def _generate(self, request: HttpRequest, endpoint: OpenAIEndpoint) -> None:
         active = _ActiveRequest(request, request_id_of(request.headers), self.router.now())
+        admission = self.admission
         try:
             tenant = self._check_key(request) if self.config.api_keys else None
             if self.process.is_draining:
@@ -354,39 +355,31 @@ class ProxyApplication:
                 self.process.tenants.begin(tenant, context)
             router.budget.deposit()
             share: Tenant = NO_KEY if tenant is None else tenant
-            if not self.admission.enter(share, context.cost_tokens):
+            if not admission.enter(share, context.cost_tokens if admission.is_bounded else 0):
                 await self._wait_in_queue(context, share)
             try:
                 await self._flow(router, context)
             finally:
-                self.admission.leave()
+                admission.leave()
                 if router.conductor is not None:
                     router.conductor.ended(context)
             if self.router.suspects:
                 self.router.suspects.clear(context.client_body)
         except asyncio.CancelledError:
-            self._settle(active)
             self.router.metrics.disconnects.add(_stage_of(active.context))
             request.status = CLIENT_LEFT
-            self._log_access(active, None)
+            self._end(active, self.router.now() - active.arrival, None)
             raise
         except ProxyError as error:
-            self._settle(active)
             self._answer_error(active, error)
             self._account(active, error)
         else:
-            self._settle(active)
             self._account(active, None)
 
     def _check_key(self, request: HttpRequest) -> ApiKey | None:
         """Unauthorized without a key; what the keys file says of this one."""
         check_key(request.headers, self.config.api_keys)
         return self.process.tenants.of(request.headers)
-
-    def _settle(self, active: _ActiveRequest) -> None:
-        """The request is over: a key gets back what it did not use."""
-        if active.context is not None and active.context.tenant is not None:
-            self.process.tenants.end(active.context)
 
     def _context(self, active: _ActiveRequest, endpoint: OpenAIEndpoint) -> RequestContext:
         request, arrival = active.request, active.arrival
@@ -437,20 +430,25 @@ class ProxyApplication:
         answer_error(request, error, headers + (context.limit_headers if context else b""))
 
     def _account(self, active: _ActiveRequest, error: ProxyError | None) -> None:
-        path = active.request.target.decode("latin-1")
-        self.router.metrics.requests.add(path, str(active.request.status))
-        context = active.context
-        is_refused = 400 <= active.request.status < 500
-        if context is not None and context.streams and not is_refused:
-            self.router.judge(context, is_whole=error is None)
-        self.router.metrics.request_seconds.observe(self.router.now() - active.arrival, path)
-        self._log_access(active, error)
+        """Count a request that was answered."""
+        request, context, router = active.request, active.context, self.router
+        elapsed_s = router.now() - active.arrival
+        path = request.target.decode("latin-1")
+        router.metrics.requests.add(path, str(request.status))
+        router.metrics.request_seconds.observe(elapsed_s, path)
+        if context is not None and context.parsed.stream and not 400 <= request.status < 500:
+            router.judge(context, is_whole=error is None)
+        self._end(active, elapsed_s, error)
 
-    def _log_access(self, active: _ActiveRequest, error: ProxyError | None) -> None:
+    def _end(self, active: _ActiveRequest, elapsed_s: float, error: ProxyError | None) -> None:
+        """The request is over: a key gets back what it did not use, and it is written down."""
         request, context = active.request, active.context
-        elapsed_s = self.router.now() - active.arrival
         self.access.write(request, context, active.request_id, elapsed_s, error)
-        if context is not None and context.trace is not None:
+        if context is None:
+            return
+        if context.tenant is not None:
+            self.process.tenants.end(context)
+        if context.trace is not None:
             if context.routed is not None:
                 context.trace.note_decision(context.routed.record())
             context.trace.end(request.status, error)

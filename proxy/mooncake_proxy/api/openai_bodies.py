@@ -49,6 +49,7 @@ class ParsedRequest(Struct):
     model: str | None = None
     prompt: Raw = ABSENT
     messages: Raw = ABSENT
+    # Whether the client wants SSE.
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None

@@ -31,6 +31,7 @@ FORWARDED_UNTRACED = (*FORWARDED, b"traceparent", b"tracestate")
 TIMEOUT_HEADER = b"x-request-timeout"
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _BYTES_PER_TOKEN = 4
+_LIST_BEGINS = ord("[")
 # Requests of this `priority`, or of a larger number, are batch work: nobody waits for them.
 BATCH_PRIORITY = 1000
 
@@ -66,18 +67,6 @@ class StreamTiming:
     def begin(self, now: float) -> None:
         """The first token goes out."""
         self.first_at = self.last_at = now
-
-    def advance(self, now: float, limit_s: float) -> float | None:
-        """More goes out. The time since the last token; None where there was none."""
-        last, self.last_at = self.last_at, now
-        if last is None:
-            self.first_at = now
-            return None
-        gap = now - last
-        self.num_gaps += 1
-        if gap > limit_s:
-            self.num_late += 1
-        return gap
 
     def verdicts(
         self, arrival: float, ttft_s: float | None, tbt_s: float | None, *, is_whole: bool
@@ -145,11 +134,6 @@ class RequestContext:
     # For the log: which instances took part.
     prefiller: str = ""
     decoder: str = ""
-
-    @property
-    def streams(self) -> bool:
-        """Whether the client wants SSE."""
-        return bool(self.parsed.stream)
 
     @property
     def request_class(self) -> str:
@@ -239,7 +223,7 @@ def estimate_prompt_tokens(endpoint: OpenAIEndpoint, parsed: ParsedRequest) -> i
             raw = re.sub(rb'"data:[^"]*"', b'""', raw)
         return len(raw) // _BYTES_PER_TOKEN + 1
     prompt = memoryview(parsed.prompt)
-    if prompt[:1].tobytes() == b"[":
+    if prompt[0] == _LIST_BEGINS:
         return bytes(prompt).count(b",") + 1
     return len(prompt) // _BYTES_PER_TOKEN + 1
 

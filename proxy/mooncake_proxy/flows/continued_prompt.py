@@ -66,7 +66,7 @@ class ContinuedPrompt:
 def can_continue(context: RequestContext) -> bool:
     """Whether a D may go on from P's token as if the client had sent it."""
     parsed, fields = context.parsed, context.fields
-    if not context.streams or (parsed.n or 1) > 1 or context.record is not None:
+    if not context.parsed.stream or (parsed.n or 1) > 1 or context.record is not None:
         return False
     if parsed.return_token_ids or parsed.includes_continuous_usage:
         return False

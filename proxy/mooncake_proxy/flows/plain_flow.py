@@ -44,7 +44,7 @@ async def generate(
     payload = instance.build_post(
         context.endpoint.path, context.attempt_id, context.forward_to(instance), body
     )
-    if context.streams:
+    if context.parsed.stream:
         await _stream(router, context, instance, payload, forwarder_class)
         return
     with await instance.connections.exchange(payload, context.deadline, whole=True) as answer:
@@ -71,7 +71,7 @@ async def _stream(
         )
     else:
         forwarder = forwarder_class(context, instance.name, note_first)
-    forwarder.on_tokens = partial(router.note_tokens, context)
+    forwarder.on_tokens = router.token_clock(context)
     with await instance.connections.exchange(payload, context.deadline, whole=False) as answer:
         check_streams(answer)
         if context.on_accepted is not None:
@@ -90,15 +90,17 @@ def _note_first(
     router: RequestRouter, context: RequestContext, instance: Instance, started: float
 ) -> None:
     """The first event, or the whole answer, has come."""
-    elapsed_s = router.now() - started
+    now = router.now()
+    elapsed_s = now - started
     router.metrics.stage_seconds.observe(elapsed_s, "decode", instance.name)
-    if context.prefiller and context.streams:
+    if context.prefiller and context.parsed.stream:
         router.short_prompts.note_handover(elapsed_s)
-    router.end_short_prompt(context)
+    if context.num_short_tokens:
+        router.end_short_prompt(context)
     if router.conductor is not None:
         router.conductor.decoding(context)
     if not context.request.has_started:
-        router.note_first_token(context)
+        router.note_first_token(context, now)
 
 
 def role_without_disaggregation(router: RequestRouter, context: RequestContext) -> Role | None:

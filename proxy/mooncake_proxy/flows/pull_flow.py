@@ -152,7 +152,7 @@ class HeldKV:
         assert params is not None
         continued = self._prefill.continued if instance.spec.emits_first_token else None
         is_held = False
-        if context.streams:
+        if context.parsed.stream:
             is_held = router.holds_headers and context.answer_id is None and continued is None
             is_held = is_held and not instance.spec.repeats_first_token
             deliver = partial(_deliver_first_token, router, context, self._prefill, instance)
@@ -179,21 +179,20 @@ async def _prefill(
     """One attempt: P's answer, parsed."""
     if instance.bootstrap is not None:
         return await _prefill_with_bootstrap(router, context, instance, instance.bootstrap)
-    began, was_idle = router.now(), instance.total_running == 1
+    began = router.now()
+    was_idle = router.short_prompts.is_learnt and instance.total_running == 1
     params = with_prefix_sources(context, instance, HOLD_KV_PARAMS)
     body = await _send_prefill(router, context, instance, params)
     prefill = parse_prefill_answer(instance, body)
     prefill.began = began
-    if prefill.kv_params.decode_continues_prompt and can_continue(context):
-        token_id = prefill.kv_params.last_token_id
-        prefill.continued = continued_prompt(context, prefill.answer, token_id)
+    kv, metrics = prefill.kv_params, router.metrics
+    if kv.decode_continues_prompt and can_continue(context):
+        prefill.continued = continued_prompt(context, prefill.answer, kv.last_token_id)
+    num_tokens, num_cached = kv.num_prompt_tokens or 0, kv.remote_cached_tokens or 0
     if was_idle:
-        kv = prefill.kv_params
-        num_uncached = (kv.num_prompt_tokens or 0) - (kv.remote_cached_tokens or 0)
-        router.short_prompts.note_prefill(num_uncached, router.now() - began)
-    metrics = router.metrics
-    metrics.prompt_tokens.values[()] += prefill.kv_params.num_prompt_tokens or 0
-    metrics.cached_tokens.values[()] += prefill.kv_params.remote_cached_tokens or 0
+        router.short_prompts.note_prefill(num_tokens - num_cached, router.now() - began)
+    metrics.prompt_tokens.values[()] += num_tokens
+    metrics.cached_tokens.values[()] += num_cached
     if context.record is not None:
         context.record.note_prefill(prefill.answer)
     return prefill
@@ -260,7 +259,7 @@ async def _release_late_answer(
 
 def has_finished(answer: CompletionResponse) -> bool:
     """Whether every choice ended with its first token."""
-    return all(choice.finish_reason != "length" for choice in answer.choices)
+    return "length" not in [choice.finish_reason for choice in answer.choices]
 
 
 def parse_prefill_answer(instance: Instance, body: bytes) -> PrefillResult:
@@ -287,9 +286,9 @@ def _answer_from_prefill(
     router: RequestRouter, context: RequestContext, prefill: PrefillResult
 ) -> None:
     """P's first token was the last: its answer is the answer."""
-    router.note_first_token(context)
+    router.note_first_token(context, router.now())
     router.release(prefill.instance, prefill.kv_params)
-    if not context.streams:
+    if not context.parsed.stream:
         context.request.respond(200, prefill.body, "application/json", context.reply_headers)
         return
     events = final_answer_events(context.endpoint, prefill.answer, context.parsed)
@@ -310,7 +309,7 @@ def _deliver_first_token(
     if context.answer_id is None and not is_repeated:
         events = first_token_events(context.endpoint, answer, context.parsed)
         context.request.start_stream("text/event-stream", context.reply_headers, events)
-        router.note_first_token(context)
+        router.note_first_token(context, router.now())
         context.answer_id = answer.id
     elif context.answer_id is not None and is_repeated:
         raise MalformedAnswer(instance.name, "would send the first token twice")

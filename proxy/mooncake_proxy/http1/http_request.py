@@ -139,8 +139,9 @@ class HttpRequest:
             data = self.translation.events(data)
             if not data:  # an empty chunk would end the stream
                 return
-        self.bytes_out += len(data)
-        self._protocol.send(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
+        num_bytes = len(data)
+        self.bytes_out += num_bytes
+        self._protocol.send(b"%x\r\n%b\r\n" % (num_bytes, data) if self.chunked else data)
 
     def end(self, last: bytes = b"") -> None:
         """The end of a stream, optionally with its last bytes."""

@@ -301,8 +301,9 @@ class ServerProtocol(asyncio.Protocol):
 
     def send(self, data: bytes) -> None:
         """Write now; nothing happens when the client is gone."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            transport.write(data)
 
     def close(self) -> None:
         """Close after what was written went out; `sweep` sees to it that this ends."""

@@ -317,15 +317,16 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if not self._is_complete:
             self.since = self._time()
-        if self._sink is not None and self._parts:
-            self._flush(self._sink)
+        sink = self._sink
+        if sink is not None and self._parts:
+            self._flush(sink)
         if self._is_complete or (self._has_head and not self._waits_for_whole):
             self._wake()
 
     def _flush(self, sink: Sink) -> None:
         """All body bytes of one network read, in one piece."""
-        data = self.body
-        self._parts = []
+        parts, self._parts = self._parts, []
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
         try:
             sink.feed(data)
         except UpstreamError as exc:

@@ -46,7 +46,7 @@ class AccessLog:
         if context is not None:
             fields |= {
                 "model": context.parsed.model,
-                "stream": context.streams,
+                "stream": bool(context.parsed.stream),
                 "prompt_tokens": context.prompt_tokens,
                 "prefill": context.prefiller,
                 "decode": context.decoder,

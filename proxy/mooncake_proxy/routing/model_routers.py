@@ -47,7 +47,8 @@ class ModelRouters:
 
     def of_model(self, model: str | None) -> RequestRouter:
         """Who routes requests for a model of that name: ModelNotFound, BadRequest as ModelPools."""
-        return self._of(self.pools.pool_of(model))
+        pool = self.pools.pool_of(model)
+        return self._routers.get(pool) or self._of(pool)
 
     @property
     def in_use(self) -> list[RequestRouter]:

@@ -208,6 +208,8 @@ class RequestRouter:
 
     def takes_short_prompt(self, context: RequestContext) -> bool:
         """Whether D computes this prompt; it counts as in flight there until `end_short_prompt`."""
+        if not self.short_prompts.limit:
+            return False
         decodes = self.pool.live(Role.DECODE)
         hits = context.cached_tokens or NOTHING_CACHED
         num_cached = max((hits.get(instance.name, 0) for instance in decodes), default=0)
@@ -228,29 +230,43 @@ class RequestRouter:
     def pulls_early(self, context: RequestContext) -> bool:
         """Whether D reserves blocks for this prompt, and reads its KV while P computes it."""
         limit = self.config.early_pull_tokens
-        if not limit or not self.metaserver.is_reachable or (context.parsed.n or 1) > 1:
+        if not self.pool.pulls_early or not limit or (context.parsed.n or 1) > 1:
+            return False
+        if not self.config.is_reachable or not self.metaserver.is_reachable:
             return False
         hits = context.cached_tokens or NOTHING_CACHED
         num_cached = max((hits.get(p.name, 0) for p in self.pool.live(Role.PREFILL)), default=0)
-        can_post = self.config.is_reachable and self.pool.pulls_early
-        return can_post and context.prompt_tokens - num_cached >= limit
+        return context.prompt_tokens - num_cached >= limit
 
     def end_short_prompt(self, context: RequestContext) -> None:
         """Its first token is there, or never will be. Idempotent."""
         self.short_prompts.num_tokens_in_flight -= context.num_short_tokens
         context.num_short_tokens = 0
 
-    def note_first_token(self, context: RequestContext) -> None:
-        """The first token, or the whole answer, goes to the client now."""
-        now = self.now()
+    def note_first_token(self, context: RequestContext, now: float) -> None:
+        """The first token, or the whole answer, goes to the client."""
         self.metrics.first_token_seconds.observe(now - context.arrival)
         context.timing.begin(now)
 
-    def note_tokens(self, context: RequestContext) -> None:
-        """More of a stream goes to the client now."""
-        gap = context.timing.advance(self.now(), self._slo_tbt_s)
-        if gap is not None:
-            self._record_gap(gap)
+    def token_clock(self, context: RequestContext) -> Callable[[], None]:
+        """To be called whenever more of a stream goes to its client: once per token, so that all
+        it needs is looked up here, once per stream."""
+        timing, now = context.timing, self.now
+        record_gap, slo_tbt_s = self._record_gap, self._slo_tbt_s
+
+        def note_tokens() -> None:
+            last = timing.last_at
+            timing.last_at = at = now()
+            if last is None:
+                timing.first_at = at
+                return
+            gap = at - last
+            timing.num_gaps += 1
+            if gap > slo_tbt_s:
+                timing.num_late += 1
+            record_gap(gap)
+
+        return note_tokens
 
     def judge(self, context: RequestContext, *, is_whole: bool) -> None:
         """Count a stream that is over by the objectives."""
@@ -319,17 +335,16 @@ class RequestRouter:
         if is_compatible is not None and self.pool.has_incompatible_pairs:
             live = [instance for instance in live if is_compatible(instance)] or live
         if len(live) == 1:
-            return self._note_blocks(context, live[0])
-        hint = RoutingHint(
-            context.prompt_tokens,
-            self._turns.next(role),
-            context.session,
-            context.cached_tokens or NOTHING_CACHED,
-        )
-        policy = self._prefill_policy if role is Role.PREFILL else self._decode_policy
-        return self._note_blocks(context, policy(live, hint, self._rng))
-
-    def _note_blocks(self, context: RequestContext, chosen: Instance) -> Instance:
+            chosen = live[0]
+        else:
+            hint = RoutingHint(
+                context.prompt_tokens,
+                self._turns.next(role),
+                context.session,
+                context.cached_tokens or NOTHING_CACHED,
+            )
+            policy = self._prefill_policy if role is Role.PREFILL else self._decode_policy
+            chosen = policy(live, hint, self._rng)
         if context.prefix_blocks:
             self.prefixes.record(context.prefix_blocks, chosen.name)
         return chosen

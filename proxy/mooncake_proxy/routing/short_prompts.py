@@ -29,6 +29,9 @@ class ShortPrompts:
 
     def __init__(self, limit: int | None) -> None:
         self._fixed = limit
+        self.is_learnt = limit is None
+        # None: there are newer samples.
+        self._learnt: int | None = 0
         self._seconds_per_token: deque[float] = deque(maxlen=NUM_SAMPLES)
         self._handover_s: deque[float] = deque(maxlen=NUM_SAMPLES)
         # Uncached tokens of short prompts that D's compute now.
@@ -39,6 +42,11 @@ class ShortPrompts:
         """The most uncached tokens of a short prompt."""
         if self._fixed is not None:
             return self._fixed
+        if self._learnt is None:
+            self._learnt = self._learn()
+        return self._learnt
+
+    def _learn(self) -> int:
         if min(len(self._seconds_per_token), len(self._handover_s)) < MIN_SAMPLES:
             return 0
         tokens = median(self._handover_s) / median(self._seconds_per_token)
@@ -56,7 +64,9 @@ class ShortPrompts:
         """An otherwise idle P took so long for so many tokens."""
         if num_uncached > 0:
             self._seconds_per_token.append(seconds / num_uncached)
+            self._learnt = None
 
     def note_handover(self, seconds: float) -> None:
         """D took so long from the request to its first event, the pull included."""
         self._handover_s.append(seconds)
+        self._learnt = None
