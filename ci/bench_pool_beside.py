@@ -45,8 +45,10 @@ from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig  # noqa: E40
 SHAPES = ((128, 1 << 20), (1024, 64 << 10))
 """Objects and bytes of each."""
 OPERATIONS = ("put", "get")
-SPEED, CPU = 3.0, 0.5
-"""Of Mooncake Store's: at least, and at most."""
+BOUNDS = {"mooncake-own": (1.0, 1.25), "mooncake-other": (3.0, 0.5)}
+"""Of Mooncake Store's speed at least, and of its CPU at most. Batches into memory of the own
+process it copies without its transport: both sides are at the speed of memcpy there, and neither
+can be far ahead."""
 WARM_UP = 2
 
 LMCACHE = PeerEngine(
@@ -124,9 +126,11 @@ def compare(ours: Side, peer: Side, shape: tuple[int, int], rounds: int) -> list
         what = f"{operation} of {nbytes >> 10} KiB"
         print(f"{what}, {ours.name}: {our_speed:.2f} GB/s, {our_cpu:.2f} CPU s/GiB; {peer.name}: "
               f"{speed:.2f} GB/s, {cpu:.2f} CPU s/GiB", flush=True)  # fmt: skip
-        if peer.name != "lmcache":
-            items.append(Item(f"pool/{peer.name} {what}", our_speed / speed, SPEED))
-            items.append(Item(f"pool/{peer.name} CPU {what}", our_cpu / cpu, CPU, at_least=False))
+        if (bounds := BOUNDS.get(peer.name)) is not None:
+            at_least, at_most = bounds
+            name = f"pool/{peer.name}"
+            items.append(Item(f"{name} {what}", our_speed / speed, at_least))
+            items.append(Item(f"{name} CPU {what}", our_cpu / cpu, at_most, at_least=False))
     return items
 
 
