@@ -85,7 +85,7 @@ async def run_grid(family: str, sides: Sequence[PoolSide], folder: Path) -> list
 async def run_pair(on_cpu: Instance, writer: Served, reader: Served) -> str | None:
     """One pair with a prompt of its own; what was wrong with it."""
     try:
-        case = await make_case(on_cpu)
+        case = await make_case(on_cpu, (writer, reader))
         await asyncio.wait_for(check_pair(writer, reader, case), PAIR_TIMEOUT_S)
     except FAILURES as exc:
         return f"{type(exc).__name__}: {str(exc)[:300]}"

@@ -140,16 +140,18 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
     return tokens
 
 
+def saying(served: Served, salt: str | None = None) -> Say:
+    """What an instance says, with a salt of its own if it shall find no KV of others."""
+
+    async def say(prompt: Sequence[int]) -> list[int]:
+        return tokens_of(await served.complete(body_of(prompt, FEW, salt=salt)))
+
+    return say
+
+
 async def make_cases(on_cpu: Instance, alone: Sequence[Served] = ()) -> list[Case]:
     """Prompts with what the CPU, and each of these alone, says to them; the last begins as the one
     before it."""
-
-    def saying(served: Served) -> Say:
-        async def say(prompt: Sequence[int]) -> list[int]:
-            return tokens_of(await served.complete(body_of(prompt, FEW)))
-
-        return say
-
     others = [saying(served) for served in alone]
     cases = await clear_cases(on_cpu, LENGTHS, others)
     return [*cases, await clear_continuation(on_cpu, cases[-1].prompt, 40, others)]

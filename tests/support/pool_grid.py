@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.emulated_devices import KINDS
-from support.mixed_fleet import DEADLINE_S, START_S, TOKENS_IN_POOL, tokens_of
+from support.mixed_fleet import DEADLINE_S, START_S, TOKENS_IN_POOL, saying, tokens_of
 from support.npu import FEW, Case, clear_continuation
 from support.pd import Instance
 from support.pd_grid import read_size
@@ -76,9 +76,15 @@ def start_sides(
     return [Served(each.wait_for("ready ", START_S).split()[1], each) for each in programs]
 
 
-async def make_case(on_cpu: Instance) -> Case:
-    """A prompt that begins as no other does, and what the CPU answers."""
-    return await clear_continuation(on_cpu, (next(_firsts),), LENGTH)
+async def make_case(on_cpu: Instance, pair: Sequence[Served]) -> Case:
+    """A prompt that begins as no other does, and what the CPU answers, and each of the pair alone:
+    where tokens choose experts, rounding decides near ties."""
+    first = next(_firsts)
+    alone = [saying(served, f"{first}-{number}") for number, served in enumerate(pair)]
+    case = await clear_continuation(on_cpu, (first,), LENGTH, alone)
+    for served in pair:
+        await _await_saves(served)
+    return case
 
 
 async def check_pair(writer: Served, reader: Served, case: Case) -> None:
@@ -89,10 +95,7 @@ async def check_pair(writer: Served, reader: Served, case: Case) -> None:
     """
     saved = await _figure(writer, "num_saved_chunks")
     await _ask(writer, case, "the writer")
-    deadline = time.monotonic() + SAVED_S
-    while await _figure(writer, "num_saved_chunks") < saved + LENGTH // CHUNK:
-        assert time.monotonic() < deadline, "its chunks are not saved"
-        await asyncio.sleep(0.05)
+    await _await_saves(writer, saved + LENGTH // CHUNK)
     loaded = await _figure(reader, "num_loaded_chunks")
     await _ask(reader, case, "the reader")
     assert await _figure(reader, "num_loaded_chunks") == loaded + LENGTH // CHUNK, "not loaded"
@@ -105,6 +108,17 @@ async def _ask(served: Served, case: Case, who: str) -> None:
     answer = await asyncio.wait_for(served.complete(body_of(case.prompt, FEW)), DEADLINE_S)
     found = tokens_of(answer)
     assert found == case.tokens, f"wrong tokens of {who}: {found}, wanted {case.tokens}"
+
+
+async def _await_saves(served: Served, num_saved_chunks: float = 0) -> None:
+    """Until none is under way, and so many chunks have been saved in all."""
+    deadline = time.monotonic() + SAVED_S
+    while (
+        await _figure(served, "saves_under_way")
+        or await _figure(served, "num_saved_chunks") < num_saved_chunks
+    ):
+        assert time.monotonic() < deadline, "its chunks are not saved"
+        await asyncio.sleep(0.05)
 
 
 async def _figure(served: Served, name: str) -> float:

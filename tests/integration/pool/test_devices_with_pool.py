@@ -26,6 +26,6 @@ def test_every_kind_of_device_writes_and_reads(tmp_path: Path) -> None:
             instances = start_sides(stack, model, sides, store)
             async with cpu(model) as on_cpu:
                 for writer, reader in zip(instances, instances[1:] + instances[:1], strict=True):
-                    await check_pair(writer, reader, await make_case(on_cpu))
+                    await check_pair(writer, reader, await make_case(on_cpu, (writer, reader)))
 
     asyncio.run(main())
