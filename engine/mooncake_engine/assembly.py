@@ -29,7 +29,9 @@ from mooncake_engine.execution.executor import (
     ExecutorOptions,
     InProcessExecutor,
 )
+from mooncake_engine.execution.node_launcher import NodeLauncher
 from mooncake_engine.execution.process_executor import ProcessExecutor
+from mooncake_engine.execution.rank_launcher import Launcher
 from mooncake_engine.execution.rank_processes import RankProcesses
 from mooncake_engine.execution.ray_launcher import RayLauncher
 from mooncake_engine.execution.worker_extension import ExtensionMessages
@@ -262,9 +264,11 @@ def start_executors(
     try:
         if config.num_all_ranks == 1 and config.executor is not ExecutorKind.RAY:
             return [InProcessExecutor(plan, backend, options[0])]
-        launcher = None
+        launcher: Launcher | None = None
         if config.executor is ExecutorKind.RAY:
             launcher = RayLauncher(config, backend.capabilities.scheduler_resource)
+        elif config.nodes.nnodes > 1:
+            launcher = NodeLauncher(config)
         processes = RankProcesses(plan, options, launcher)
         return [
             ProcessExecutor(plan, each, processes=processes, dp_rank=dp_rank)
@@ -450,7 +454,7 @@ def _check_ports(config: EngineConfig, backend: Backend, registry: Registry) -> 
     _check_reserved_ports(kv, ports, backend, registry)
     if kv.port_range is not None:
         # where Ray puts ranks is known later, and one of them at least may be here
-        num_ranks = 1 if config.executor is ExecutorKind.RAY else config.num_all_ranks
+        num_ranks = 1 if config.executor is ExecutorKind.RAY else config.num_ranks_per_node
         per_rank = count_ports(registry, **transports_wanted(kv, backend.capabilities.transports))
         num_channels = 0 if kv.port else config.dp_size
         _check_port_range(kv, kv.port_range, num_ranks, per_rank, num_channels)

@@ -29,6 +29,7 @@ from mooncake_engine.instance_arguments import (
     kv_transfer_config,
     role_argv,
 )
+from mooncake_engine.node_config import NodeConfig
 from mooncake_engine.process.queued_stderr import queued_stderr
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.speculative_config import SpeculativeConfig
@@ -158,6 +159,12 @@ def _serve(args: argparse.Namespace) -> int:
     aliases = tuple(args.served_model_name[1:])
     options = from_arguments(ServerOptions, args, model_aliases=aliases)
     config = engine_config(args, kv_transfer_config(args))
+    if config.nodes.node_rank:
+        from mooncake_engine.execution.node_process import run_node
+
+        with queued_stderr():
+            run_node(config, options.shutdown_timeout_s)
+        return 0
     if is_core_apart(config):
         leave_torch_out()
     with queued_stderr():
@@ -282,6 +289,7 @@ COMMANDS = (
         (
             *_address_options("API"),
             *options_of(EngineConfig),
+            *options_of(NodeConfig),
             *options_of(SpeculativeConfig),
             *LOGGING,
             *options_of(ServerOptions),

@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.node_config import NodeConfig
 from mooncake_engine.speculative_config import SpeculativeConfig
 from mooncake_hal.options import byte_count, option, positive_int
 from mooncake_kv.config import KVTransferConfig
@@ -69,7 +70,7 @@ class EngineConfig:
 
     ``kv_transfer`` says how KV moves; None for an instance that works alone. With
     ``speculative_config`` tokens are drafted; a prefill instance, which samples one token per
-    request, leaves that to its decode instances.
+    request, leaves that to its decode instances. ``nodes`` says on which hosts the ranks run.
     """
 
     model: Path = field(
@@ -436,6 +437,7 @@ class EngineConfig:
     )
     kv_transfer: KVTransferConfig | None = None
     speculative_config: SpeculativeConfig | None = None
+    nodes: NodeConfig = field(default_factory=NodeConfig)
 
     def __post_init__(self) -> None:
         _check_step_timeout(self.step_timeout_s)
@@ -460,6 +462,10 @@ class EngineConfig:
                 "dp_size times tp_size, or their product itself"
             )
         self._check_data_parallel()
+        self.nodes.check(
+            self.num_all_ranks,
+            {"--executor ray": self.executor is ExecutorKind.RAY, "--kv-pool": bool(self.kv_pool)},
+        )
         if self.ep_size == 1 and (self.redundant_experts or self.expert_load):
             raise ConfigError(
                 "redundant_experts and expert_load place experts that are divided over ranks: they "
@@ -521,6 +527,11 @@ class EngineConfig:
     def num_all_ranks(self) -> int:
         """Ranks of all data-parallel ranks together."""
         return self.dp_size * self.num_ranks
+
+    @property
+    def num_ranks_per_node(self) -> int:
+        """Of all ranks, those of each host that ``nodes`` names."""
+        return self.num_all_ranks // self.nodes.nnodes
 
     @property
     def has_expert_rounds(self) -> bool:

@@ -12,6 +12,7 @@ from typing import NoReturn
 from mooncake_engine.checkpoints.model_source import find_model
 from mooncake_engine.config import EngineConfig, ExecutorKind, Role
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.node_config import NodeConfig
 from mooncake_engine.process.device_division import InstanceNeeds, device_options
 from mooncake_engine.server.server_options import OF_ONE_INSTANCE, ServerOptions
 from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
@@ -60,7 +61,11 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
 
     with engine_errors():
         config = from_arguments(
-            EngineConfig, args, kv_transfer=kv_transfer, speculative_config=speculative_config(args)
+            EngineConfig,
+            args,
+            kv_transfer=kv_transfer,
+            speculative_config=speculative_config(args),
+            nodes=from_arguments(NodeConfig, args),
         )
         if config.kv_pool is not None:
             network = kv_transfer or from_arguments(KVTransferConfig, args)

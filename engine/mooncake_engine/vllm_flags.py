@@ -26,6 +26,7 @@ _WITHOUT_EFFECT = {
     "--trust-request-chat-template": "requests bring no templates",
     "--disable-frontend-multiprocessing": "see --core-process",
     "--enable-prompt-tokens-details": "usage has cached tokens",
+    "--headless": "nodes other than the first have no API anyway",
     "--enable-server-load-tracking": "see /metrics",
 }
 """Switches."""
@@ -70,9 +71,6 @@ _INSTEAD = {
     "--override-generation-config": "--generation-config DIR",
     "--task": "nothing: only generation is served",
     "--runner": "nothing: only generation is served",
-    "--nnodes": "--executor ray",
-    "--node-rank": "--executor ray",
-    "--master-addr": "--executor ray",
     "--ssl-keyfile": "TLS in front, as docs/deployment.md has it",
     "--ssl-certfile": "TLS in front, as docs/deployment.md has it",
     "--root-path": "a path in the reverse proxy",

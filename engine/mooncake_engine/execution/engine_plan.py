@@ -215,11 +215,11 @@ def choose_swap_space(config: EngineConfig, free_bytes: int) -> int:
 
     Args:
         config: may say.
-        free_bytes: of the host, which is taken for all ranks'; weights pass through it, too.
+        free_bytes: of the host, which is taken for all its ranks; weights pass through it, too.
     """
     if config.swap_space_bytes is not None:
         return config.swap_space_bytes
-    room = int(_SWAP_SHARE * free_bytes) // config.num_all_ranks
+    room = int(_SWAP_SHARE * free_bytes) // config.num_ranks_per_node
     if room < DEFAULT_SWAP_BYTES:
         logger.warning(
             "swap space is %.1f GiB per rank instead of %d: that is a quarter of the %.1f GiB of "
@@ -227,7 +227,7 @@ def choose_swap_space(config: EngineConfig, free_bytes: int) -> int:
             room / _GIB,
             DEFAULT_SWAP_BYTES // _GIB,
             free_bytes / _GIB,
-            config.num_all_ranks,
+            config.num_ranks_per_node,
         )
     return min(room, DEFAULT_SWAP_BYTES)
 
@@ -305,7 +305,7 @@ def rank_device(config: EngineConfig, devices: list[DeviceInfo], rank: int) -> i
     """
     if len(devices) == 1 and config.device == devices[0].index:
         return config.device
-    wanted = config.device + rank
+    wanted = config.device + rank % config.num_ranks_per_node
     if wanted not in {device.index for device in devices}:
         raise ConfigError(
             f"rank {rank} of {config.num_all_ranks} wants device {wanted}, "

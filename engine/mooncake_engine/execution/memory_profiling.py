@@ -194,7 +194,7 @@ def memory_for_kv(config: EngineConfig, runtime: Runtime, index: int, peak_bytes
         ConfigError: nothing is left.
     """
     info = runtime.memory_info(index)
-    num_sharing = config.num_all_ranks if len(runtime.devices()) == 1 else 1
+    num_sharing = config.num_ranks_per_node if len(runtime.devices()) == 1 else 1
     share = memory_utilization(config) * info.total_bytes / num_sharing
     left = int(min(share - peak_bytes, info.free_bytes / num_sharing))
     logger.info(

@@ -10,6 +10,8 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
+from ipaddress import ip_address
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +19,7 @@ from typing import Protocol
 import torch
 
 from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution import executor_messages as wire
 from mooncake_hal.command_line import describe_exit, import_path
 
@@ -130,6 +133,53 @@ class Launcher(Protocol):
         ...
 
 
+def config_on_host(config: EngineConfig, rank: int, host: str, our_host: str) -> EngineConfig:
+    """An instance's config with addresses of the host that a rank is on: transports listen there.
+
+    Args:
+        config: as this host has it.
+        rank: which, for the message.
+        host: address of the rank's host.
+        our_host: address of this one.
+
+    Raises:
+        ConfigError: KV is to move by loopback, and the rank is on another host.
+    """
+    kv = config.kv_transfer
+    if kv is None or host == our_host:
+        return config
+    told = kv.advertise_host or kv.host
+    if ip_address(told).is_loopback:
+        raise ConfigError(
+            f"rank {rank} is on {host}, where peers can't reach --kv-host {told}: give the address "
+            "of this host in their network"
+        )
+    there = replace(
+        kv, host=kv.host if ip_address(kv.host).is_unspecified else host, advertise_host=host
+    )
+    return replace(config, kv_transfer=there)
+
+
+def start_rank_process(orders: Connection, messages: Connection) -> subprocess.Popen[bytes]:
+    """A child process that is a rank at the ends of these connections, which are closed here."""
+    descriptors = (orders.fileno(), messages.fileno())
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"{__package__}.rank_process", *map(str, descriptors)],
+        pass_fds=descriptors,
+        env={**os.environ, "PYTHONPATH": import_path()},
+        stdin=subprocess.DEVNULL,
+    )
+    orders.close()
+    messages.close()
+    return process
+
+
+def describe_process_end(status: int) -> str:
+    """How a rank's process ended, in words."""
+    end = describe_exit(status)
+    return end if status < 0 else f"{end}; its log says why"
+
+
 class LocalRank(Rank):
     """A child process of this one.
 
@@ -141,15 +191,7 @@ class LocalRank(Rank):
         orders, their_orders = Pipe()
         messages, their_messages = Pipe()
         super().__init__(rank, orders, messages)
-        descriptors = (their_orders.fileno(), their_messages.fileno())
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.rank_process", *map(str, descriptors)],
-            pass_fds=descriptors,
-            env={**os.environ, "PYTHONPATH": import_path()},
-            stdin=subprocess.DEVNULL,
-        )
-        their_orders.close()
-        their_messages.close()
+        self._process = start_rank_process(their_orders, their_messages)
 
     @property
     def pid(self) -> int:
@@ -166,9 +208,7 @@ class LocalRank(Rank):
         return True
 
     def last_words(self) -> str:
-        status = self._process.wait()
-        end = describe_exit(status)
-        return end if status < 0 else f"{end}; its log says why"
+        return describe_process_end(self._process.wait())
 
     def kill(self) -> None:
         if self._process.poll() is None:

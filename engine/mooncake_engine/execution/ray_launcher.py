@@ -6,32 +6,28 @@ connections, proved by a key that only the actors are told.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import ipaddress
 import logging
 import os
 import secrets
 import socket
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.node_connections import accept_known
 from mooncake_engine.execution.parallel_state import RankInfo
-from mooncake_engine.execution.rank_launcher import Rank
+from mooncake_engine.execution.rank_launcher import Rank, config_on_host
 from mooncake_hal.command_line import import_path
 
 logger = logging.getLogger(__name__)
 
 _PLACE_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 60.0
-_PROVE_TIMEOUT_S = 5.0
 _KEY_BYTES = 32
 
 
@@ -106,19 +102,7 @@ class RayRank(Rank):
         Raises:
             ConfigError: KV is to move by loopback, and the rank is on another host.
         """
-        kv = config.kv_transfer
-        if kv is None or self._location.host == self._location.our_host:
-            return config
-        told = kv.advertise_host or kv.host
-        if ipaddress.ip_address(told).is_loopback:
-            raise ConfigError(
-                f"rank {self.rank} is on {self._location.host}, where peers can't reach --kv-host "
-                f"{told}: give the address of this host in their network"
-            )
-        takes_all = ipaddress.ip_address(kv.host).is_unspecified
-        host = kv.host if takes_all else self._location.host
-        there = dataclasses.replace(kv, host=host, advertise_host=self._location.host)
-        return dataclasses.replace(config, kv_transfer=there)
+        return config_on_host(config, self.rank, self._location.host, self._location.our_host)
 
     def wait(self, timeout_s: float) -> bool:
         ray = _ray()
@@ -231,7 +215,7 @@ class RayLauncher:
     ) -> RayRank:
         running = actor.serve.remote(listener.getsockname()[:2], self._key)
         try:
-            orders, messages = (_accept(listener, self._key) for _ in range(2))
+            orders, messages = (accept_known(listener, self._key) for _ in range(2))
         except TimeoutError as exc:
             raise EngineDead(
                 f"rank {rank} on {location.host} did not connect to {location.our_host} within "
@@ -239,34 +223,6 @@ class RayLauncher:
             ) from exc
         logger.info("rank %d runs on %s, process %d", rank, location.host, location.pid)
         return RayRank(rank, (orders, messages), actor, running, location)
-
-
-def _accept(listener: socket.socket, key: bytes) -> Connection:
-    """The next connection that knows the key; others are turned away, and so is one that is silent,
-    or drips, for longer than a rank needs."""
-    while True:
-        accepted, address = listener.accept()
-        shared = accepted.dup()
-        ended_late = threading.Timer(_PROVE_TIMEOUT_S, _hang_up, [shared])
-        connection = Connection(accepted.detach())
-        ended_late.start()
-        try:
-            deliver_challenge(connection, key)
-            answer_challenge(connection, key)
-        except (AuthenticationError, EOFError, OSError) as exc:
-            logger.warning("a connection from %s is not one of our ranks: %s", address[0], exc)
-            connection.close()
-        else:
-            return connection
-        finally:
-            ended_late.cancel()
-            shared.close()
-
-
-def _hang_up(connection: socket.socket) -> None:
-    """End a connection that another thread reads from."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _ray() -> Any:

@@ -80,7 +80,7 @@ def test_what_changes_answers_is_told_what_to_use(argv: list[str], said: str) ->
 
 
 def test_the_answer_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", TINY, "--nnodes", "2"]) == 2
+    assert main(["serve", TINY, "--task", "generate"]) == 2
     assert capsys.readouterr().err == (
-        "mooncake-engine: error: --nnodes is vLLM's; here it is --executor ray\n"
+        "mooncake-engine: error: --task is vLLM's; here it is nothing: only generation is served\n"
     )

@@ -1,0 +1,420 @@
+"""Ranks on several hosts (``--nnodes``): node 0 has some as children of its own, and waits for the
+other nodes, whose ranks connect to it.
+
+A node that is gone, or that one of its ranks dies on, ends the instance with its reason.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import logging
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError, EngineDead, PortTaken
+from mooncake_engine.execution.node_connections import (
+    InstanceOver,
+    KillRank,
+    NodeHello,
+    NodeReady,
+    NodeRefused,
+    NodeWelcome,
+    RankEnded,
+    RankHello,
+    accept_known,
+    hang_up,
+    hear,
+    own_address,
+    tell,
+)
+from mooncake_engine.execution.parallel_state import RankInfo
+from mooncake_engine.execution.rank_launcher import LocalRank, Rank, config_on_host
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.model_fingerprint import model_fingerprint
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 600.0
+"""How long nodes wait for each other: hosts are started by hand, or by schedulers, and fetch the
+model first."""
+_REMIND_S = 30.0
+_HELLO_TIMEOUT_S = 10.0
+_START_TIMEOUT_S = 60.0
+_KILL_TIMEOUT_S = 5.0
+
+
+def weights_of(model: Path) -> str:
+    """What a copy of a model is compared by.
+
+    Raises:
+        ConfigError: it can't be read.
+    """
+    try:
+        return model_fingerprint(model, "auto").weights
+    except KVConfigError as exc:
+        raise ConfigError(str(exc)) from exc
+
+
+def engine_version() -> str:
+    """Of this program: nodes exchange its own objects."""
+    return importlib.metadata.version("mooncake-engine")
+
+
+def find_ports(host: str, count: int) -> list[int]:
+    """``count`` free ports of this host."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.create_server((host, 0))) for _ in range(count)]
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+@dataclass(slots=True)
+class JoinedNode:
+    """Another host of the instance, and what is known of its ranks' ends.
+
+    Args:
+        hello: what it says of itself.
+        control: connection to it.
+
+    Attributes:
+        pids: process ids of its ranks, by rank.
+        ports: free ones of the host, for groups that meet there.
+        of_ranks: its ranks' connections.
+    """
+
+    hello: NodeHello
+    control: Connection
+    pids: dict[int, int] = field(default_factory=dict)
+    ports: list[int] = field(default_factory=list)
+    of_ranks: list[Connection] = field(default_factory=list)
+    _ends: dict[int, str] = field(default_factory=dict)
+    _gone: str = ""
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"node {self.hello.node} ({self.hello.host})"
+
+    def follow(self) -> None:
+        """Take what it says until it is gone. Top of a thread of its own."""
+        try:
+            while True:
+                message = hear(self.control)
+                if isinstance(message, RankEnded):
+                    with self._changed:
+                        self._ends[message.rank] = message.how
+                        self._changed.notify_all()
+        except (EOFError, OSError) as exc:
+            with self._changed:
+                self._gone = f"{self.name} is gone: {str(exc) or 'its connection has ended'}"
+                self._changed.notify_all()
+        for connection in self.of_ranks:  # its ranks may live on, and nobody would end them
+            hang_up(connection)
+
+    def end_of(self, rank: int) -> str | None:
+        """How a rank ended, None while it lives."""
+        with self._changed:
+            return self._ends.get(rank) or self._gone or None
+
+    def wait(self, rank: int, timeout_s: float) -> bool:
+        """Wait for a rank's end; returns whether it came."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._gone) or rank in self._ends, timeout_s)
+
+    def tell(self, message: KillRank | InstanceOver) -> None:
+        """Say something to a node that may be gone."""
+        with suppress(OSError):
+            tell(self.control, message)
+
+
+class NodeRank(Rank):
+    """A rank on another node.
+
+    Args:
+        rank: which.
+        connections: its orders and its messages.
+        node: that it runs on.
+        our_host: address of this node.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connections: tuple[Connection, Connection],
+        node: JoinedNode,
+        our_host: str,
+    ) -> None:
+        super().__init__(rank, *connections)
+        self._node = node
+        self._our_host = our_host
+
+    @property
+    def pid(self) -> int:
+        return self._node.pids[self.rank]
+
+    def adapt(self, config: EngineConfig) -> EngineConfig:
+        """With the node's address and its copies of the models.
+
+        Raises:
+            ConfigError: see ``config_on_host``.
+        """
+        hello = self._node.hello
+        config = config_on_host(config, self.rank, hello.host, self._our_host)
+        speculation = config.speculative_config
+        if speculation is not None and speculation.model is not None:
+            speculation = replace(speculation, model=Path(hello.draft_model))
+        return replace(config, model=Path(hello.model), speculative_config=speculation)
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._node.wait(self.rank, timeout_s)
+
+    def last_words(self) -> str:
+        return self._node.end_of(self.rank) or "it ended"
+
+    def kill(self) -> None:
+        if self._node.end_of(self.rank) is None:
+            self._node.tell(KillRank(self.rank))
+            self._node.wait(self.rank, _KILL_TIMEOUT_S)
+
+
+class NodeLauncher:
+    """Ranks as children of the nodes of an instance, of which this process is node 0.
+
+    Args:
+        config: says how many, their threads, and the nodes.
+
+    Raises:
+        ConfigError: node 0 can't listen at ``--master-addr``.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._infos = RankInfo.all_of(config)
+        self._nodes: dict[int, JoinedNode] = {}
+        self._rendezvous: dict[str, str] = {}
+        self._threads: list[threading.Thread] = []
+        self._key = config.nodes.secret.encode()
+        self._token = secrets.token_hex(16)
+        self._weights = weights_of(config.model)
+        self._listener = _listen(config.nodes.master_addr, config.nodes.master_port)
+        self._scratch = tempfile.mkdtemp(prefix="mooncake-ranks-")
+        self.threads = config.threads or max(1, torch.get_num_threads() // self._num_own)
+
+    @property
+    def _num_own(self) -> int:
+        return self._config.num_ranks_per_node
+
+    def start(self) -> Sequence[Rank]:
+        """All ranks, in order; they wait for their first order.
+
+        Raises:
+            ConfigError: a node did not join in time.
+            EngineDead: one left again.
+        """
+        with self._listener:
+            self._await_nodes()
+            connections = self._welcome()
+        nodes = [self._nodes[number] for number in sorted(self._nodes)]
+        our_host = own_address(nodes[0].control)
+        self._choose_rendezvous(our_host)
+        ranks: list[Rank] = [LocalRank(rank) for rank in range(self._num_own)]
+        for node in nodes:
+            node.of_ranks += [end for rank in node.pids for end in connections[rank]]
+            name = f"node-{node.hello.node}"
+            self._threads.append(threading.Thread(target=node.follow, name=name, daemon=True))
+            self._threads[-1].start()
+            ranks += [NodeRank(rank, connections[rank], node, our_host) for rank in node.pids]
+            logger.info("%s runs ranks %s", node.name, ", ".join(map(str, node.pids)))
+        return ranks
+
+    def rendezvous(self, name: str) -> str:
+        return self._rendezvous[name]
+
+    def close(self) -> None:
+        self._listener.close()
+        for node in self._nodes.values():
+            node.tell(InstanceOver())
+        for thread in self._threads:  # it ends when the node has hung up
+            thread.join(_KILL_TIMEOUT_S)
+        for node in self._nodes.values():
+            hang_up(node.control)
+        for thread in self._threads:
+            thread.join()
+        for node in self._nodes.values():
+            node.control.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _await_nodes(self) -> None:
+        wanted, nodes = self._config.nodes, self._nodes
+        where = f"{wanted.master_addr}:{wanted.master_port}"
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        while missing := sorted(set(range(1, wanted.nnodes)) - nodes.keys()):
+            names = ", ".join(map(str, missing))
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ConfigError(
+                    f"node {names} of {wanted.nnodes} did not join at {where} within "
+                    f"{JOIN_TIMEOUT_S:g} s: start serve with --node-rank {missing[0]} there, or "
+                    "see in its log what keeps it"
+                )
+            self._listener.settimeout(min(left, _REMIND_S))
+            try:
+                self._admit(accept_known(self._listener, self._key))
+            except TimeoutError:
+                logger.info("waiting at %s for node %s of %d", where, names, wanted.nnodes)
+
+    def _admit(self, connection: Connection) -> None:
+        """Take a node in, or tell it why not."""
+        try:
+            hello = hear(connection, _HELLO_TIMEOUT_S)
+            if not isinstance(hello, NodeHello):
+                connection.close()
+                return
+            reason = self._why_refused(hello)
+            if reason:
+                logger.warning("node %d (%s) is refused: %s", hello.node, hello.host, reason)
+                tell(connection, NodeRefused(reason))
+                connection.close()
+                return
+        except (EOFError, OSError) as exc:
+            logger.warning("a node that wanted to join is gone again: %s", exc)
+            connection.close()
+            return
+        earlier = self._nodes.pop(hello.node, None)
+        if earlier is not None:
+            earlier.control.close()
+        self._nodes[hello.node] = JoinedNode(hello, connection)
+        logger.info("node %d of %d has joined from %s", hello.node, hello.num_nodes, hello.host)
+
+    def _why_refused(self, hello: NodeHello) -> str:
+        """What keeps a node from joining; empty if nothing does."""
+        config = self._config
+        facts = {
+            "versions of mooncake-engine": (hello.version, engine_version()),
+            "values of --nnodes": (hello.num_nodes, config.nodes.nnodes),
+            "numbers of ranks": (hello.num_ranks, config.num_all_ranks),
+            "copies of the model": (hello.weights, self._weights),
+        }
+        for what, (theirs, ours) in facts.items():
+            if theirs != ours:
+                return f"{what} differ: {ours} on node 0, {theirs} on node {hello.node}"
+        if not 0 < hello.node < config.nodes.nnodes:
+            return f"--node-rank must be from 1 to {config.nodes.nnodes - 1}, got {hello.node}"
+        known = self._nodes.get(hello.node)
+        if known is not None and not known.control.poll():  # an end would be there to be read
+            return f"another host is node {hello.node} already: {known.hello.host}"
+        return ""
+
+    def _welcome(self) -> dict[int, tuple[Connection, Connection]]:
+        """Have all nodes start their ranks; returns the ranks' connections: orders, messages."""
+        led = Counter(self._leading_nodes().values())
+        for number, node in self._nodes.items():
+            ranks = tuple(self._config.nodes.ranks_of(number, len(self._infos)))
+            try:
+                tell(node.control, NodeWelcome(self._token, ranks, led[number]))
+            except OSError as exc:
+                raise EngineDead(f"{node.name} left before all nodes had joined: {exc}") from exc
+        connections = self._accept_ranks(len(self._infos) - self._num_own)
+        for number, node in self._nodes.items():
+            try:
+                ready = hear(node.control, _START_TIMEOUT_S)
+            except (EOFError, OSError) as exc:
+                raise EngineDead(f"{node.name} could not start its ranks: {exc}") from exc
+            assert isinstance(ready, NodeReady), f"a node that starts ranks says {ready}"
+            ranks = tuple(self._config.nodes.ranks_of(number, len(self._infos)))
+            node.pids = dict(zip(ranks, ready.pids, strict=True))
+            node.ports = list(ready.ports)
+        return connections
+
+    def _accept_ranks(self, count: int) -> dict[int, tuple[Connection, Connection]]:
+        ends: dict[tuple[int, bool], Connection] = {}
+        self._listener.settimeout(_START_TIMEOUT_S)
+        while len(ends) < 2 * count:
+            try:
+                connection = accept_known(self._listener, self._key)
+            except TimeoutError as exc:
+                raise EngineDead(
+                    f"ranks of the other nodes did not connect within {_START_TIMEOUT_S:g} s; "
+                    "the nodes' logs say why"
+                ) from exc
+            try:
+                hello = hear(connection, _HELLO_TIMEOUT_S)
+            except (EOFError, OSError):
+                connection.close()
+                continue
+            if isinstance(hello, RankHello) and hello.token == self._token:
+                ends[hello.rank, hello.is_orders] = connection
+            else:  # of a node that is refused, or of an earlier start
+                connection.close()
+        return {rank: (ends[rank, True], ends[rank, False]) for rank, _ in ends}
+
+    def _leading_nodes(self) -> dict[str, int]:
+        """The groups whose ranks are on several nodes, and the node of the first rank of each."""
+        members: dict[str, list[int]] = {}
+        for info in self._infos:
+            for name in (info.stage_name, info.pipeline_name, info.experts_name):
+                members.setdefault(name, []).append(info.number // self._num_own)
+        return {name: nodes[0] for name, nodes in members.items() if len(set(nodes)) > 1}
+
+    def _choose_rendezvous(self, our_host: str) -> None:
+        """Where groups meet: at a port of their first rank's host, or, on one host, in a file,
+        which nobody can take in between; the host makes them use loopback."""
+        leading = self._leading_nodes()
+        ports = {number: list(node.ports) for number, node in self._nodes.items()}
+        ports[0] = find_ports(our_host, list(leading.values()).count(0))
+        hosts = {number: node.hello.host for number, node in self._nodes.items()} | {0: our_host}
+        scratch = {number: node.hello.scratch for number, node in self._nodes.items()}
+        scratch[0] = self._scratch
+        for info in self._infos:
+            for name in (info.stage_name, info.pipeline_name, info.experts_name):
+                own = info.number // self._num_own
+                self._rendezvous.setdefault(name, f"file://127.0.0.1{scratch[own]}/{name}")
+        for name, node in leading.items():
+            host = f"[{hosts[node]}]" if ":" in hosts[node] else hosts[node]
+            self._rendezvous[name] = f"tcp://{host}:{ports[node].pop()}"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Where the other nodes come.
+
+    Raises:
+        PortTaken: somebody else listens there.
+        ConfigError: there is no such address.
+    """
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as exc:
+        raise ConfigError(f"--master-addr {host} is no address: {exc}") from exc
+    listener = socket.socket(address[0], socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address[4])
+        except OSError as exc:
+            if exc.errno != errno.EADDRNOTAVAIL:
+                raise
+            # A name that stands for this host elsewhere, as Kubernetes' services do.
+            listener.bind(("::" if address[0] == socket.AF_INET6 else "0.0.0.0", port))
+        listener.listen()
+    except OSError as exc:
+        listener.close()
+        kind = PortTaken if exc.errno == errno.EADDRINUSE else ConfigError
+        raise kind(
+            f"node 0 can't listen for the others at {host}:{port}: {exc}; choose another "
+            "--master-port on every node"
+        ) from exc
+    return listener

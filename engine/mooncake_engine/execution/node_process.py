@@ -1,0 +1,238 @@
+"""A host that joins an instance (``--node-rank`` 1 and above): runs ranks, for node 0 to lead."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from types import FrameType
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.node_connections import (
+    InstanceOver,
+    KillRank,
+    NodeHello,
+    NodeReady,
+    NodeRefused,
+    NodeWelcome,
+    RankEnded,
+    RankHello,
+    connect_known,
+    hear,
+    own_address,
+    tell,
+)
+from mooncake_engine.execution.node_launcher import (
+    JOIN_TIMEOUT_S,
+    engine_version,
+    find_ports,
+    weights_of,
+)
+from mooncake_engine.execution.rank_launcher import describe_process_end, start_rank_process
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+_REMIND_S = 30.0
+_LOOK_S = 0.1
+_END_TIMEOUT_S = 5.0
+
+
+def run_node(config: EngineConfig, shutdown_timeout_s: float) -> None:
+    """Join the instance, and run this node's ranks until node 0 ends it. SIGTERM and SIGINT leave
+    it ``shutdown_timeout_s`` to do so; a second one leaves it no time.
+
+    Raises:
+        ConfigError: node 0 can't be reached, or refuses this node.
+        EngineDead: node 0 is gone.
+    """
+    with _Stop(shutdown_timeout_s) as stop, _scratch_folder() as scratch:
+        node = _Node(config, stop, scratch)
+        try:
+            node.run()
+        finally:
+            node.close()
+
+
+class _Stop:
+    """What SIGTERM and SIGINT have asked for."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._deadline: float | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> _Stop:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() has returned
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether one came."""
+        return self._deadline is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this node ends now, whatever node 0 does."""
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self._deadline = now if self.is_asked else now + self._timeout_s
+
+
+class _Node:
+    """This host's part of an instance."""
+
+    def __init__(self, config: EngineConfig, stop: _Stop, scratch: str) -> None:
+        self._config = config
+        self._stop = stop
+        self._scratch = scratch
+        self._nodes = config.nodes
+        self._address = (config.nodes.master_addr, config.nodes.master_port)
+        self._name = f"node 0 at {config.nodes.master_addr}:{config.nodes.master_port}"
+        self._key = config.nodes.secret.encode()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._control: Connection | None = None
+
+    def run(self) -> None:
+        """From joining to the end of the instance."""
+        weights = weights_of(self._config.model)
+        control = self._control = self._connect()
+        if control is None:
+            return
+        try:
+            tell(control, self._hello(weights, own_address(control)))
+            welcome = self._await_welcome(control)
+            if welcome is None:
+                return
+            self._start_ranks(control, welcome)
+            self._follow(control)
+        except (EOFError, OSError) as exc:
+            how = str(exc) or "its connection has ended"
+            raise EngineDead(f"{self._name} is gone: {how}; this node's ranks end") from exc
+
+    def close(self) -> None:
+        """End this node's ranks. Idempotent."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        if self._control is not None:
+            self._control.close()
+
+    def _connect(self) -> Connection | None:
+        """To node 0, once it is there; None if a signal comes before."""
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        remind_at = time.monotonic() + _REMIND_S
+        while not self._stop.is_asked:
+            try:
+                return connect_known(self._address, self._key)
+            except AuthenticationError as exc:
+                raise ConfigError(
+                    f"{self._name} has another secret: give both the same --node-secret-file"
+                ) from exc
+            except (EOFError, OSError, UnicodeError) as exc:
+                if time.monotonic() >= deadline:
+                    raise ConfigError(
+                        f"{self._name} can't be reached since {JOIN_TIMEOUT_S:g} s: {exc}; start "
+                        "serve there with --node-rank 0, or correct --master-addr, --master-port"
+                    ) from exc
+                if time.monotonic() >= remind_at:
+                    remind_at += _REMIND_S
+                    logger.info("waiting for %s: %s", self._name, exc)
+            time.sleep(_RETRY_S)
+        return None
+
+    def _hello(self, weights: str, host: str) -> NodeHello:
+        config = self._config
+        speculation = config.speculative_config
+        draft = None if speculation is None else speculation.model
+        return NodeHello(
+            node=self._nodes.node_rank,
+            num_nodes=self._nodes.nnodes,
+            num_ranks=config.num_all_ranks,
+            version=engine_version(),
+            weights=weights,
+            model=str(config.model.resolve()),
+            draft_model="" if draft is None else str(draft.resolve()),
+            host=host,
+            scratch=self._scratch,
+        )
+
+    def _await_welcome(self, control: Connection) -> NodeWelcome | None:
+        """What to start; None if a signal comes before all nodes have joined."""
+        while not control.poll(_LOOK_S):
+            if self._stop.is_asked:
+                return None
+        message = hear(control)
+        if isinstance(message, NodeRefused):
+            raise ConfigError(f"{self._name} refuses this node: {message.reason}")
+        if not isinstance(message, NodeWelcome):
+            raise EngineDead(f"{self._name} ended before all nodes had joined")
+        return message
+
+    def _start_ranks(self, control: Connection, welcome: NodeWelcome) -> None:
+        for rank in welcome.ranks:
+            ends = [self._connect_rank(welcome.token, rank, orders) for orders in (True, False)]
+            self._processes[rank] = start_rank_process(*ends)
+        ports = find_ports(own_address(control), welcome.num_ports)
+        pids = tuple(process.pid for process in self._processes.values())
+        tell(control, NodeReady(pids, tuple(ports)))
+        logger.info(
+            "node %d of %d runs ranks %s",
+            self._nodes.node_rank,
+            self._nodes.nnodes,
+            ", ".join(map(str, welcome.ranks)),
+        )
+
+    def _connect_rank(self, token: str, rank: int, is_orders: bool) -> Connection:
+        connection = connect_known(self._address, self._key)
+        tell(connection, RankHello(token, rank, is_orders))
+        return connection
+
+    def _follow(self, control: Connection) -> None:
+        """Tell node 0 of ranks that end, and end those that it wants ended, until it is over."""
+        living = dict(self._processes)
+        while not self._stop.is_due:
+            if control.poll(_LOOK_S):
+                message = hear(control)
+                if isinstance(message, InstanceOver):
+                    self._await_ends()
+                    return
+                if isinstance(message, KillRank) and message.rank in living:
+                    living[message.rank].kill()
+            for rank, process in list(living.items()):
+                if process.poll() is not None:
+                    del living[rank]
+                    tell(control, RankEnded(rank, describe_process_end(process.wait())))
+        logger.warning("node 0 has not ended the instance in time; this node ends")
+
+    def _await_ends(self) -> None:
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while any(process.poll() is None for process in self._processes.values()):
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(_LOOK_S)
+
+
+@contextmanager
+def _scratch_folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="mooncake-ranks-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

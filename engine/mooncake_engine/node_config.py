@@ -1,0 +1,116 @@
+"""NodeConfig: an instance whose ranks run on several hosts, without a cluster manager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mooncake_engine.errors import ConfigError
+from mooncake_hal.options import option, positive_int
+
+
+def read_node_secret(path: Path) -> str:
+    """What the nodes of an instance prove themselves with, from a file: everybody on a host can see
+    a command line.
+
+    Raises:
+        ConfigError: the file can't be read, or is empty.
+    """
+    try:
+        secret = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"can't read --node-secret-file: {exc}") from exc
+    if not secret:
+        raise ConfigError(f"--node-secret-file {path} is empty; openssl rand -hex 32 > {path}")
+    return secret
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """On which hosts an instance's ranks run: each of ``nnodes`` has as many, in order. Node 0 has
+    the API and the scheduler, too; the others join it.
+
+    Raises:
+        ConfigError: the values contradict each other.
+    """
+
+    nnodes: int = field(
+        default=1,
+        metadata=option(
+            metavar="N",
+            parse=positive_int,
+            help="hosts that the ranks are divided over evenly; serve is started on each",
+        ),
+    )
+    node_rank: int = field(
+        default=0,
+        metadata=option(
+            metavar="R",
+            help="which of the hosts this is; 0 has the API, the others join it",
+        ),
+    )
+    master_addr: str = field(
+        default="127.0.0.1",
+        metadata=option(metavar="HOST", help="address of node 0"),
+    )
+    master_port: int = field(
+        default=29501,
+        metadata=option(metavar="PORT", help="port at which node 0 waits for the others"),
+    )
+    secret: str = field(
+        default="",
+        metadata=option(
+            "--node-secret-file",
+            parse=Path,
+            to_field=read_node_secret,
+            default=None,
+            metavar="FILE",
+            help="file with the secret that all nodes of an instance share; needed for several",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if self.nnodes == 1 and self.node_rank == 0:
+            return
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"--node-rank must be from 0 to {self.nnodes - 1} with --nnodes {self.nnodes}, "
+                f"got {self.node_rank}"
+            )
+        if not 0 < self.master_port < 65_536:
+            raise ConfigError(f"--master-port must be from 1 to 65535, got {self.master_port}")
+        if not self.secret:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} needs --node-secret-file with the same secret on every "
+                "node: whoever can join an instance gets its prompts and can run code in it"
+            )
+
+    def check(self, num_ranks: int, others: Mapping[str, bool]) -> None:
+        """Whether that many ranks can be divided so.
+
+        Args:
+            num_ranks: in all.
+            others: options that don't go together with several nodes, and whether they are set.
+
+        Raises:
+            ConfigError: says which of them to change.
+        """
+        if self.nnodes == 1:
+            return
+        if num_ranks % self.nnodes:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} was asked for with {num_ranks} ranks (--dp-size times "
+                "--tp-size times --pp-size): each node runs as many; use a divisor of their number"
+            )
+        for name, is_set in others.items():
+            if is_set:
+                raise ConfigError(
+                    f"--nnodes {self.nnodes} was asked for with {name}, which does not go together "
+                    "with it: leave one of them out"
+                )
+
+    def ranks_of(self, node: int, num_ranks: int) -> range:
+        """The ranks, of ``num_ranks`` in all, that a node runs."""
+        per_node = num_ranks // self.nnodes
+        return range(node * per_node, (node + 1) * per_node)

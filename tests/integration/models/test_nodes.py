@@ -1,0 +1,99 @@
+"""Ranks of two nodes, which are processes of this host here: the tokens of one rank, and an end
+with its reason when a node is gone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.checkpoints import random_model, write_checkpoint
+from support.stepping import RunningRequest, Stepper
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import EngineDead
+from mooncake_engine.execution.engine_plan import make_plan
+from mooncake_engine.execution.executor import Executor, InProcessExecutor
+from mooncake_engine.execution.node_launcher import NodeLauncher
+from mooncake_engine.execution.process_executor import ProcessExecutor
+from mooncake_engine.node_config import NodeConfig
+from mooncake_hal.backend import Backend
+from mooncake_hal.registry import Registry
+from mooncake_hal.testing.backends import free_port
+
+pytestmark = pytest.mark.slow
+END_S = 60
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    return Registry.discover().select_backend("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def config(checkpoint: Path, tmp_path: Path) -> EngineConfig:
+    secret = tmp_path / "secret"
+    secret.write_text("of this test")
+    nodes = NodeConfig(nnodes=2, master_port=free_port(), secret="of this test")
+    return EngineConfig(checkpoint, num_kv_blocks=32, tp_size=2, threads=1, nodes=nodes)
+
+
+@pytest.fixture
+def other_node(config: EngineConfig, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The second one, as it is started by hand; it waits for the first."""
+    words = ["serve", str(config.model), "--tensor-parallel-size", "2", "--threads", "1"]
+    words += ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--headless"]
+    words += ["--master-port", str(config.nodes.master_port)]
+    words += ["--node-secret-file", str(tmp_path / "secret")]
+    process = subprocess.Popen([sys.executable, "-m", "mooncake_engine", *words])
+    yield process
+    process.kill()
+    process.wait(END_S)
+
+
+def answers(executor: Executor) -> list[list[int]]:
+    requests = [RunningRequest("a", (5, 9, 2)), RunningRequest("b", tuple(range(100, 190)))]
+    return Stepper(executor, chunk=40).generate(requests)
+
+
+def test_two_nodes_choose_the_tokens_of_one_rank_and_a_lost_one_is_named(
+    config: EngineConfig, backend: Backend, other_node: subprocess.Popen[bytes]
+) -> None:
+    single = replace(config, tp_size=1, nodes=NodeConfig())
+    alone = InProcessExecutor(make_plan(single, backend), backend)
+    expected = answers(alone)
+    alone.close()
+    executor = ProcessExecutor(make_plan(config, backend), launcher=NodeLauncher(config))
+    try:
+        executor.warm_up()
+        assert answers(executor) == expected
+        other_node.kill()
+        with pytest.raises(EngineDead, match=r"rank 1 of 2 died: node 1 \(127.0.0.1\) is gone"):
+            _await_failure(executor)
+    finally:
+        executor.close()
+    with pytest.raises(ProcessLookupError):  # the lost node's ranks end by themselves
+        _await_end(executor.rank_pids[1])
+
+
+def _await_failure(executor: Executor) -> None:
+    for _ in range(END_S * 10):
+        executor.check()
+        time.sleep(0.1)
+
+
+def _await_end(pid: int) -> None:
+    """Raises ProcessLookupError once there is no such process."""
+    for _ in range(END_S * 10):
+        os.kill(pid, 0)
+        time.sleep(0.1)

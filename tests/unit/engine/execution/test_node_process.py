@@ -1,0 +1,119 @@
+"""A node that joins: what it says, when it ends, and with which words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from support.checkpoints import random_model, write_checkpoint
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.node_connections import (
+    InstanceOver,
+    NodeHello,
+    NodeReady,
+    NodeRefused,
+    NodeWelcome,
+    accept_known,
+    connect_known,
+    hear,
+    tell,
+)
+from mooncake_engine.execution.node_process import run_node
+from mooncake_engine.node_config import NodeConfig
+
+SECRET = "of these tests"
+PATIENCE_S = 60
+# What node 0 does with a node that says hello.
+Answer = Callable[[Connection, NodeHello], None]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE_S)
+        yield server
+
+
+def join(checkpoint: Path, listener: socket.socket, answer: Answer, secret: str = SECRET) -> None:
+    """Run a node to its end, with a node 0 that answers so."""
+    nodes = NodeConfig(nnodes=2, node_rank=1, master_port=listener.getsockname()[1], secret=SECRET)
+    config = EngineConfig(checkpoint, tp_size=2, nodes=nodes, threads=1)
+
+    def node_0() -> None:
+        with accept_known(listener, secret.encode()) as connection:
+            hello = hear(connection, PATIENCE_S)
+            assert isinstance(hello, NodeHello)
+            answer(connection, hello)
+
+    with ThreadPoolExecutor(1) as threads:
+        answering = threads.submit(node_0)
+        try:
+            run_node(config, 0.0)
+        finally:
+            if secret == SECRET:
+                answering.result(PATIENCE_S)
+            else:  # node 0 waits for the next one
+                connect_known(listener.getsockname(), secret.encode()).close()
+                assert isinstance(answering.exception(PATIENCE_S), EOFError)
+
+
+def test_it_joins_and_ends_with_the_instance(checkpoint: Path, listener: socket.socket) -> None:
+    said: list[NodeHello] = []
+
+    def answer(connection: Connection, hello: NodeHello) -> None:
+        said.append(hello)
+        tell(connection, NodeWelcome("token", (), 2))
+        ready = hear(connection, PATIENCE_S)
+        assert isinstance(ready, NodeReady)
+        assert len(set(ready.ports)) == 2
+        assert Path(hello.scratch).is_dir()
+        tell(connection, InstanceOver())
+
+    join(checkpoint, listener, answer)
+    [hello] = said
+    assert (hello.node, hello.num_nodes, hello.num_ranks) == (1, 2, 2)
+    assert (hello.host, hello.model) == ("127.0.0.1", str(checkpoint.resolve()))
+    assert not Path(hello.scratch).exists()
+
+
+def test_a_refusal_says_why(checkpoint: Path, listener: socket.socket) -> None:
+    def refuse(connection: Connection, _: NodeHello) -> None:
+        tell(connection, NodeRefused("copies of the model differ"))
+
+    with pytest.raises(ConfigError, match="refuses this node: copies of the model differ"):
+        join(checkpoint, listener, refuse)
+
+
+def test_it_ends_when_node_0_is_gone(checkpoint: Path, listener: socket.socket) -> None:
+    def leave(connection: Connection, _: NodeHello) -> None:
+        tell(connection, NodeWelcome("token", (), 0))
+
+    with pytest.raises(EngineDead, match=r"node 0 at 127.0.0.1:\d+ is gone"):
+        join(checkpoint, listener, leave)
+
+
+def test_it_ends_when_it_is_told_to(checkpoint: Path, listener: socket.socket) -> None:
+    def stop(connection: Connection, _: NodeHello) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(EOFError):
+            hear(connection, PATIENCE_S)
+
+    join(checkpoint, listener, stop)
+
+
+def test_another_secret_is_named(checkpoint: Path, listener: socket.socket) -> None:
+    with pytest.raises(ConfigError, match="give both the same --node-secret-file"):
+        join(checkpoint, listener, lambda *_: None, "another one")
