@@ -10,7 +10,7 @@ stream; only methods that say so wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -456,6 +456,12 @@ class Communicator(Protocol):
     @property
     def world_size(self) -> int:
         """How many there are."""
+        ...
+
+    @property
+    def waited_s(self) -> Mapping[str, float]:
+        """Seconds that calls have kept this thread waiting since the start, by name of the
+        collective. Empty where a device waits and the host does not; its profiler knows."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:

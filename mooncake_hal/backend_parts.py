@@ -4,9 +4,10 @@ allocation, a pool for graphs, a group of one rank; and what brings a host's arr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -192,6 +193,7 @@ class SingleRankCommunicator:
 
     rank = 0
     world_size = 1
+    waited_s: Mapping[str, float] = MappingProxyType({})
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

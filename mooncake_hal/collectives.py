@@ -5,9 +5,10 @@ A backend says how its kind of group is made (gloo, NCCL, HCCL) and what a barri
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 from urllib.parse import urlparse
@@ -91,6 +92,7 @@ class GroupCommunicator:
                 f"within {group.timeout_s:g} s: {exc}"
             ) from exc
         self._sending: dict[int, tuple[dist.Work, Tensor]] = {}
+        self._waited_s: dict[str, float] = {}
         # a group that outlives the interpreter has threads that are never joined, and aborts it
         self._leave = weakref.finalize(self, self._joined.clear)
 
@@ -101,6 +103,10 @@ class GroupCommunicator:
     @property
     def world_size(self) -> int:
         return self._group.world_size
+
+    @property
+    def waited_s(self) -> Mapping[str, float]:
+        return self._waited_s
 
     def all_reduce(self, x: Tensor) -> Tensor:
         dense = x.contiguous()
@@ -162,11 +168,12 @@ class GroupCommunicator:
             raise self._lost(name, exc) from exc
 
     def _finish(self, name: str, work: dist.Work) -> None:
-        """On a device that works by itself, its current stream waits, and not this thread."""
+        started = time.perf_counter()
         try:
             work.wait()
         except RuntimeError as exc:
             raise self._lost(name, exc) from exc
+        self._waited_s[name] = self._waited_s.get(name, 0.0) + time.perf_counter() - started
 
     def _lost(self, name: str, cause: RuntimeError) -> DeviceError:
         return DeviceError(
@@ -232,6 +239,10 @@ class DeviceCommunicator(GroupCommunicator):
             )
         self._accelerator = accelerator
         super().__init__(group, generation, make)
+
+    @property
+    def waited_s(self) -> Mapping[str, float]:
+        return {}  # the current stream waits, and not this thread
 
     def barrier(self) -> None:
         stream = self._accelerator.current_stream()

@@ -213,6 +213,7 @@ class EngineCore:
             kv_transfer={} if self._connector is None else self._connector.stats(),
             kv_pool=None if pool is None else pool.stats.snapshot(),
             experts=self._executor.expert_load,
+            waited_s=tuple(self._executor.waited_s),
             pool_home=None if pool is None else pool.home_location,
         )
 

@@ -216,6 +216,10 @@ class ExpertLoad:
         return sum(sum(tokens) for tokens in self.tokens.values())
 
 
+WaitedSeconds = dict[str, dict[str, float]]
+"""Seconds by group of ranks and collective, such as ``["experts"]["all_to_all"]``."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot for metrics: counters, but for the gauges of requests by state and KV usage.
@@ -235,6 +239,8 @@ class EngineStats:
         speculation: of speculative decoding; None where it is off.
         kv_pool: of the KVCache pool; None without one.
         experts: what experts got that are divided over ranks; None without such.
+        waited_s: by rank, what its host has waited in collectives; empty where there is one, and of
+            all data-parallel ranks together.
         pool_home: where other instances find what this one saves there; None if they can't.
         by_dp_rank: the same of each data-parallel rank; empty if there is one.
     """
@@ -257,6 +263,7 @@ class EngineStats:
     speculation: SpeculationStats | None = None
     kv_pool: PoolStats | None = None
     experts: ExpertLoad | None = None
+    waited_s: tuple[WaitedSeconds, ...] = ()
     pool_home: StoreLocation | None = None
     by_dp_rank: tuple[EngineStats, ...] = ()
 

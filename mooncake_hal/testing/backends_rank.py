@@ -31,6 +31,7 @@ def collectives(join: Join) -> None:
         _check_line(group)
         _check_ahead(group)
         group.barrier()
+        _check_waited(group)
     first.close()
     first.close()
     _check_reduce(second)
@@ -40,6 +41,15 @@ def collectives(join: Join) -> None:
     except DeviceError:
         return
     raise AssertionError("a closed communicator still works")
+
+
+def _check_waited(group: Communicator) -> None:
+    """Whoever waits says so, and for what; a device's host waits for nothing."""
+    waited = dict(group.waited_s)
+    _require(all(seconds > 0 for seconds in waited.values()), f"waited_s: {waited}")
+    group.all_reduce(torch.ones(4))
+    grown = {name for name, seconds in group.waited_s.items() if seconds > waited.get(name, 0)}
+    _require(grown == ({"all_reduce"} if waited else set()), f"waited_s grew by {grown}")
 
 
 def lost_rank(join: Join) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from mooncake_engine.execution.model_runner import CompletedStep, PendingStep
 from mooncake_engine.execution.parallel_state import ParallelGroups
 from mooncake_engine.execution.worker import RankHandlers, Worker
 from mooncake_engine.execution.worker_extension import MessageHandler
-from mooncake_engine.messages import ExpertLoad
+from mooncake_engine.messages import ExpertLoad, WaitedSeconds
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
@@ -131,6 +131,12 @@ class Executor(Protocol):
         """What experts got that are divided over ranks, a second ago or less; None if there are
         none. Any thread."""
         return None
+
+    @property
+    def waited_s(self) -> Sequence[WaitedSeconds]:
+        """By rank, the seconds that its host has waited in collectives, a second ago or less; empty
+        where there is one rank. Any thread."""
+        return ()
 
     @property
     def compiles_grammars(self) -> bool:

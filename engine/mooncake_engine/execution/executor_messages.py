@@ -6,7 +6,7 @@ import msgspec
 
 from mooncake_engine.execution.executor import RankKVInfo
 from mooncake_engine.execution.parallel_state import RankInfo
-from mooncake_engine.messages import ExpertLoad
+from mooncake_engine.messages import ExpertLoad, WaitedSeconds
 from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
 from mooncake_hal.backend import GroupSpec
@@ -89,11 +89,13 @@ class OrderDone(msgspec.Struct, frozen=True, tag=True):
 
     Args:
         result: of the step.
-        expert_load: so far, now and then; see ``Worker.expert_load``.
+        expert_load: so far, now and then, of the driver rank; see ``Worker.expert_load``.
+        waited_s: so far, now and then; see ``Worker.waited_s``.
     """
 
     result: StepResult | None = None
     expert_load: ExpertLoad | None = None
+    waited_s: WaitedSeconds | None = None
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mooncake_engine.errors import ConfigError, EngineDead
@@ -17,7 +17,7 @@ from mooncake_engine.execution.executor import (
 from mooncake_engine.execution.model_runner import PendingStep
 from mooncake_engine.execution.rank_launcher import Launcher
 from mooncake_engine.execution.rank_processes import RankProcesses
-from mooncake_engine.messages import ExpertLoad
+from mooncake_engine.messages import ExpertLoad, WaitedSeconds
 from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
 
@@ -54,6 +54,7 @@ class ProcessExecutor(Executor):
         self._processes = processes or RankProcesses(plan, [self._options], launcher)
         self._ranks = self._processes.of(dp_rank)
         self._expert_load: ExpertLoad | None = None
+        self._waited_s: list[WaitedSeconds] = [{} for _ in self._ranks]
         kv_infos = [self._processes.kv_infos[rank.rank] for rank in self._ranks]
         self._info = executor_info(plan, tuple(kv_infos))
 
@@ -91,6 +92,10 @@ class ProcessExecutor(Executor):
         return self._expert_load
 
     @property
+    def waited_s(self) -> Sequence[WaitedSeconds]:
+        return tuple(self._waited_s)
+
+    @property
     def compiles_grammars(self) -> bool:
         return True
 
@@ -121,10 +126,13 @@ class ProcessExecutor(Executor):
         """Wait until all ranks have carried out their oldest order; returns the result of the one
         that speaks."""
         result: StepResult | None = None
-        for _, report in self._processes.reports(self._ranks):
-            if isinstance(report, wire.OrderDone) and report.result is not None:
-                result = report.result
-                self._expert_load = report.expert_load or self._expert_load
+        for rank, report in self._processes.reports(self._ranks):
+            if not isinstance(report, wire.OrderDone):
+                continue
+            result = report.result or result
+            self._expert_load = report.expert_load or self._expert_load
+            if report.waited_s is not None:
+                self._waited_s[self._ranks.index(rank)] = report.waited_s
         return result
 
 

@@ -72,6 +72,10 @@ class Rank(ABC):
                 return True
         return self.failed is None and self.wait(0.0)
 
+    def is_frozen(self) -> bool:
+        """Whether its process is stopped by a signal or a debugger, as far as can be seen."""
+        return False
+
     def describe_end(self) -> str:
         """Why the rank ended, in words."""
         if self.failed is not None:
@@ -196,6 +200,13 @@ class LocalRank(Rank):
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def is_frozen(self) -> bool:
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:  # another system, or it has ended
+            return False
+        return status.rpartition(")")[2].split()[0] in ("T", "t")
 
     def adapt(self, config: EngineConfig) -> EngineConfig:
         return config

@@ -34,7 +34,7 @@ from mooncake_hal.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-_EXPERT_LOAD_EVERY_S = 1.0
+_FIGURES_EVERY_S = 1.0
 
 PARENT_GONE = 3
 """Exit status of a rank whose parent died."""
@@ -58,7 +58,7 @@ class RankProcess:
         self._message_lock = threading.Lock()
         self._report_lock = threading.Lock()
         self._reporter: ThreadPoolExecutor | None = None
-        self._expert_load_due = 0.0
+        self._figures_due = 0.0
         self._grammars = ThreadPoolExecutor(1, "grammars")
 
     def run(self) -> None:
@@ -130,13 +130,12 @@ class RankProcess:
 
     def _conclude(self, worker: Worker, launched: PendingStep, info: RankInfo) -> None:
         result = launched.result()
-        if not info.is_driver:
-            self._report(wire.OrderDone())
-            return
-        expert_load, now = None, time.monotonic()
-        if now >= self._expert_load_due:
-            expert_load, self._expert_load_due = worker.expert_load(), now + _EXPERT_LOAD_EVERY_S
-        self._report(wire.OrderDone(result, expert_load))
+        expert_load, waited_s, now = None, None, time.monotonic()
+        if now >= self._figures_due:
+            self._figures_due = now + _FIGURES_EVERY_S
+            waited_s = worker.waited_s()
+            expert_load = worker.expert_load() if info.is_driver else None
+        self._report(wire.OrderDone(result if info.is_driver else None, expert_load, waited_s))
 
     def _conclude_later(self, worker: Worker, launched: PendingStep, info: RankInfo) -> None:
         """Top of the reporting thread; a parent that is gone shows elsewhere."""

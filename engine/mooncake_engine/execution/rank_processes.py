@@ -127,6 +127,9 @@ class RankProcesses:
             if self._unanswered[rank.rank] > 0 and not rank.orders.poll()
         ]
         who = f"; no answer of rank {', '.join(silent)} of {len(self.ranks)}" if silent else ""
+        for rank in self.ranks:
+            if rank.is_frozen():
+                who += f"; rank {rank.rank} is stopped (SIGSTOP, or a debugger)"
         self._abandoned = EngineDead(reason + who)
         self.failure.record("the instance was given up", self._abandoned)
         for rank in self.ranks:  # their connections end, which is what the step waits for

@@ -36,7 +36,7 @@ from mooncake_engine.execution.worker_extension import (
 )
 from mooncake_engine.kv_cache.block_copier import BlockCopier
 from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize, blocks_in
-from mooncake_engine.messages import ExpertLoad
+from mooncake_engine.messages import ExpertLoad, WaitedSeconds
 from mooncake_engine.models.catalog import Model, build_model
 from mooncake_engine.models.expert_placement import imbalance
 from mooncake_engine.models.layers import ParallelContext, Span
@@ -310,6 +310,12 @@ class Worker:
         ]
         sent = sum(counts.num_sent_rows for counts in self._model.expert_counts.values())
         return ExpertLoad(tokens, sum(balances) / len(balances), sent)
+
+    def waited_s(self) -> WaitedSeconds:
+        """Seconds that this rank's host has waited for others, by group and collective."""
+        groups = self._groups
+        named = {"stage": groups.stage, "pipeline": groups.pipeline, "experts": groups.experts}
+        return {name: dict(group.waited_s) for name, group in named.items() if group is not None}
 
     def prepare_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar that requests will come with; beside steps, in any thread.

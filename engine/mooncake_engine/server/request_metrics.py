@@ -26,6 +26,7 @@ from mooncake_engine.messages import (
     RequestClass,
     SpeculationStats,
     StepSizes,
+    WaitedSeconds,
 )
 from mooncake_engine.server.metric_cells import Counter, Histogram, MetricCells
 from mooncake_engine.server.request_context import ChoiceStats, GeneratedChoice, RequestContext
@@ -348,6 +349,8 @@ class _StatsMetrics:
             yield from self._kv_pool(stats.kv_pool)
         if stats.experts is not None:
             yield from self._experts(stats.experts)
+        if stats.waited_s:
+            yield self._waited(stats.waited_s)
 
     def _waiting(self, **counts: int) -> Metric:
         family = GaugeMetricFamily(
@@ -427,6 +430,19 @@ class _StatsMetrics:
             "Tokens of the part with most over the mean of parts, since the start.",
             load.imbalance,
         )
+
+    def _waited(self, by_rank: Sequence[WaitedSeconds]) -> Metric:
+        family = CounterMetricFamily(
+            "mooncake:collective_wait_seconds",
+            "Seconds that a rank's host waited for others, by their group and the collective.",
+            labels=(*_LABELS, "rank", "group", "collective"),
+        )
+        for rank, groups in enumerate(by_rank):
+            for group, waited in groups.items():
+                for collective, seconds in waited.items():
+                    labels = (*self._label_values, str(rank), group, collective)
+                    family.add_metric(labels, seconds)
+        return family
 
     def _gauge(self, name: str, words: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, words, labels=_LABELS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,7 @@ from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.speculative_config import SpeculativeConfig
+from mooncake_engine.step_watchdog import StepWatch, StepWatchdog
 from mooncake_kv.kv_events import KVEventsConfig
 
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -234,7 +237,49 @@ def run_on(core: DataParallelCore) -> NoReturn:
         core.step()
 
 
-@pytest.mark.parametrize("ep_size", [1, 2])
+def test_a_rank_that_is_slow_costs_time_and_nothing_else(core: DataParallelCore) -> None:
+    """An idle one, which the others need for its experts; they say how long they have waited."""
+    asked = [replace(request, data_parallel_rank=0) for request in requests()[:2]]
+    expected = serve_all(core, asked).answers
+    assert core.reset_prefix_cache()
+    slow = ranks_of(core, 1)[0]
+    os.kill(slow, signal.SIGSTOP)
+    waking = threading.Timer(1.0, os.kill, (slow, signal.SIGCONT))
+    waking.start()
+    started = time.monotonic()
+    assert serve_all(core, asked).answers == expected
+    assert time.monotonic() - started > 0.9
+    waking.join()
+    while not (parts := core.stats().by_dp_rank)[0].waited_s[0]["experts"]["all_to_all"] > 0.5:
+        assert time.monotonic() - started < 60, parts[0].waited_s
+        serve_all(core, asked[1:])  # ranks tell it with a step, once a second
+
+
+def ranks_of(core: DataParallelCore, dp_rank: int) -> tuple[int, ...]:
+    """The processes of a data-parallel rank."""
+    executor = core._cores[dp_rank]._executor
+    assert isinstance(executor, ProcessExecutor)
+    return executor.rank_pids
+
+
+def test_a_frozen_rank_ends_all_with_its_reason(checkpoints: dict[str, Path]) -> None:
+    config = EngineConfig(checkpoints["mixtral"], dp_size=2, ep_size=2, **OPTIONS)
+    watch = StepWatch(2.0)
+    core = build_engine(config, watch=watch).core
+    assert isinstance(core, DataParallelCore)
+    watchdog = StepWatchdog(watch, core.abandon_step)
+    try:
+        core.post(AddRequest(requests()[1]))
+        core.step()
+        os.kill(ranks_of(core, 1)[0], signal.SIGSTOP)
+        with pytest.raises(EngineDead, match=r"did not return within 2 s .* rank 1 is stopped"):
+            run_on(core)
+    finally:
+        watchdog.close()
+        core.close()
+
+
+@pytest.mark.parametrize("ep_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_all_with_its_reason(checkpoints: dict[str, Path], ep_size: int) -> None:
     config = EngineConfig(checkpoints["mixtral"], dp_size=2, ep_size=ep_size, **OPTIONS)
     core = build_engine(config).core
@@ -242,9 +287,7 @@ def test_a_killed_rank_ends_all_with_its_reason(checkpoints: dict[str, Path], ep
     try:
         core.post(AddRequest(requests()[1]))
         core.step()
-        idle = core._cores[1]._executor
-        assert isinstance(idle, ProcessExecutor)
-        os.kill(idle.rank_pids[0], signal.SIGKILL)
+        os.kill(ranks_of(core, 1)[0], signal.SIGKILL)
         with pytest.raises(EngineDead, match=r"rank 1 of 2 died: .*SIGKILL"):
             run_on(core)
     finally:
