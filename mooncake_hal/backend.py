@@ -57,6 +57,7 @@ class Capabilities:
         block_sizes: tokens per KV block that the attention kernels take, best first.
         kv_layouts: names of the layouts of ``mooncake_hal.kv.layout`` that they run on, best first.
         graphs: whether ``runtime.capture`` works.
+        moe_graphs: whether it also takes ``Ops.moe``.
         transports: names of the transports that can move this backend's memory, best first.
         scheduler_resource: what cluster schedulers (Ray) call one of its devices, ``"GPU"`` or
             ``"NPU"``; empty where only CPUs are counted.
@@ -82,6 +83,7 @@ class Capabilities:
     native_latents: bool = False
     max_graphs: int | None = None
     rounding: tuple[tuple[str, str], ...] = ()
+    moe_graphs: bool = True
 
 
 class Event(Protocol):

@@ -68,6 +68,7 @@ class CpuBackend:
             block_sizes=BLOCK_SIZES,
             kv_layouts=tuple(KV_LAYOUTS),
             graphs=isinstance(self.ops, NativeOps),
+            moe_graphs=False,  # how its tokens are shared out among experts, the host decides
             transports=TRANSPORTS,
             kv_dtypes=KV_DTYPES,
             rounding=ROUNDING,

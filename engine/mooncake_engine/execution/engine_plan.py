@@ -166,7 +166,7 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
         kv_scales=read_kv_scales(config.model, geometry) if kv_dtype else (),
         has_native_latents=kv_dtype is None
         and _keeps_native_latents(config, geometry, capabilities),
-        graphs=plan_graphs(config, backend, geometry.layers),
+        graphs=plan_graphs(config, backend, geometry.layers, has_experts=model.moe is not None),
         expert_slots=plan_experts(config, model),
     )
     for rank in range(config.tp_size):  # refuse more ranks than heads before anything is started

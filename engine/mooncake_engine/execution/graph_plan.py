@@ -43,10 +43,14 @@ class GraphPlan:
 NO_GRAPHS = GraphPlan()
 
 
-def plan_graphs(config: EngineConfig, backend: Backend, num_layers: int) -> GraphPlan:
+def plan_graphs(
+    config: EngineConfig, backend: Backend, num_layers: int, *, has_experts: bool = False
+) -> GraphPlan:
     """What an instance captures: what its backend can, of models in one stage whose experts are on
     every rank: how many tokens a rank's own experts get differs from step to step."""
     if not backend.capabilities.graphs or config.enforce_eager:
+        return NO_GRAPHS
+    if has_experts and not backend.capabilities.moe_graphs:
         return NO_GRAPHS
     if config.pp_size > 1 or config.ep_size > 1:
         return NO_GRAPHS

@@ -69,6 +69,7 @@ def test_each_token_made_up_has_a_slot() -> None:
 
 def test_a_host_replays_small_steps_of_decodes(backend: CpuBackend) -> None:
     assert plan_graphs(CONFIG, backend, LAYERS) == GraphPlan(decode_sizes(17), ())
+    assert plan_graphs(CONFIG, backend, LAYERS, has_experts=True) == GraphPlan()
     many = replace(CONFIG, max_num_seqs=256)
     assert plan_graphs(many, backend, LAYERS).decode_sizes == decode_sizes(32)
     asked = replace(CONFIG, piecewise_graph_max_tokens=100)
