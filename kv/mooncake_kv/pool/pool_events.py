@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mooncake_kv.store.chunk_store import CopyTerms, Tier
 
@@ -211,7 +211,7 @@ class PoolStats:
 
     def __add__(self, other: PoolStats) -> PoolStats:
         """What two users of one pool have counted together."""
-        total = {}
+        total: dict[str, Any] = {}
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if isinstance(mine, dict):
