@@ -15,7 +15,8 @@ from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_engine.process.progress_bar import ProgressBar
 from mooncake_engine.replay.latency_summary import LatencyTargets, Record, UnloadedLatency
 from mooncake_engine.replay.replay_client import ReplayClient, TargetServer
-from mooncake_engine.replay.replay_report import Report, page
+from mooncake_engine.replay.replay_page import page
+from mooncake_engine.replay.replay_report import Report
 from mooncake_engine.replay.trace import Pacing, PromptWriter, TraceRequest, read_trace
 
 _LEAD_S = 1.0
@@ -143,6 +144,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="OUT",
         help="write the results to OUT.json and OUT.html",
     )
+    add(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="OUT.json of an earlier run, to be shown beside this one in OUT.html",
+    )
     _add_load_options(parser)
     _add_objective_options(parser)
 
@@ -220,9 +227,10 @@ def bench(args: argparse.Namespace) -> Report:
     """
     replay, objective = _replay(args), _objective(args)
     as_json, as_page = (_writable(f"{args.out}.{ending}") for ending in ("json", "html"))
+    earlier = None if args.compare is None else Report.read(args.compare)
     report = asyncio.run(_run(args, replay, objective))
     as_json.write_bytes(report.json())
-    as_page.write_text(page(report), encoding="utf-8")
+    as_page.write_text(page(report, earlier), encoding="utf-8")
     return report
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, strategies as st
 
+from mooncake_engine.errors import ConfigError
 from mooncake_engine.replay.latency_summary import (
     Distribution,
     LatencyTargets,
@@ -17,7 +21,8 @@ from mooncake_engine.replay.latency_summary import (
     quantile,
     summarise,
 )
-from mooncake_engine.replay.replay_report import Report, page
+from mooncake_engine.replay.replay_page import page
+from mooncake_engine.replay.replay_report import Report
 
 
 def record(
@@ -143,8 +148,38 @@ def test_json(report: Report) -> None:
     assert found["requests"][2] == {
         **{"index": 2, "sent_s": 2.0, "num_input": 100, "num_output": 0, "num_cached": 40},
         **{"ttft_s": None, "tbt_s": None, "e2e_s": None, "error": "the answer stopped: <late>"},
-        "is_refused": False,
+        **{"is_refused": False, "planned_s": 1.5, "end_s": 4.0, "piece_times_s": []},
     }
+
+
+def test_a_run_is_read_again(report: Report, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    file.write_bytes(report.json())
+    again = Report.read(file)
+    assert again.table() == report.table()
+    assert again.setting == report.setting
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"setting": {}, "objective": {}, "requests": []}'])
+def test_what_is_no_run_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"other\.json (is no result of|has no requests)"):
+        Report.read(file)
+
+
+NUM_CHARTS = 5
+
+
+def drawings(text: str) -> list[ElementTree.Element]:
+    return [
+        ElementTree.fromstring(drawing)
+        for drawing in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    ]
+
+
+def classes(root: ElementTree.Element) -> Counter[str]:
+    return Counter(mark.get("class", "") for mark in root.iter())
 
 
 def test_the_page_stands_by_itself(report: Report) -> None:
@@ -152,18 +187,63 @@ def test_the_page_stands_by_itself(report: Report) -> None:
     assert "&lt;tiny&gt;" in text
     assert "<tiny>" not in text
     assert not re.search(r"<script|<link|src=|href=|url\(|@import", text)
-    drawings = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
-    assert len(drawings) == 4
-    for drawing in drawings:
-        root = ElementTree.fromstring(drawing)
+    found = drawings(text)
+    assert len(found) == NUM_CHARTS + 1
+    for root in found:
+        _, _, width, height = map(float, root.get("viewBox", "").split())
         for mark in root.iter():
             for name in ("x1", "x2", "cx", "x"):
-                assert 0 <= float(mark.get(name, 0)) <= 480
+                assert 0 <= float(mark.get(name, 0)) <= width
             for name in ("y1", "y2", "cy", "y"):
-                assert 0 <= float(mark.get(name, 0)) <= 220
+                assert 0 <= float(mark.get(name, 0)) <= height
     assert text.count('class="limit"') == 2
 
 
-def test_a_page_of_one_answer_without_gaps(report: Report) -> None:
+def test_axes_end_with_the_data_and_an_objective_beyond_is_named(report: Report) -> None:
+    near = drawings(page(report))[0]
+    far = replace(report, objective=LatencyTargets(ttft_s=60.0, tbt_s=30.0))
+    ticks = [mark.text for mark in near.iter("text") if mark.get("text-anchor") == "middle"]
+    ttft, tbt, _, as_sent, _, _ = drawings(page(far))
+    assert [m.text for m in ttft.iter("text") if m.get("text-anchor") == "middle"] == ticks
+    for root, unit in ((ttft, "60000 ms"), (as_sent, "60000 ms"), (tbt, "30000 ms")):
+        [outside] = [mark for mark in root.iter("text") if mark.get("class") == "outside"]
+        assert outside.text == f"objective {unit}: beyond the axis"
+        assert classes(root)["limit"] == 0
+
+
+def test_a_timeline_has_a_row_per_request(report: Report) -> None:
+    timeline = drawings(page(report))[-1]
+    found = classes(timeline)
+    assert (found["bar-wait"], found["bar-answer"], found["bar-failed"]) == (2, 2, 1)
+    rows = {mark.get("y") for mark in timeline.iter("rect")}
+    assert len(rows) == 3
+    assert "the answer stopped: <late>" in [
+        m.text.split(": ", 1)[1] for m in timeline.iter("title") if m.text
+    ]
+
+
+def test_a_long_timeline_shows_some_of_its_requests() -> None:
+    many = [record(i, float(i), [i + 0.5], i + 1.0) for i in range(1000)]
+    text = page(Report.of({}, many, LatencyTargets()))
+    assert "Requests, every 7th" in text
+    assert classes(drawings(text)[-1])["bar-wait"] == 143
+
+
+def test_two_runs_are_side_by_side(report: Report) -> None:
+    slower = Report.of({"model": "other"}, [record(0, 5.0, [9.0, 9.5], 10.0)], LatencyTargets())
+    text = page(report, slower)
+    assert text.count("<section>") == 2
+    assert "<dd>other</dd>" in text
+    found = drawings(text)
+    assert len(found) == NUM_CHARTS + 2
+    for root in found[:NUM_CHARTS]:
+        kinds = classes(root)
+        assert kinds["line"] + (kinds["dot"] > 0) == 1
+        assert kinds["line earlier"] + (kinds["dot earlier"] > 0) == 1
+    ours, theirs = found[-2:]
+    assert [m.text for m in ours.iter("text")] == [m.text for m in theirs.iter("text")]
+
+
+def test_a_page_of_one_answer_without_gaps() -> None:
     only = Report.of({}, [record(0, 1.0, [1.0], 1.0)], LatencyTargets())
-    assert page(only).count("<svg") == 4
+    assert len(drawings(page(only))) == NUM_CHARTS + 1
