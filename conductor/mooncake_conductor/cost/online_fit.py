@@ -14,7 +14,8 @@ from mooncake_conductor.cost.latency_model import LatencyModel
 _FORGETTING = 0.999
 """A report of a thousand reports ago counts a third."""
 _PRIOR_REPORTS = 1.0
-"""How many reports the coefficients of the start are worth."""
+"""How many reports the coefficients of the start are worth: reports of the usual size, so that
+short prompts are believed as soon as long ones."""
 
 
 def nonnegative_least_squares(
@@ -52,9 +53,10 @@ class OnlineFit:
 
     def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
         self._scales = np.array(scales, dtype=np.float64)
-        weight = np.array(prior, dtype=np.float64) * self._scales
-        self._gram: NDArray[np.float64] = np.eye(len(prior)) * _PRIOR_REPORTS
-        self._moment: NDArray[np.float64] = self._gram @ weight
+        self._prior = np.array(prior, dtype=np.float64) * self._scales
+        self._gram: NDArray[np.float64] = np.zeros((len(prior), len(prior)))
+        self._moment: NDArray[np.float64] = np.zeros(len(prior))
+        self._weight = 0.0
         self.num_reports = 0
 
     def report(self, features: Sequence[float], seconds: float) -> None:
@@ -64,11 +66,16 @@ class OnlineFit:
         row = np.array(features) / self._scales
         self._gram = _FORGETTING * self._gram + np.outer(row, row)
         self._moment = _FORGETTING * self._moment + row * seconds
+        self._weight = _FORGETTING * self._weight + 1.0
         self.num_reports += 1
 
     def coefficients(self) -> list[float]:
         """What fits best now, none below 0."""
-        found = nonnegative_least_squares(self._gram, self._moment)
+        usual = np.diag(self._gram) / max(self._weight, 1.0)
+        prior = _PRIOR_REPORTS * np.where(usual > 0, usual, 1.0)
+        found = nonnegative_least_squares(
+            self._gram + np.diag(prior), self._moment + prior * self._prior
+        )
         return [float(value) for value in found / self._scales]
 
 

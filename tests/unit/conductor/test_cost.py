@@ -82,6 +82,20 @@ def test_the_fit_finds_the_costs_that_made_the_reports(prefill, wrong_by: float)
     assert found.step_seconds(32, 200_000) == pytest.approx(wanted, rel=0.05)
 
 
+@pytest.mark.parametrize("scale", [1, 10, 100])
+def test_prompts_of_any_length_are_believed_after_two_dozen(scale: int) -> None:
+    """The start is worth one of them, however short they are."""
+    truth, rng = LatencyModel(0.002, 4e-4, 0.0, 0.02, 0.0, 0.0), random.Random(5)
+    estimator = LatencyEstimator(cold_start("llama-3-8b", "A100", 1))
+    for _ in range(24):
+        num_tokens = scale * rng.randrange(50, 400)
+        estimator.prefilled(num_tokens, 0, truth.prefill_seconds(num_tokens, 0))
+    found = estimator.model()
+    for num_tokens in (100 * scale, 200 * scale, 400 * scale):
+        wanted = truth.prefill_seconds(num_tokens, 0)
+        assert found.prefill_seconds(num_tokens, 0) == pytest.approx(wanted, rel=0.15)
+
+
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(-1, 1e3)), max_size=60))
 @settings(deadline=None)
 def test_no_reports_make_a_cost_negative(reports) -> None:
