@@ -17,8 +17,9 @@ from mooncake_conductor.calibration.measured_costs import (
     read_row,
     write_row,
 )
+from mooncake_conductor.calibration.serving_path import measure_path
 from mooncake_conductor.conductor import ConductorSettings
-from mooncake_conductor.cost.latency_model import DEVICES, MODELS, LatencyModel, cold_start, find
+from mooncake_conductor.cost.latency_model import DEVICES, MODELS, cold_start, find
 from mooncake_conductor.errors import ConductorError
 from mooncake_conductor.policies.mooncake_policy import Boundary
 from mooncake_conductor.policies.policy_names import DEFAULT_POLICY, POLICIES
@@ -112,9 +113,16 @@ def calibrate_instance(options: argparse.Namespace) -> int:
         batches=tuple(options.batches),
         decode_context=tuple(options.decode_context),
         max_token_id=options.max_token_id,
+        decode_tokens=options.decode_tokens,
     )
-    instance = LiveInstance(options.url, api_key=options.api_key, model=options.served_model)
+
+    def server(url: str) -> LiveInstance:
+        return LiveInstance(url, api_key=options.api_key, model=options.served_model)
+
+    instance = server(options.url)
     row = calibrate(options.name, instance, plan, Bar(f"{plan.num_requests} requests"))
+    if options.through:
+        row = measure_path(row, server(options.through), plan)
     for field in row.__struct_fields__:
         print(f"{field:24}{getattr(row, field)}")
     write_row(options.out, row)
@@ -163,23 +171,25 @@ def _run(options: argparse.Namespace, requests: list[TraceRequest], bar: Bar) ->
 
 def _cluster(options: argparse.Namespace) -> Cluster:
     shape = find(MODELS, options.model, "model")
+    row = None if options.calibrated is None else read_row(options.calibrated)
+    if row is None:
+        latency = cold_start(options.model, options.device, options.devices_per_node)
+    else:
+        latency = row.latency
     return Cluster(
         options.prefill,
         options.decode,
-        _latency(options),
+        latency,
         kv_bytes_per_token=shape.kv_bytes_per_token,
         num_layers=shape.num_layers,
         cache_tokens=options.cache_tokens,
         link_gb_s=options.link_gb_s,
         max_batch=options.max_batch,
         chunk_tokens=options.chunk_tokens,
+        first_token_s=0.0 if row is None else row.first_token,
+        hand_over_s=0.0 if row is None else row.hand_over,
+        join_steps=0 if row is None else row.join_steps,
     )
-
-
-def _latency(options: argparse.Namespace) -> LatencyModel:
-    if options.calibrated is not None:
-        return read_row(options.calibrated).latency
-    return cold_start(options.model, options.device, options.devices_per_node)
 
 
 def _requests(options: argparse.Namespace) -> list[TraceRequest]:
@@ -284,6 +294,8 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     add("url", metavar="URL", help="of an idle OpenAI-compatible server, http://HOST:PORT")
     add("--out", type=Path, default=Path("calibrated.json"), help="default: %(default)s")
     add("--name", default="measured", help="of the row (measured)")
+    meaning = "a proxy in front of it and of decode instances, as idle: measures the way, too"
+    add("--through", default="", metavar="URL", help=meaning)
     add("--served-model", default="", help="the first that the server lists")
     add("--api-key", default="", help="sent as a bearer token")
     lengths = {
@@ -294,6 +306,8 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     for flag, (default, meaning) in lengths.items():
         shown = ",".join(map(str, default))
         add(flag, type=counts, default=list(default), help=f"{meaning} ({shown})")
+    meaning = "of each answer; more where answers don't overlap (%(default)s)"
+    add("--decode-tokens", type=_count, default=plan.decode_tokens, help=meaning)
     add("--max-token-id", type=_count, default=plan.max_token_id, help="of prompts (%(default)s)")
     parser.set_defaults(run=calibrate_instance)
 

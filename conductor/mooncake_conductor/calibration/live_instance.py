@@ -22,10 +22,12 @@ class TimedCompletion:
     Args:
         started: when the request was sent, by ``time.perf_counter``.
         arrivals: when each part of the answer came, by the same clock.
+        num_tokens: of the answer; a part may have several. 0: as many as parts.
     """
 
     started: float
     arrivals: tuple[float, ...]
+    num_tokens: int = 0
 
     @property
     def ttft(self) -> float:
@@ -36,6 +38,18 @@ class TimedCompletion:
     def gaps(self) -> list[float]:
         """Seconds between parts."""
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    @property
+    def tokens_per_part(self) -> float:
+        """Of the parts after the first."""
+        num_parts = len(self.arrivals) - 1
+        return max(self.num_tokens - 1, num_parts) / max(num_parts, 1)
+
+    @property
+    def mean_gap(self) -> float:
+        """Seconds per token after the first."""
+        steps = max(self.num_tokens, len(self.arrivals)) - 1
+        return (self.arrivals[-1] - self.arrivals[0]) / max(steps, 1)
 
 
 class LiveInstance:
@@ -91,7 +105,7 @@ class LiveInstance:
             connection.close()
         if not arrivals:
             raise CalibrationFailed(f"{self._parts.geturl()} ended a stream without a token")
-        return TimedCompletion(started, tuple(arrivals))
+        return TimedCompletion(started, tuple(arrivals), num_tokens)
 
     def _connect(self) -> http.client.HTTPConnection:
         host, port = str(self._parts.hostname), self._parts.port

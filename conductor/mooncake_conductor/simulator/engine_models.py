@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from mooncake_conductor.cost.latency_model import LatencyModel
 
+_CLOCK_S = 1e-9
+"""Times that differ by less are the same: sums of floats leave crumbs."""
 _TAIL_SHARE = 0.1
 """A request's TBT is the mean of its longest tenth of gaps, as in FAST'25."""
 
@@ -172,10 +174,16 @@ class DecodeNode:
         latency: of the node.
         max_batch: sequences at a time.
         kv_tokens: that fit.
+        join_steps: that a sequence waits for beside the running one, where others decode: an engine
+            looks for what has come between two steps, and may have planned the next one already.
     """
 
-    def __init__(self, latency: LatencyModel, max_batch: int, kv_tokens: int) -> None:
+    def __init__(
+        self, latency: LatencyModel, max_batch: int, kv_tokens: int, join_steps: int = 0
+    ) -> None:
         self.waiting: deque[tuple[str, int, int]] = deque()
+        self._join_steps = join_steps
+        self._joins_at: deque[int] = deque()
         self.num_steps = 0
         self._latency = latency
         self._max_batch = max_batch
@@ -197,7 +205,8 @@ class DecodeNode:
         return self._latency.step_seconds(len(self._running), self._context)
 
     def add(self, request_id: str, num_tokens: int, num_output: int) -> None:
-        """A request has come with its KV; it joins at the end of a step, if there is room."""
+        """A request has come with its KV; it joins at the end of a step, if there is room. Its time
+        is that of the next ``advance``."""
         self.waiting.append((request_id, num_tokens, num_output))
 
     def advance(self, now: float) -> list[Decoded]:
@@ -219,15 +228,24 @@ class DecodeNode:
         """When the batch changes next, if nothing comes; None if nothing is to be done."""
         if not self._running:
             return None
+        to_finish = self._running[0][0] - self.num_steps
         if self.waiting and self._fits(self.waiting[0]):
-            return self._at + self.step_s
-        return self._at + self._duration(self._running[0][0] - self.num_steps)
+            to_join = max(self._joins_at[0] - self.num_steps, 1)
+            return self._at + self._duration(min(to_join, to_finish))
+        return self._at + self._duration(to_finish)
 
     def _admit(self, now: float) -> None:
-        """Let waiting requests in at a boundary between steps."""
-        if self._running and self._at < now:
+        """Let waiting requests in at a boundary between steps, those whose time has come."""
+        is_idle = not self._running
+        is_in_step = not is_idle and self._at < now - _CLOCK_S
+        while len(self._joins_at) < len(self.waiting):
+            self._joins_at.append(self.num_steps + self._join_steps + is_in_step)
+        if is_in_step:
             return
         while self.waiting and self._fits(self.waiting[0]):
+            if not is_idle and self._joins_at[0] > self.num_steps:
+                return
+            self._joins_at.popleft()
             self._join(*self.waiting.popleft())
 
     def _join(self, request_id: str, num_tokens: int, num_output: int) -> None:

@@ -48,6 +48,11 @@ class Cluster:
         decode_cache_tokens: of the prompts that a decode node has decoded, those that it still has;
             0: it keeps none.
         shares_prefixes: whether prefill nodes can read chunks from each other.
+        first_token_s: of a first token's time, what keeps no node busy: HTTP, the proxy's hop.
+        hand_over_s: from a first token to the first step of decoding, besides moving the KV; the
+            setup of a transfer is part of it.
+        join_steps: that a decode node with others takes until a new sequence is in its batch,
+            besides the running one.
     """
 
     num_prefill: int
@@ -64,6 +69,9 @@ class Cluster:
     cache_tier: Tier = Tier.HOST
     decode_cache_tokens: int = 0
     shares_prefixes: bool = True
+    first_token_s: float = 0.0
+    hand_over_s: float = 0.0
+    join_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -94,6 +102,14 @@ class RequestRecord:
     refused: str = ""
     stage: str = ""
     retry_after_s: int = 0
+
+    @property
+    def mean_gap(self) -> float | None:
+        """Seconds per token after the first as its client sees them, with the hand-over; None if
+        there is no second one."""
+        if self.ttft is None or self.ended_at is None or self.num_output < 2:
+            return None
+        return (self.ended_at - self.arrived_at - self.ttft) / (self.num_output - 1)
 
 
 def new_records(requests: Sequence[TraceRequest], latency: LatencyModel) -> list[RequestRecord]:
@@ -251,7 +267,9 @@ class Simulation:
     def _make_node(self, slot: int, role: Role) -> None:
         cluster = self._cluster
         if role is Role.DECODE:
-            self._decode[slot] = DecodeNode(cluster.latency, cluster.max_batch, cluster.kv_tokens)
+            self._decode[slot] = DecodeNode(
+                cluster.latency, cluster.max_batch, cluster.kv_tokens, cluster.join_steps
+            )
             num_chunks = cluster.decode_cache_tokens // cluster.chunk_tokens
             self._decode_caches[slot] = ChunkCache(num_chunks)
             return
@@ -377,7 +395,7 @@ class Simulation:
             self._refuse(record, verdict.refusal.value if verdict.refusal else "overdue", "prefill")
             record.retry_after_s = verdict.retry_after_s
         else:
-            record.ttft = self._now - record.arrived_at
+            record.ttft = self._now - record.arrived_at + self._cluster.first_token_s
             record.decode = conductor.fleet.names[decode_slot]
             self._hand_over(slot, decode_slot, job, record)
         self._start_prefill(slot)
@@ -394,12 +412,15 @@ class Simulation:
         if not pulls:
             rate = float(self._links.bytes_per_s[decode_slot])
             done = max(done, self._now + num_bytes / self._cluster.num_layers / rate)
+        first_token_s = self._cluster.first_token_s
         if record.num_output == 1:
             self.conductor.finished(job.request_id, self._now)
-            record.ended_at = self._now
+            record.ended_at = self._now + first_token_s
             self._close(record)
             return
-        self._at(max(done, self._now), lambda: self._join(decode_slot, record))
+        # The client's clock from here on: it is as late for every token as for the first.
+        way_s = first_token_s + max(self._cluster.hand_over_s - self._links.setup_s, 0.0)
+        self._at(max(done, self._now) + way_s, lambda: self._join(decode_slot, record))
 
     def _join(self, slot: int, record: RequestRecord) -> None:
         self._decode[slot].add(str(record.number), record.num_input + 1, record.num_output - 1)

@@ -23,11 +23,12 @@ from mooncake_conductor.cost.latency_model import LatencyModel
 from mooncake_conductor.errors import CalibrationFailed, ConductorConfigError
 
 TRUTH = LatencyModel(0.01, 2e-5, 4e-9, 0.005, 3e-4, 1e-7)
+FIRST_TOKEN = 0.003
 PLAN = CalibrationPlan()
 
 
 class Modelled:
-    """An instance with the costs of ``TRUTH``. It knows which batches the plan asks for in turn."""
+    """An instance with the costs of ``TRUTH``. It knows what the plan asks for in turn."""
 
     model = "modelled"
 
@@ -35,11 +36,16 @@ class Modelled:
         self._lock = threading.Lock()
         self._batches = [batch for batch in PLAN.batches for _ in range(batch)]
         self._batches *= len(PLAN.decode_context)
+        # How many prompts an answer waits for: its own alone, then those of a queue.
+        self._waits = [1] * (PLAN.repeats + 1) + [*range(1, PLAN.queue + 1)]
+        self._waits *= len(PLAN.prompt_tokens)
 
     def complete(self, prompt, num_tokens: int) -> TimedCompletion:
         first = TRUTH.prefill_seconds(len(prompt), 0)
         if num_tokens == 1:
-            return TimedCompletion(0.0, (first,))
+            with self._lock:
+                waits = self._waits.pop(0)
+            return TimedCompletion(0.0, (FIRST_TOKEN + waits * first,))
         with self._lock:
             batch = self._batches.pop(0)
         step = TRUTH.step_seconds(batch, batch * (len(prompt) + PLAN.decode_tokens / 2))
@@ -58,6 +64,7 @@ def test_costs_are_found_again(tmp_path: Path) -> None:
             TRUTH.step_seconds(batch, context), rel=0.01
         )
     assert max(row.prefill_error, row.step_error) < 0.01
+    assert row.first_token == pytest.approx(FIRST_TOKEN, rel=0.05)
     path = tmp_path / "row.json"
     write_row(path, row)
     assert read_row(path) == row
@@ -74,6 +81,26 @@ def test_a_row_that_is_none_is_named(tmp_path: Path) -> None:
         read_row(path)
     with pytest.raises(ConductorConfigError, match="a calibration needs"):
         CalibrationPlan(prompt_tokens=())
+    with pytest.raises(ConductorConfigError, match="2 prompts in a queue"):
+        CalibrationPlan(queue=1)
+
+
+def test_a_row_of_an_older_version_is_read(tmp_path: Path) -> None:
+    costs = dict.fromkeys(("fixed", "per_token", "per_token_squared", "step"), 0.5)
+    costs |= dict.fromkeys(("step_per_sequence", "step_per_context_token"), 0.0)
+    path = tmp_path / "row.json"
+    path.write_text(
+        json.dumps({"name": "a", "model": "b", "prefill_error": 0, "step_error": 0} | costs)
+    )
+    row = read_row(path)
+    assert (row.first_token, row.hand_over, row.join_steps) == (0.0, 0.0, 0)
+
+
+def test_a_part_with_several_tokens_is_as_many_steps() -> None:
+    done = TimedCompletion(1.0, (2.0, 4.0, 6.0), num_tokens=9)
+    assert (done.ttft, done.mean_gap, done.tokens_per_part) == (1.0, 0.5, 4.0)
+    assert TimedCompletion(1.0, (2.0, 4.0, 6.0)).mean_gap == 2.0
+    assert TimedCompletion(1.0, (2.0,), num_tokens=1).mean_gap == 0.0
 
 
 class Answers(BaseHTTPRequestHandler):

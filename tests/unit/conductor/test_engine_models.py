@@ -72,14 +72,18 @@ def test_a_decode_node_obeys_little_s_law() -> None:
         st.tuples(st.integers(0, 3000), st.integers(1, 500), st.integers(1, 60)),
         min_size=1,
         max_size=12,
+        unique_by=lambda arrival: arrival[0],
     ),
     st.integers(1, 4),
+    st.integers(0, 3),
 )
 @settings(deadline=None, max_examples=150)
-def test_a_decode_node_in_closed_form_is_one_that_steps(arrivals, max_batch: int) -> None:
+def test_a_decode_node_in_closed_form_is_one_that_steps(
+    arrivals, max_batch: int, join_steps: int
+) -> None:
     arrivals = [(ms * 1.000137e-3, *sizes) for ms, *sizes in sorted(arrivals)]
-    found = simulate_decode(arrivals, max_batch)
-    wanted = step_by_step(arrivals, max_batch)
+    found = simulate_decode(arrivals, max_batch, join_steps)
+    wanted = step_by_step(arrivals, max_batch, join_steps)
     assert found.keys() == wanted.keys()
     for name, (ended_at, mean, tail) in wanted.items():
         assert found[name].ended_at == pytest.approx(ended_at, abs=1e-6)
@@ -87,8 +91,8 @@ def test_a_decode_node_in_closed_form_is_one_that_steps(arrivals, max_batch: int
         assert found[name].tail_tbt == pytest.approx(tail, rel=0.05)
 
 
-def simulate_decode(arrivals, max_batch: int):
-    node, done = DecodeNode(LATENCY, max_batch, 10**7), []
+def simulate_decode(arrivals, max_batch: int, join_steps: int):
+    node, done = DecodeNode(LATENCY, max_batch, 10**7, join_steps), []
     pending = list(enumerate(arrivals))
     while pending or node.next_event() is not None:
         when = node.next_event()
@@ -101,16 +105,22 @@ def simulate_decode(arrivals, max_batch: int):
     return {each.request_id: each for each in done}
 
 
-def step_by_step(arrivals, max_batch: int):
-    """Every step on its own: requests join at its beginning."""
+def step_by_step(arrivals, max_batch: int, join_steps: int):
+    """Every step on its own: requests join at its beginning, so many after that before which they
+    came, but at once where nobody else decodes."""
     waiting = [(at, str(n), tokens, outputs) for n, (at, tokens, outputs) in enumerate(arrivals)]
-    now, running, done = 0.0, [], {}
+    now, running, done, begins = 0.0, [], {}, []
     while waiting or running:
-        if not running:
+        is_idle = not running
+        if is_idle:
             now = max(now, waiting[0][0])
         while waiting and waiting[0][0] <= now + 1e-12 and len(running) < max_batch:
+            since = sum(1 for begin in begins if begin > waiting[0][0])
+            if not is_idle and since < join_steps:
+                break
             _, name, tokens, outputs = waiting.pop(0)
             running.append([name, tokens, outputs, []])
+        begins.append(now)
         seconds = LATENCY.step_seconds(len(running), sum(each[1] for each in running))
         now += seconds
         for each in running:

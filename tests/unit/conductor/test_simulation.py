@@ -47,6 +47,24 @@ def test_one_request_alone_takes_what_it_costs() -> None:
     assert record.ended_at - 2.0 == pytest.approx(record.ttft + 100 * record.mean_tbt, abs=0.2)
 
 
+def test_a_client_waits_for_the_way_too() -> None:
+    """The first token's, and the hand-over's, of which a transfer's setup of 2 ms is a part."""
+    request = TraceRequest(2.0, 8192, 101, tuple(range(16)))
+    found = []
+    for way in ({}, {"first_token_s": 0.3, "hand_over_s": 0.502}):
+        cluster = Cluster(1, 1, A800, **way)
+        found += Simulation(cluster, ConductorSettings(binds_late=True)).run([request]).records
+    plain, late = found
+    assert late.ttft == pytest.approx(plain.ttft + 0.3)
+    assert late.mean_tbt == pytest.approx(plain.mean_tbt)
+    assert late.ended_at == pytest.approx(plain.ended_at + 0.8)
+    assert late.mean_gap == pytest.approx(plain.mean_gap + 0.5 / 100)
+    moved = 8192 * 327_680 / 50e9 + 0.002
+    assert plain.mean_gap == pytest.approx(plain.mean_tbt + moved / 100)
+    one = run([TraceRequest(2.0, 8192, 1, tuple(range(16)))]).records[0]
+    assert one.mean_gap is None
+
+
 def test_a_run_is_repeated_exactly_and_chance_only_by_the_seed(trace: Path) -> None:
     requests = read_trace(trace)
     assert run(requests).records == run(requests).records
