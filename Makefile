@@ -6,7 +6,7 @@ UP_mooncake = .venv/bin/mooncake-engine up --model "$$model"
 UP_vllm = .venv/bin/python ci/up_vllm.py --model "$$model"
 PYTHON_IN_VENV = .venv/bin/python
 
-.PHONY: help up test test-models check docs bench install test-rdma test-adapters test-real test-agents test-templates test-grid \
+.PHONY: help up test test-models check docs bench install test-rdma test-adapters test-real test-agents test-templates test-parsers test-grid \
     test-faults test-mixed mixed-tolerance test-pool-faults test-pool-grid test-abuse test-overload test-proxy test-proxy-vllm test-vllm test-vllm-faults \
     test-vllm-contract bench-vllm bench-host \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays test-simulator \
@@ -64,6 +64,10 @@ test-agents:  ## Claude Code and Codex (from npm) run a turn with a tool against
 test-templates:  ## 70 published chat templates (from the package index): laid out as transformers does
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_templates.py
+
+test-parsers:  ## tool calls and reasoning as vLLM's own parsers read them (its wheel, 133 MB, without dependencies)
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_parsers.py
 
 test-grid:  ## every pair of tensor-parallel sizes and pipelines, both connectors, GQA and MLA; ARGS narrow it down, --experts: expert parallelism
 	@ci/install dev
