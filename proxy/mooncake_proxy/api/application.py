@@ -7,10 +7,9 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from mooncake_api import API_FORMATS
 from mooncake_proxy.api import admin_routes
@@ -76,8 +75,7 @@ ENDPOINTS = {endpoint.path.encode(): endpoint for endpoint in OpenAIEndpoint}
 TRANSLATED = {path.encode(): each for path, each in API_FORMATS.items()}
 
 
-@dataclass(slots=True)
-class _ActiveRequest:
+class _ActiveRequest(Struct, eq=False):
     """A request, from its top to its line in the access log; `call` once it is understood."""
 
     request: HttpRequest
@@ -363,7 +361,7 @@ class ProxyApplication:
                 admission.leave()
                 if router.conductor is not None:
                     router.conductor.ended(context)
-            if self.router.suspects:
+            if self.router.suspects.by_hash:
                 self.router.suspects.clear(context.client_body)
         except asyncio.CancelledError:
             self.router.metrics.disconnects.add(_stage_of(active.context))
@@ -401,7 +399,7 @@ class ProxyApplication:
             forwarded_headers(request.headers),
             client_body=client_body,
         )
-        if self.router.suspects:
+        if self.router.suspects.by_hash:
             self.router.check_suspect(context)
         return context
 

@@ -6,10 +6,9 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from msgspec import Raw
+from msgspec import Raw, Struct, field
 
 from mooncake_api import ApiFormat, RequestRefused
 from mooncake_proxy.api.openai_bodies import Fields, OpenAIEndpoint, ParsedRequest, encode, is_batch
@@ -80,8 +79,7 @@ class StreamTiming:
             yield "tbt", is_whole and 10 * self.num_late <= self.num_gaps
 
 
-@dataclass(slots=True)
-class RequestContext:
+class RequestContext(Struct, eq=False):
     """One request in all its steps. `arrival` and `deadline` are loop times in seconds."""
 
     request: HttpRequest

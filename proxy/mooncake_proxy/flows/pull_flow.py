@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from mooncake_proxy.api.openai_bodies import (
     CompletionResponse,
@@ -69,7 +68,8 @@ def pull(router: RequestRouter, context: RequestContext) -> Awaitable[None]:
 async def _pass(router: RequestRouter, context: RequestContext) -> None:
     """Prefill and decode once."""
     role = role_without_disaggregation(router, context)
-    router.place(context, role)
+    if router.conductor is not None:
+        router.conductor.place(context, role)
     if role is not None:
         await plain(router, context, role)
         return
@@ -89,12 +89,14 @@ async def _pass(router: RequestRouter, context: RequestContext) -> None:
         await prefill_locally(router, context, "no_params")
     else:
         with HeldKV(router, context, prefill) as held:
-            router.note_prefilled(context, prefill.instance, prefill.kv_params, prefill.began)
+            if router.conductor is not None:
+                router.conductor.prefilled(
+                    context, prefill.instance, prefill.kv_params, prefill.began
+                )
             await router.attempt(Role.DECODE, context, held.decode, prefill.instance.is_compatible)
 
 
-@dataclass(slots=True)
-class PrefillResult:
+class PrefillResult(Struct, eq=False):
     """P's answer."""
 
     instance: Instance

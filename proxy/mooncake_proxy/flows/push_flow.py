@@ -54,7 +54,8 @@ async def _pass(router: RequestRouter, context: RequestContext) -> None:
         # A push transfers the KV and first token of one choice; the others need a D that knows.
         router.metrics.fallbacks.add("several_answers")
         role = Role.DECODE
-    router.place(context, role)
+    if router.conductor is not None:
+        router.conductor.place(context, role)
     if role is not None:
         await plain(router, context, role)
         return
@@ -129,7 +130,8 @@ async def _prefill(
         context.endpoint.path, context.attempt_id, context.forward_to(instance), body
     )
     answer = await instance.connections.fetch(payload, context.deadline)
-    router.note_pushed(context)
+    if router.conductor is not None:
+        router.conductor.pushed(context)
     if context.record is not None:
         context.record.note_prefill(decode_answer(instance, answer))
     router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)

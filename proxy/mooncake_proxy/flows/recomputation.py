@@ -8,11 +8,11 @@ the chat template a second time. The client sees one answer: one id, one usage, 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import replace
 
 from mooncake_proxy.api.openai_bodies import (
     CompletionResponse,

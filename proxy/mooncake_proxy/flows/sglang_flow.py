@@ -123,5 +123,6 @@ async def _prefill(
         context.endpoint.path, context.attempt_id, context.forward_to(instance), body
     )
     await instance.connections.fetch(payload, context.deadline)
-    router.note_pushed(context)
+    if router.conductor is not None:
+        router.conductor.pushed(context)
     router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)

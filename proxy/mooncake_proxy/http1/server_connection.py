@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import httptools
@@ -17,6 +18,9 @@ from mooncake_proxy.errors import Refusal
 from mooncake_proxy.http1.http_request import HttpRequest
 
 logger = logging.getLogger(__name__)
+_new_task: Callable[..., asyncio.Task[None]] = asyncio.Task
+if sys.version_info >= (3, 12):
+    _new_task = partial(asyncio.Task, eager_start=True)
 
 
 @dataclass(slots=True)
@@ -58,9 +62,7 @@ class ServerContext:
         Against coroutines driven straight from read events, tasks cost 4 % more CPU per request at
         16 connections, 1 % at 64 and 1 % per streamed token (Python 3.11; 3 % at 16 with 3.13).
         """
-        if sys.version_info >= (3, 12):
-            return asyncio.Task(coroutine, loop=self.loop, eager_start=True)
-        return self.loop.create_task(coroutine)
+        return _new_task(coroutine, loop=self.loop, name="request")
 
 
 class ServerProtocol(asyncio.Protocol):
@@ -68,6 +70,7 @@ class ServerProtocol(asyncio.Protocol):
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
+        self._time = context.loop.time
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._incoming: HttpRequest | None = None
@@ -105,7 +108,7 @@ class ServerProtocol(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "local"
-        self.since = self._context.loop.time()
+        self.since = self._time()
         self._context.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -120,12 +123,12 @@ class ServerProtocol(asyncio.Protocol):
         """Bytes from the client; a request is handled as soon as it is whole."""
         if self._is_refused:
             return
-        if self._incoming is None:
-            self.since = self._context.loop.time()
+        is_first = self._incoming is None
+        if is_first:
+            self.since = self._time()
         was_head_open, num_body_bytes = self._is_head_open, self._num_body_bytes
         self._is_one_message = True
         self._num_read_bytes = len(data)
-        is_first = self._incoming is None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as exc:
@@ -141,7 +144,7 @@ class ServerProtocol(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The client reads slower than the instance writes: stop reading there."""
         self.is_write_paused = True
-        self._write_paused_since = self._context.loop.time()
+        self._write_paused_since = self._time()
         if self._current is not None and self._current.source is not None:
             self._current.source.pause()
 
@@ -173,9 +176,10 @@ class ServerProtocol(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header; a repeated one keeps its last value. Trailers are dropped."""
-        if self._incoming is not None and self._is_head_open:
-            name, headers = name.lower(), self._incoming.headers
-            if name in headers and name == b"host":
+        request = self._incoming
+        if request is not None and self._is_head_open:
+            name, headers = name.lower(), request.headers
+            if name == b"host" and name in headers:
                 self._has_two_hosts = True
             headers[name] = value
 
@@ -185,12 +189,14 @@ class ServerProtocol(asyncio.Protocol):
         if request is None:
             return
         self._is_head_open = False
-        if self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT":
+        parser, context = self._parser, self._context
+        method = parser.get_method()
+        if parser.should_upgrade() and method != b"CONNECT":
             return  # it comes once more, without its offer
-        request.method = self._parser.get_method().decode("ascii")
-        request.keep_alive = self._parser.should_keep_alive() and not self._context.is_closing
-        request.chunked = self._parser.get_http_version() != "1.0"
-        headers, limits = request.headers, self._context.limits
+        request.method = method.decode("ascii")
+        request.keep_alive = parser.should_keep_alive() and not context.is_closing
+        request.chunked = parser.get_http_version() != "1.0"
+        headers, limits = request.headers, context.limits
         if len(headers) > limits.max_headers:
             self._refuse(431, f"{len(headers)} headers: at most {limits.max_headers}")
         elif self._num_read_bytes > limits.max_header_bytes < _size_of_head(request):
@@ -278,7 +284,7 @@ class ServerProtocol(asyncio.Protocol):
         if not (request.keep_alive and request.ended) or self._context.is_closing:
             self.close()
             return
-        self.since = self._context.loop.time()
+        self.since = self._time()
         if self._wants_continue:
             self._invite_body()
         if self._is_read_paused and len(self._waiting) < self._context.limits.max_pipelined:
@@ -310,7 +316,7 @@ class ServerProtocol(asyncio.Protocol):
         transport = self._transport
         if transport is None or self._closing_since is not None:
             return
-        self._closing_since = self._context.loop.time()
+        self._closing_since = self._time()
         if self._is_refused and transport.can_write_eof():
             if self._is_read_paused:
                 transport.resume_reading()

@@ -58,12 +58,10 @@ class SuspectBodies:
     """
 
     def __init__(self) -> None:
-        self._suspects: OrderedDict[bytes, _Suspect] = OrderedDict()
+        # By the hash of their bodies. Mostly empty: then nothing needs to be hashed.
+        self.by_hash: OrderedDict[bytes, _Suspect] = OrderedDict()
         # Passes what is noted here on to other workers: key, instance, began, now.
         self.publish: Callable[[bytes, str, float, float], None] | None = None
-
-    def __len__(self) -> int:
-        return len(self._suspects)
 
     def note_loss(self, body: bytes, instance: str, began: float, now: float) -> int:
         """An instance was lost while it worked on this body since `began`; returns the number of
@@ -78,23 +76,23 @@ class SuspectBodies:
         if instance:
             self._note(key, instance, began, now)
         else:
-            self._suspects.pop(key, None)
+            self.by_hash.pop(key, None)
 
     def _note(self, key: bytes, instance: str, began: float, now: float) -> int:
-        suspect = self._suspects.pop(key, None)
+        suspect = self.by_hash.pop(key, None)
         if suspect is None or now - suspect.latest >= QUARANTINE_S:
             suspect = _Suspect()
         if began > suspect.lost_at.get(instance, -1.0):
             suspect.num_losses += 1
         suspect.lost_at[instance] = suspect.latest = now
-        self._suspects[key] = suspect
-        if len(self._suspects) > MAX_SUSPECTS:
-            self._suspects.popitem(last=False)
+        self.by_hash[key] = suspect
+        if len(self.by_hash) > MAX_SUSPECTS:
+            self.by_hash.popitem(last=False)
         return suspect.num_losses
 
     def quarantine_left(self, body: bytes, now: float) -> float:
         """For how many more seconds this body is refused; 0.0 if it is not."""
-        suspect = self._suspects.get(_hash(body))
+        suspect = self.by_hash.get(_hash(body))
         if suspect is None or suspect.num_losses < MAX_LOSSES:
             return 0.0
         return max(0.0, suspect.latest + QUARANTINE_S - now)
@@ -102,7 +100,7 @@ class SuspectBodies:
     def clear(self, body: bytes) -> None:
         """A request with this body was answered."""
         key = _hash(body)
-        if self._suspects.pop(key, None) is not None and self.publish is not None:
+        if self.by_hash.pop(key, None) is not None and self.publish is not None:
             self.publish(key, "", 0.0, 0.0)
 
 

@@ -295,25 +295,6 @@ class RequestRouter:
         """Whether a client gets its first byte only once D has accepted its request."""
         return self.conductor is not None and self.conductor.refuses
 
-    def place(self, context: RequestContext, role: Role | None) -> None:
-        """Let the conductor, if there is one, choose the instances of a request that is split
-        (`role` None) or served by one of that role. SloRefused where it would be late."""
-        if self.conductor is not None:
-            self.conductor.place(context, role)
-
-    def note_pushed(self, context: RequestContext) -> None:
-        """P has answered, and the KV went to D while it was computed."""
-        if self.conductor is not None:
-            self.conductor.pushed(context)
-
-    def note_prefilled(
-        self, context: RequestContext, instance: Instance, kv: KVTransferParams, began: float
-    ) -> None:
-        """P has answered a request that it began to compute at `began`. SloRefused where no
-        decode instance can go on in time."""
-        if self.conductor is not None:
-            self.conductor.prefilled(context, instance, kv, began)
-
     # ------------------------------------------------ choice
 
     def choose(

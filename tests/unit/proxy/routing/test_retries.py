@@ -49,4 +49,4 @@ def test_the_book_of_suspects_is_bounded() -> None:
     suspects = SuspectBodies()
     for number in range(3 * MAX_SUSPECTS):
         suspects.note_loss(b"%d" % number, "p0", began=0.0, now=1.0)
-    assert len(suspects) == MAX_SUSPECTS
+    assert len(suspects.by_hash) == MAX_SUSPECTS
