@@ -6,7 +6,7 @@ UP_mooncake = .venv/bin/mooncake-engine up --model "$$model"
 UP_vllm = .venv/bin/python ci/up_vllm.py --model "$$model"
 PYTHON_IN_VENV = .venv/bin/python
 
-.PHONY: help up test test-models check docs bench install test-rdma test-adapters test-real test-agents test-templates test-parsers test-grid \
+.PHONY: help up test test-slow test-models check docs bench install test-rdma test-adapters test-real test-agents test-templates test-parsers test-grid \
     test-faults test-mixed mixed-tolerance test-pool-faults test-pool-grid test-abuse test-overload test-proxy test-proxy-vllm test-vllm test-vllm-faults \
     test-vllm-contract bench-vllm bench-host \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays test-simulator \
@@ -25,6 +25,10 @@ up:  ## serve MODEL (a path, ORG/NAME, smollm2) with a prefill instance, a decod
 test:  ## all tests that need no accelerator
 	@ci/install dev
 	@ci/test-cpu $(ARGS)
+
+test-slow:  ## further sizes and models of what `make test` tries
+	@ci/install dev
+	@MARKED=slow ci/test-cpu $(ARGS)
 
 test-models:  ## every architecture against transformers
 	@ci/install dev

@@ -103,8 +103,8 @@ NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     ("options", "counted"),
     [
         ({"speculative_config": NGRAM}, "speculation"),
-        pytest.param({"num_kv_blocks": 9}, "num_preemptions", marks=pytest.mark.slow),
-        pytest.param({"async_scheduling": True}, "num_running", marks=pytest.mark.slow),
+        ({"num_kv_blocks": 9}, "num_preemptions"),
+        ({"async_scheduling": True}, "num_running"),
     ],
 )
 def test_drafts_preemption_and_async_scheduling_are_each_ranks_own(

@@ -26,7 +26,6 @@ from mooncake_hal.backend import Backend
 from mooncake_hal.registry import Registry
 from mooncake_hal.testing.backends import free_port
 
-pytestmark = pytest.mark.slow
 END_S = 60
 
 

@@ -44,7 +44,7 @@ def expected(checkpoint: Path, backend: Backend) -> list[list[int]]:
     )
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, 4])
+@pytest.mark.parametrize("tp_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_ranks_choose_the_tokens_of_one_rank(
     tp_size: int, checkpoint: Path, backend: Backend, expected: list[list[int]]
 ) -> None:

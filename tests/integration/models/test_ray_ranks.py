@@ -23,7 +23,7 @@ from mooncake_hal.backend import Backend
 from mooncake_hal.registry import Registry
 
 # Ray leaves sockets and log files to the interpreter's end.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,6 @@ def test_a_killed_prefill_instance(model: Path, expected: list[int]) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.slow
 def test_a_frozen_prefill_instance(model: Path, expected: list[int]) -> None:
     """D gives it up after a lease; when it goes on it has nothing to hold."""
 
@@ -173,7 +172,6 @@ def test_a_killed_decode_instance(model: Path, expected: list[int]) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.slow
 def test_a_frozen_decode_instance(model: Path, expected: list[int]) -> None:
     """P holds nothing for it; when it goes on it computes the prompt itself, and is right."""
 

@@ -65,7 +65,7 @@ def check(answer: Answer, expected: list[int], policy: LoadFailurePolicy) -> Non
 
 @pytest.mark.parametrize(
     "policy",
-    [LoadFailurePolicy.RECOMPUTE, pytest.param(LoadFailurePolicy.FAIL, marks=pytest.mark.slow)],
+    [LoadFailurePolicy.RECOMPUTE, LoadFailurePolicy.FAIL],
     ids=lambda policy: policy.value,
 )
 def test_a_killed_prefill_instance(model: Path, gate: Gate, policy: LoadFailurePolicy) -> None:
@@ -115,7 +115,6 @@ async def serve_on(model: Path, kv_port: int, decode: Instance, expected: list[i
     await decode.check_clean()
 
 
-@pytest.mark.slow
 def test_a_frozen_prefill_instance(model: Path, gate: Gate) -> None:
     """It says nothing and is not gone; when it goes on, its leases have run out."""
 
@@ -174,7 +173,6 @@ async def kill_reader(first: Instance, victim: Served) -> None:
     assert all(isinstance(end, httpx.HTTPError) for end in ended)
 
 
-@pytest.mark.slow
 def test_a_decode_instance_killed_while_it_decodes(model: Path, gate: Gate) -> None:
     async def main() -> None:
         options = {"transports": (NAME,), "lease_s": LEASE_S}

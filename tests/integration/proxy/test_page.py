@@ -17,7 +17,6 @@ from mooncake_proxy.pool.health_checks import HealthConfig
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
 def test_the_page_shows_instances_and_figures(tmp_path: Path) -> None:
     assert BROWSER is not None

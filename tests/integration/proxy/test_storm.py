@@ -36,7 +36,6 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("flow", ["pull", "push"])
 def test_storm(flow: str) -> None:

@@ -23,10 +23,24 @@ def test_a_test_that_ends_its_worker_ends_nothing_else(
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     for number, tests in enumerate([deadly, *[NONE] * num_others]):
         (tmp_path / f"test_{number}.py").write_text(f"import os\n{tests}")
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(CONFTEST.parent)}
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "xdist",
+        "-n",
+        "2",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(CONFTEST.parent),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to import than this takes to run
+    }
     done = subprocess.run(
-        [*argv, "--dist", "loadfile", str(tmp_path)],
+        [*argv, "-p", "xdist", "-n", "2", "--dist", "loadfile", str(tmp_path)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
