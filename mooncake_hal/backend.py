@@ -314,8 +314,16 @@ class Ops(LatentOps, Protocol):
     ) -> tuple[Tensor, ...]:
         """Return the experts' weights in the form that ``moe`` runs on best; see ``pack_weight``.
 
-        The result is opaque: only ``moe`` takes it.
+        The result is opaque: only ``moe`` and ``unpack_experts`` take it.
         """
+        ...
+
+    def unpack_experts(
+        self,
+        packed: tuple[Tensor, ...],  # what pack_experts returned for [experts, out, in]
+    ) -> Tensor:  # [experts, out, in], dense
+        """The weights as they were before, bit by bit; may be memory of ``packed``, which the
+        caller then uses no more. For experts that move to other ranks."""
         ...
 
     def moe(

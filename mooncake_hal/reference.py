@@ -138,6 +138,9 @@ class ReferenceOps:
     def pack_experts(self, weights: Tensor) -> tuple[Tensor, ...]:
         return weights.unbind(0)
 
+    def unpack_experts(self, packed: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack(packed)
+
     def moe(
         self,
         x: Tensor,

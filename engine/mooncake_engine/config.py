@@ -199,6 +199,14 @@ class EngineConfig:
             default_text="as if all got the same",
         ),
     )
+    eplb_step_interval: int = field(
+        default=0,
+        metadata=option(
+            metavar="STEPS",
+            help="with --ep-size: place experts anew after every so many steps, by the tokens that "
+            "each got in them; weights move from rank to rank, and no token changes; 0: never",
+        ),
+    )
     block_size: int | None = field(
         default=None,
         metadata=option(
@@ -466,10 +474,11 @@ class EngineConfig:
             self.num_all_ranks,
             {"--executor ray": self.executor is ExecutorKind.RAY, "--kv-pool": bool(self.kv_pool)},
         )
-        if self.ep_size == 1 and (self.redundant_experts or self.expert_load):
+        is_placing = self.redundant_experts or self.expert_load or self.eplb_step_interval
+        if self.ep_size == 1 and is_placing:
             raise ConfigError(
-                "redundant_experts and expert_load place experts that are divided over ranks: they "
-                "need an ep_size above 1"
+                "redundant_experts, expert_load and eplb_step_interval place experts that are "
+                "divided over ranks: they need an ep_size above 1"
             )
         self._check_scheduling()
         if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:
@@ -500,7 +509,12 @@ class EngineConfig:
             )
 
     def _check_scheduling(self) -> None:
-        for name in ("swap_space_bytes", "scheduler_delay_factor", "redundant_experts"):
+        for name in (
+            "swap_space_bytes",
+            "scheduler_delay_factor",
+            "redundant_experts",
+            "eplb_step_interval",
+        ):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name} must not be negative")
         if self.target_tbt_ms is not None and self.target_tbt_ms <= 0:

@@ -202,13 +202,18 @@ class ExpertLoad:
 
     Args:
         tokens: by layer and expert; of pipeline stages, the last one's layers.
-        imbalance: tokens of the busiest part over the mean, the mean of all layers.
+        imbalance: tokens of the busiest part over the mean, the mean of all layers, since experts
+            are where they are.
         num_sent_rows: hidden states that the driver rank sent other ranks' experts.
+        num_placements: how often experts were placed anew.
+        num_moved: experts that came to the driver rank from others then, layer by layer.
     """
 
     tokens: dict[int, tuple[int, ...]]
     imbalance: float
     num_sent_rows: int
+    num_placements: int = 0
+    num_moved: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -322,7 +327,10 @@ def _total_pool(parts: Sequence[PoolStats]) -> PoolStats | None:
 
 
 def _total_experts(parts: Sequence[ExpertLoad]) -> ExpertLoad | None:
-    """Each rank counts what all ranks' tokens choose, and what it sends itself."""
+    """Each rank counts what all ranks' tokens choose, and what it sends and gets itself."""
     if not parts:
         return None
-    return replace(parts[0], num_sent_rows=sum(part.num_sent_rows for part in parts))
+    sums = {
+        name: sum(getattr(part, name) for part in parts) for name in ("num_sent_rows", "num_moved")
+    }
+    return replace(parts[0], **sums)

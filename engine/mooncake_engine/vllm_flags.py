@@ -64,6 +64,9 @@ _INSTEAD = {
     "--api-key": "--api-key-file FILE, which no process list shows",
     "--speculative-config": "--speculative-method, --num-speculative-tokens, --speculative-model",
     "--enable-expert-parallel": "--ep-size, which for vLLM's division is --dp-size times --tp-size",
+    "--enable-eplb": "--eplb-step-interval 3000",
+    "--eplb-config": "--eplb-step-interval (step_interval) and --redundant-experts "
+    "(num_redundant_experts)",
     "--enable-lora": "a checkpoint with the adapter merged",
     "--lora-modules": "a checkpoint with the adapter merged",
     "--cpu-offload-gb": "more ranks (--tp-size, --pp-size)",

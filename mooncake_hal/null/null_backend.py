@@ -163,6 +163,10 @@ class NullOps:
         """The input."""
         return (weights,)
 
+    def unpack_experts(self, packed: tuple[Tensor, ...]) -> Tensor:
+        """The input."""
+        return packed[0]
+
     def moe(
         self,
         x: Tensor,

@@ -68,6 +68,20 @@ class ExpertsSuite:
         """Inner sizes as tensor parallel leaves them."""
         self.check(backend, make_experts_case(backend, dtype, 9, 6, 2, inner), dtype)
 
+    @pytest.mark.parametrize("inner", [36, 96])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_packed_experts_are_unpacked_as_they_were(
+        self, backend: Backend, dtype: str, inner: int
+    ) -> None:
+        """And do what they did once they are packed again."""
+        case, ops = make_experts_case(backend, dtype, 9, 6, 2, inner), backend.ops
+        for name in ("gate_up", "down"):
+            given = getattr(case, name)
+            unpacked = ops.unpack_experts(ops.pack_experts(given.clone()))
+            assert torch.equal(unpacked, given)
+            setattr(case, name, unpacked)
+        self.check(backend, case, dtype)
+
     def test_moe_where_all_choose_the_same(self, backend: Backend) -> None:
         """One expert has every token, most have none."""
         dtype = shape_for(backend).dtype

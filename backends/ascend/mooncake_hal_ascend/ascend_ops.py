@@ -17,7 +17,7 @@ from mooncake_hal_ascend.sequence_lengths import (
 )
 from mooncake_hal_ascend.soc import Soc
 
-FORMAT_NZ = 29
+FORMAT_ND, FORMAT_NZ = 2, 29
 """ACL_FORMAT_FRACTAL_NZ."""
 _TILE = 16
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -108,6 +108,10 @@ class AscendOps(AscendLatentOps):
     def pack_experts(self, weights: Tensor) -> tuple[Tensor, ...]:
         """One tensor, [experts, in, out], as the grouped product takes it."""
         return (self.pack_weight(weights.transpose(1, 2)),)
+
+    def unpack_experts(self, packed: tuple[Tensor, ...]) -> Tensor:
+        rows: Tensor = torch_npu.npu_format_cast(packed[0], FORMAT_ND)
+        return rows.transpose(1, 2).contiguous()
 
     def moe(
         self,

@@ -239,6 +239,11 @@ class NativeOps(TorchOps):
         """Bfloat16 goes into panels, see ``linear.cpp``, unless there is AMX."""
         return _panels(weight) if self._takes(weight) else super().pack_weight(weight)
 
+    def unpack_weight(self, packed: Tensor) -> Tensor:
+        if packed.is_mkldnn or not self._takes(packed):
+            return super().unpack_weight(packed)
+        return _from_panels(packed)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if weight.is_mkldnn or not self._takes(weight):
             return super().linear(x, weight, bias)
@@ -313,6 +318,15 @@ def _panels(weight: Tensor) -> Tensor:
     padded = functional.pad(weight, (0, 0, 0, count * _PANEL - outputs))
     panels = padded.view(count, _PANEL, inputs // 2, 2).permute(0, 2, 1, 3).contiguous()
     return panels.as_strided(weight.shape, (inputs, 1))
+
+
+def _from_panels(packed: Tensor) -> Tensor:
+    """[out, in] again."""
+    outputs, inputs = packed.shape
+    count = -(-outputs // _PANEL)
+    strides = (inputs * _PANEL, 2 * _PANEL, 2, 1)
+    panels = packed.as_strided((count, inputs // 2, _PANEL, 2), strides)
+    return panels.permute(0, 2, 1, 3).reshape(count * _PANEL, inputs)[:outputs]
 
 
 def _threads(elements: int) -> int:

@@ -154,6 +154,13 @@ class TorchOps(ComposedLatentWrites):
     def pack_experts(self, weights: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.pack_weight(weight) for weight in weights)
 
+    def unpack_weight(self, packed: Tensor) -> Tensor:
+        """What ``pack_weight`` was given, dense."""
+        return packed.to_dense() if packed.is_mkldnn else packed
+
+    def unpack_experts(self, packed: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack([self.unpack_weight(weight) for weight in packed])
+
     def moe(
         self,
         x: Tensor,

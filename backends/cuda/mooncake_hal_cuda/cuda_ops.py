@@ -231,6 +231,9 @@ class CudaOps:
         """One dense tensor, [experts, out, in]."""
         return (weights.contiguous(),)
 
+    def unpack_experts(self, packed: tuple[Tensor, ...]) -> Tensor:
+        return packed[0]
+
     def moe(
         self,
         x: Tensor,

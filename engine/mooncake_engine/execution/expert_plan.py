@@ -27,7 +27,8 @@ def plan_experts(config: EngineConfig, model: ModelConfig) -> tuple[tuple[int, .
             f"ep_size {config.ep_size} was asked for, the model {found}: use at most "
             f"{max(experts, 1)}"
         )
-    if model.moe is None or not (config.redundant_experts or config.expert_load):
+    is_placing = config.redundant_experts or config.expert_load or config.eplb_step_interval
+    if model.moe is None or not is_placing:
         return ()
     num_slots = experts + config.redundant_experts
     if num_slots % config.ep_size:

@@ -9,6 +9,7 @@ from functools import partial
 from mooncake_engine.core_messages import ProgressHandler
 from mooncake_engine.execution.async_model_runner import AsyncModelRunner, SampledTokenBuffer
 from mooncake_engine.execution.engine_plan import EnginePlan, block_bytes, rank_device
+from mooncake_engine.execution.expert_balancer import ExpertBalancer
 from mooncake_engine.execution.graph_runners import (
     DecodeGraphRunner,
     PiecewiseGraphRunner,
@@ -38,7 +39,7 @@ from mooncake_engine.kv_cache.block_copier import BlockCopier
 from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize, blocks_in
 from mooncake_engine.messages import ExpertLoad, WaitedSeconds
 from mooncake_engine.models.catalog import Model, build_model
-from mooncake_engine.models.expert_placement import imbalance
+from mooncake_engine.models.expert_placement import ExpertRanks, imbalance
 from mooncake_engine.models.layers import ParallelContext, Span
 from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import ExpertRound, StepPlan
@@ -111,6 +112,7 @@ class Worker:
         self._graphs = self._make_graph_runners(plan, self.pool)
         stage = self._graphs[-1] if self._graphs else self._stage
         self._runner = self._make_runner(plan, self.pool, plan.pool_size, stage)
+        self._balancer = self._make_balancer(plan)
         self.extension: WorkerExtension | None = None
         if extension is not None:
             context = ExtensionContext(
@@ -142,6 +144,14 @@ class Worker:
             plan.expert_slots,
             self._groups.experts,
         )
+
+    def _make_balancer(self, plan: EnginePlan) -> ExpertBalancer | None:
+        """What places experts anew, if anything does."""
+        interval, moe = plan.config.eplb_step_interval, plan.model.moe
+        if not interval or moe is None or not self._model.expert_counts:
+            return None
+        over = ExpertRanks(plan.config.ep_size, groups=moe.routing.groups)
+        return ExpertBalancer(self._model, self._parallel, over, interval)
 
     def _load_draft_model(self, plan: EnginePlan, progress: ProgressHandler | None) -> Model | None:
         """The draft model, on the same ranks as the model."""
@@ -294,6 +304,8 @@ class Worker:
         """
         if sampled and not self._groups.info.is_last_stage:
             self._runner.learn(sampled)
+        if self._balancer is not None:
+            self._balancer.before(plan)
         layer_done = self.extension.begin_step(plan) if self.extension else None
         return self._runner.launch(plan, layer_done)
 
@@ -302,14 +314,17 @@ class Worker:
         waits for the device."""
         if not self._model.expert_counts:
             return None
-        ep_size, slots = self._plan.config.ep_size, self._plan.expert_slots
-        tokens = {layer: counts.tokens for layer, counts in self._model.expert_counts.items()}
+        by_layer, ep_size = self._model.expert_counts, self._plan.config.ep_size
         balances = [
-            imbalance(loads, slots[layer] if slots else range(len(loads)), ep_size)
-            for layer, loads in tokens.items()
+            imbalance(counts.placed_tokens, counts.slots, ep_size) for counts in by_layer.values()
         ]
-        sent = sum(counts.num_sent_rows for counts in self._model.expert_counts.values())
-        return ExpertLoad(tokens, sum(balances) / len(balances), sent)
+        return ExpertLoad(
+            {layer: counts.tokens for layer, counts in by_layer.items()},
+            sum(balances) / len(balances),
+            sum(counts.num_sent_rows for counts in by_layer.values()),
+            0 if self._balancer is None else self._balancer.num_placements,
+            sum(counts.num_moved for counts in by_layer.values()),
+        )
 
     def waited_s(self) -> WaitedSeconds:
         """Seconds that this rank's host has waited for others, by group and collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -73,6 +73,11 @@ class Model(Protocol):
 
     def serve_experts(self, expert_round: ExpertRound) -> None:
         """Take part in a forward pass of other data-parallel ranks, with no token of this one."""
+        ...
+
+    def move_experts(self, slots: Mapping[int, Sequence[int]]) -> None:
+        """By layer, the expert in each slot from now on; every rank calls it, between two forward
+        passes."""
         ...
 
     @property

@@ -5,7 +5,7 @@ A subclass overrides ``build_attention``, ``build_mlp`` or ``names``; see docs/m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -259,6 +259,11 @@ class Decoder:
 
     def serve_experts(self, expert_round: ExpertRound) -> None:
         """Take part in a forward pass of other data-parallel ranks, with no token of this one."""
+        raise AssertionError("no expert of this model is divided over ranks")
+
+    def move_experts(self, slots: Mapping[int, Sequence[int]]) -> None:
+        """By layer, the expert in each slot from now on; every rank calls it, between two forward
+        passes."""
         raise AssertionError("no expert of this model is divided over ranks")
 
     @property

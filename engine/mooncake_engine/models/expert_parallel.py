@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mooncake_engine.models.decoder import AttentionBlock, DecoderLayer
+from mooncake_engine.models.expert_placement import plan_moves
 from mooncake_engine.models.layers import Norm, ParallelContext, Span, share_of
 from mooncake_engine.models.mlp import (
     ExpertCounts,
@@ -245,8 +246,9 @@ class ExpertParallelMixture(MixtureOfExperts):
         whole = replace(parallel, communicator=None, expert_communicator=None, ep_size=1)
         of_all = GatedMlp(whole, shared[0], (shape[0], shared[1])) if shared is not None else None
         super().__init__(parallel, router, experts, of_all)
+        self._num_experts = len(names)
         self._replicas = ExpertReplicas(slots, len(names), parallel.device)
-        self.counts = ExpertCounts(len(names), parallel.device)
+        self.counts = ExpertCounts(len(names), slots, parallel.device)
         self.tokens = SharedTokens(parallel.communicator)
         parts = [share_of(len(slots), part, parallel.ep_size) for part in range(parallel.ep_size)]
         owners = [part for part, span in enumerate(parts) for _ in range(len(span))]
@@ -286,6 +288,35 @@ class ExpertParallelMixture(MixtureOfExperts):
             self.counts.add(self.counts.of(self._replicas.experts(slots)))
         combined = started.combine(self._run_held(rows, slots, weights))
         return combined if shared is None else combined + shared
+
+    def move_experts(self, slots: Sequence[int]) -> None:
+        """Give experts other slots; their weights go from rank to rank. Every rank calls it, with
+        the same slots, between two forward passes."""
+        parts = self._parallel.ep_size
+        moves = plan_moves(self.counts.slots, slots, parts)
+        sharers = self._group.world_size // parts
+        part, slice_ = divmod(self._group.rank, sharers)
+        size = len(self._held)
+        leaving: list[int] = []  # held experts, in the order of the ranks that they go to
+        send, recv = [0] * self._group.world_size, [0] * self._group.world_size
+        for move in moves:
+            if move.source // size == part:
+                leaving.append(move.source - self._held.start)
+                send[move.target // size * sharers + slice_] += 1
+        arriving = sorted(
+            (move for move in moves if move.target // size == part),
+            key=lambda move: move.source // size,
+        )
+        for move in arriving:
+            recv[move.source // size * sharers + slice_] += 1
+        targets = [move.target - self._held.start for move in arriving]
+
+        def moved(weights: Tensor) -> tuple[list[int], Tensor]:
+            return targets, self._group.start_all_to_all(weights[leaving], send, recv).wait()
+
+        self._experts.exchange(moved)
+        self._replicas = ExpertReplicas(slots, self._num_experts, self._parallel.device)
+        self.counts.note_placement(slots, sum(recv) - recv[self._group.rank])
 
     def serve(self, expert_round: ExpertRound) -> None:
         """Run experts for other ranks' tokens, with none of this one's."""

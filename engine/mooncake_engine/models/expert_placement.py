@@ -7,6 +7,7 @@ there several times. Pure: plain numbers in and out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,6 +79,69 @@ def replicate(loads: Sequence[float], num_slots: int) -> list[int]:
         slots.append(busiest)
         counts[busiest] += 1
     return slots
+
+
+def settle(wanted: Sequence[int], slots: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """The same packs of experts on ranks that have most of them already, each expert in the slot
+    where it is: as good a placement, if ranks are alike, with fewer experts to move.
+
+    Args:
+        wanted: of ``place_experts``.
+        slots: what there is.
+        num_ranks: that both are divided over.
+    """
+    size = len(slots) // num_ranks
+    present = [Counter(slots[first : first + size]) for first in range(0, len(slots), size)]
+    packs = [Counter(wanted[first : first + size]) for first in range(0, len(slots), size)]
+    pairs = [(rank, pack) for rank in range(num_ranks) for pack in range(num_ranks)]
+    pairs.sort(key=lambda pair: -(present[pair[0]] & packs[pair[1]]).total())
+    chosen: dict[int, Counter[int]] = {}
+    taken: set[int] = set()
+    for rank, pack in pairs:
+        if rank not in chosen and pack not in taken:
+            chosen[rank] = packs[pack]
+            taken.add(pack)
+    settled: list[int] = []
+    for rank in range(num_ranks):
+        left = chosen[rank].copy()
+        kept = []
+        for expert in slots[rank * size : (rank + 1) * size]:
+            stays = left[expert] > 0
+            left[expert] -= stays
+            kept.append(expert if stays else None)
+        coming = iter(left.elements())
+        settled += [next(coming) if expert is None else expert for expert in kept]
+    return tuple(settled)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMove:
+    """The weights of ``source``, a slot before, are copied to ``target``, a slot from then on."""
+
+    source: int
+    target: int
+
+
+def plan_moves(
+    before: Sequence[int], after: Sequence[int], num_ranks: int
+) -> tuple[ExpertMove, ...]:
+    """What makes one placement of the other: from the rank's own slots where it has the expert,
+    else from the rank that has it and gives the fewest."""
+    size = len(before) // num_ranks
+    held: dict[int, list[int]] = {}
+    for slot, expert in enumerate(before):
+        held.setdefault(expert, []).append(slot)
+    given: Counter[int] = Counter()  # by rank
+    moves = []
+    for target, expert in enumerate(after):
+        if before[target] == expert:
+            continue
+        rank = target // size
+        own = [slot for slot in held[expert] if slot // size == rank]
+        source = own[0] if own else min(held[expert], key=lambda slot: given[slot // size])
+        given[source // size] += not own
+        moves.append(ExpertMove(source, target))
+    return tuple(moves)
 
 
 def imbalance(loads: Sequence[float], slots: Sequence[int], num_ranks: int) -> float:

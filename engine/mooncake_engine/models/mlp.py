@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -227,18 +227,36 @@ class Experts:
         """This rank's part of the sum that the output is."""
         return self._ops.moe(x, self._gate_up, self._down, ids, weights)
 
+    def exchange(self, moved: Callable[[Tensor], tuple[list[int], Tensor]]) -> None:
+        """Replace some of the experts.
+
+        Args:
+            moved: gets the weights that there are, [experts, out, in], first those of gate and up,
+                then those of down; returns which experts are others now, and their weights.
+        """
+        for name in ("_gate_up", "_down"):
+            weights = self._ops.unpack_experts(getattr(self, name))
+            setattr(self, name, ())  # packed or unpacked: there may be no room for both
+            experts, arrived = moved(weights)
+            weights[experts] = arrived
+            setattr(self, name, self._ops.pack_experts(weights))
+
 
 class ExpertCounts:
     """What a layer's experts got since the start, as far as this rank knows.
 
     Args:
         num_experts: of the layer.
+        slots: the expert in each slot.
         device: where they are counted.
     """
 
-    def __init__(self, num_experts: int, device: torch.device) -> None:
+    def __init__(self, num_experts: int, slots: Sequence[int], device: torch.device) -> None:
         self._tokens = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self._before = torch.zeros_like(self._tokens)
+        self.slots = tuple(slots)
         self.num_sent_rows = 0
+        self.num_moved = 0
 
     def of(self, ids: Tensor) -> Tensor:
         """Tokens by expert, [experts] int64, of those that chose so; not yet added."""
@@ -248,10 +266,21 @@ class ExpertCounts:
         """Tokens of all ranks, by expert."""
         self._tokens += tokens
 
+    def note_placement(self, slots: Sequence[int], num_moved: int) -> None:
+        """Experts have other slots from now on; so many have come to this rank from others."""
+        self.slots = tuple(slots)
+        self.num_moved += num_moved
+        self._before = self._tokens.clone()
+
     @property
     def tokens(self) -> tuple[int, ...]:
         """Of all ranks, by expert; waits for the device."""
         return tuple(self._tokens.tolist())
+
+    @property
+    def placed_tokens(self) -> tuple[int, ...]:
+        """The same since experts have these slots."""
+        return tuple((self._tokens - self._before).tolist())
 
 
 class MixtureOfExperts:

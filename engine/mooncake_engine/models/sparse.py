@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
@@ -98,6 +98,10 @@ class SparseDecoder(Decoder):
     def serve_experts(self, expert_round: ExpertRound) -> None:
         for mixture in self._divided.values():
             mixture.serve(expert_round)
+
+    def move_experts(self, slots: Mapping[int, Sequence[int]]) -> None:
+        for layer, of_layer in slots.items():
+            self._divided[layer].move_experts(of_layer)
 
     def is_ignored(self, name: str) -> bool:
         """Also experts that other ranks have."""

@@ -427,8 +427,18 @@ class _StatsMetrics:
         )
         yield self._gauge(
             "mooncake:expert_imbalance",
-            "Tokens of the part with most over the mean of parts, since the start.",
+            "Tokens of the part with most over the mean of parts, since experts are placed so.",
             load.imbalance,
+        )
+        yield self._counter(
+            "mooncake:expert_placements",
+            "How often experts were placed anew by their load.",
+            load.num_placements,
+        )
+        yield self._counter(
+            "mooncake:expert_moves",
+            "Experts that came to driver ranks from other ranks then, once per layer.",
+            load.num_moved,
         )
 
     def _waited(self, by_rank: Sequence[WaitedSeconds]) -> Metric:

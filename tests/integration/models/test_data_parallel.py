@@ -139,6 +139,7 @@ def core(checkpoints: dict[str, Path]) -> Iterator[DataParallelCore]:
             dtype="float32",
             swap_space_bytes=4 << 20,
             kv_events=KVEventsConfig(True, endpoint=LOOPBACK, replay_endpoint=LOOPBACK),
+            eplb_step_interval=5,
             **OPTIONS,
         )
     ).core
@@ -237,6 +238,17 @@ def run_on(core: DataParallelCore) -> NoReturn:
         core.step()
 
 
+def test_experts_that_are_placed_anew_change_no_tokens(core: DataParallelCore) -> None:
+    """Both ranks come to it in the same round, whoever of them has tokens."""
+    asked = requests(dp_size=2)
+    expected = serve_all(core, asked).answers
+    deadline = time.monotonic() + 60
+    while not (load := core.stats().experts) or not (load.num_placements and load.num_moved):
+        assert time.monotonic() < deadline, load
+        assert serve_all(core, asked).answers == expected
+    assert serve_all(core, asked).answers == expected
+
+
 def test_a_rank_that_is_slow_costs_time_and_nothing_else(core: DataParallelCore) -> None:
     """An idle one, which the others need for its experts; they say how long they have waited."""
     asked = [replace(request, data_parallel_rank=0) for request in requests()[:2]]
@@ -299,6 +311,7 @@ def test_a_killed_rank_ends_all_with_its_reason(checkpoints: dict[str, Path], ep
     [
         ({"dp_size": 2, "ep_size": 3}, r"ep_size 3 was asked for with dp_size 2 and tp_size 1"),
         ({"dp_size": 0}, "dp_size must be at least 1"),
+        ({"eplb_step_interval": 9}, "they need an ep_size above 1"),
         (
             {"dp_size": 2, "kv_events": KVEventsConfig(True, replay_endpoint="tcp://*:5558")},
             "keep them 2 apart",

@@ -44,7 +44,7 @@ def test_every_token_comes_back_with_the_sum_of_its_experts(
 
     def run(group: CountingGroup) -> tuple[Tensor, Tensor, list[int], int]:
         rows, ids, weights = routed(group.rank, tokens[group.rank], experts)
-        counts = ExpertCounts(experts, torch.device("cpu"))
+        counts = ExpertCounts(experts, range(experts), torch.device("cpu"))
         dispatched = ExpertDispatch(group, owners, ep_size).start(
             rows, ids, weights, counts, counts.of(ids)
         )
@@ -71,7 +71,7 @@ def test_no_token_is_dropped_where_all_choose_the_same() -> None:
     def run(group: CountingGroup) -> Tensor:
         rows = torch.full((50, HIDDEN), float(group.rank + 1))
         ids, weights = torch.tensor([[3]]).expand(50, 1), torch.ones(50, 1)
-        counts = ExpertCounts(4, torch.device("cpu"))
+        counts = ExpertCounts(4, range(4), torch.device("cpu"))
         dispatched = ExpertDispatch(group, torch.tensor([0, 0, 1, 1]), 2).start(
             rows, ids, weights, counts, counts.of(ids)
         )

@@ -156,6 +156,41 @@ def test_replicas_share_the_tokens_of_busy_experts_and_change_no_logits(
             assert (counts.num_sent_rows > 0) == (least == 1)
 
 
+@pytest.mark.parametrize(("tp_size", "ep_size", "least"), [(2, 2, 1), (4, 2, 1000), (4, 4, 1)])
+def test_experts_that_move_to_other_ranks_change_no_logits(
+    tp_size: int, ep_size: int, least: int, checkpoint: Path, expected: list[Tensor]
+) -> None:
+    """After two of the steps, with replicas that others had before."""
+    config = read_model_config(checkpoint)
+    assert config.moe is not None
+    num_experts = config.moe.routing.num_experts
+    num_slots = num_experts + ep_size + -num_experts % ep_size
+    sparse = sorted(set(range(config.num_layers)) - config.moe.dense_layers)
+    loads = [9 if expert in (0, 3) else 1 for expert in range(num_experts)]
+    before = place_experts(loads, num_slots, ExpertRanks(ep_size))
+    size = num_slots // ep_size
+    after = (*before[size:], *before[:size])  # each part gets what its neighbour had
+
+    def rank(group: Communicator) -> tuple[list[Tensor], int]:
+        parallel = replace(
+            divided(group, ep_size, least), expert_slots=(before,) * config.num_layers
+        )
+        model = build_model(config, parallel, 64)
+        load_weights(model, checkpoint)
+        kv, logits = make_kv(config, parallel.tp_size, parallel.tp_rank), []
+        for number, (ids, positions, batch) in enumerate(batches()):
+            if number == 2:
+                model.move_experts(dict.fromkeys(sparse, after))
+            logits.append(model.logits(model.forward(ids, positions, ForwardContext(batch, kv))))
+        assert all(counts.slots == after for counts in model.expert_counts.values())
+        return logits, sum(counts.num_moved for counts in model.expert_counts.values())
+
+    ranks = on_ranks(tp_size, rank)
+    assert sum(num_moved for _, num_moved in ranks) > 0
+    for found, _ in ranks:
+        compare(found, expected)
+
+
 @pytest.mark.parametrize(
     ("dp_size", "tp_size", "ep_size", "is_dispatched"),
     [(2, 1, 2, True), (2, 1, 2, False), (2, 2, 4, True), (2, 2, 2, False), (4, 1, 2, True)],

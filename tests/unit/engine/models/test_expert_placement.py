@@ -12,7 +12,9 @@ from mooncake_engine.models.expert_placement import (
     imbalance,
     pack_evenly,
     place_experts,
+    plan_moves,
     replicate,
+    settle,
 )
 
 PUBLISHED = (
@@ -74,3 +76,46 @@ def test_every_expert_has_a_slot_and_every_rank_as_many(data: st.DataObject) -> 
     assert len(slots) == num_slots
     assert set(slots) == set(range(experts))
     assert imbalance(loads, slots, ranks) >= 1.0 - 1e-9
+
+
+placements = st.integers(1, 4).flatmap(
+    lambda ranks: st.tuples(
+        st.just(ranks),
+        st.integers(ranks, 12).flatmap(
+            lambda experts: st.tuples(
+                st.lists(st.integers(0, 99), min_size=experts, max_size=experts),
+                st.lists(st.integers(0, 99), min_size=experts, max_size=experts),
+            )
+        ),
+    )
+)
+
+
+@given(placements, st.integers(0, 3))
+def test_moves_make_one_placement_of_another(given_placements, num_more: int) -> None:
+    num_ranks, (loads, others) = given_placements
+    num_slots = len(loads) + -len(loads) % num_ranks + num_more * num_ranks
+    before = place_experts(loads, num_slots, ExpertRanks(num_ranks))
+    wanted = place_experts(others, num_slots, ExpertRanks(num_ranks))
+    after = settle(wanted, before, num_ranks)
+    size = num_slots // num_ranks
+    by_rank = [
+        sorted(tuple(sorted(slots[first : first + size])) for first in range(0, num_slots, size))
+        for slots in (wanted, after)
+    ]
+    assert by_rank[0] == by_rank[1], "the same packs, on other ranks maybe"
+    weights = list(before)
+    for move in plan_moves(before, after, num_ranks):
+        assert before[move.source] == after[move.target] != before[move.target]
+        weights[move.target] = before[move.source]
+    assert tuple(weights) == after
+    assert settle(before, before, num_ranks) == before
+    assert plan_moves(before, before, num_ranks) == ()
+
+
+def test_experts_stay_where_they_are_if_they_can() -> None:
+    before = (0, 1, 2, 3, 4, 5)
+    assert settle((5, 4, 3, 1, 0, 2), before, 2) == (0, 1, 2, 3, 4, 5)
+    assert settle((3, 4, 1, 0, 5, 2), before, 2) == (0, 5, 2, 3, 4, 1)
+    moves = plan_moves((0, 1, 2, 0, 1, 3), (0, 3, 2, 0, 1, 2), 2)
+    assert [(move.source, move.target) for move in moves] == [(5, 1), (2, 5)]

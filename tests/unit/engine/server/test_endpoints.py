@@ -62,7 +62,7 @@ def test_health_says_what_the_pool_had(client: AsgiClient, engine: FakeEngine) -
 
 def test_expert_load_is_what_experts_got(client: AsgiClient, engine: FakeEngine) -> None:
     assert client.get("/expert_load").status_code == 404
-    engine.experts = ExpertLoad({1: (3, 0, 9)}, 1.5, 4)
+    engine.experts = ExpertLoad({1: (3, 0, 9)}, 1.5, 4, num_placements=2, num_moved=7)
     assert client.get("/expert_load").json()["tokens"] == {"1": [3, 0, 9]}
     lines = client.get("/metrics").text.splitlines()
     found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("mooncake:expert_"))
@@ -70,6 +70,8 @@ def test_expert_load_is_what_experts_got(client: AsgiClient, engine: FakeEngine)
         "mooncake:expert_tokens_total": 12.0,
         "mooncake:expert_rows_sent_total": 4.0,
         "mooncake:expert_imbalance": 1.5,
+        "mooncake:expert_placements_total": 2.0,
+        "mooncake:expert_moves_total": 7.0,
     }
 
 
