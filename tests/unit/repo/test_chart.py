@@ -1,0 +1,70 @@
+"""The Helm chart, as ``make check-deploy`` has rendered it: the objects of deploy/kubernetes, and
+command lines that the programs take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.deploy import DEPLOY, deployments, parse, pod_command, read_yaml
+
+GOLDEN = DEPLOY / "helm" / "golden"
+
+
+def objects(name: str) -> list[dict[str, Any]]:
+    """Those of a golden file, which begins with a separator."""
+    return [found for found in read_yaml(GOLDEN / name) if found is not None]
+
+
+def pods(name: str) -> dict[str, dict[str, Any]]:
+    """Pod templates of a golden file's Deployments, by name."""
+    return {
+        found["metadata"]["name"]: found["spec"]["template"]
+        for found in objects(name)
+        if found["kind"] == "Deployment"
+    }
+
+
+@pytest.mark.parametrize("name", ["mooncake-prefill", "mooncake-decode", "mooncake-proxy"])
+def test_without_values_it_is_what_kubectl_would_apply(name: str) -> None:
+    ours, plain = pods("default.yaml")[name]["spec"], deployments()[name]["spec"]
+    [container], [wanted] = ours["containers"], plain["containers"]
+    assert container.pop("imagePullPolicy") == "IfNotPresent"
+    if name == "mooncake-proxy":  # of its own release
+        selector = "app.kubernetes.io/name=mooncake-engine"
+        own = f"--kubernetes=mooncake/app.kubernetes.io/instance=mooncake,{selector}"
+        assert container["args"].count(own) == 1
+        container["args"][container["args"].index(own)] = f"--kubernetes=mooncake/{selector}"
+    assert container == wanted
+    assert ours == plain
+
+
+def test_an_instance_is_of_the_release_whose_proxy_finds_it() -> None:
+    for name, pod in pods("default.yaml").items():
+        labels = pod["metadata"]["labels"]
+        assert labels["app.kubernetes.io/instance"] == "mooncake", name
+
+
+@pytest.mark.parametrize("file", ["default.yaml", "full.yaml"])
+def test_programs_take_the_command_lines(file: str) -> None:
+    for pod in pods(file).values():
+        [container] = pod["spec"]["containers"]
+        container["image"] = container["image"].rpartition("/")[2]
+        assert parse(pod_command(pod))
+
+
+def test_all_values_are_in_the_full_render() -> None:
+    found = pods("full.yaml")
+    assert set(found) == {f"mooncake-{name}" for name in ("prefill", "decode", "both", "proxy")}
+    [engine] = found["mooncake-prefill"]["spec"]["containers"]
+    assert engine["image"] == "registry.example/mooncake-engine:cuda-0.1.0"
+    assert "--max-num-batched-tokens=8192" in engine["args"]
+    assert engine["resources"]["limits"]["nvidia.com/gpu"] == 1
+    paths = [
+        mount["mountPath"]
+        for mount in found["mooncake-decode"]["spec"]["containers"][0]["volumeMounts"]
+    ]
+    assert paths[-2:] == ["/usr/local/Ascend/driver", "/etc/hccn.conf"]
+    [pool] = [o for o in objects("full.yaml") if o["kind"] == "InferencePool"]
+    labels = found["mooncake-both"]["metadata"]["labels"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
