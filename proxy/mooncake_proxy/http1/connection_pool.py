@@ -64,8 +64,7 @@ class ConnectionPool:
             if connection is None:
                 connection = await self._reconnect(deadline, lost)
             try:
-                connection.send(payload, deadline, whole=whole)
-                waiter = connection.wait()
+                waiter = connection.send(payload, deadline, whole=whole)
                 if waiter is not None:
                     await waiter
                 if not connection.is_good:

@@ -134,11 +134,11 @@ class UpstreamConnection(asyncio.Protocol):
 
     # ------------------------------------------------ one exchange
 
-    def send(self, payload: bytes, deadline: float, *, whole: bool) -> None:
+    def send(self, payload: bytes, deadline: float, *, whole: bool) -> asyncio.Future[None] | None:
         """Start an exchange. `deadline` (loop time) bounds it whatever arrives.
 
-        Then `await connection.wait()`, until the head of the answer is there, or the `whole` of it;
-        then, unless `is_good`, `check` raises why.
+        Returns what to await until the head of the answer is there, or the `whole` of it, or
+        neither will ever be; None if that is now. Then, unless `is_good`, `check` raises why.
         """
         self._head = b""
         self._has_head = self._is_complete = self.reusable = False
@@ -153,8 +153,10 @@ class UpstreamConnection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             self._failure = ConnectionLost(self.name, "closed before the request was sent")
             self.was_sent = False
-        else:
-            self._transport.write(payload)
+            return None
+        self._transport.write(payload)
+        self._waiter = self._context.loop.create_future()
+        return self._waiter
 
     @property
     def is_good(self) -> bool:
@@ -255,15 +257,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._wake()
         self.close()
 
-    def wait(self) -> asyncio.Future[None] | None:
-        """What to await until what `send` or `read` asked for is there, or never will be; None when
-        that is now."""
-        is_ready = self._is_complete or (self._has_head and not self._waits_for_whole)
-        if is_ready or self._failure is not None:
-            return None
-        self._waiter = self._context.loop.create_future()
-        return self._waiter
-
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
@@ -272,9 +265,9 @@ class UpstreamConnection(asyncio.Protocol):
     async def _more(self) -> None:
         """Until the answer is complete, or failed."""
         self._waits_for_whole = True
-        waiter = self.wait()
-        if waiter is not None:
-            await waiter
+        if self.is_busy:
+            self._waiter = self._context.loop.create_future()
+            await self._waiter
         self._check_failure()
 
     def is_overdue(self, now: float) -> bool:
