@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from support.proxy_fakes import Behaviour, FakeInstance, Seen, Stand, stand_of
+from support.proxy_fakes import Behaviour, FakeInstance, Json, Seen, Stand, stand_of
 
 from mooncake_conductor.cost.latency_model import LatencyModel
 
@@ -34,6 +34,11 @@ class ModelledInstance(FakeInstance):
             await super()._answer(seen, writer)
         else:
             await self._decode_in_batch(seen, writer)
+
+    def _params(self, seen: Seen, held: str) -> Json:
+        """With the tokens that were computed: costs are learnt from them."""
+        counts = {"num_prompt_tokens": len(seen.body["prompt"]), "remote_cached_tokens": 0}
+        return super()._params(seen, held) | counts
 
     async def _decode_in_batch(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
         self.num_decoding += 1
