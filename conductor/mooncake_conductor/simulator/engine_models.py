@@ -320,10 +320,8 @@ class DecodeNode:
             return 0
         half = self._latency.step_per_context_token * len(self._running) / 2
         linear = self.step_s - half
-        if half:
-            found = (-linear + math.sqrt(linear * linear + 4 * half * left)) / (2 * half)
-        else:
-            found = left / linear
+        # The root's stable form: the other loses all digits where context costs next to nothing.
+        found = 2 * left / (linear + math.sqrt(linear * linear + 4 * half * left))
         count = int(found + 1e-9)
         while count and self._duration(count) > left + 1e-9:
             count -= 1

@@ -91,6 +91,20 @@ def test_a_decode_node_in_closed_form_is_one_that_steps(
         assert found[name].tail_tbt == pytest.approx(tail, rel=0.05)
 
 
+@pytest.mark.parametrize("per_context", [1e-9, 1e-11, 1e-13])
+def test_steps_end_where_context_costs_next_to_nothing(per_context: float) -> None:
+    """At the time of the next event there is always a step that has ended."""
+    latency = LatencyModel(0.0, 1e-3, 0.0, 0.02, 1e-5, per_context)
+    node, now = DecodeNode(latency, 64, 10**7), 0.0
+    for number in range(20):
+        node.add(str(number), 977, 31 + number)
+    node.advance(now)
+    while (when := node.next_event()) is not None:
+        before = node.num_steps
+        node.advance(when)
+        assert node.num_steps > before
+
+
 def simulate_decode(arrivals, max_batch: int, join_steps: int):
     node, done = DecodeNode(LATENCY, max_batch, 10**7, join_steps), []
     pending = list(enumerate(arrivals))
