@@ -60,7 +60,7 @@ def test_settings(models, options):
 
 @pytest.mark.parametrize(
     ("family", "tp_size"),
-    [("qwen3_moe", 1), pytest.param("deepseek_v3", 2, marks=pytest.mark.slow)],
+    [("qwen3_moe", 1), ("deepseek_v3", 2)],
 )
 def test_what_a_data_parallel_rank_saves_another_loads(models, family, tp_size):
     """The ranks share experts, too: one computes while the other waits for layers."""
