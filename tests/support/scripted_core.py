@@ -33,6 +33,7 @@ class ScriptedExecutor:
     die_at: int | None = None
     compiles_grammars: bool = False
     expert_load: None = None
+    waited_s: tuple[()] = ()
     live: dict[str, tuple[NewRequest, list[int]]] = field(default_factory=dict)
     seen: list[NewRequest] = field(default_factory=list)
     is_closed: bool = False

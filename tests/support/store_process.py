@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 
@@ -57,7 +59,15 @@ class StoreProcess:
         return self._process.pid
 
     def send(self, number):
-        os.kill(self._process.pid, number)
+        """Send a signal; a process that is to stop has stopped, in all of its threads."""
+        os.kill(self.pid, number)
+        deadline = time.monotonic() + START_S
+        while number == signal.SIGSTOP and not all(map(_is_stopped, self._threads())):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def _threads(self):
+        return Path(f"/proc/{self.pid}/task").glob("*/stat")
 
     def end(self, number=signal.SIGTERM):
         """Send a signal and wait; returns the status."""
@@ -72,6 +82,13 @@ class StoreProcess:
         self._process.stdout.close()
         self.log.close()
         return status
+
+
+def _is_stopped(stat):
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] == "T"
+    except FileNotFoundError:
+        return True  # that thread has ended
 
 
 class WrongBytes(AssertionError):

@@ -172,7 +172,8 @@ class PoolWorker:
         self._report(load.order.load_id, lambda: self._read(load), load)
 
     def _read(self, load: _RunningLoad) -> None:
-        """Read group after group of layers; while one is on its way, the next is planned."""
+        """Read group after group of layers; while one is on its way, the next is planned, but not
+        before the first layer is there: the request's first step waits for it."""
         order, moving = load.order, deque[tuple[int, list[Transfer]]]()
         release_after = self._own_layers(order.release_layers)
         try:
@@ -181,7 +182,7 @@ class PoolWorker:
                     order.runs, order.block_ids, (start, stop), load, is_read=True
                 )
                 moving.append((stop, transfers))
-                if len(moving) > 1:
+                if len(moving) > 1 or load.num_loaded == 0:
                     self._finish(load, *moving.popleft(), release_after)
             while moving:
                 self._finish(load, *moving.popleft(), release_after)
