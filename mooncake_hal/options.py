@@ -208,6 +208,24 @@ def byte_count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"wanted bytes such as 512M or 4G, got {text!r}") from None
 
 
+def read_secret_file(path: Path, flag: str, advice: str, refused: type[Exception]) -> str:
+    """A secret from a file: everybody on a host can see a command line.
+
+    Args:
+        path: of the file; white space around its content is no part of it.
+        flag: that named it, for messages.
+        advice: what to do about an empty one.
+        refused: raised if the file can't be read, or is empty.
+    """
+    try:
+        secret = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise refused(f"can't read {flag}: {exc}") from exc
+    if not secret:
+        raise refused(f"{flag} {path} is empty; {advice}")
+    return secret
+
+
 def port_range(text: str) -> PortRange:
     """A range of ports such as ``14000-14099``; parses such an option."""
     try:

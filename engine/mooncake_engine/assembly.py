@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -67,7 +68,6 @@ from mooncake_kv.handshake import InstanceMetadata
 from mooncake_kv.kv_events import KVEventEndpoints, KVEventLog, KVEventPublisher
 from mooncake_kv.model_fingerprint import ModelFingerprint, model_fingerprint
 from mooncake_kv.numerics import Numerics
-from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.store.chunk_keys import KVIdentity
 
 logger = logging.getLogger(__name__)
@@ -148,12 +148,20 @@ def start_engine(
     engine_id = f"{config.role.value}-{secrets.token_hex(8)}"
     watch = watch or StepWatch(config.step_timeout_s)
     with ExitStack() as cleanup:
-        stores = None
+        open_pool = None
         if config.kv_pool is not None:
             stores = open_stores(config.kv_pool, registry, engine_id)
             cleanup.callback(stores.close)
+            open_pool = partial(
+                SchedulerPool,
+                config.kv_pool,
+                stores,
+                _kv_identity(plan, config.kv_pool.chunk_tokens),
+                plan.geometry,
+                config.num_ranks,
+            )
         links = [
-            _open_links(plan, stores, dp_engine_id(engine_id, dp_rank), dp_rank, cleanup)
+            _open_links(config, open_pool, dp_engine_id(engine_id, dp_rank), dp_rank, cleanup)
             for dp_rank in range(config.dp_size)
         ]
         options = [link.executor_options(progress, registry) for link in links]
@@ -215,11 +223,15 @@ class _Links:
 
 
 def _open_links(
-    plan: EnginePlan, stores: PoolStores | None, engine_id: str, dp_rank: int, cleanup: ExitStack
+    config: EngineConfig,
+    open_pool: Callable[[], SchedulerPool] | None,
+    engine_id: str,
+    dp_rank: int,
+    cleanup: ExitStack,
 ) -> _Links:
-    config, messages = plan.config, ExtensionMessages()
+    messages = ExtensionMessages()
     connector = None if config.kv_transfer is None else SchedulerConnector(config, dp_rank)
-    pool = None if stores is None else _open_pool(plan, stores)
+    pool = None if open_pool is None else open_pool()
     # a step waits for what it loads before it lets go of what it has computed
     if pool is not None:
         cleanup.callback(pool.close)
@@ -334,20 +346,17 @@ def _fingerprint(plan: EnginePlan) -> ModelFingerprint:
         raise CheckpointError(str(exc)) from exc
 
 
-def _open_pool(plan: EnginePlan, stores: PoolStores) -> SchedulerPool:
-    """A data-parallel rank's use of the KVCache pool."""
-    config = plan.config
-    assert config.kv_pool is not None, "there are stores"
+def _kv_identity(plan: EnginePlan, chunk_tokens: int) -> KVIdentity:
+    """What the model's chunks of so many tokens are known by in the KVCache pool."""
     model = _fingerprint(plan)
     settings = json.dumps([model.settings, str(plan.geometry)], sort_keys=True)
-    identity = KVIdentity(
+    return KVIdentity(
         f"{model.weights} {settings}",
         plan.geometry.dtype,
-        config.kv_pool.chunk_tokens,
+        chunk_tokens,
         model.settings["quantization"],
         model.settings["rope"],
     )
-    return SchedulerPool(config.kv_pool, stores, identity, plan.geometry, config.num_ranks)
 
 
 def _rounding(config: EngineConfig, found: Capabilities, generation: str) -> dict[str, str]:

@@ -7,23 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mooncake_engine.errors import ConfigError
-from mooncake_hal.options import option, positive_int
+from mooncake_hal.options import option, positive_int, read_secret_file
 
 
 def read_node_secret(path: Path) -> str:
-    """What the nodes of an instance prove themselves with, from a file: everybody on a host can see
-    a command line.
+    """What the nodes of an instance prove themselves with, from a file.
 
     Raises:
         ConfigError: the file can't be read, or is empty.
     """
-    try:
-        secret = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"can't read --node-secret-file: {exc}") from exc
-    if not secret:
-        raise ConfigError(f"--node-secret-file {path} is empty; openssl rand -hex 32 > {path}")
-    return secret
+    return read_secret_file(
+        path, "--node-secret-file", f"openssl rand -hex 32 > {path}", ConfigError
+    )
 
 
 @dataclass(frozen=True, slots=True)

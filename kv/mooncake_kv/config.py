@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from mooncake_hal.options import option, port_range
+from mooncake_hal.options import option, port_range, read_secret_file
 from mooncake_hal.port_range import PortRange
 from mooncake_kv.errors import KVConfigError
 
@@ -19,18 +19,13 @@ class LoadFailurePolicy(str, Enum):
 
 
 def read_secret(path: Path) -> str:
-    """A deployment's secret, from a file: everybody on the host can see a command line.
+    """A deployment's secret, from a file.
 
     Raises:
         KVConfigError: the file can't be read, or is empty.
     """
-    try:
-        secret = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise KVConfigError(f"can't read --kv-secret-file: {exc}") from exc
-    if not secret:
-        raise KVConfigError(f"--kv-secret-file {path} is empty; put the deployment's secret there")
-    return secret
+    advice = "put the deployment's secret there"
+    return read_secret_file(path, "--kv-secret-file", advice, KVConfigError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ from mooncake_hal.testing.backends_sampling import SamplingSuite
 from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
 
 RANKS_SECONDS = 100.0
-_ports = random.SystemRandom()  # not as any other process
 """For a scenario: longer than its group waits for a lost rank, and a library for its own report."""
+_ports = random.SystemRandom()  # not as any other process
 
 
 _COPY_SECONDS = 60.0

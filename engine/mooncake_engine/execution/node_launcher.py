@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,7 +42,7 @@ from mooncake_engine.execution.node_connections import (
     tell,
 )
 from mooncake_engine.execution.parallel_state import RankInfo
-from mooncake_engine.execution.rank_launcher import LocalRank, Rank, config_on_host
+from mooncake_engine.execution.rank_launcher import LocalRank, Rank, config_on_host, find_ports
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.model_fingerprint import model_fingerprint
 
@@ -72,13 +72,6 @@ def weights_of(model: Path) -> str:
 def engine_version() -> str:
     """Of this program: nodes exchange its own objects."""
     return importlib.metadata.version("mooncake-engine")
-
-
-def find_ports(host: str, count: int) -> list[int]:
-    """``count`` free ports of this host."""
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.create_server((host, 0))) for _ in range(count)]
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @dataclass(slots=True)
@@ -366,7 +359,7 @@ class NodeLauncher:
         """The groups whose ranks are on several nodes, and the node of the first rank of each."""
         members: dict[str, list[int]] = {}
         for info in self._infos:
-            for name in (info.stage_name, info.pipeline_name, info.experts_name):
+            for name in info.group_names:
                 members.setdefault(name, []).append(info.number // self._num_own)
         return {name: nodes[0] for name, nodes in members.items() if len(set(nodes)) > 1}
 
@@ -380,7 +373,7 @@ class NodeLauncher:
         scratch = {number: node.hello.scratch for number, node in self._nodes.items()}
         scratch[0] = self._scratch
         for info in self._infos:
-            for name in (info.stage_name, info.pipeline_name, info.experts_name):
+            for name in info.group_names:
                 own = info.number // self._num_own
                 self._rendezvous.setdefault(name, f"file://127.0.0.1{scratch[own]}/{name}")
         for name, node in leading.items():

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 from mooncake_engine.config import EngineConfig
@@ -33,10 +30,13 @@ from mooncake_engine.execution.node_connections import (
 from mooncake_engine.execution.node_launcher import (
     JOIN_TIMEOUT_S,
     engine_version,
-    find_ports,
     weights_of,
 )
-from mooncake_engine.execution.rank_launcher import describe_process_end, start_rank_process
+from mooncake_engine.execution.rank_launcher import (
+    describe_process_end,
+    find_ports,
+    start_rank_process,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,10 @@ def run_node(config: EngineConfig, shutdown_timeout_s: float) -> None:
         ConfigError: node 0 can't be reached, or refuses this node.
         EngineDead: node 0 is gone.
     """
-    with _Stop(shutdown_timeout_s) as stop, _scratch_folder() as scratch:
+    with (
+        _Stop(shutdown_timeout_s) as stop,
+        TemporaryDirectory(prefix="mooncake-ranks-", ignore_cleanup_errors=True) as scratch,
+    ):
         node = _Node(config, stop, scratch)
         try:
             node.run()
@@ -227,12 +230,3 @@ class _Node:
             if time.monotonic() >= deadline:
                 return
             time.sleep(_LOOK_S)
-
-
-@contextmanager
-def _scratch_folder() -> Iterator[str]:
-    folder = tempfile.mkdtemp(prefix="mooncake-ranks-")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -70,6 +70,11 @@ class RankInfo:
         return f"experts-{self.stage}"
 
     @property
+    def group_names(self) -> tuple[str, str, str]:
+        """Of all groups that it may belong to."""
+        return self.stage_name, self.pipeline_name, self.experts_name
+
+    @property
     def stage(self) -> int:
         """Its pipeline stage."""
         return self.rank // self.tp_size

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from ipaddress import ip_address
 from multiprocessing.connection import Connection, Pipe
@@ -162,6 +164,13 @@ def config_on_host(config: EngineConfig, rank: int, host: str, our_host: str) ->
         kv, host=kv.host if ip_address(kv.host).is_unspecified else host, advertise_host=host
     )
     return replace(config, kv_transfer=there)
+
+
+def find_ports(host: str, count: int) -> list[int]:
+    """``count`` free ports of this host."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.create_server((host, 0))) for _ in range(count)]
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def start_rank_process(orders: Connection, messages: Connection) -> subprocess.Popen[bytes]:

@@ -13,7 +13,6 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
@@ -21,7 +20,7 @@ from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.execution.node_connections import accept_known
 from mooncake_engine.execution.parallel_state import RankInfo
-from mooncake_engine.execution.rank_launcher import Rank, config_on_host
+from mooncake_engine.execution.rank_launcher import Rank, config_on_host, find_ports
 from mooncake_hal.command_line import import_path
 
 logger = logging.getLogger(__name__)
@@ -40,10 +39,7 @@ class RankActor:
 
     def find_ports(self, count: int) -> list[int]:
         """``count`` free ports of the host."""
-        address = _ray().util.get_node_ip_address()
-        with ExitStack() as held:
-            probes = [held.enter_context(socket.create_server((address, 0))) for _ in range(count)]
-            return [int(probe.getsockname()[1]) for probe in probes]
+        return find_ports(_ray().util.get_node_ip_address(), count)
 
     def serve(self, address: tuple[str, int], key: bytes) -> int:
         """Connect to the executor and be a rank until told to stop."""
@@ -183,7 +179,7 @@ class RayLauncher:
         """Where groups meet: at their first ranks, which alone look for ports."""
         leaders: dict[str, int] = {}
         for info in self._rank_infos:
-            for name in (info.stage_name, info.pipeline_name, info.experts_name):
+            for name in info.group_names:
                 leaders.setdefault(name, info.number)
         led = Counter(leaders.values())
         found = _ray().get([actors[rank].find_ports.remote(count) for rank, count in led.items()])

@@ -12,7 +12,7 @@ from mooncake_engine.process.worker_counts import MAX_WORKERS
 from mooncake_engine.text.reasoning import REASONING_PARSERS, detect_reasoning
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_engine.text.tool_call_forms import PARSERS, detect_parser
-from mooncake_hal.options import option
+from mooncake_hal.options import option, read_secret_file
 
 AUTO, NONE = "auto", "none"
 ACCESS_LOGS = ("off", "errors", "all")
@@ -49,13 +49,8 @@ def read_register_secret(path: Path | None) -> str:
     """
     if path is None:
         return ""
-    try:
-        secret = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"can't read --register-secret-file: {exc}") from exc
-    if not secret:
-        raise ConfigError(f"--register-secret-file {path} is empty; put the shared secret there")
-    return secret
+    advice = "put the shared secret there"
+    return read_secret_file(path, "--register-secret-file", advice, ConfigError)
 
 
 @dataclass(frozen=True, slots=True)

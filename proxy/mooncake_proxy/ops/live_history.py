@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import astuple
 
-from mooncake_proxy.ops.proxy_metrics import SECONDS, ProxyMetrics
+from mooncake_proxy.ops.proxy_metrics import SECONDS, Histogram, ProxyMetrics
 
 SAMPLE_S = 1.0
 NUM_SAMPLES = 600
@@ -65,12 +65,15 @@ class Totals(Struct, frozen=True):
             tbt_met=met["tbt"],
             prompt_tokens=metrics.prompt_tokens.values[()],
             cached_tokens=metrics.cached_tokens.values[()],
-            first_token=tuple(metrics.first_token_seconds.series.get((), (*_NO_COUNTS, 0.0))[:-1]),
-            between_tokens=tuple(
-                metrics.between_tokens_seconds.series.get((), (*_NO_COUNTS, 0.0))[:-1]
-            ),
+            first_token=_counts(metrics.first_token_seconds),
+            between_tokens=_counts(metrics.between_tokens_seconds),
             kv=kv,
         )
+
+
+def _counts(histogram: Histogram) -> Sequence[float]:
+    """Of a histogram without labels, by bucket; its last number is the sum."""
+    return tuple(histogram.series.get((), (*_NO_COUNTS, 0.0))[:-1])
 
 
 class Sample(Struct, frozen=True):

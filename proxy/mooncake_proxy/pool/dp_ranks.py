@@ -24,31 +24,16 @@ class RankQueue(Struct, frozen=True):
     waiting: int = 0
 
 
-class DPRank:
-    """One data-parallel rank. Its load is that of requests to which this proxy has named it; see
-    ``policies.Candidate``."""
+class RequestLoad:
+    """Requests in flight somewhere, as this proxy knows them."""
 
-    __slots__ = (
-        "header",
-        "name",
-        "num_elsewhere",
-        "num_prompt_tokens",
-        "num_running",
-        "number",
-        "queue",
-    )
-    relative_speed = 1.0
+    __slots__ = ("num_elsewhere", "num_prompt_tokens", "num_running")
 
-    def __init__(self, instance: str, number: int) -> None:
-        self.number = number
-        # No instance has such a name.
-        self.name = f"{instance}#{number}"
-        self.header = b"%b: %d\r\n" % (DP_RANK_HEADER, number)
+    def __init__(self) -> None:
         self.num_running = 0
         self.num_prompt_tokens = 0
         # The same two counts as the other worker processes report them.
         self.num_elsewhere = (0, 0)
-        self.queue = RankQueue()
 
     @property
     def total_running(self) -> int:
@@ -59,6 +44,22 @@ class DPRank:
     def total_prompt_tokens(self) -> int:
         """Prompt tokens of those requests."""
         return self.num_prompt_tokens + self.num_elsewhere[1]
+
+
+class DPRank(RequestLoad):
+    """One data-parallel rank. Its load is that of requests to which this proxy has named it; see
+    ``policies.Candidate``."""
+
+    __slots__ = ("header", "name", "number", "queue")
+    relative_speed = 1.0
+
+    def __init__(self, instance: str, number: int) -> None:
+        super().__init__()
+        self.number = number
+        # No instance has such a name.
+        self.name = f"{instance}#{number}"
+        self.header = b"%b: %d\r\n" % (DP_RANK_HEADER, number)
+        self.queue = RankQueue()
 
 
 class DPRanks:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -26,26 +27,24 @@ from mooncake_proxy.pool.model_pools import ModelPools
 from mooncake_proxy.pool.pair_topology import PairTopology
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 TOPOLOGY_PATH = "/kv/topology"
 _topology_decoder = msgspec.json.Decoder(PairTopology)
 
 
-class _HealthWithPool(msgspec.Struct, frozen=True):
-    kv_pool: PoolReport | None = None
+class _Reports(msgspec.Struct, frozen=True):
+    """Parts of a health body, each of which may have another form with other engines."""
+
+    kv_pool: msgspec.Raw = msgspec.Raw(b"null")
+    data_parallel_ranks: msgspec.Raw = msgspec.Raw(b"[]")
+    bytes_received: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-class _HealthWithQueues(msgspec.Struct, frozen=True):
-    data_parallel_ranks: list[RankQueue] = []
-
-
-class _HealthWithBytes(msgspec.Struct, frozen=True):
-    bytes_received: dict[str, int] = {}
-
-
-_bytes_decoder = msgspec.json.Decoder(_HealthWithBytes)
-_pool_decoder = msgspec.json.Decoder(_HealthWithPool)
-_queues_decoder = msgspec.json.Decoder(_HealthWithQueues)
 _compatibility_decoder = msgspec.json.Decoder(Compatibility)
+_reports_decoder = msgspec.json.Decoder(_Reports)
+_pool_decoder = msgspec.json.Decoder(PoolReport | None)
+_queues_decoder = msgspec.json.Decoder(list[RankQueue])
+_bytes_decoder = msgspec.json.Decoder(dict[str, int])
 
 
 @dataclass(slots=True)
@@ -161,16 +160,18 @@ class HealthChecker:
             body = await connections.fetch(instance.build_get(self._config.path), deadline)
         except UpstreamError as exc:
             return exc
-        compatibility, instance.kv_pool, instance.bytes_received = _reports_in(body)
+        compatibility = _decoded(_compatibility_decoder, body, Compatibility())
+        reports = _decoded(_reports_decoder, body, _Reports())
+        instance.kv_pool = _decoded(_pool_decoder, reports.kv_pool, None)
+        instance.bytes_received = _decoded(_bytes_decoder, reports.bytes_received, {})
         if compatibility.engine_id and (
             instance.topology is None or instance.topology.engine_id != compatibility.engine_id
         ):
             await self._ask_topology(instance, compatibility.engine_id, deadline)
         self._pools.note_compatibility(instance, compatibility)
         if instance.dp_ranks is not None:
-            with suppress(msgspec.DecodeError):
-                queues = _queues_decoder.decode(body).data_parallel_ranks
-                instance.dp_ranks.note_queues(queues)
+            queues = _decoded(_queues_decoder, reports.data_parallel_ranks, [])
+            instance.dp_ranks.note_queues(queues)
         return None
 
     async def _ask_topology(self, instance: Instance, engine_id: str, deadline: float) -> None:
@@ -190,13 +191,9 @@ class HealthChecker:
         return "" if error is None else error.detail
 
 
-def _reports_in(body: bytes) -> tuple[Compatibility, PoolReport | None, dict[str, int]]:
+def _decoded(decoder: msgspec.json.Decoder[T], part: bytes | msgspec.Raw, otherwise: T) -> T:
     """What a good response says; other engines' bodies may have any form."""
-    compatibility, pool, received = Compatibility(), None, dict[str, int]()
-    with suppress(msgspec.DecodeError):
-        compatibility = _compatibility_decoder.decode(body)
-    with suppress(msgspec.DecodeError):
-        pool = _pool_decoder.decode(body).kv_pool
-    with suppress(msgspec.DecodeError):
-        received = _bytes_decoder.decode(body).bytes_received
-    return compatibility, pool, received
+    try:
+        return decoder.decode(part)
+    except msgspec.DecodeError:
+        return otherwise

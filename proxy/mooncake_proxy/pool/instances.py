@@ -17,7 +17,7 @@ from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.bootstrap_server import BootstrapServer
 from mooncake_proxy.pool.device_classes import relative_speed
-from mooncake_proxy.pool.dp_ranks import DPRanks
+from mooncake_proxy.pool.dp_ranks import DPRanks, RequestLoad
 from mooncake_proxy.pool.pair_topology import PairTopology, why_incompatible
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class PoolReport(Struct, frozen=True):
     found: dict[str, int] = {}
 
 
-class Instance:
+class Instance(RequestLoad):
     """One instance with its connections and its load as this proxy knows it."""
 
     __slots__ = (
@@ -155,9 +155,6 @@ class Instance:
         "is_up",
         "kv_pool",
         "name",
-        "num_elsewhere",
-        "num_prompt_tokens",
-        "num_running",
         "relative_speed",
         "spec",
         "topology",
@@ -166,6 +163,7 @@ class Instance:
     )
 
     def __init__(self, spec: InstanceSpec, context: ClientContext) -> None:
+        super().__init__()
         self._context = context
         self.bootstrap: BootstrapServer | None = None
         self.become(spec)
@@ -175,10 +173,6 @@ class Instance:
         self.is_draining = False
         # Why it is down, for people.
         self.error = ""
-        self.num_running = 0
-        self.num_prompt_tokens = 0
-        # The same two counts as the other worker processes report them.
-        self.num_elsewhere = (0, 0)
         self.compatibility = Compatibility()
         # None: it has one, or does not say how many.
         self.dp_ranks: DPRanks | None = None
@@ -210,16 +204,6 @@ class Instance:
         if self.is_draining:
             return InstanceState.DRAINING
         return InstanceState.UP if self.is_up else InstanceState.DOWN
-
-    @property
-    def total_running(self) -> int:
-        """Requests on it from all worker processes."""
-        return self.num_running + self.num_elsewhere[0]
-
-    @property
-    def total_prompt_tokens(self) -> int:
-        """Prompt tokens of those requests."""
-        return self.num_prompt_tokens + self.num_elsewhere[1]
 
     @property
     def kv_events(self) -> KVEventEndpoints | None:

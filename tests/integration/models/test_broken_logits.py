@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import make_load, run_load
 
 from mooncake_engine.messages import FinishReason
@@ -23,11 +22,6 @@ MODES: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_config": SpeculativeConfig(SpeculativeMethod.NGRAM)},
     "two ranks": {"tp_size": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -21,15 +21,9 @@ from mooncake_engine.execution.executor import Executor, InProcessExecutor
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.messages import ExpertLoad
 from mooncake_hal.backend import Backend
-from mooncake_hal.registry import Registry
 
 EVERY_STEP, PROMPTS, NO_STEP = 1, 20, 10_000
 """Fewest tokens of a step that is dispatched: with 1, decodes too, so that ranks have no tokens."""
-
-
-@pytest.fixture(scope="module")
-def backend() -> Backend:
-    return Registry.discover().select_backend("cpu")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.checkpoints import random_model, write_checkpoint
 from support.stepping import GREEDY, RunningRequest, Stepper
 
 from mooncake_engine.assembly import start_executors
@@ -18,20 +17,9 @@ from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import Executor, ExecutorOptions, InProcessExecutor
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_hal.backend import Backend
-from mooncake_hal.registry import Registry
 
 Inbox = queue.Queue[tuple[int, bytes]]
 EXTENSION = "support.recording_extension:make"
-
-
-@pytest.fixture(scope="module")
-def backend() -> Backend:
-    return Registry.discover().select_backend("cpu")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

@@ -20,11 +20,6 @@ PROMPT = tuple(range(60, 150))
 
 
 @pytest.fixture(scope="module")
-def backend() -> Backend:
-    return Registry.discover().select_backend("cpu")
-
-
-@pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(random_model("deepseek_v3"), tmp_path_factory.mktemp("deepseek_v3"))
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.checkpoints import random_model, write_checkpoint
 from support.stepping import RunningRequest, Stepper
 
 from mooncake_engine.config import EngineConfig
@@ -23,20 +22,9 @@ from mooncake_engine.execution.node_launcher import NodeLauncher
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.node_config import NodeConfig
 from mooncake_hal.backend import Backend
-from mooncake_hal.registry import Registry
 from mooncake_hal.testing.backends import free_port
 
 END_S = 60
-
-
-@pytest.fixture(scope="module")
-def backend() -> Backend:
-    return Registry.discover().select_backend("cpu")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

@@ -32,7 +32,6 @@ from mooncake_engine.scheduling.scheduler import Scheduler
 from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
 from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, StepPlan
 from mooncake_hal.backend import Backend
-from mooncake_hal.registry import Registry
 
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=8, repetition_penalty=1.2)
 FAMILIES = {"llama": {"tie_word_embeddings": True}, "mixtral": {}, "deepseek_v3": {}}
@@ -40,11 +39,6 @@ Answers = dict[str, list[list[int]]]
 IN_TWO_STAGES = EngineConfig(Path(), num_kv_blocks=64, pp_size=2)
 CHUNK = 32
 LONG_PROMPTS = {"a": tuple(range(3, 250)), "b": tuple(range(250, 20, -1))}
-
-
-@pytest.fixture(scope="module")
-def backend() -> Backend:
-    return Registry.discover().select_backend("cpu")
 
 
 @pytest.fixture(scope="module")

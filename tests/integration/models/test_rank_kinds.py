@@ -13,14 +13,8 @@ from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import Executor, InProcessExecutor
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_hal.backend import Backend
-from mooncake_hal.registry import Registry
 
 FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
-
-
-@pytest.fixture(scope="module")
-def backend() -> Backend:
-    return Registry.discover().select_backend("cpu")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from support.checkpoints import random_model, write_checkpoint
 from support.stepping import RunningRequest, Stepper
 
 from mooncake_engine.config import EngineConfig, ExecutorKind
@@ -20,20 +19,9 @@ from mooncake_engine.execution.executor import Executor, InProcessExecutor
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.execution.ray_launcher import RayLauncher
 from mooncake_hal.backend import Backend
-from mooncake_hal.registry import Registry
 
 # Ray leaves sockets and log files to the interpreter's end.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(scope="module")
-def backend() -> Backend:
-    return Registry.discover().select_backend("cpu")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, StepPlan
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.layout import KV_LAYOUTS
-from mooncake_hal.registry import Registry
 
 PROMPT = tuple(range(60, 120))
 SAMPLINGS = [
@@ -30,11 +29,6 @@ SAMPLINGS = [
         presence_penalty=0.2, min_tokens=9,
     ),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def backend() -> Backend:
-    return Registry.discover().select_backend("cpu")
 
 
 @pytest.fixture(scope="module")

@@ -23,14 +23,8 @@ from mooncake_engine.execution.executor import Executor, ExecutorOptions, InProc
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend import Backend
-from mooncake_hal.registry import Registry
 
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=8, logprobs=1)
-
-
-@pytest.fixture(scope="module")
-def backend() -> Backend:
-    return Registry.discover().select_backend("cpu")
 
 
 @pytest.fixture(scope="module")
