@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from mooncake_engine.process.child_processes import die_with_parent
+
 REPOSITORY = Path(__file__).parents[2]
 TINY_LLAMA = REPOSITORY / "examples" / "tiny-llama"
 READY_S = 90.0
@@ -42,6 +44,7 @@ class Program:
                 stderr=stderr,
                 text=True,
                 start_new_session=True,
+                preexec_fn=die_with_parent(),  # a suite that is killed closes nothing
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
             )
         self.lines: list[str] = []

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from mooncake_engine.process.child_processes import die_with_parent
+
 
 @contextmanager
 def running(module: str, *arguments: str, log: Path) -> Iterator[str]:
@@ -24,6 +26,7 @@ def running(module: str, *arguments: str, log: Path) -> Iterator[str]:
             stdout=subprocess.PIPE,
             stderr=out,
             text=True,
+            preexec_fn=die_with_parent(),
         )
     try:
         assert process.stdout is not None

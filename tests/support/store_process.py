@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mooncake_engine.process.child_processes import die_with_parent
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions, MemoryRegion, Spans
@@ -41,6 +42,7 @@ class StoreProcess:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
+            preexec_fn=die_with_parent(),
         )
         watchdog = threading.Timer(START_S, self._process.kill)
         watchdog.start()

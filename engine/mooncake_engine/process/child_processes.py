@@ -290,7 +290,7 @@ class ChildProcesses:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_die_with_parent(),
+            preexec_fn=die_with_parent(),
             limit=_LONGEST_LINE,
             env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},  # siblings share cores: don't spin
         )
@@ -380,8 +380,9 @@ class ChildProcesses:
         return self._logs[name]
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """To be called in the child between fork and exec; the library is loaded before the fork."""
+def die_with_parent() -> Callable[[], None] | None:
+    """For ``Popen``: to be called in the child between fork and exec; None where the system has no
+    such thing. A child is ended when the thread ends that made it."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl
