@@ -167,8 +167,9 @@ class Worker:
         """Blocks that fit into what the largest step and captured graphs leave free, on the rank
         with the least.
 
-        The largest step runs op by op over a pool of just the blocks that it needs; graphs are
-        captured over the same one, and once more over the real one.
+        The largest step runs op by op over a pool of just the blocks that it needs, its tokens
+        routed so that no other routing takes more; graphs are captured over the same one, and once
+        more over the real one.
         """
         size = profiling_pool_size(plan)
         runtime, index = self._backend.runtime, self._device_index
@@ -177,7 +178,8 @@ class Worker:
         graphs = self._make_graph_runners(plan, pool)
         try:
             steps = [self._with_round(step) for step in largest_steps(plan)]
-            peak_bytes = measure_peak(runner, steps, graphs, runtime, index)
+            with self._model.worst_routing():
+                peak_bytes = measure_peak(runner, steps, graphs, runtime, index)
             nbytes = memory_for_kv(plan.config, runtime, index, peak_bytes)
         finally:
             runner.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -78,6 +79,12 @@ class Model(Protocol):
     def move_experts(self, slots: Mapping[int, Sequence[int]]) -> None:
         """By layer, the expert in each slot from now on; every rank calls it, between two forward
         passes."""
+        ...
+
+    def worst_routing(self) -> AbstractContextManager[None]:
+        """Meanwhile the experts of every rank get all tokens of all ranks, with as many of their
+        choices as a rank has experts for: no routing takes more memory of a rank. What comes of the
+        tokens means nothing, and is not counted."""
         ...
 
     @property

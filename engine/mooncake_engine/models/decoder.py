@@ -6,6 +6,7 @@ A subclass overrides ``build_attention``, ``build_mlp`` or ``names``; see docs/m
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -265,6 +266,9 @@ class Decoder:
         """By layer, the expert in each slot from now on; every rank calls it, between two forward
         passes."""
         raise AssertionError("no expert of this model is divided over ranks")
+
+    def worst_routing(self) -> AbstractContextManager[None]:
+        return nullcontext()  # no expert of this model is divided over ranks
 
     @property
     def num_held_layers(self) -> int:

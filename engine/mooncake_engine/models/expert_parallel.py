@@ -12,7 +12,8 @@ steps go to every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -124,7 +125,14 @@ class ExpertDispatch:
         self._ep_size = ep_size
 
     def start(
-        self, rows: Tensor, ids: Tensor, weights: Tensor, counts: ExpertCounts, chosen: Tensor
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        counts: ExpertCounts,
+        chosen: Tensor,
+        *,
+        to_all_parts: bool = False,
     ) -> StartedDispatch:
         """Send this rank's rows [tokens, hidden] to whoever has experts of their choice.
 
@@ -133,9 +141,10 @@ class ExpertDispatch:
             ids, weights: [tokens, chosen]; ids are of slots.
             counts: what is counted in.
             chosen: this rank's tokens by expert, [experts] int64; ranks tell each other.
+            to_all_parts: send every row to everybody, whatever it chose.
         """
         ranks = self._group.world_size
-        is_wanted = ids.new_zeros(len(rows), self._ep_size, dtype=torch.bool)
+        is_wanted = torch.full((len(rows), self._ep_size), to_all_parts, device=ids.device)
         is_wanted.scatter_(1, self._owners[ids], True)
         is_wanted = is_wanted.repeat_interleave(ranks // self._ep_size, dim=1)
         told = torch.cat([is_wanted.sum(0), chosen])
@@ -255,6 +264,17 @@ class ExpertParallelMixture(MixtureOfExperts):
         self._dispatch = ExpertDispatch(
             group, torch.tensor(owners, device=parallel.device), parallel.ep_size
         )
+        self._is_worst_routed = False
+
+    @contextmanager
+    def worst_routing(self) -> Iterator[None]:
+        """Meanwhile every rank gets all tokens, with as many choices as it has slots for."""
+        self._is_worst_routed = True
+        try:
+            yield
+        finally:
+            self._is_worst_routed = False
+            self.counts.forget()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden], the same on every rank, to [tokens, hidden]: every rank runs the
@@ -276,7 +296,9 @@ class ExpertParallelMixture(MixtureOfExperts):
         to_all = None if is_dispatched else expert_round
         if to_all is None:
             chosen = self.counts.of(ids)
-            started = self._dispatch.start(own, slots, weights, self.counts, chosen)
+            started = self._dispatch.start(
+                own, slots, weights, self.counts, chosen, to_all_parts=self._is_worst_routed
+            )
         else:
             counts = map(self.tokens.counts, to_all.token_counts)
             recv = [count for of_ranks in counts for count in of_ranks]
@@ -324,8 +346,10 @@ class ExpertParallelMixture(MixtureOfExperts):
 
     def _run_held(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The part of the weighted sum that this rank's experts make, [tokens, hidden]."""
-        local = (ids - self._held.start).flatten()
         chosen = ids.shape[1]
+        local = (ids - self._held.start).flatten()
+        if self._is_worst_routed:  # a token's choices differ, and so do their slots
+            local = torch.arange(chosen, device=ids.device).repeat(len(x))
         here = ((local >= 0) & (local < len(self._held))).nonzero().squeeze(1)
         outputs = x.new_zeros(len(x) * chosen, x.shape[1])
         if len(here):

@@ -266,6 +266,12 @@ class ExpertCounts:
         """Tokens of all ranks, by expert."""
         self._tokens += tokens
 
+    def forget(self) -> None:
+        """Whatever was counted so far was no request's."""
+        self._tokens.zero_()
+        self._before.zero_()
+        self.num_sent_rows = 0
+
     def note_placement(self, slots: Sequence[int], num_moved: int) -> None:
         """Experts have other slots from now on; so many have come to this rank from others."""
         self.slots = tuple(slots)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
@@ -102,6 +103,13 @@ class SparseDecoder(Decoder):
     def move_experts(self, slots: Mapping[int, Sequence[int]]) -> None:
         for layer, of_layer in slots.items():
             self._divided[layer].move_experts(of_layer)
+
+    @contextmanager
+    def worst_routing(self) -> Iterator[None]:
+        with ExitStack() as routed:
+            for mixture in self._divided.values():
+                routed.enter_context(mixture.worst_routing())
+            yield
 
     def is_ignored(self, name: str) -> bool:
         """Also experts that other ranks have."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import random_model, write_checkpoint
+from support.live_memory import PeakBytes
 from support.thread_ranks import on_data_parallel_ranks, on_ranks
 from torch import Tensor
 
@@ -238,3 +239,53 @@ def test_data_parallel_ranks_with_tokens_and_without_have_the_logits_of_one(
         compare(found, expected)
         for counts in model.expert_counts.values():
             assert sum(counts.tokens) == choices
+
+
+@pytest.fixture(scope="module")
+def one_sided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model all of whose tokens choose the last three of twelve experts."""
+    model = random_model("deepseek_v3", n_group=1, topk_group=1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.data[-3:] += 100.0
+    return write_checkpoint(model, tmp_path_factory.mktemp("one_sided"))
+
+
+def peak(model: Model, kv: dict[int, tuple[Tensor, ...]], expert_round: ExpertRound | None) -> int:
+    """Of the largest step."""
+    ids, positions, batch = next(batches())
+    with PeakBytes() as memory:
+        model.forward(ids, positions, ForwardContext(batch, kv, expert_round=expert_round))
+    return memory.most
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "tp_size", "ep_size", "least"),
+    [(1, 4, 4, 1), (1, 4, 2, 1), (1, 4, 4, 1000), (4, 1, 4, 1), (2, 2, 2, 1), (2, 2, 4, 1000)],
+)
+def test_no_routing_takes_more_memory_than_the_worst_that_is_profiled(
+    dp_size: int, tp_size: int, ep_size: int, least: int, one_sided: Path
+) -> None:
+    config = read_model_config(one_sided)
+
+    def rank(
+        dp_rank: int, stage: Communicator | None, everyone: Communicator
+    ) -> tuple[int, int, bool]:
+        parallel = replace(ALONE, communicator=stage, ep_size=ep_size, ep_dispatch_min_tokens=least)
+        expert_round = None
+        if dp_size > 1:
+            parallel = replace(parallel, expert_communicator=everyone)
+            expert_round = ExpertRound((23,) * dp_size, least == 1)
+        model = build_model(config, parallel, 64)
+        load_weights(model, one_sided)
+        kv = make_kv(config, parallel.tp_size, parallel.tp_rank)
+        with model.worst_routing():
+            profiled = peak(model, kv, expert_round)
+        assert all(sum(counts.tokens) == 0 for counts in model.expert_counts.values())
+        found = peak(model, kv, expert_round)
+        assert all(sum(counts.tokens[-3:]) > 0 for counts in model.expert_counts.values())
+        return profiled, found, parallel.expert_share(12).stop == 12
+
+    for profiled, found, has_them in on_data_parallel_ranks(dp_size, tp_size, rank):
+        assert found <= profiled
+        assert (found > 0.75 * profiled) == has_them
