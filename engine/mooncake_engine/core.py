@@ -13,9 +13,10 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 
 from mooncake_engine.core_messages import (
@@ -167,11 +168,21 @@ class EngineCore:
             self._step_sizes.note(plan.num_tokens)
         return True
 
-    def conclude(self, plan: StepPlan, *, is_launched: bool) -> list[TokenUpdate]:
-        """What happened to whom, after ``plan`` was the last one. Waits for the oldest step if no
-        more may be in flight, or no other one was launched."""
+    def must_wait(self, *, is_launched: bool) -> bool:
+        """Whether the next thing to do is to wait for the oldest step: no more may be in flight, or
+        the last plan was not launched."""
         is_full = len(self._in_flight) == self._steps_in_flight
-        if self._in_flight and (is_full or not is_launched):
+        return bool(self._in_flight) and (is_full or not is_launched)
+
+    @property
+    def answers(self) -> Sequence[Connection]:
+        """As ``Executor.answers``."""
+        return self._executor.answers
+
+    def conclude(self, plan: StepPlan, *, is_launched: bool) -> list[TokenUpdate]:
+        """What happened to whom, after ``plan`` was the last one. Waits for the oldest step if it
+        must."""
+        if self.must_wait(is_launched=is_launched):
             oldest, pending = self._in_flight.popleft()
             updates = self._scheduler.update(oldest, pending.result(), self._clock())
         else:

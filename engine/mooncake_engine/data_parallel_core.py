@@ -1,5 +1,5 @@
 """The core of an instance with data-parallel ranks, each of which has requests, a scheduler and KV
-of its own; all run their steps in rounds."""
+of its own; those that share experts run their steps in rounds, others as each can."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
+from multiprocessing.connection import wait
 
 from msgspec.structs import replace
 
@@ -23,18 +23,23 @@ from mooncake_engine.core_messages import (
 )
 from mooncake_engine.errors import EngineDead
 from mooncake_engine.messages import EngineStats, TokenUpdate, total_stats
+from mooncake_engine.rank_turns import Inbox, RankTurns
 from mooncake_engine.scheduling.dp_placement import RequestPlacement
 from mooncake_engine.scheduling.step_plan import ExpertRound
 from mooncake_engine.step_watchdog import StepWatch
 from mooncake_kv.connector import CompatibilityReport, Topology
 from mooncake_kv.kv_events import KVEventEndpoints
 
+Posted = tuple[int | None, Command]
+"""A command, and the data-parallel rank that it is for; None if for all, or not decided yet."""
+
 
 class DataParallelCore:
     """The cores of all data-parallel ranks as one; see ``EngineCore``.
 
-    In a round each of them launches a step, and then each takes in what came of one. If they share
-    experts, those without a step serve the others' tokens: all take part in a round, or none.
+    If they share experts, they step in rounds: each launches a step, and then each takes in what
+    came of one; those without a step serve the others' tokens, so that all take part in a round, or
+    none. Else each goes on by itself (``RankTurns``).
 
     Args:
         cores: of the data-parallel ranks, in order; this object steps and closes them.
@@ -57,7 +62,8 @@ class DataParallelCore:
         self._dispatch_min_tokens = dispatch_min_tokens
         self._seeds = random.Random(seed)
         self._placement = RequestPlacement(len(cores))
-        self._inbox: SimpleQueue[tuple[int | None, Command]] = SimpleQueue()
+        self._inbox: Inbox[Posted] = Inbox()
+        self._turns = RankTurns(cores, self._inbox, self._act, self.watch)
         self._thread = 0
 
     def post(self, command: Command) -> None:
@@ -69,18 +75,19 @@ class DataParallelCore:
         return lambda command: self._inbox.put((dp_rank, command))
 
     def step(self) -> list[TokenUpdate]:
-        """Take in what was posted, have a round run, and tell what happened to whom.
+        """Take in what was posted, have steps run, and tell what happened to whom.
 
         Raises:
             EngineDead: a rank or a background task died.
         """
         self._thread = threading.get_ident()
-        self.watch.begin()
-        try:
-            self._take_in()
-            return self._run_round()
-        finally:
-            self.watch.end()
+        if self._dispatch_min_tokens is None:
+            updates = self._turns.run()
+        else:
+            updates = self._run_round(self._dispatch_min_tokens)
+        for update in updates:
+            self._placement.note(update)
+        return updates
 
     @property
     def figures_lag(self) -> bool:
@@ -140,36 +147,34 @@ class DataParallelCore:
         finally:
             for core in self._cores:
                 core.close()
+            self._inbox.close()
 
-    def _run_round(self) -> list[TokenUpdate]:
-        plans = [core.plan() for core in self._cores]
-        expert_round = None
-        if self._dispatch_min_tokens is not None:
-            expert_round = ExpertRound.of(plans, self._dispatch_min_tokens)
-        steps = [
-            (core, plan, core.launch(plan, expert_round))
-            for core, plan in zip(self._cores, plans, strict=True)
-        ]
-        updates = [
-            update
-            for core, plan, is_launched in steps
-            for update in core.conclude(plan, is_launched=is_launched)
-        ]
-        for update in updates:
-            self._placement.note(update)
-        return updates
+    def _run_round(self, dispatch_min_tokens: int) -> list[TokenUpdate]:
+        self.watch.begin()
+        try:
+            self._take_in()
+            plans = [core.plan() for core in self._cores]
+            expert_round = ExpertRound.of(plans, dispatch_min_tokens)
+            steps = [
+                (core, plan, core.launch(plan, expert_round))
+                for core, plan in zip(self._cores, plans, strict=True)
+            ]
+            return [
+                update
+                for core, plan, is_launched in steps
+                for update in core.conclude(plan, is_launched=is_launched)
+            ]
+        finally:
+            self.watch.end()
 
     def _take_in(self) -> None:
         """Act on everything posted; wait for the first of it if there is nothing to run."""
-        patience_s = min(core.patience_s for core in self._cores)
-        try:
-            self._act(*self._inbox.get(timeout=patience_s))
-            while True:
-                self._act(*self._inbox.get_nowait())
-        except Empty:
-            return
+        wait([self._inbox.fileno()], min(core.patience_s for core in self._cores))
+        for posted in self._inbox.take():
+            self._act(posted)
 
-    def _act(self, dp_rank: int | None, command: Command) -> None:
+    def _act(self, posted: Posted) -> None:
+        dp_rank, command = posted
         if dp_rank is not None:
             self._cores[dp_rank].act(command)
         elif isinstance(command, AddRequest):

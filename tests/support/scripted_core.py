@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 from support.fake_engine import EOS, Script, upper_case
@@ -34,6 +35,7 @@ class ScriptedExecutor:
     compiles_grammars: bool = False
     expert_load: None = None
     waited_s: tuple[()] = ()
+    answers: tuple[Connection, ...] = ()
     live: dict[str, tuple[NewRequest, list[int]]] = field(default_factory=dict)
     seen: list[NewRequest] = field(default_factory=list)
     is_closed: bool = False

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Protocol, TypeVar
 
 from mooncake_engine.core_messages import ProgressHandler
@@ -121,6 +122,13 @@ class Executor(Protocol):
             EngineDead: as ``PendingStep.result``.
         """
         ...
+
+    @property
+    def answers(self) -> Sequence[Connection]:
+        """What becomes readable when the oldest step that was submitted is over on one of the
+        ranks, or a rank dies: for ``multiprocessing.connection.wait``. None where the rank is of
+        this process."""
+        return ()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step, with no other under way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.execution import executor_messages as wire
@@ -75,6 +76,10 @@ class ProcessExecutor(Executor):
         self._processes.give(self._ranks, wire.Execute(plan, self._unsaid))
         self._unsaid = {}
         return _SubmittedStep(plan.step, self._collect)
+
+    @property
+    def answers(self) -> Sequence[Connection]:
+        return [rank.orders for rank in self._ranks]
 
     def _collect(self) -> StepResult:
         """What came of the oldest step that was submitted."""

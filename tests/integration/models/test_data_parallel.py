@@ -274,14 +274,16 @@ def ranks_of(core: DataParallelCore, dp_rank: int) -> tuple[int, ...]:
     return executor.rank_pids
 
 
-def test_a_frozen_rank_ends_all_with_its_reason(checkpoints: dict[str, Path]) -> None:
-    config = EngineConfig(checkpoints["mixtral"], dp_size=2, ep_size=2, **OPTIONS)
+@pytest.mark.parametrize("ep_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_frozen_rank_ends_all_with_its_reason(checkpoints: dict[str, Path], ep_size: int) -> None:
+    config = EngineConfig(checkpoints["mixtral"], dp_size=2, ep_size=ep_size, **OPTIONS)
     watch = StepWatch(2.0)
     core = build_engine(config, watch=watch).core
     assert isinstance(core, DataParallelCore)
     watchdog = StepWatchdog(watch, core.abandon_step)
     try:
-        core.post(AddRequest(requests()[1]))
+        for request in requests(dp_size=2)[:2]:
+            core.post(AddRequest(request))
         core.step()
         os.kill(ranks_of(core, 1)[0], signal.SIGSTOP)
         with pytest.raises(EngineDead, match=r"did not return within 2 s .* rank 1 is stopped"):

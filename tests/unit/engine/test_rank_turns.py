@@ -1,0 +1,193 @@
+"""Data-parallel ranks that share no experts: each goes on as it can, and none is forgotten."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import Pipe
+
+import pytest
+from support.scripted_core import ScriptedExecutor, scripted_engine
+
+from mooncake_engine import core as core_module, rank_turns
+from mooncake_engine.core_messages import AddRequest, Wake
+from mooncake_engine.data_parallel_core import DataParallelCore
+from mooncake_engine.errors import EngineDead
+from mooncake_engine.execution.model_runner import PendingStep
+from mooncake_engine.messages import EngineRequest
+from mooncake_engine.rank_turns import Inbox
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
+from mooncake_engine.step_watchdog import StepWatch
+
+PROMPT = (97, 98, 99)
+
+
+class DistantExecutor(ScriptedExecutor):
+    """Its ranks are elsewhere: a step is over once they have answered; they wait while ``held``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = False
+        reader, self._writer = Pipe(duplex=False)
+        self.answers = (reader,)
+
+    def submit(self, plan: StepPlan) -> PendingStep:  # type: ignore[override]
+        """Under way from now on."""
+        step = super().submit(plan)
+        if not self.held:
+            self.answer()
+        return DistantStep(self._wait, step)
+
+    def answer(self) -> None:
+        """The step is over."""
+        self._writer.send_bytes(b"done")
+
+    def die(self) -> None:
+        """They will never answer."""
+        self._writer.close()
+
+    def _wait(self) -> None:
+        try:
+            self.answers[0].recv_bytes()
+        except EOFError:
+            raise EngineDead("rank 0 of 2 died") from None
+
+
+@dataclass(frozen=True)
+class DistantStep:
+    """A step, once ``wait`` has returned."""
+
+    wait: Callable[[], None]
+    step: PendingStep
+
+    def result(self) -> StepResult:
+        """Blocks."""
+        self.wait()
+        return self.step.result()
+
+
+class Instance:
+    """Two ranks; a request to one of them bears its number."""
+
+    def __init__(self) -> None:
+        self.executors = (DistantExecutor(), DistantExecutor())
+        self.watch = StepWatch(20.0)
+        cores = [scripted_engine(executor).core for executor in self.executors]
+        self.core = DataParallelCore(cores, dispatch_min_tokens=None, watch=self.watch)
+        self.ended: set[str] = set()
+
+    def ask(self, dp_rank: int) -> None:
+        """Post a request for three tokens and the end."""
+        sampling = SamplingParams(max_tokens=8)
+        request = EngineRequest(str(dp_rank), PROMPT, sampling, data_parallel_rank=dp_rank)
+        self.core.post(AddRequest(request))
+
+    def step(self) -> None:
+        """Another one."""
+        updates = self.core.step()
+        self.ended |= {update.request_id for update in updates if update.finish is not None}
+
+    def run_until_ended(self, dp_rank: int) -> None:
+        """Step until a rank's request is done."""
+        while str(dp_rank) not in self.ended:
+            self.step()
+
+
+@pytest.fixture
+def instance() -> Iterator[Instance]:
+    made = Instance()
+    yield made
+    made.core.close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever isn't woken sleeps for longer than a test may take."""
+    monkeypatch.setattr(core_module, "IDLE_WAIT_S", 1e5)
+    monkeypatch.setattr(rank_turns, "IDLE_WAIT_S", 1e5)
+
+
+def test_a_rank_goes_on_while_anothers_step_is_under_way(instance: Instance) -> None:
+    slow = instance.executors[0]
+    slow.held = True
+    instance.ask(0)
+    instance.ask(1)
+    instance.run_until_ended(1)
+    assert instance.ended == {"1"}
+    slow.held = False
+    slow.answer()
+    instance.run_until_ended(0)
+
+
+def test_a_step_that_hangs_is_noticed_while_another_rank_goes_on(instance: Instance) -> None:
+    instance.executors[0].held = True
+    instance.ask(0)
+    instance.step()
+    look = instance.watch.look
+    for second in range(20):
+        instance.ask(1)
+        instance.run_until_ended(1)
+        instance.ended.clear()
+        assert not look(float(second))
+    assert look(20.0) or look(21.0)
+
+
+def test_a_rank_that_answers_again_is_no_longer_watched(instance: Instance) -> None:
+    """The next one is, from then on."""
+    first, second = instance.executors
+    first.held = second.held = True
+    instance.ask(0)
+    instance.step()
+    instance.ask(1)
+    instance.step()
+    look = instance.watch.look
+    look(0.0)
+    for now in range(1, 20):
+        look(float(now))
+    first.held = False
+    first.answer()
+    instance.run_until_ended(0)
+    assert not look(20.0)
+    assert not look(30.0)
+    assert instance.watch.watched_s > 0
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("is_other_busy", [False, True])
+def test_what_is_posted_ends_a_wait(is_other_busy: bool, instance: Instance) -> None:
+    if is_other_busy:
+        instance.executors[0].held = True
+        instance.ask(0)
+    threading.Timer(0.05, instance.ask, (1,)).start()
+    instance.run_until_ended(1)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_rank_that_dies_ends_a_wait(instance: Instance) -> None:
+    instance.executors[0].held = True
+    instance.ask(0)
+    threading.Timer(0.05, instance.executors[0].die).start()
+    with pytest.raises(EngineDead, match="rank 0 of 2 died"):
+        instance.run_until_ended(0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_posts_to_a_core_that_does_not_step_never_block(instance: Instance) -> None:
+    """More than a socket holds; what came last is there as well."""
+    for _ in range(10_000):
+        instance.core.post(Wake())
+    instance.ask(0)
+    instance.run_until_ended(0)
+    instance.core.close()
+    instance.core.post(Wake())
+
+
+def test_an_inbox_gives_what_it_was_given_in_order() -> None:
+    inbox: Inbox[int] = Inbox()
+    for number in range(3):
+        inbox.put(number)
+    assert list(inbox.take()) == [0, 1, 2]
+    assert list(inbox.take()) == []
+    inbox.close()
