@@ -96,6 +96,8 @@ class ChatAnswer(Struct):
     created: int = 0
     model: str = ""
     usage: ChatUsage | None = None
+    # For a router that hands a prompt from one instance to another in the form it was asked in.
+    kv_transfer_params: Json | None = None
 
 
 class ChatError(Struct):

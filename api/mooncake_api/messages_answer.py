@@ -97,6 +97,8 @@ class _MessageWriter:
         self._message["id"] = "msg_" + chunk.id.rpartition("chatcmpl-")[2]
         self._message["model"] = chunk.model or self._message["model"]
         self._message["usage"] = _usage(chunk.usage or ChatUsage())
+        if chunk.kv_transfer_params is not None:
+            self._message["kv_transfer_params"] = chunk.kv_transfer_params
         return _event("message_start", message=self._message)
 
     def reasoning(self, text: str) -> bytes:

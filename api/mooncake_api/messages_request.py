@@ -16,7 +16,6 @@ _INSTEAD = {
     "diagnostics": "leave it out",
     "input": "use messages",
     "instructions": "use system",
-    "max_completion_tokens": "use max_tokens",
     "stop": "use stop_sequences",
     "response_format": "use output_config.format",
     "reasoning_effort": "use output_config.effort",

@@ -73,6 +73,8 @@ class _ResponseWriter:
         self.response["id"] = f"resp_{self._suffix}"
         self.response["created_at"] = chunk.created
         self.response["model"] = chunk.model or self.response["model"]
+        if chunk.kv_transfer_params is not None:
+            self.response["kv_transfer_params"] = chunk.kv_transfer_params
         events = ("response.created", "response.in_progress")
         return b"".join(self._event(kind, response=self.response) for kind in events)
 

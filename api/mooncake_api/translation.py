@@ -57,7 +57,6 @@ NOT_HERE: Mapping[str, str] = {
     "echo": "use /v1/completions",
     "prompt_logprobs": "use /v1/chat/completions",
     "return_token_ids": "use /v1/chat/completions",
-    "kv_transfer_params": "it belongs to the chat request, which a proxy makes",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "audio": "only text is served",

@@ -121,7 +121,6 @@ def test_tools_and_their_choice() -> None:
         ({"include": ["web_search_call.results"]}, "include", "web_search_call"),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
         ({"n": 2}, "n", "several times"),
-        ({"kv_transfer_params": {}}, "kv_transfer_params", "chat request"),
         ({"tools": [{"type": "mcp"}]}, "tools[0]", "mcp"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "web_search"),
         ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0]", "list of tools"),

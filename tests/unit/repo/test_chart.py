@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from support.deploy import DEPLOY, deployments, parse, pod_command, read_yaml
 
@@ -45,12 +46,44 @@ def test_an_instance_is_of_the_release_whose_proxy_finds_it() -> None:
         assert labels["app.kubernetes.io/instance"] == "mooncake", name
 
 
-@pytest.mark.parametrize("file", ["default.yaml", "full.yaml"])
+@pytest.mark.parametrize("file", ["default.yaml", "full.yaml", "pairs.yaml"])
 def test_programs_take_the_command_lines(file: str) -> None:
     for pod in pods(file).values():
         [container] = pod["spec"]["containers"]
         container["image"] = container["image"].rpartition("/")[2]
         assert parse(pod_command(pod))
+
+
+def test_pairs_are_one_pool_and_the_picker_reaches_decode_pods_through_the_sidecar() -> None:
+    found = pods("pairs.yaml")
+    assert set(found) == {"mooncake-prefill", "mooncake-decode"}
+    [pool] = [o for o in objects("pairs.yaml") if o["kind"] == "InferencePool"]
+    [target] = [port["number"] for port in pool["spec"]["targetPorts"]]
+    for name, pod in found.items():
+        labels = pod["metadata"]["labels"]
+        assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert labels["llm-d.ai/role"] == labels["mooncake-hal/role"] == name.split("-")[1]
+    [engine] = found["mooncake-prefill"]["spec"]["containers"]
+    assert f"--port={target}" in engine["args"]
+    assert "initContainers" not in found["mooncake-prefill"]["spec"]
+    [engine] = found["mooncake-decode"]["spec"]["containers"]
+    [sidecar] = found["mooncake-decode"]["spec"]["initContainers"]
+    behind = engine["ports"][0]["containerPort"]
+    assert sidecar["restartPolicy"] == "Always"
+    assert {f"--port={target}", f"--vllm-port={behind}"} <= set(sidecar["args"])
+    assert f"--port={behind}" in engine["args"]
+
+
+def test_the_values_for_llm_ds_chart_choose_the_same_pods() -> None:
+    [values] = read_yaml(DEPLOY / "helm" / "llm-d-router-values.yaml")
+    servers, picker = values["router"]["modelServers"], values["router"]["epp"]
+    [pool] = [o for o in objects("pairs.yaml") if o["kind"] == "InferencePool"]
+    assert servers["matchLabels"] == pool["spec"]["selector"]["matchLabels"]
+    assert servers["targetPorts"] == pool["spec"]["targetPorts"]
+    config = msgspec.yaml.decode(picker["pluginsCustomConfig"][picker["pluginsConfigFile"]])
+    known = {plugin["type"] for plugin in config["plugins"]}
+    for profile in config["schedulingProfiles"]:
+        assert {plugin["pluginRef"] for plugin in profile["plugins"]} <= known
 
 
 def test_all_values_are_in_the_full_render() -> None:
