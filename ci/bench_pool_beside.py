@@ -207,10 +207,11 @@ class Objects:
         return took
 
     def _chunks(self) -> list[Chunk]:
-        """Keys are hashes, as all keys of chunks are."""
+        """One sequence; keys are hashes, as all keys of chunks are."""
         names = [f"{self._round}-{i}".encode() for i in range(self._count)]
         keys = [blake2b(name, digest_size=KEY_BYTES).digest() for name in names]
-        return [Chunk(key, None, 0, self._nbytes, 16) for key in keys]
+        parents = [None, *keys]
+        return [Chunk(key, parents[i], i, self._nbytes, 16) for i, key in enumerate(keys)]
 
     def close(self) -> None:
         if self.rank is not None:

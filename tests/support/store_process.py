@@ -124,12 +124,10 @@ class Rank:
         return self._peer
 
     def spans(self, handles, arena):
-        at = self.memory.ctypes.data
         size = self.chunk_bytes
-        rows = [(at + i * size, arena.address + h.offset) for i, h in enumerate(handles)]
-        local, remote = np.array(rows, np.uint64).T
-        sizes = np.full(len(rows), size, np.uint64)
-        return Spans(np.ascontiguousarray(local), np.ascontiguousarray(remote), sizes)
+        local = self.memory.ctypes.data + np.arange(len(handles), dtype=np.uint64) * size
+        offsets = np.array([handle.offset for handle in handles], np.uint64)
+        return Spans(local, arena.address + offsets, np.full(len(handles), size, np.uint64))
 
     def put(self, numbers, timeout=30):
         """Put chunks whose bytes say their numbers; whether each was stored."""

@@ -2,12 +2,14 @@
 
 Free ranges are kept in bins by size, eight bins to a power of two, as in two-level segregated fit.
 An allocation takes a range from the first bin whose ranges all fit, and those that follow it cut
-from the same one as long as it lasts: a batch of chunks costs a step each, and lies in one piece. A
+from the same one as long as it lasts: a batch of chunks is cut at once, and lies in one piece. A
 range that is freed joins its neighbours. Chunks of one model have one size, so that there is no
 fragmentation but between models.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 GRANULE = 4096
 """Allocations begin at multiples of it and are multiples of it long: a page, and what direct I/O
@@ -48,18 +50,28 @@ class ArenaAllocator:
         Args:
             nbytes: 1 or more; rounded up to granules.
         """
+        return next(iter(self.allocate_many(nbytes, 1)), None)
+
+    def allocate_many(self, nbytes: int, count: int) -> Sequence[int]:
+        """Take ranges of one length; returns their offsets, of as many as there is room for."""
         length = max(1, -(-nbytes // GRANULE))
-        offset, stop = self._open
-        if stop - offset < length:
-            self._close_open()
-            found = self._find(length)
-            if found is None:
-                return None
-            offset, stop = found, found + self._take_free(found)
-        self._open = (offset + length, stop)
-        self._allocated[offset] = length
-        self.free_bytes -= length * GRANULE
-        return offset * GRANULE
+        taken: list[int] = []
+        while len(taken) < count:
+            offset, stop = self._open
+            if stop - offset < length:
+                self._close_open()
+                found = self._find(length)
+                if found is None:
+                    break
+                offset, stop = found, found + self._take_free(found)
+            fitting = min(count - len(taken), (stop - offset) // length)
+            end = offset + fitting * length
+            self._open = (end, stop)
+            starts = range(offset, end, length)
+            self._allocated.update(dict.fromkeys(starts, length))
+            taken += starts
+        self.free_bytes -= len(taken) * length * GRANULE
+        return [start * GRANULE for start in taken]
 
     def free(self, offset: int) -> None:
         """Give a range back.

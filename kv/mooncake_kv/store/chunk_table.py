@@ -11,20 +11,20 @@ Readers and writers are one-sided: nothing here can stop them. So memory is used
 * its writer said that nothing of it moves any more, or is known to be gone for ``quarantine_s``. A
   writer past its deadline can't commit any more, but its memory stays with it: a late byte would
   land in somebody else's chunk, and nobody would notice.
+
+Users come with batches, a prompt's chunks at once. Each method goes over its batch once, and makes
+one lease, one range of memory and one message to the observer of it where it can.
 """
 
 from __future__ import annotations
 
 import heapq
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Protocol
 
-import msgspec
-
 from mooncake_kv.store.arena_allocator import ArenaAllocator, rounded_up
+from mooncake_kv.store.chunk_handles import ChunkHandles, ChunkState, Entry, Lease
 from mooncake_kv.store.chunk_store import (
     MAX_LEASE_S,
     Chunk,
@@ -40,7 +40,6 @@ from mooncake_kv.store.chunk_store import (
 from mooncake_kv.store.copy_worth import PUT_USES, UseCounts, loss_of_last, worth_of_copy
 from mooncake_kv.store.eviction import EvictionPolicy
 
-MAX_HANDLES_PER_USER = 65_536
 MAX_SKIPPED_VICTIMS = 4096
 """How many chunks that can't go an eviction looks past, before the store counts as full."""
 
@@ -57,54 +56,8 @@ COPIES = "\0copies"
 """The group of what they have fetched from other stores."""
 
 
-class ChunkState(Enum):
-    """Where a chunk in memory stands."""
-
-    STAGING = auto()
-    READY = auto()
-    EVICTING = auto()
-    """Not to be found any more; its memory waits for those who read it."""
-
-
-class Entry(msgspec.Struct, eq=False, gc=False):
-    """A chunk in memory.
-
-    Args:
-        chunk: what it is.
-        offset: where it begins in the arena.
-        generation: how many chunks were reserved before it.
-        state: see there.
-        used_at: when it was last put, pinned or touched.
-        num_uses: how often.
-        num_pins: read handles in force.
-        group: whose policy and quota it is under.
-        copy: the terms it was copied on; None if no other store is known to have it.
-        num_staging_children: chunks that follow it and are being written; it stays for them.
-        parent: while it is being written, the chunk before it.
-        unsafe_until: until then a reader that never said that it ended may still read.
-    """
-
-    chunk: Chunk
-    offset: int
-    generation: int
-    state: ChunkState
-    used_at: float
-    group: str = SHARED
-    copy: CopyTerms | None = None
-    num_uses: int = 1
-    num_pins: int = 0
-    num_staging_children: int = 0
-    parent: Entry | None = None
-    unsafe_until: float = 0.0
-
-
-class _Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A handle in force: whose, of what, until when."""
-
-    entry: Entry
-    user: int
-    deadline: float
-    is_write: bool
+_STAGING, _READY, _EVICTING, _ABANDONED = ChunkState
+"""Looked up in the Enum, a state takes as long as all else that a chunk of a batch does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +79,29 @@ class TableSettings:
 class TableObserver(StoreObserver, Protocol):
     """Follows a table more closely than a store's users may."""
 
-    def staging(self, key: bytes, is_staging: bool) -> None:
-        """A chunk is being written to memory, or no longer; ``stored`` there ends it, too."""
+    def staging(self, keys: Sequence[bytes]) -> None:
+        """Chunks are being written to memory; ``committed`` or ``unstaged`` follows for each."""
+        ...
+
+    def unstaged(self, key: bytes) -> None:
+        """One is written no longer, and is not stored."""
+        ...
+
+    def committed(self, chunks: Sequence[Chunk]) -> None:
+        """These are stored in memory now: ``stored`` for each of them."""
         ...
 
 
 class NoObserver:
     """Follows nothing."""
 
-    def staging(self, key: bytes, is_staging: bool) -> None:
+    def staging(self, keys: Sequence[bytes]) -> None:
+        """Nobody follows."""
+
+    def unstaged(self, key: bytes) -> None:
+        """Nobody follows."""
+
+    def committed(self, chunks: Sequence[Chunk]) -> None:
         """Nobody follows."""
 
     def stored(self, tier: Tier, chunk: Chunk) -> None:
@@ -169,13 +136,8 @@ class ChunkTable:
         self._used_bytes = dict.fromkeys(self._policies, 0)
         self._index: dict[bytes, Entry] = {}
         self._evicting: dict[int, Entry] = {}
-        self._leases: dict[int, _Lease] = {}
-        self._abandoned: dict[int, _Lease] = {}  # of writers past their deadline
-        self._users: dict[int, set[int]] = {}
-        self._deadlines: list[tuple[float, int]] = []
+        self._handles = ChunkHandles()
         self._quarantine: list[tuple[float, int]] = []
-        # not the ids of another epoch of this store: what was granted there is nothing here
-        self._last_handle = secrets.randbits(48) << 14
         self._last_generation = 0
 
     # -- reading --------------------------------------------------------------------------------
@@ -186,7 +148,7 @@ class ChunkTable:
         return [
             Residence.ABSENT
             if entry is None
-            else (Residence.DRAM if entry.state is ChunkState.READY else Residence.STAGING)
+            else (Residence.DRAM if entry.state is _READY else Residence.STAGING)
             for entry in found
         ]
 
@@ -195,48 +157,60 @@ class ChunkTable:
     ) -> list[ReadHandle | None]:
         """Grant reads of those that are ready; does not count as use, see ``touch``."""
         self.expire(now)
-        lease_s = _bounded(lease_s)
-        return [self._pin(self._index.get(key), user, lease_s, now) for key in keys]
+        lease_s, index = _bounded(lease_s), self._index
+        found = [index.get(key) for key in keys]
+        ready = [entry for entry in found if entry is not None and entry.state is _READY]
+        numbers = iter(self._handles.grant(ready, user, now + lease_s, is_write=False))
+        handles: list[ReadHandle | None] = []
+        pinned_bytes = 0
+        for key, entry in zip(keys, found, strict=True):
+            number = None
+            if entry is not None and entry.state is _READY:
+                number = next(numbers, None)
+            if entry is None or number is None:
+                handles.append(None)
+                continue
+            entry.num_pins += 1
+            nbytes = entry.chunk.nbytes
+            pinned_bytes += nbytes
+            handles.append(ReadHandle(number, key, entry.offset, nbytes, entry.generation, lease_s))
+        self.stats.pinned_bytes += pinned_bytes if user else 0
+        return handles
 
     def release(self, handle_ids: Sequence[int], user: int, now: float) -> list[bool]:
         """End reads; whether each was in force until now."""
         self.expire(now)
         valid = []
-        for handle_id in handle_ids:
-            lease = self._take_lease(handle_id, user, is_write=False)
-            if lease is not None:
-                lease.entry.num_pins -= 1
-                self._free_if_unread(lease.entry, now)
-            in_force = lease is not None and lease.entry.state is ChunkState.READY
-            self.stats.num_invalid_reads += not in_force
-            valid.append(in_force)
+        for entry in self._handles.take(handle_ids, user, is_write=False):
+            if entry is not None:
+                entry.num_pins -= 1
+                if entry.state is _READY:
+                    valid.append(True)
+                    continue
+                self._free_if_unread(entry, now)
+            valid.append(False)
+        self.stats.num_invalid_reads += valid.count(False)
         return valid
 
-    def extend(self, handle_ids: Sequence[int], lease_s: float, now: float) -> None:
-        """Have reads that are in force last ``lease_s`` from now."""
-        lease_s = _bounded(lease_s)
-        for handle_id in handle_ids:
-            lease = self._leases.get(handle_id)
-            if lease is not None and not lease.is_write:
-                self._leases[handle_id] = _Lease(lease.entry, lease.user, now + lease_s, False)
-                heapq.heappush(self._deadlines, (now + lease_s, handle_id))
+    def extend(self, handle_ids: Sequence[int], user: int, lease_s: float, now: float) -> None:
+        """Have a user's reads that are in force last ``lease_s`` from now."""
+        self._handles.extend(handle_ids, user, now + _bounded(lease_s))
 
-    def is_held(self, handle_id: int, now: float) -> bool:
+    def is_held(self, handle_id: int, user: int, now: float) -> bool:
         """Whether a handle is in force, so that its memory has been the chunk's until now."""
-        lease = self._leases.get(handle_id)
-        return lease is not None and lease.deadline > now
+        return self._handles.is_held(handle_id, user, now)
 
     def touch(self, keys: Sequence[bytes], now: float) -> None:
         """Count a use of a sequence; keys that aren't there are passed over."""
         groups: dict[str, list[bytes]] = {}
         for key in keys:
             entry = self._index.get(key)
-            if entry is not None and entry.state is ChunkState.READY:
+            if entry is not None and entry.state is _READY:
                 entry.used_at = now
                 entry.num_uses += 1
-                self._uses.note(key, now)
                 groups.setdefault(entry.group, []).append(key)
         for group, members in groups.items():
+            self._uses.note(members, now)
             self._policies[group].touch(members)
 
     # -- writing --------------------------------------------------------------------------------
@@ -255,33 +229,63 @@ class ChunkTable:
         """
         self.expire(now)
         self.touch([chunk.key for chunk in chunks], now)
-        granted: list[WriteHandle | PutRefusal] = []
+        missing = {c.key: c.nbytes for c in chunks if c.key not in self._index}
+        self._uses.note(missing, now, PUT_USES if copy is None else 1.0)
+        lease_s, num_left = _bounded(lease_s), self._handles.num_left(user)
+        offsets = self._allocate_together(list(missing.values())[:num_left])
+        found: list[Entry | PutRefusal] = []
+        staged: list[Entry] = []
         ending = None
         for chunk in chunks:
-            grant = ending or self._reserve(chunk, user, _bounded(lease_s), now, copy)
-            granted.append(grant)
-            if isinstance(grant, PutRefusal):
+            if ending is None and len(staged) == num_left:
+                ending = PutRefusal.NO_ROOM
+            outcome = ending or self._stage(chunk, offsets, now, copy)
+            found.append(outcome)
+            if isinstance(outcome, Entry):
+                staged.append(outcome)
+            else:
                 refused = self.stats.num_refused_puts
-                refused[grant.value] = refused.get(grant.value, 0) + 1
-                ending = grant if grant in _ENDS_A_SEQUENCE else None
-        return granted
+                refused[outcome.value] = refused.get(outcome.value, 0) + 1
+                ending = outcome if outcome in _ENDS_A_SEQUENCE else None
+        numbers = iter(self._handles.grant(staged, user, now + lease_s, is_write=True))
+        self.observer.staging([entry.chunk.key for entry in staged])
+        return [
+            WriteHandle(next(numbers), o.chunk.key, o.offset, o.chunk.nbytes, o.generation, lease_s)
+            if isinstance(o, Entry)
+            else o
+            for o in found
+        ]
 
     def commit(self, handle_ids: Sequence[int], user: int, now: float) -> list[bool]:
         """Writes that are complete become readable. False: too late, or unknown."""
-        self.expire(now)
-        return [self._end_write(handle_id, user, True, now) for handle_id in handle_ids]
+        entries = self._end_writes(handle_ids, user, now)
+        stored = []
+        for entry in entries:
+            if entry is not None:
+                entry.state, entry.used_at = _READY, now
+                self._leave_parent(entry)
+                self._policies[entry.group].add(entry.chunk)
+                stored.append(entry.chunk)
+        self.stats.num_puts += len(stored)
+        self.stats.put_bytes += sum([chunk.nbytes for chunk in stored])
+        self.observer.committed(stored)
+        return [entry is not None for entry in entries]
 
     def abort(self, handle_ids: Sequence[int], user: int, now: float) -> list[bool]:
         """Writes that ended incomplete; their memory is free at once."""
-        self.expire(now)
-        return [self._end_write(handle_id, user, False, now) for handle_id in handle_ids]
+        entries = self._end_writes(handle_ids, user, now)
+        for entry in entries:
+            if entry is not None:
+                self._give_up_write(entry)
+                self._free(entry, now)
+        return [entry is not None for entry in entries]
 
     # -- leaving --------------------------------------------------------------------------------
 
     def drop(self, keys: Sequence[bytes], now: float) -> int:
         """Forget chunks, whoever reads them; returns how many were there."""
         found = [self._index.get(key) for key in keys]
-        ready = [e for e in found if e is not None and e.state is ChunkState.READY]
+        ready = [e for e in found if e is not None and e.state is _READY]
         for entry in ready:
             self._evict(entry, "drop", now)
         return len(ready)
@@ -296,35 +300,22 @@ class ChunkTable:
         """
         self.expire(now)
         until = now if is_drained else now + self._settings.quarantine_s
-        for handle_id in list(self._users.pop(user, ())):
-            lease = self._leases.pop(handle_id, None) or self._abandoned.pop(handle_id)
-            lease.entry.unsafe_until = max(lease.entry.unsafe_until, until)
-            if lease.is_write:
-                self._give_up_write(lease.entry)
-                self._free(lease.entry, now)
+        for entry, is_write in self._handles.end_user(user):
+            entry.unsafe_until = max(entry.unsafe_until, until)
+            if is_write:
+                self._give_up_write(entry)
+                self._free(entry, now)
             else:
-                lease.entry.num_pins -= 1
-                self._free_if_unread(lease.entry, now)
+                entry.num_pins -= 1
+                self._free_if_unread(entry, now)
 
     def expire(self, now: float) -> None:
         """End the handles whose deadlines have passed, and the quarantine of what rested."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, handle_id = heapq.heappop(self._deadlines)
-            lease = self._leases.get(handle_id)
-            if lease is None or lease.deadline > now:
-                continue
-            del self._leases[handle_id]
+        for lease in self._handles.expired(now):
             if lease.is_write:
-                self.stats.num_expired_writes += 1
-                self._abandoned[handle_id] = lease
-                self._give_up_write(lease.entry)
-                continue
-            self.stats.num_expired_reads += 1
-            self._forget_handle(lease.user, handle_id)
-            silent_until = lease.deadline + self._settings.quarantine_s
-            lease.entry.unsafe_until = max(lease.entry.unsafe_until, silent_until)
-            lease.entry.num_pins -= 1
-            self._free_if_unread(lease.entry, now)
+                self._abandon(lease)
+            else:
+                self._end_late_reads(lease, now)
         while self._quarantine and self._quarantine[0][0] <= now:
             self._allocator.free(heapq.heappop(self._quarantine)[1])
 
@@ -333,11 +324,11 @@ class ChunkTable:
     def entry(self, key: bytes) -> Entry | None:
         """A chunk that is in memory and readable."""
         entry = self._index.get(key)
-        return entry if entry is not None and entry.state is ChunkState.READY else None
+        return entry if entry is not None and entry.state is _READY else None
 
     def ready_chunks(self) -> Iterator[Chunk]:
         """All that can be found, in no order."""
-        return (e.chunk for e in self._index.values() if e.state is ChunkState.READY)
+        return (e.chunk for e in self._index.values() if e.state is _READY)
 
     def fill_levels(self, stats: StoreStats) -> None:
         """Set the levels of ``stats`` to what there is now."""
@@ -345,12 +336,13 @@ class ChunkTable:
         stats.free_bytes = self._allocator.free_bytes
         resting = (self._allocator.allocated_bytes(offset) for _, offset in self._quarantine)
         stats.quarantine_bytes = sum(resting)
-        given_up = [rounded_up(e.entry.chunk.nbytes) for e in self._abandoned.values()]
+        handles = list(self._handles.all())
+        writes = [entry for entry, is_write in handles if is_write]
+        given_up = [rounded_up(e.chunk.nbytes) for e in writes if e.state is _ABANDONED]
         stats.abandoned_bytes = sum(given_up)
-        num_staging = sum(lease.is_write for lease in self._leases.values())
-        stats.num_chunks = len(self._index) - num_staging
-        stats.num_staging = num_staging
-        stats.num_pins = len(self._leases) - num_staging
+        stats.num_staging = len(writes) - len(given_up)
+        stats.num_chunks = len(self._index) - stats.num_staging
+        stats.num_pins = len(handles) - len(writes)
 
     def check_integrity(self) -> None:
         """Prove that no byte is lost or owned twice, and that handles and chunks agree.
@@ -359,108 +351,95 @@ class ChunkTable:
             AssertionError: they don't.
         """
         self._allocator.check_integrity()
-        owners = [e.offset for e in (*self._index.values(), *self._evicting.values())]
+        self._handles.check_integrity()
+        handles = list(self._handles.all())
+        abandoned = [e for e, is_write in handles if is_write and e.state is _ABANDONED]
+        held = [*self._index.values(), *self._evicting.values(), *abandoned]
+        owners = [entry.offset for entry in held]
         owners += [offset for _, offset in self._quarantine]
-        owners += [lease.entry.offset for lease in self._abandoned.values()]
         assert len(set(owners)) == len(owners), "a range of memory is owned twice"
         owned_bytes = sum(self._allocator.allocated_bytes(offset) for offset in owners)
         total = owned_bytes + self._allocator.free_bytes
         assert total == self._allocator.capacity, "free bytes don't conserve"
-        pins = dict.fromkeys(
-            (e.generation for e in (*self._index.values(), *self._evicting.values())), 0
-        )
-        for lease in self._leases.values():
-            if lease.is_write:
-                assert self._index[lease.entry.chunk.key] is lease.entry, "a write lost its chunk"
-            else:
-                pins[lease.entry.generation] += 1
-        for entry in (*self._index.values(), *self._evicting.values()):
+        pins = dict.fromkeys((entry.generation for entry in held), 0)
+        for entry, is_write in handles:
+            if not is_write:
+                pins[entry.generation] += 1
+            elif entry.state is not _ABANDONED:
+                assert self._index[entry.chunk.key] is entry, "a write lost its chunk"
+        for entry in held:
             assert entry.num_pins == pins[entry.generation], "pins and handles disagree"
-        ids = {i for members in self._users.values() for i in members}
-        assert ids == {*self._leases, *self._abandoned}, "a handle has no user"
         used = dict.fromkeys(self._policies, 0)
-        held = [*self._index.values(), *self._evicting.values()]
-        for entry in [*held, *(lease.entry for lease in self._abandoned.values())]:
+        for entry in held:
             used[entry.group] += rounded_up(entry.chunk.nbytes)
         assert used == self._used_bytes, "a tenant's bytes are miscounted"
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _abandon(self, lease: Lease) -> None:
+        """Writes that are past their deadline: their chunks won't come, their memory stays."""
+        self.stats.num_expired_writes += len(lease.entries)
+        for entry in lease.entries.values():
+            self._give_up_write(entry)
+            entry.state = _ABANDONED
+
+    def _end_late_reads(self, lease: Lease, now: float) -> None:
+        self.stats.num_expired_reads += len(lease.entries)
+        silent_until = lease.deadline + self._settings.quarantine_s
+        for entry in lease.entries.values():
+            entry.unsafe_until = max(entry.unsafe_until, silent_until)
+            entry.num_pins -= 1
+            self._free_if_unread(entry, now)
+
+    def _end_writes(self, handle_ids: Sequence[int], user: int, now: float) -> list[Entry | None]:
+        """The chunk of each write that was in force until now; the memory of a late one is free."""
+        self.expire(now)
+        entries = self._handles.take(handle_ids, user, is_write=True)
+        for position, entry in enumerate(entries):
+            if entry is not None and entry.state is _ABANDONED:
+                self._free(entry, now)
+                entries[position] = None
+        return entries
 
     def _group(self, chunk: Chunk, copy: CopyTerms | None) -> str:
         if chunk.tenant in self._settings.quotas:
             return chunk.tenant
         return SHARED if copy is None else COPIES
 
-    def _lease(
-        self, entry: Entry, user: int, lease_s: float, now: float, *, is_write: bool
-    ) -> int | None:
-        handles = self._users.setdefault(user, set())
-        if len(handles) >= MAX_HANDLES_PER_USER:
-            return None
-        self._last_handle += 1
-        deadline = now + lease_s
-        self._leases[self._last_handle] = _Lease(entry, user, deadline, is_write)
-        heapq.heappush(self._deadlines, (deadline, self._last_handle))
-        handles.add(self._last_handle)
-        return self._last_handle
+    def _allocate_together(self, sizes: Sequence[int]) -> Iterator[int]:
+        """Offsets for those of a batch that there is memory for without evicting anything."""
+        if self._settings.quotas or len(set(sizes)) != 1:
+            return iter(())
+        return iter(self._allocator.allocate_many(sizes[0], len(sizes)))
 
-    def _take_lease(self, handle_id: int, user: int, *, is_write: bool) -> _Lease | None:
-        lease = self._leases.get(handle_id)
-        if lease is None or lease.user != user or lease.is_write is not is_write:
-            return None
-        del self._leases[handle_id]
-        self._forget_handle(user, handle_id)
-        return lease
-
-    def _forget_handle(self, user: int, handle_id: int) -> None:
-        handles = self._users.get(user)
-        if handles is not None:
-            handles.discard(handle_id)
-            if not handles:
-                del self._users[user]
-
-    def _pin(self, entry: Entry | None, user: int, lease_s: float, now: float) -> ReadHandle | None:
-        if entry is None or entry.state is not ChunkState.READY:
-            return None
-        handle_id = self._lease(entry, user, lease_s, now, is_write=False)
-        if handle_id is None:
-            return None
-        entry.num_pins += 1
-        chunk = entry.chunk
-        self.stats.pinned_bytes += chunk.nbytes if user else 0
-        return ReadHandle(
-            handle_id, chunk.key, entry.offset, chunk.nbytes, entry.generation, lease_s
-        )
-
-    def _reserve(
-        self, chunk: Chunk, user: int, lease_s: float, now: float, copy: CopyTerms | None
-    ) -> WriteHandle | PutRefusal:
+    def _stage(
+        self, chunk: Chunk, offsets: Iterator[int], now: float, copy: CopyTerms | None
+    ) -> Entry | PutRefusal:
+        """Memory for a chunk that is not there: the next of ``offsets``, or what is found."""
         present = self._index.get(chunk.key)
         if present is not None:
-            is_ready = present.state is ChunkState.READY
-            return PutRefusal.PRESENT if is_ready else PutRefusal.STAGING
-        self._uses.note(chunk.key, now, PUT_USES if copy is None else 1.0)
-        found = self._find_memory(chunk, now, copy)
-        if isinstance(found, PutRefusal):
-            return found
+            return PutRefusal.PRESENT if present.state is _READY else PutRefusal.STAGING
+        group = self._group(chunk, copy)
+        offset = next(offsets, None)
+        if offset is None:
+            found = self._find_memory(chunk, group, now, copy)
+            if isinstance(found, PutRefusal):
+                return found
+            offset = found
         self._last_generation += 1
-        group, generation = self._group(chunk, copy), self._last_generation
-        entry = Entry(chunk, found, generation, ChunkState.STAGING, now, group, copy)
-        handle_id = self._lease(entry, user, lease_s, now, is_write=True)
-        if handle_id is None:
-            self._allocator.free(found)
-            return PutRefusal.NO_ROOM
+        entry = Entry(chunk, offset, self._last_generation, _STAGING, now, group, copy)
         self._index[chunk.key] = entry
-        self.observer.staging(chunk.key, True)
         self._used_bytes[group] += rounded_up(chunk.nbytes)
         if chunk.parent is not None and (parent := self._index.get(chunk.parent)) is not None:
             entry.parent = parent
             parent.num_staging_children += 1
-        return WriteHandle(handle_id, chunk.key, found, chunk.nbytes, entry.generation, lease_s)
+        return entry
 
-    def _find_memory(self, chunk: Chunk, now: float, copy: CopyTerms | None) -> int | PutRefusal:
+    def _find_memory(
+        self, chunk: Chunk, group: str, now: float, copy: CopyTerms | None
+    ) -> int | PutRefusal:
         """Allocate, evicting what has to go for it."""
-        nbytes, group = rounded_up(chunk.nbytes), self._group(chunk, copy)
+        nbytes = rounded_up(chunk.nbytes)
         if nbytes > self._allocator.capacity:
             return PutRefusal.TOO_LARGE
         quota = self._settings.quotas.get(group)
@@ -526,41 +505,18 @@ class ChunkTable:
         key = entry.chunk.key
         del self._index[key]
         self._policies[entry.group].remove(key)
-        entry.state = ChunkState.EVICTING
+        entry.state = _EVICTING
         self._evicting[entry.generation] = entry
         self.stats.num_evicted[reason] = self.stats.num_evicted.get(reason, 0) + 1
         self.observer.removed(Tier.DRAM, [key])
         self._free_if_unread(entry, now)
-
-    def _end_write(self, handle_id: int, user: int, is_complete: bool, now: float) -> bool:
-        late = self._abandoned.get(handle_id)
-        if late is not None and late.user == user:
-            del self._abandoned[handle_id]
-            self._forget_handle(user, handle_id)
-            self._free(late.entry, now)
-            return False
-        lease = self._take_lease(handle_id, user, is_write=True)
-        if lease is None:
-            return False
-        entry = lease.entry
-        if not is_complete:
-            self._give_up_write(entry)
-            self._free(entry, now)
-            return True
-        entry.state, entry.used_at = ChunkState.READY, now
-        self._leave_parent(entry)
-        self._policies[entry.group].add(entry.chunk)
-        self.stats.num_puts += 1
-        self.stats.put_bytes += entry.chunk.nbytes
-        self.observer.stored(Tier.DRAM, entry.chunk)
-        return True
 
     def _give_up_write(self, entry: Entry) -> None:
         """A chunk won't come: another writer may begin it anew. Idempotent."""
         if self._index.get(entry.chunk.key) is not entry:
             return
         del self._index[entry.chunk.key]
-        self.observer.staging(entry.chunk.key, False)
+        self.observer.unstaged(entry.chunk.key)
         self.stats.num_aborts += 1
         self._leave_parent(entry)
 
@@ -570,7 +526,7 @@ class ChunkTable:
             entry.parent = None
 
     def _free_if_unread(self, entry: Entry, now: float) -> None:
-        if entry.state is ChunkState.EVICTING and not entry.num_pins:
+        if entry.state is _EVICTING and not entry.num_pins:
             del self._evicting[entry.generation]
             self._free(entry, now)
 

@@ -68,8 +68,15 @@ class _Follower:
         self._holders = holders
         self._number = number
 
-    def staging(self, key: bytes, is_staging: bool) -> None:
+    def staging(self, keys: Sequence[bytes]) -> None:
         """Nothing can be fetched yet."""
+
+    def unstaged(self, key: bytes) -> None:
+        """Nothing could be fetched."""
+
+    def committed(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self.stored(Tier.DRAM, chunk)
 
     def stored(self, tier: Tier, chunk: Chunk) -> None:
         self._holders.setdefault(chunk.key, set()).add(self._number)

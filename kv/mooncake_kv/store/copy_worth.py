@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterable
+
+import msgspec
 
 from mooncake_kv.store.chunk_store import Chunk, CopyTerms
 from mooncake_kv.store.eviction import recompute_seconds
@@ -28,9 +30,8 @@ PUT_USES = 0.25
 MAX_COUNTED_KEYS = 1 << 17
 
 
-@dataclass(slots=True)
-class _Count:
-    """Uses up to a time."""
+class _Count(msgspec.Struct, frozen=True, gc=False):
+    """Uses up to a time. Chunks that are always used together share one."""
 
     uses: float
     at: float
@@ -49,17 +50,22 @@ class UseCounts:
         self._max_keys = max_keys
         self._counts: OrderedDict[bytes, _Count] = OrderedDict()
 
-    def note(self, key: bytes, now: float, uses: float = 1.0) -> None:
-        """Count a use, or a part of one."""
-        count = self._counts.get(key)
-        if count is None:
-            self._counts[key] = _Count(uses, now)
-            if len(self._counts) > self._max_keys:
-                self._counts.popitem(last=False)
-            return
-        count.uses = uses + self._decayed(count, now)
-        count.at = now
-        self._counts.move_to_end(key)
+    def note(self, keys: Iterable[bytes], now: float, uses: float = 1.0) -> None:
+        """Count a use of each, or a part of one."""
+        counts, first = self._counts, _Count(uses, now)
+        before: _Count | None = None
+        after = first
+        for key in keys:
+            count = counts.get(key)
+            if count is None:
+                counts[key] = first
+                continue
+            if count is not before:
+                before, after = count, _Count(uses + self._decayed(count, now), now)
+            counts[key] = after
+            counts.move_to_end(key)
+        while len(counts) > self._max_keys:
+            counts.popitem(last=False)
 
     def uses(self, key: bytes, now: float) -> float:
         """Uses of a chunk, the older ones counted less."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from mooncake_kv.errors import KVConfigError
@@ -140,69 +139,77 @@ class LengthAware(_Ranked):
         self._positions.pop(key, None)
 
 
-@dataclass(slots=True, eq=False)
-class _Link:
-    """A chunk in the order of use: between one that was used before it and one after it."""
-
-    key: bytes
-    parent: bytes | None
-    older: _Link | None = None
-    younger: _Link | None = None
-
-
 class TailFirstLRU:
     """The least recently used one, where a use touches a sequence's last chunk first.
 
     A chunk that is added goes right below its parent, whenever that was used: sequences grow while
     they are computed, and a chunk that is committed late must not outlive those before it.
+
+    The order is a ring of keys, from the oldest to the youngest and over END to the oldest again. A
+    batch of chunks that lie side by side moves as one.
     """
 
+    END = b""  # no chunk's key
+
     def __init__(self) -> None:
-        self._links: dict[bytes, _Link] = {}
-        self._oldest = _Link(b"", None)  # ends of the list, no chunks
-        self._youngest = _Link(b"", None)
-        self._oldest.younger, self._youngest.older = self._youngest, self._oldest
+        self._younger: dict[bytes, bytes] = {self.END: self.END}
+        self._older: dict[bytes, bytes] = {self.END: self.END}
+        self._parents: dict[bytes, bytes] = {}
 
     def add(self, chunk: Chunk) -> None:
-        self.remove(chunk.key)
-        link = self._links[chunk.key] = _Link(chunk.key, chunk.parent)
-        parent = self._links.get(chunk.parent) if chunk.parent else None
-        self._insert(link, below=parent or self._youngest)
+        key, parent = chunk.key, chunk.parent
+        if key in self._older:
+            self.remove(key)
+        below = self.END
+        if parent is not None:
+            self._parents[key] = parent
+            below = parent if parent in self._older else self.END
+        self._insert(key, key, below)
 
     def touch(self, keys: Sequence[bytes]) -> None:
+        oldest = youngest = None
         for key in reversed(keys):
-            self._raise(self._links.get(key))
+            if key not in self._older:
+                continue
+            if oldest is None:
+                oldest = key
+            elif youngest is not None and self._younger[youngest] != key:
+                self._raise(oldest, youngest)
+                oldest = key
+            youngest = key
+        if oldest is not None and youngest is not None:
+            self._raise(oldest, youngest)
         # a sequence that is touched from its middle on takes those before along
-        link = self._links.get(keys[0]) if keys else None
-        while link is not None and link.parent and (link := self._links.get(link.parent)):
-            self._raise(link)
+        before = self._parents.get(keys[0]) if keys and keys[0] in self._older else None
+        while before is not None and before in self._older:
+            self._raise(before, before)
+            before = self._parents.get(before)
 
     def remove(self, key: bytes) -> None:
-        link = self._links.pop(key, None)
-        if link is not None:
-            self._unlink(link)
+        if key in self._older:
+            self._unlink(key, key)
+            del self._older[key], self._younger[key]
+            self._parents.pop(key, None)
 
     def victims(self) -> Iterator[bytes]:
-        link = self._oldest.younger
-        while link is not None and link is not self._youngest:
-            yield link.key
-            link = link.younger
+        key = self._younger[self.END]
+        while key != self.END:
+            yield key
+            key = self._younger[key]
 
-    def _raise(self, link: _Link | None) -> None:
-        if link is not None:
-            self._unlink(link)
-            self._insert(link, below=self._youngest)
+    def _raise(self, oldest: bytes, youngest: bytes) -> None:
+        """Make those from one key to another the youngest of all."""
+        self._unlink(oldest, youngest)
+        self._insert(oldest, youngest, self.END)
 
-    def _insert(self, link: _Link, below: _Link) -> None:
-        older = below.older
-        assert older is not None
-        link.older, link.younger = older, below
-        older.younger = below.older = link
+    def _insert(self, oldest: bytes, youngest: bytes, below: bytes) -> None:
+        older = self._older[below]
+        self._older[oldest], self._younger[youngest] = older, below
+        self._younger[older], self._older[below] = oldest, youngest
 
-    def _unlink(self, link: _Link) -> None:
-        assert link.older is not None
-        assert link.younger is not None
-        link.older.younger, link.younger.older = link.younger, link.older
+    def _unlink(self, oldest: bytes, youngest: bytes) -> None:
+        older, younger = self._older[oldest], self._younger[youngest]
+        self._younger[older], self._older[younger] = younger, older
 
 
 class CostAware(_Ranked):

@@ -220,7 +220,7 @@ class MooncakeChunkStore:
                 now = time.monotonic()
                 if is_there:
                     grants.append(PutRefusal.PRESENT)
-                elif holder is not None and self._table.is_held(holder, now):
+                elif holder is not None and self._table.is_held(holder, USER, now):
                     grants.append(PutRefusal.STAGING)
                 else:
                     grants.append(self._slot(chunk, lease_s, now))
@@ -240,7 +240,9 @@ class MooncakeChunkStore:
         with self._lock:
             now = time.monotonic()
             held = [
-                h for h in handles if self._is_mine(h) and self._table.is_held(h.handle_id, now)
+                h
+                for h in handles
+                if self._is_mine(h) and self._table.is_held(h.handle_id, USER, now)
             ]
         put = {}
         if held:
@@ -327,7 +329,7 @@ class MooncakeChunkStore:
                 is_held = (
                     isinstance(grant, WriteHandle)
                     and self._is_mine(grant)
-                    and self._table.is_held(grant.handle_id, time.monotonic())
+                    and self._table.is_held(grant.handle_id, USER, time.monotonic())
                 )
             if isinstance(grant, WriteHandle):
                 self._end_write(grant, False)

@@ -211,8 +211,7 @@ class NodeStore:
             if not are_complete:
                 return self._table.abort(ids, user, now)
             are_stored = self._table.commit(ids, user, now)
-            found = [self._table.entry(handle.key) for handle in handles]
-            self._moves.committed(entry.chunk for entry in found if entry is not None)
+            self._moves.committed([handle.key for handle in handles])
             return are_stored
 
     def touch(self, keys: Sequence[bytes]) -> None:

@@ -34,6 +34,8 @@ HEADER_BYTES = 4096
 BUCKET_WORDS = 8
 BYTES_PER_CHUNK = 64 << 10
 """The size of chunks that the table has room for, twice over; larger ones leave it emptier."""
+FEW_KEYS = 8
+"""So many are sooner marked one by one than together."""
 MIN_BUCKETS, MAX_BUCKETS = 1 << 10, 1 << 24
 
 _MAGIC = b"KVINDEX1"
@@ -87,26 +89,59 @@ class ResidenceIndex:
             raise KVConfigError(f"{nbytes} bytes for a store's index: {exc}") from exc
         _HEADER.pack_into(self._map, 0, _MAGIC, epoch.encode(), buckets, 0)
         self._words = memoryview(self._map).cast("Q")
+        self._array: Words = np.frombuffer(self._map, np.uint64)  # the same, for many at once
         self.info = IndexInfo(f"/proc/{os.getpid()}/fd/{self._fd}", nbytes)
 
     def mark(self, key: bytes, where: Residence, is_there: bool = True) -> None:
         """Say that a chunk is somewhere, or is there no longer."""
         self._change(key, *((_BIT[where], 0) if is_there else (0, _BIT[where])))
 
-    def stage(self, key: bytes) -> None:
-        """A chunk is being written to memory; ``settle`` follows."""
-        at = self._change(key, _STAGING, 0)
-        if at is not None:
-            self._staging_at[key] = at
+    def stage(self, keys: Sequence[bytes]) -> None:
+        """Chunks are being written to memory; ``settle`` or ``unstage`` follows for each."""
+        while len(keys) > FEW_KEYS and not self._left_out:
+            placed = self._stage_together(keys)
+            if not placed:
+                break
+            self._staging_at.update(placed)
+            keys = [key for key in keys if key not in placed]
+        for key in keys:
+            at = self._change(key, _STAGING, 0)
+            if at is not None:
+                self._staging_at[key] = at
 
-    def settle(self, key: bytes, *, is_stored: bool) -> None:
-        """It is written no longer: it is in memory, or it is not."""
-        at, added = self._staging_at.pop(key, None), _DRAM if is_stored else 0
-        if at is None:
-            self._change(key, added, _STAGING)
-        else:
-            bits = (self._words[at] | added) & ~_STAGING
-            self._words[at] = bits if bits & _STATE_BITS else 0
+    def settle(self, keys: Sequence[bytes]) -> None:
+        """They are written, and in memory."""
+        found = [self._staging_at.pop(key, None) for key in keys]
+        at = np.array([word for word in found if word is not None], np.intp)
+        self._array[at] = (self._array[at] & ~_IS_STAGING) | _IS_DRAM
+        if len(at) < len(keys):
+            for key, word in zip(keys, found, strict=True):
+                if word is None:
+                    self._change(key, _DRAM, _STAGING)
+
+    def unstage(self, key: bytes) -> None:
+        """One is not written any more."""
+        self._staging_at.pop(key, None)
+        self._change(key, 0, _STAGING)
+
+    def _stage_together(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """Mark those whose word no other of them wants; which word each has."""
+        pairs: Words = np.frombuffer(b"".join(map(_digest, keys)), np.uint64)
+        low, high = pairs[::2, None], pairs[1::2, None]
+        buckets = np.concatenate((low, low >> _HALF), axis=1) & np.uint64(self._mask)
+        # each begins at another word of its buckets, so that few want the same one
+        turned = (_BUCKET + (high >> _STATE_WIDTH)) % np.uint64(BUCKET_WORDS)
+        first = buckets * np.uint64(BUCKET_WORDS) + np.uint64(HEADER_BYTES // 8)
+        at = (first[:, :, None] + turned[:, None, :]).reshape(len(keys), -1)
+        words, tags = self._array[at], high & _TAG
+        is_its = (words ^ tags) - _ONE < _STATE  # the same tag, and a state
+        best = (2 * is_its.view(np.int8) + (words == 0)).argmax(axis=1)[:, None]
+        at, word = (np.take_along_axis(each, best, 1)[:, 0] for each in (at, words))
+        is_usable = (word == 0) | (word & _TAG == tags[:, 0])
+        _, chosen = np.unique(np.where(is_usable, at, 0), return_index=True)
+        chosen = chosen[is_usable[chosen]]
+        self._array[at[chosen]] = tags[chosen, 0] | (word[chosen] & _STATE) | _IS_STAGING
+        return dict(zip([keys[i] for i in chosen.tolist()], at[chosen].tolist(), strict=True))
 
     def _change(self, key: bytes, added: int, removed: int) -> int | None:
         """Set and clear bits of a chunk; which word they are in, if any."""
@@ -134,6 +169,7 @@ class ResidenceIndex:
         """Give the memory back; readers that have it mapped keep what it was. Idempotent."""
         if self._fd >= 0:
             self._words.release()
+            del self._array
             self._map.close()
             os.close(self._fd)
             self._fd = -1
@@ -151,18 +187,19 @@ class IndexObserver:
         self._index = index
         self._after = after
 
-    def staging(self, key: bytes, is_staging: bool) -> None:
-        """A chunk is being written to memory, or no longer."""
-        if is_staging:
-            self._index.stage(key)
-        else:
-            self._index.settle(key, is_stored=False)
+    def staging(self, keys: Sequence[bytes]) -> None:
+        self._index.stage(keys)
+
+    def unstaged(self, key: bytes) -> None:
+        self._index.unstage(key)
+
+    def committed(self, chunks: Sequence[Chunk]) -> None:
+        self._index.settle([chunk.key for chunk in chunks])
+        for chunk in chunks:
+            self._after.stored(Tier.DRAM, chunk)
 
     def stored(self, tier: Tier, chunk: Chunk) -> None:
-        if tier is Tier.DRAM:
-            self._index.settle(chunk.key, is_stored=True)
-        else:
-            self._index.mark(chunk.key, Residence.SSD)
+        self._index.mark(chunk.key, Residence(tier.value))
         self._after.stored(tier, chunk)
 
     def removed(self, tier: Tier, keys: Sequence[bytes]) -> None:
@@ -222,6 +259,9 @@ class ResidenceView:
 
 _TAG, _STATE = np.uint64(_TAG_BITS), np.uint64(_STATE_BITS)
 _HALF, _NONE = np.uint64(32), np.uint64(0)
+_ONE, _STATE_WIDTH = np.uint64(1), np.uint64(_STATE_BITS.bit_length())
+_BUCKET = np.arange(BUCKET_WORDS, dtype=np.uint64)
+_IS_STAGING, _IS_DRAM = np.uint64(_STAGING), np.uint64(_DRAM)
 
 
 def _digest(key: bytes) -> bytes:

@@ -78,12 +78,14 @@ class TierMoves:
         """Whether an SSD has it."""
         return self.tier is not None and self.tier.chunk(key) is not None
 
-    def committed(self, chunks: Iterable[Chunk]) -> None:
+    def committed(self, keys: Iterable[bytes]) -> None:
         """Chunks were put into memory; those that had been there before are used a second time."""
-        if self.tier is not None:
-            for chunk in chunks:
-                if self.tier.note_put(chunk.key):
-                    self._write(chunk)
+        if self.tier is None:
+            return
+        for key in keys:
+            entry = self._table.entry(key)
+            if entry is not None and self.tier.note_put(key):
+                self._write(entry.chunk)
 
     def touched(self, keys: Iterable[bytes]) -> None:
         """Chunks were used; those in memory since their put are used a second time."""
@@ -198,7 +200,7 @@ class TierMoves:
     def _finish(self, request: PinRequest) -> Callable[[], None]:
         self._requests.discard(request)
         ids = [handle.handle_id for handle in request.handles if handle is not None]
-        self._table.extend(ids, request.lease_s, self._clock())
+        self._table.extend(ids, request.user, request.lease_s, self._clock())
         return lambda: request.future.set_result(request.handles)
 
     def _write(self, chunk: Chunk) -> None:
@@ -213,7 +215,7 @@ class TierMoves:
 
         def is_held() -> bool:
             with self._lock:
-                return self._table.is_held(handle.handle_id, self._clock())
+                return self._table.is_held(handle.handle_id, SSD_USER, self._clock())
 
         def ended(is_stored: bool) -> None:
             with self._lock:

@@ -25,6 +25,17 @@ def test_an_arena_can_be_filled_to_the_last_byte_and_emptied_in_any_order():
     assert arena.allocate(64 * GRANULE) == 0
 
 
+def test_a_batch_lies_in_one_piece_where_there_is_one_and_takes_what_there_is():
+    arena = ArenaAllocator(16 * GRANULE)
+    held = arena.allocate_many(2 * GRANULE, 4)
+    assert list(held) == [0, 2 * GRANULE, 4 * GRANULE, 6 * GRANULE]
+    arena.free(held[1])
+    rest = arena.allocate_many(2 * GRANULE, 9)
+    assert sorted(rest) == [2 * GRANULE, *range(8 * GRANULE, 16 * GRANULE, 2 * GRANULE)]
+    assert arena.allocate_many(1, 3) == []
+    arena.check_integrity()
+
+
 def test_freeing_what_is_not_allocated_is_an_error():
     arena = ArenaAllocator(4 * GRANULE)
     with pytest.raises(KeyError):

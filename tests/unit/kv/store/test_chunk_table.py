@@ -122,7 +122,7 @@ def test_a_read_can_be_extended():
     table = table_of(1)
     put(table, chunk("a"))
     (handle,) = table.pin([b"a"], ANNA, 2, 0)
-    table.extend([handle.handle_id], 10, 1)
+    table.extend([handle.handle_id], ANNA, 10, 1)
     assert table.release([handle.handle_id], ANNA, 5) == [True]
 
 
@@ -189,7 +189,7 @@ def test_a_chunk_larger_than_the_arena_pushes_nothing_out():
 
 
 def test_a_users_handles_have_a_bound(monkeypatch):
-    monkeypatch.setattr("mooncake_kv.store.chunk_table.MAX_HANDLES_PER_USER", 2)
+    monkeypatch.setattr("mooncake_kv.store.chunk_handles.MAX_HANDLES_PER_USER", 2)
     table = table_of(4)
     put(table, chunk("a"))
     assert table.pin([b"a"] * 3, ANNA, 10, 0)[2] is None

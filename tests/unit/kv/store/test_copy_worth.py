@@ -38,12 +38,12 @@ def where(table, names):
 
 def test_uses_count_less_the_older_they_are_and_few_are_counted():
     counts = UseCounts(half_life_s=10, max_keys=2)
-    counts.note(b"a", 0)
-    counts.note(b"a", 10)
+    counts.note([b"a"], 0)
+    counts.note([b"a"], 10)
     assert counts.uses(b"a", 10) == 1.5
     assert counts.uses(b"a", 30) == pytest.approx(0.375)
     for key in (b"b", b"c"):
-        counts.note(key, 20)
+        counts.note([key], 20)
     assert counts.uses(b"a", 20) == 0.0, "forgotten: two others were used since"
     assert counts.uses(b"c", 20) == 1.0
 

@@ -9,7 +9,13 @@ from hypothesis import given, settings, strategies as st
 
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.store.chunk_store import Chunk
-from mooncake_kv.store.eviction import POLICIES, CostAware, make_policy, recompute_seconds
+from mooncake_kv.store.eviction import (
+    POLICIES,
+    CostAware,
+    TailFirstLRU,
+    make_policy,
+    recompute_seconds,
+)
 from mooncake_kv.store.trace_replay import (
     read_trace,
     replay,
@@ -166,3 +172,17 @@ def test_a_line_that_is_no_request_is_named(tmp_path, line):
 def test_a_trace_that_is_not_there_is_named(tmp_path):
     with pytest.raises(KVConfigError, match="can't be read"):
         read_trace(tmp_path / "absent.jsonl")
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), max_size=12))
+def test_a_batch_that_is_touched_stands_as_if_its_chunks_were_touched_alone(batches):
+    policy, order = TailFirstLRU(), [b"%d" % number for number in range(10)]
+    for key in order:
+        policy.add(Chunk(key, None, 0, 1, 1))
+    for batch in batches:
+        keys = [b"%d" % number for number in batch]
+        policy.touch([*keys, b"unknown"])
+        for key in reversed(keys):
+            order.remove(key)
+            order.append(key)
+        assert list(policy.victims()) == order

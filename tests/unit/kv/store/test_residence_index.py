@@ -69,6 +69,25 @@ def test_what_finds_no_word_is_asked_for(index, monkeypatch):
     assert view.probe([key(99)]) == [Residence.ABSENT]
 
 
+def test_a_batch_is_marked_as_its_chunks_are_one_by_one(index):
+    view = ResidenceView.open(index.info, EPOCH)
+    keys = [key(number) for number in range(2_000)]  # of 8,192 words
+    for at in range(0, len(keys), 2):
+        index.mark(keys[at], Residence.SSD)
+    for at in range(0, len(keys), 500):
+        index.stage(keys[at : at + 500])
+    assert view.probe(keys) == [Residence.STAGING] * len(keys)
+    index.settle(keys[:1_500])
+    for each in keys[1_500:]:
+        index.unstage(each)
+    found = view.probe(keys)
+    assert found[:1_500] == [Residence.DRAM] * 1_500
+    assert found[1_500:] == [Residence.SSD, Residence.ABSENT] * 250
+    for each in keys:
+        index.mark(each, Residence.DRAM, False)
+    assert view.probe(keys) == [Residence.SSD, Residence.ABSENT] * 1_000
+
+
 def test_nobody_elses_file_is_taken_for_an_index(index, tmp_path):
     file = tmp_path / "file"
     file.write_bytes(bytes(1 << 17))
@@ -100,6 +119,7 @@ def test_an_index_agrees_with_its_store_through_ten_thousand_changes(tmp_path):
             user.drop([draw.choice(keys)])
         user.touch([draw.choice(keys)])
     user.abort(writes)
+    user.commit([h for h in user.reserve(chunks).result() if not isinstance(h, str)])
     store._moves.tier.close()  # what was being written is written now
     found = view.probe(keys)
     assert found == store.probe(keys)
