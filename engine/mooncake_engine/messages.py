@@ -201,12 +201,13 @@ class ExpertLoad:
     """What the experts of an instance got since its start.
 
     Args:
-        tokens: by layer and expert; of pipeline stages, the last one's layers.
+        tokens: by layer and expert.
         imbalance: tokens of the busiest part over the mean, the mean of all layers, since experts
             are where they are.
-        num_sent_rows: hidden states that the driver rank sent other ranks' experts.
-        num_placements: how often experts were placed anew.
-        num_moved: experts that came to the driver rank from others then, layer by layer.
+        num_sent_rows: hidden states that the first rank of each stage sent other ranks' experts.
+        num_placements: how often experts were placed anew, in the stage where most often.
+        num_moved: experts that came to the first rank of each stage from others then, layer by
+            layer.
     """
 
     tokens: dict[int, tuple[int, ...]]
@@ -219,6 +220,20 @@ class ExpertLoad:
     def num_tokens(self) -> int:
         """Choices: each token counts once per expert and layer."""
         return sum(sum(tokens) for tokens in self.tokens.values())
+
+    @classmethod
+    def of_stages(cls, loads: Sequence[ExpertLoad]) -> ExpertLoad | None:
+        """Of what each pipeline stage with experts says of its own layers; None if none does."""
+        num_layers = sum(len(load.tokens) for load in loads)
+        if not num_layers:
+            return None
+        return cls(
+            {layer: tokens for load in loads for layer, tokens in sorted(load.tokens.items())},
+            sum(load.imbalance * len(load.tokens) for load in loads) / num_layers,
+            sum(load.num_sent_rows for load in loads),
+            max(load.num_placements for load in loads),
+            sum(load.num_moved for load in loads),
+        )
 
 
 WaitedSeconds = dict[str, dict[str, float]]

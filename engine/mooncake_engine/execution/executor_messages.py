@@ -89,7 +89,8 @@ class OrderDone(msgspec.Struct, frozen=True, tag=True):
 
     Args:
         result: of the step.
-        expert_load: so far, now and then, of the driver rank; see ``Worker.expert_load``.
+        expert_load: so far, now and then, of the first rank of each stage; see
+            ``Worker.expert_load``.
         waited_s: so far, now and then; see ``Worker.waited_s``.
     """
 

@@ -54,7 +54,7 @@ class ProcessExecutor(Executor):
         self._unsaid: dict[str, tuple[int, ...]] = {}  # sampled; earlier stages don't know it yet
         self._processes = processes or RankProcesses(plan, [self._options], launcher)
         self._ranks = self._processes.of(dp_rank)
-        self._expert_load: ExpertLoad | None = None
+        self._expert_loads: list[ExpertLoad | None] = [None for _ in self._ranks]
         self._waited_s: list[WaitedSeconds] = [{} for _ in self._ranks]
         kv_infos = [self._processes.kv_infos[rank.rank] for rank in self._ranks]
         self._info = executor_info(plan, tuple(kv_infos))
@@ -94,7 +94,7 @@ class ProcessExecutor(Executor):
 
     @property
     def expert_load(self) -> ExpertLoad | None:
-        return self._expert_load
+        return ExpertLoad.of_stages([load for load in self._expert_loads if load is not None])
 
     @property
     def waited_s(self) -> Sequence[WaitedSeconds]:
@@ -135,9 +135,10 @@ class ProcessExecutor(Executor):
             if not isinstance(report, wire.OrderDone):
                 continue
             result = report.result or result
-            self._expert_load = report.expert_load or self._expert_load
+            index = self._ranks.index(rank)
+            self._expert_loads[index] = report.expert_load or self._expert_loads[index]
             if report.waited_s is not None:
-                self._waited_s[self._ranks.index(rank)] = report.waited_s
+                self._waited_s[index] = report.waited_s
         return result
 
 

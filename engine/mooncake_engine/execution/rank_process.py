@@ -134,7 +134,7 @@ class RankProcess:
         if now >= self._figures_due:
             self._figures_due = now + _FIGURES_EVERY_S
             waited_s = worker.waited_s()
-            expert_load = worker.expert_load() if info.is_driver else None
+            expert_load = worker.expert_load() if info.tp_rank == 0 else None
         self._report(wire.OrderDone(result if info.is_driver else None, expert_load, waited_s))
 
     def _conclude_later(self, worker: Worker, launched: PendingStep, info: RankInfo) -> None:

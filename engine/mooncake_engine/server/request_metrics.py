@@ -422,7 +422,7 @@ class _StatsMetrics:
         )
         yield self._counter(
             "mooncake:expert_rows_sent",
-            "Hidden states that the driver rank sent to experts of other ranks.",
+            "Hidden states that the first rank of each stage sent to experts of other ranks.",
             load.num_sent_rows,
         )
         yield self._gauge(

@@ -96,6 +96,23 @@ def test_ranks_choose_the_tokens_of_one_rank(
     assert found.answers == expected
 
 
+def test_stages_of_data_parallel_ranks_share_and_move_the_experts_of_their_layers(
+    checkpoints: dict[str, Path],
+) -> None:
+    expected = run_load(checkpoints["qwen3_moe"], requests(), **OPTIONS).answers
+    found = run_load(
+        checkpoints["qwen3_moe"],
+        requests(dp_size=2),
+        dp_size=2,
+        pp_size=2,
+        ep_size=2,
+        eplb_step_interval=4,
+        ep_dispatch_min_tokens=PROMPTS,
+        **OPTIONS,
+    )
+    assert found.answers == expected
+
+
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
 
 

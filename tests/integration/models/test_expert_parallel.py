@@ -109,6 +109,39 @@ def test_stages_divide_their_experts_over_their_own_ranks(
     assert answers(ProcessExecutor(make_plan(config, backend))) == expected
 
 
+def test_each_stage_places_the_experts_of_its_own_layers_anew_and_changes_no_tokens(
+    checkpoints: dict[str, Path], backend: Backend
+) -> None:
+    alone = EngineConfig(checkpoints["qwen3_moe"], num_kv_blocks=32)
+    expected = answers(InProcessExecutor(make_plan(alone, backend), backend))
+    config = replace(
+        alone,
+        pp_size=2,
+        tp_size=2,
+        ep_size=2,
+        redundant_experts=2,
+        eplb_step_interval=3,
+        ep_dispatch_min_tokens=PROMPTS,
+    )
+    executor = ProcessExecutor(make_plan(config, backend))
+    try:
+        stepper = Stepper(executor, chunk=40)
+        deadline = time.monotonic() + 60
+        while not all(has_moved(load) for load in executor._expert_loads[::2]):
+            assert time.monotonic() < deadline, executor.expert_load
+            assert stepper.generate(requests()) == expected
+        assert stepper.generate(requests()) == expected
+        load = executor.expert_load
+        assert load is not None
+        assert list(load.tokens) == [0, 1, 2]
+    finally:
+        executor.close()
+
+
+def has_moved(load: ExpertLoad | None) -> bool:
+    return load is not None and load.num_placements > 0 and load.num_moved > 0
+
+
 def test_a_rank_killed_in_an_all_to_all_ends_the_instance_with_its_reason(
     checkpoints: dict[str, Path], backend: Backend
 ) -> None:
