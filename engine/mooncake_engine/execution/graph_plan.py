@@ -22,7 +22,7 @@ class GraphPlan:
 
     Args:
         decode_sizes: sequences of steps of nothing but decodes.
-        piecewise_sizes: tokens of all other steps.
+        piecewise_sizes: tokens of all other steps; with experts divided over ranks, of all steps.
     """
 
     decode_sizes: tuple[int, ...] = ()
@@ -46,20 +46,24 @@ NO_GRAPHS = GraphPlan()
 def plan_graphs(
     config: EngineConfig, backend: Backend, num_layers: int, *, has_experts: bool = False
 ) -> GraphPlan:
-    """What an instance captures: what its backend can, of models in one stage whose experts are on
-    every rank: how many tokens a rank's own experts get differs from step to step."""
+    """What an instance captures: what its backend can, of models in one stage.
+
+    How many tokens a rank's own experts get differs from step to step. So where experts are divided
+    over ranks they are left out of the graphs, which all steps then have in pieces.
+    """
     if not backend.capabilities.graphs or config.enforce_eager:
         return NO_GRAPHS
-    if has_experts and not backend.capabilities.moe_graphs:
+    is_divided = config.ep_size > 1
+    if has_experts and not is_divided and not backend.capabilities.moe_graphs:
         return NO_GRAPHS
-    if config.pp_size > 1 or config.ep_size > 1:
+    if config.pp_size > 1:
         return NO_GRAPHS
     is_host = backend.runtime.device(config.device).type == "cpu"
     decodes = min(config.max_num_seqs, _MOST_DECODES_ON_HOST) if is_host else config.max_num_seqs
     tokens = config.piecewise_graph_max_tokens
     if tokens is None:
         tokens = 0 if is_host else _MOST_PIECEWISE
-    whole = () if config.role is Role.PREFILL else decode_sizes(decodes)
+    whole = () if config.role is Role.PREFILL or is_divided else decode_sizes(decodes)
     pieces = piecewise_sizes(min(tokens, config.max_num_batched_tokens))
     if (most := backend.capabilities.max_graphs) is not None:
         whole = thinned(whole, most)

@@ -279,8 +279,9 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
     What a layer does besides attention depends on the number of tokens alone. So there are graphs
     for a few numbers of tokens, one from each layer's attention to the next one's, and attention is
     launched between them, over the actual (unpadded) tokens, as vLLM's piecewise CUDA graphs do.
-    There the host has its say in each layer: the layer hook of a push connector works.
-
+    There the host has its say in each layer: the layer hook of a push connector works. Where a
+    layer's experts are divided over ranks, all that it does behind its attention is launched, too,
+    and decodes are replayed in pieces as well.
 
     Queries and what they attended to cross from graphs to attention and back in buffers: the memory
     of a graph's own results is another graph's by then.
@@ -292,6 +293,7 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
         pool: its KV, which ends with a scratch slot for each token that a step may be short of.
         runtime: captures.
         sizes: tokens per step, rising.
+        hidden_size: of the model.
     """
 
     name = "steps with prompts"
@@ -306,14 +308,21 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
         runtime: Runtime,
         *,
         sizes: Sequence[int],
+        hidden_size: int,
     ) -> None:
         super().__init__(stage, pool, runtime, sizes)
         self._model = model
         most, widths = sizes[-1], model.attention_widths
         self._query = parallel.zeros(most, widths.heads, widths.query)
         self._attended = parallel.zeros(most, widths.heads, widths.value)
+        self._is_cut = [model.is_cut(index) for index in range(model.num_held_layers)]
+        self._has_cuts = any(self._is_cut)
+        if self._has_cuts:
+            self._output, self._residual = parallel.zeros(2, most, hidden_size)
 
     def _takes(self, count: int, context: ForwardContext) -> bool:
+        if self._has_cuts:
+            return True
         return context.batch.num_decodes < count or context.layer_done is not None
 
     def _replay(
@@ -323,7 +332,14 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
         first, *others = captured.graphs
         first.replay()
         for index, graph in enumerate(others):
-            attended.copy_(self._model.attend(index, query, context))
+            found = self._model.attend(index, query, context)
+            if self._is_cut[index]:
+                output, residual = self._output[:count], self._residual[:count]
+                finished = self._model.finish_layer(index, found, residual, context.expert_round)
+                output.copy_(finished[0])
+                residual.copy_(finished[1])
+            else:
+                attended.copy_(found)
             graph.replay()
         return captured.hidden[:count]
 
@@ -341,7 +357,12 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
         )
         graphs, last = [graph], model.num_held_layers - 1
         for index in range(model.num_held_layers):
-            run = partial(model.run_between_attention, index, attended, between.residual, tokens)
+            if self._is_cut[index]:
+                rows = self._output[:size], self._residual[:size]
+                run = partial(model.run_to_next_attention, index, *rows, tokens)
+            else:
+                rows = attended, between.residual
+                run = partial(model.run_between_attention, index, *rows, tokens)
             graph, between = self._segment(run, None if index == last else query)
             graphs.append(graph)
         return _Segments(graphs, between.rows)
@@ -349,13 +370,17 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
     def _segment(
         self, run: Callable[[], IntermediateTensors], query: Tensor | None
     ) -> tuple[Graph, IntermediateTensors]:
-        """A graph of ``run``, and where it leaves what it returns: queries in ``query``."""
+        """A graph of ``run``, and where it leaves what it returns: queries in ``query``, and the
+        residual where experts that are launched find it."""
         left: list[IntermediateTensors] = []
 
         def keep() -> None:
             between = run()
             if query is not None:
                 between = between._replace(rows=query.copy_(between.rows))
+                if self._has_cuts:
+                    kept = self._residual[: len(query)].copy_(between.residual)
+                    between = between._replace(residual=kept)
             left[:] = [between]
 
         graph = self._runtime.capture(keep)

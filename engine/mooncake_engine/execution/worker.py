@@ -217,6 +217,7 @@ class Worker:
                     pool,
                     runtime,
                     sizes=graphs.piecewise_sizes,
+                    hidden_size=plan.model.hidden_size,
                 )
             )
         return runners

@@ -115,7 +115,26 @@ class Model(Protocol):
     def run_between_attention(
         self, index: int, attended: Tensor, residual: Tensor, tokens: TokenSlots
     ) -> IntermediateTensors:
-        """The segment between that layer's attention and the next one's, or the end."""
+        """The segment between that layer's attention and the next one's, or the end: what
+        ``finish_layer`` and ``run_to_next_attention`` do."""
+        ...
+
+    def is_cut(self, index: int) -> bool:
+        """Whether that segment can't be one graph, since the layer's experts are divided over
+        ranks: how many tokens go where is known only once they have chosen. What lies behind
+        ``finish_layer`` can be."""
+        ...
+
+    def finish_layer(
+        self, index: int, attended: Tensor, residual: Tensor, expert_round: ExpertRound | None
+    ) -> tuple[Tensor, Tensor]:
+        """The part of the segment which is that layer's: the MLP's output and the new residual."""
+        ...
+
+    def run_to_next_attention(
+        self, index: int, x: Tensor, residual: Tensor, tokens: TokenSlots
+    ) -> IntermediateTensors:
+        """The rest of the segment."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

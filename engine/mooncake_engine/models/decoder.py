@@ -307,7 +307,23 @@ class Decoder:
         self, index: int, attended: Tensor, residual: Tensor, tokens: TokenSlots
     ) -> IntermediateTensors:
         """The segment between that held layer's attention and the next one's, or the end."""
-        x, residual = self._layers[index].finish(attended, residual, tokens.expert_round)
+        x, residual = self.finish_layer(index, attended, residual, tokens.expert_round)
+        return self.run_to_next_attention(index, x, residual, tokens)
+
+    def is_cut(self, index: int) -> bool:
+        """Whether that segment can't be one graph; see ``Model``."""
+        return False
+
+    def finish_layer(
+        self, index: int, attended: Tensor, residual: Tensor, expert_round: ExpertRound | None
+    ) -> tuple[Tensor, Tensor]:
+        """The part of that segment which is the held layer's."""
+        return self._layers[index].finish(attended, residual, expert_round)
+
+    def run_to_next_attention(
+        self, index: int, x: Tensor, residual: Tensor, tokens: TokenSlots
+    ) -> IntermediateTensors:
+        """The rest of it: the next layer's, or the end."""
         if index + 1 == self.num_held_layers:
             return IntermediateTensors(self._leave(x, residual), residual)
         following = self._layers[index + 1]

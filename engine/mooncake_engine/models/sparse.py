@@ -104,6 +104,9 @@ class SparseDecoder(Decoder):
         for layer, of_layer in slots.items():
             self._divided[layer].move_experts(of_layer)
 
+    def is_cut(self, index: int) -> bool:
+        return self._held.start + index in self._divided
+
     @contextmanager
     def worst_routing(self) -> Iterator[None]:
         with ExitStack() as routed:

@@ -86,10 +86,16 @@ def test_blocks_are_copied_and_swapped_through_pinned_memory() -> None:
     asyncio.run(main())
 
 
-def test_two_ranks_over_hccl(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"ep_size": 2, "ep_dispatch_min_tokens": 20}], ids=["sliced", "divided"]
+)
+def test_two_ranks_over_hccl(models: dict[str, Path], options: dict[str, Any]) -> None:
+    """Experts that are divided are launched between captured graphs."""
+
     async def main() -> None:
         model = models["mixtral"]
-        async with cpu(model) as on_cpu, instance(model, tp_size=2, **ON_NPU) as on_npu:
+        options_of_npu = {**ON_NPU, **options}
+        async with cpu(model) as on_cpu, instance(model, tp_size=2, **options_of_npu) as on_npu:
             for case in await clear_cases(on_cpu, (17, 200)):
                 assert (await ask(on_npu, case.prompt, FEW)).tokens == case.tokens
 

@@ -8,10 +8,12 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from support.checkpoints import random_model, write_checkpoint
+from support.core_runs import make_load, run_load
 from support.stepping import RunningRequest, Stepper
 
 from mooncake_engine.config import EngineConfig
@@ -20,6 +22,7 @@ from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import Executor, InProcessExecutor
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.messages import ExpertLoad
+from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend import Backend
 
 EVERY_STEP, PROMPTS, NO_STEP = 1, 20, 10_000
@@ -72,6 +75,26 @@ def test_ranks_choose_the_tokens_of_one_rank(
     expected = answers(InProcessExecutor(make_plan(alone, backend), backend))
     config = replace(alone, tp_size=tp_size, ep_size=ep_size, ep_dispatch_min_tokens=least)
     assert answers(ProcessExecutor(make_plan(config, backend))) == expected
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_captured_graphs_leave_experts_out_and_change_no_tokens(
+    dp_size: int, checkpoints: dict[str, Path]
+) -> None:
+    load = make_load(SamplingParams(temperature=0.0, max_tokens=12), sizes=(1, 1, 1))
+    options: dict[str, Any] = {"num_kv_blocks": 32, "max_num_batched_tokens": 40}
+    expected = run_load(checkpoints["deepseek_v3"], load, **options).answers
+    found = run_load(
+        checkpoints["deepseek_v3"],
+        load,
+        tp_size=2,
+        dp_size=dp_size,
+        ep_size=2,
+        ep_dispatch_min_tokens=PROMPTS,
+        piecewise_graph_max_tokens=32,
+        **options,
+    )
+    assert found.answers == expected
 
 
 def test_load_is_seen_and_replicas_change_no_tokens(

@@ -97,6 +97,15 @@ def test_instances_capture_what_they_run(device: CpuBackend) -> None:
     assert plan_graphs(CONFIG, device, LAYERS) == GraphPlan()
 
 
+def test_divided_experts_are_left_out_of_graphs(device: CpuBackend) -> None:
+    divided = replace(CONFIG, tp_size=2, ep_size=2)
+    in_pieces = GraphPlan((), piecewise_sizes(512))
+    assert plan_graphs(divided, device, LAYERS, has_experts=True) == in_pieces
+    device.capabilities = replace(device.capabilities, moe_graphs=False)
+    assert plan_graphs(divided, device, LAYERS, has_experts=True) == in_pieces
+    assert plan_graphs(replace(divided, pp_size=2), device, LAYERS, has_experts=True) == GraphPlan()
+
+
 def test_sizes_are_thinned_evenly() -> None:
     sizes = tuple(range(1, 11))
     assert thinned(sizes, 10) == thinned(sizes, 99) == sizes

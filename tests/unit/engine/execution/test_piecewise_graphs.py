@@ -6,12 +6,15 @@ A real model runs on the CPU's graphs, beside itself as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoints import random_model, write_checkpoint
 from support.pd import prompt_of, write_model
+from support.thread_ranks import on_ranks
 from torch import Tensor
 
 from mooncake_engine.config import EngineConfig
@@ -26,12 +29,14 @@ from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize
 from mooncake_engine.models.catalog import Model, build_model
 from mooncake_engine.models.layers import ParallelContext
 from mooncake_engine.models.parallel_context import ForwardContext
-from mooncake_hal.backend import Graph
+from mooncake_hal.backend import Communicator, Graph
 from mooncake_hal.errors import CapabilityError
 from mooncake_hal.kv.geometry import shard_of
 from mooncake_hal_cpu.cpu_backend import CpuBackend
 
 BLOCK, SIZES = 16, (8, 24, 32)
+DISPATCHED = 10
+"""Fewest tokens of a step that is dispatched, where experts are divided over ranks."""
 BLOCKS_PER_ROW, ROWS = 4, 3
 CPU = torch.device("cpu")
 
@@ -91,20 +96,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rig(folder: Path) -> Iterator[Rig]:
+    with rig_of(folder, None) as made:
+        yield made
+
+
+@contextmanager
+def rig_of(folder: Path, group: Communicator | None, ep_size: int = 1) -> Iterator[Rig]:
+    """Of a rank, whose experts are divided over the group's."""
     backend = CpuBackend()
     setup = make_plan(EngineConfig(folder, dtype="float32"), backend)
-    parallel = ParallelContext(backend.ops, CPU, setup.dtype)
+    parallel = ParallelContext(
+        backend.ops, CPU, setup.dtype, group, ep_size=ep_size, ep_dispatch_min_tokens=DISPATCHED
+    )
     model = build_model(setup.model, parallel, setup.max_model_len)
     load_weights(model, folder)
     size = PoolSize(ROWS * BLOCKS_PER_ROW, BLOCK, num_scratch_blocks=1)
-    shard = shard_of(setup.geometry, 1, 0)
+    shard = shard_of(setup.geometry, parallel.tp_size, parallel.tp_rank)
     pools = (
         KVPool(backend, 0, setup.geometry, shard, size, layout_name=setup.layout_name),
         KVPool(backend, 0, setup.geometry, shard, size, layout_name=setup.layout_name),
     )
     plain, runtime = PipelineStage(model, parallel, setup.model.hidden_size), Counting(backend)
     parts = (plain, model, parallel, pools[1], runtime)
-    yield Rig(model, plain, PiecewiseGraphRunner(*parts, sizes=SIZES), pools, runtime)  # type: ignore[arg-type]  # capture alone
+    pieces = PiecewiseGraphRunner(*parts, sizes=SIZES, hidden_size=setup.model.hidden_size)  # type: ignore[arg-type]  # capture alone
+    yield Rig(model, plain, pieces, pools, runtime)
     for pool in pools:
         pool.close()
 
@@ -140,6 +155,27 @@ def test_pieces_compute_and_write_what_the_model_does(rig: Rig) -> None:
         for wanted, found in zip(*rig.kv(), strict=True):
             torch.testing.assert_close(found, wanted)
     assert rig.runtime.num_captured == 4 * len(SIZES)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_experts_of_other_ranks_are_launched_between_pieces(family: str, tmp_path: Path) -> None:
+    """Steps that are dispatched, smaller ones, and decodes; DeepSeek's first layer is dense."""
+    model = write_checkpoint(random_model(family), tmp_path)
+    steps = (*STEPS, step_of((0, 38, 1), (1, 29, 1)))
+
+    def rank(group: Communicator) -> None:
+        with rig_of(model, group, ep_size=2) as rig:
+            for step in steps * 2:
+                plain, replayed = rig.run(step)
+                torch.testing.assert_close(replayed, plain)
+                for wanted, found in zip(*rig.kv(), strict=True):
+                    torch.testing.assert_close(found, wanted)
+            assert rig.runtime.num_captured == 4 * len(SIZES)
+            num_tokens = {sum(counts.tokens) for counts in rig.model.expert_counts.values()}
+            tokens = 2 * sum(len(step.token_ids) for step in steps)
+            assert num_tokens == {2 * tokens * 3}, "padding takes no expert; by both runners"
+
+    on_ranks(2, rank)
 
 
 def test_all_sizes_are_captured_at_once(rig: Rig) -> None:
