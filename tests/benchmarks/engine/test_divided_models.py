@@ -23,7 +23,7 @@ from mooncake_engine.data_parallel_core import DataParallelCore
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
 
-ROUNDS = 3
+ROUNDS = 5
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 768}
 """Size of each; with MEDIUM's width, four layers have 57 million parameters in experts."""
 
