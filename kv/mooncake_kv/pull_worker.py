@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,13 +12,13 @@ from mooncake_hal.errors import (
     PeerLost,
     TransferCancelled,
     TransferError,
-    TransferTimeout,
 )
 from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
 from mooncake_hal.transport import Transfer
 from mooncake_kv.connector_worker import ConnectorWorker, RankContext
-from mooncake_kv.errors import ConnectorDead, Fatal
+from mooncake_kv.errors import ConnectorDead
 from mooncake_kv.handshake import RankMetadata
+from mooncake_kv.order_transfers import OrderTransfers
 from mooncake_kv.ranks import (
     CancelLoad,
     ConnectPeer,
@@ -120,6 +119,7 @@ class PullWorker(ConnectorWorker):
             [rank.placement for rank in ranks],
             movement,
         )
+        transfers: list[Transfer] = []
         try:
             for plan in plans:
                 peer = self._transports.peer(
@@ -128,9 +128,9 @@ class PullWorker(ConnectorWorker):
                     ranks[plan.peer].endpoints,
                     timeout_s=load.time_left(),
                 )
-                transfer = peer.read(plan.spans, timeout=load.time_left())
-                load.start(transfer, plan.spans.total_bytes)
-            load.wait()
+                transfers.append(peer.read(plan.spans, timeout=load.time_left()))
+                load.add(transfers[-1], plan.spans.total_bytes)
+            load.wait(transfers)
         except BaseException as exc:
             load.drain()
             is_sound = isinstance(exc, TransferCancelled) or not isinstance(exc, TransferError)
@@ -171,68 +171,14 @@ class _Source:
     threads: ThreadPoolExecutor
 
 
-class _RunningLoad:
-    """A load's transfers, and whether it was cancelled.
+class _RunningLoad(OrderTransfers):
+    """A load's transfers.
 
     Args:
         command: what is to be read.
-        deadline: of all of it, the wait for a thread included, by ``time.monotonic``.
+        deadline: see ``OrderTransfers``.
     """
 
     def __init__(self, command: Load, deadline: float) -> None:
+        super().__init__(deadline)
         self.command = command
-        self.deadline = deadline
-        self.nbytes = 0
-        self._lock = threading.Lock()
-        self._transfers: list[Transfer] = []
-        self._is_cancelled = False
-
-    def time_left(self) -> float:
-        """Seconds until the deadline.
-
-        Raises:
-            TransferTimeout: there are none.
-        """
-        left_s = self.deadline - time.monotonic()
-        if left_s <= 0:
-            raise TransferTimeout("its time was up before the read began: the source is overloaded")
-        return left_s
-
-    def start(self, transfer: Transfer, nbytes: int) -> None:
-        """Note a transfer in flight; ends it at once if the load is cancelled."""
-        with self._lock:
-            self._transfers.append(transfer)
-            self.nbytes += nbytes
-            is_cancelled = self._is_cancelled
-        if is_cancelled:
-            transfer.cancel()
-
-    def wait(self) -> None:
-        """Block until all transfers are done.
-
-        Raises:
-            TransferError: the first failure.
-        """
-        for transfer in self._transfers:
-            transfer.wait()
-        if self._is_cancelled:
-            raise TransferCancelled("the request ended while its KV was read")
-
-    def drain(self) -> None:
-        """``cancel``, where nothing less will do.
-
-        Raises:
-            ConnectorDead: a transfer may still write.
-        """
-        try:
-            self.cancel()
-        except Exception as exc:
-            raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, exc) from exc
-
-    def cancel(self) -> None:
-        """End and drain what is in flight, and whatever is started later."""
-        with self._lock:
-            self._is_cancelled = True
-            transfers = list(self._transfers)
-        for transfer in transfers:
-            transfer.cancel()

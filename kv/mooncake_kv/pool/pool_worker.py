@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from mooncake_hal.errors import HalError, TransferCancelled, TransferError, TransferTimeout
+from mooncake_hal.errors import HalError, TransferCancelled, TransferError
 from mooncake_hal.kv.geometry import KVShard
 from mooncake_hal.kv.transfer_plan import KVShardSpec
 from mooncake_hal.transport import Transfer
 from mooncake_kv.connector_worker import LayerDone, RankContext
-from mooncake_kv.errors import ConnectorDead, Fatal
+from mooncake_kv.errors import ConnectorDead
+from mooncake_kv.order_transfers import OrderTransfers
 from mooncake_kv.pool.device_staging import connect_memory
 from mooncake_kv.pool.pool_messages import (
     CancelRuns,
@@ -225,10 +226,10 @@ class PoolWorker:
 
     def _save(self, order: SaveRuns, deadline: float) -> None:
         """Top of a saving thread."""
-        moves = _Moves(deadline)
+        moves = OrderTransfers(deadline)
         self._report(order.save_id, lambda: self._write(order, moves), moves)
 
-    def _write(self, order: SaveRuns, moves: _Moves) -> None:
+    def _write(self, order: SaveRuns, moves: OrderTransfers) -> None:
         """Write one group of layers after the other, each once its step has computed it."""
         shard, runs = self._local.shard, order.runs
         mine = runs if shard.replicas == 1 else list(_shared_out(runs, shard))
@@ -249,7 +250,7 @@ class PoolWorker:
         runs: Sequence[ChunkRun],
         block_ids: Sequence[int],
         layers: Layers,
-        moves: _Moves,
+        moves: OrderTransfers,
         *,
         is_read: bool,
     ) -> list[Transfer]:
@@ -284,7 +285,7 @@ class PoolWorker:
             for epoch in {run.epoch for run in runs}:
                 self._transports.forget(epoch)
 
-    def _report(self, order_id: str, work: Callable[[], None], moves: _Moves) -> None:
+    def _report(self, order_id: str, work: Callable[[], None], moves: OrderTransfers) -> None:
         started, error = time.monotonic(), None
         try:
             work()
@@ -296,12 +297,14 @@ class PoolWorker:
         except Exception as exc:
             logger.exception("moving the chunks of %s failed", order_id)
             error = f"it failed: {exc!r}"
+        stalled_s = 0.0
         if isinstance(moves, _RunningLoad):
             moves.end()
+            stalled_s = moves.stalled_s
             with self._lock:
                 self._loads.pop(order_id, None)
         seconds = time.monotonic() - started
-        ended = RunsEnded(order_id, error, moves.nbytes, seconds, moves.stalled_s)
+        ended = RunsEnded(order_id, error, moves.nbytes, seconds, stalled_s)
         self._context.emit(encode(ended))
 
 
@@ -313,61 +316,7 @@ def _shared_out(runs: Sequence[ChunkRun], shard: KVShard) -> Iterator[ChunkRun]:
                 yield ChunkRun(run.epoch, position, (offset,))
 
 
-class _Moves:
-    """Transfers of one order, which end together.
-
-    Args:
-        deadline: of all of them, by ``time.monotonic``.
-    """
-
-    def __init__(self, deadline: float) -> None:
-        self.nbytes = 0
-        self.stalled_s = 0.0
-        self._deadline = deadline
-        self._lock = threading.Lock()
-        self._transfers: list[Transfer] = []
-        self._is_cancelled = False
-
-    def time_left(self) -> float:
-        """Seconds until the deadline; raises TransferTimeout if there are none."""
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            raise TransferTimeout("its time was up before all of it had begun to move")
-        return left_s
-
-    def add(self, transfer: Transfer, nbytes: int) -> None:
-        """Note one in flight; ends it at once if the order is cancelled."""
-        with self._lock:
-            self._transfers.append(transfer)
-            self.nbytes += nbytes
-            is_cancelled = self._is_cancelled
-        if is_cancelled:
-            transfer.cancel()
-
-    def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Block until these are done; raises TransferError."""
-        for transfer in transfers:
-            transfer.wait()
-        if self._is_cancelled:
-            raise TransferCancelled("nobody wants it any more")
-
-    def cancel(self) -> None:
-        """End and drain what is in flight, and whatever is started later."""
-        with self._lock:
-            self._is_cancelled = True
-            transfers = list(self._transfers)
-        for transfer in transfers:
-            transfer.cancel()
-
-    def drain(self) -> None:
-        """``cancel``, where nothing less will do; raises ConnectorDead if something may move."""
-        try:
-            self.cancel()
-        except Exception as exc:
-            raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, exc) from exc
-
-
-class _RunningLoad(_Moves):
+class _RunningLoad(OrderTransfers):
     """A load, layer by layer.
 
     Args:
@@ -378,6 +327,7 @@ class _RunningLoad(_Moves):
     def __init__(self, order: LoadRuns, first_layer: int) -> None:
         super().__init__(time.monotonic() + order.timeout_s)
         self.order = order
+        self.stalled_s = 0.0
         self.num_loaded = 0
         self._first_layer = first_layer
         self._has_ended = False

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.push_line import metadata_of
 
-from mooncake_hal.errors import TransferError, TransferTimeout
+from mooncake_hal.errors import TransferError
 from mooncake_kv import push_worker
 from mooncake_kv.connector import LoadEnded
 from mooncake_kv.connector_scheduler import ConnectorContext
@@ -190,7 +190,7 @@ def test_a_read_that_fails_is_reported_and_harms_no_thread(exc: Exception) -> No
 
 def test_a_read_that_can_not_be_drained_ends_the_engine_and_frees_no_block() -> None:
     def read(load: _RunningLoad) -> None:
-        load.start(FakeTransfer(Oops("odd"), Oops("stuck")), 1)  # type: ignore[arg-type]
+        load.add(FakeTransfer(Oops("odd"), Oops("stuck")), 1)  # type: ignore[arg-type]
         load.drain()
 
     rank = LoadingRank(read)
@@ -356,9 +356,3 @@ def test_a_metaserver_post_that_fails_oddly_fails_its_request() -> None:
 
     asyncio.run(main())
     assert events == [LoadEnded("r", "no contract says so")]
-
-
-def test_a_read_that_waited_for_its_time_to_be_up_is_not_begun() -> None:
-    """One deadline from the order on, however many reads of that source come first."""
-    with pytest.raises(TransferTimeout, match="its time was up before the read began"):
-        _RunningLoad(LOAD, deadline=0.0).time_left()
