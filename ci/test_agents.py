@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Claude Code and Codex against our servers: each asks, calls a tool of its own, and ends its turn.
+"""Claude Code and Codex against our servers: each asks, calls a tool of its own, and ends its turn;
+then each has a real model's answer, from a prefill and a decode instance.
 
-The agents are those of npm, in the versions below. A proxy stands in front of an instance whose
-engine is scripted, because it is their requests and our streams that are checked, and no model.
-They get a home of their own and no network but this machine's proxy. Exits 0 only if both ran the
-tool and said what came of it, 77 where there is no npm or it fetches nothing.
+The agents are those of npm, in the versions below. For the tool a proxy stands in front of an
+instance whose engine is scripted, because it is their requests and our streams that are checked.
+SmolLM2 (see ci/example_model.py) calls no tools and takes 8,192 tokens: there they get instructions
+of a line. They get a home of their own and no network but this machine's proxy. Exits 0 only if all
+turns ended well, 77 where there is no npm or something can't be fetched.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.asgi_server import serving_app  # noqa: E402  # the path is set above
+import httpx  # noqa: E402  # the path is set above
+from support.asgi_server import serving_app  # noqa: E402
 from support.byte_tokenizer import write_byte_tokenizer  # noqa: E402
 from support.fake_engine import EOS, FakeEngine  # noqa: E402
 from support.programs import running  # noqa: E402
@@ -36,6 +39,8 @@ SAID = "tea-is-ready"
 COMMAND = f"echo {SAID}"
 TIMEOUT_S = 120.0
 FETCH_TIMEOUT_S = 600.0
+SHORTLY = "You answer in one sentence."
+QUESTION = "What is the capital of France?"
 TEMPLATE = (
     "{% if tools %}# Tools: <tool_call>{% for tool in tools %}{{ tool.function.name }} "
     "{% endfor %}{% endif %}"
@@ -52,6 +57,10 @@ model_provider = "here"
 name = "here"
 base_url = "{url}/v1"
 wire_api = "responses"
+"""
+CODEX_SHORTLY = """
+model_instructions_file = "{home}/instructions.md"
+web_search = "disabled"
 """
 
 
@@ -90,8 +99,8 @@ def fetch() -> bool:
     return True
 
 
-def turn(name: str, arguments: Sequence[str], home: Path, variables: Mapping[str, str]) -> bool:
-    """Whether an agent ran the tool and said what came of it."""
+def turn(name: str, arguments: Sequence[str], home: Path, variables: Mapping[str, str]) -> str:
+    """What an agent said; nothing where its turn did not end well, which is printed."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), **variables}
     try:
         ran = subprocess.run(
@@ -107,16 +116,27 @@ def turn(name: str, arguments: Sequence[str], home: Path, variables: Mapping[str
         )
     except subprocess.TimeoutExpired as exc:
         print(f"{name}: did not end within {TIMEOUT_S:g} s: {exc.stdout!r}")
-        return False
-    is_good = ran.returncode == 0 and "The tool said: " in ran.stdout and SAID in ran.stdout
-    print(f"{name}: {'ran a tool and ended its turn' if is_good else ran.stdout}", flush=True)
-    return is_good
+        return ""
+    if ran.returncode:
+        print(f"{name}: {ran.stdout}", flush=True)
+        return ""
+    return ran.stdout
 
 
 def main() -> int:
-    """Run one turn of each; the exit status."""
+    """Run their turns; the exit status."""
     if not fetch():
         return 77
+    command = [sys.executable, str(ROOT / "ci" / "example_model.py"), "smollm2"]
+    fetched = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if fetched.returncode:
+        return fetched.returncode
+    results = [*tool_turns(), *real_turns(fetched.stdout.strip())]
+    return 0 if all(results) else 1
+
+
+def tool_turns() -> Iterator[bool]:
+    """Whether each agent ran its tool and said what came of it."""
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         tokenizer = Tokenizer.load(write_byte_tokenizer(home, chat_template=TEMPLATE))
@@ -126,23 +146,60 @@ def main() -> int:
             running("mooncake_proxy", "--port", "0", "--backend-url", instance) as proxy,
         ):
             url = proxy.wait_for("http://").split()[-1]
-            model = engine.config.model_name
-            (home / ".codex").mkdir()
-            config = CODEX_CONFIG.format(url=url).replace("agents-model", model)
-            (home / ".codex" / "config.toml").write_text(config)
-            claude = {
-                "ANTHROPIC_BASE_URL": url,
-                "ANTHROPIC_API_KEY": "none",
-                "ANTHROPIC_MODEL": model,
-                "ANTHROPIC_SMALL_FAST_MODEL": model,
-                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-                "DISABLE_TELEMETRY": "1",
+            claude = configure(home, url, engine.config.model_name)
+            said = {
+                "claude": turn(
+                    "claude", ["-p", "Make tea.", "--allowedTools", "Bash(echo:*)"], home, claude
+                ),
+                "codex": turn("codex", ["exec", "--skip-git-repo-check", "Make tea."], home, {}),
             }
-            results = [
-                turn("claude", ["-p", "Make tea.", "--allowedTools", "Bash(echo:*)"], home, claude),
-                turn("codex", ["exec", "--skip-git-repo-check", "Make tea."], home, {}),
-            ]
-    return 0 if all(results) else 1
+    for name, text in said.items():
+        is_good = "The tool said: " in text and SAID in text
+        print(f"{name}: {'ran a tool and ended its turn' if is_good else text}", flush=True)
+        yield is_good
+
+
+def real_turns(model: str) -> Iterator[bool]:
+    """Whether each agent was answered by what ``make up MODEL=smollm2`` serves."""
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory)
+        # Codex always has tools, which this model's chat template does not show it.
+        up = ["up", "--model", model, "--port", "0", "--tool-call-parser", "hermes"]
+        up += ["--served-model-name", "smollm2", "--log-dir", directory]
+        (home / "generation_config.json").write_text('{"temperature": 0}')
+        up += ["--generation-config", directory]
+        with running("mooncake_engine.cli", *up) as deployment:
+            url = deployment.wait_for("curl ").split("/v1/")[0].split()[-1]
+            claude = configure(home, url, "smollm2", CODEX_SHORTLY)
+            (home / "instructions.md").write_text(SHORTLY)
+            asked = ["-p", QUESTION, "--system-prompt", SHORTLY, "--tools", ""]
+            said = {
+                "/v1/messages": turn("claude", asked, home, claude),
+                "/v1/responses": turn(
+                    "codex", ["exec", "--skip-git-repo-check", QUESTION], home, {}
+                ),
+            }
+            metrics = httpx.get(f"{url}/metrics").text
+    for path, text in said.items():
+        answered = f'mooncake_proxy_requests_total{{endpoint="{path}",status="200"}} '
+        print(f"{path}: {text.strip() or 'no answer'}", flush=True)
+        yield bool(text.strip()) and answered in metrics
+
+
+def configure(home: Path, url: str, model: str, codex: str = "") -> dict[str, str]:
+    """Codex reads a file; the variables are Claude Code's."""
+    (home / ".codex").mkdir()
+    config = codex.format(home=home) + CODEX_CONFIG.format(url=url).replace("agents-model", model)
+    (home / ".codex" / "config.toml").write_text(config)
+    return {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": "none",
+        "ANTHROPIC_MODEL": model,
+        "ANTHROPIC_SMALL_FAST_MODEL": model,
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "100",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_TELEMETRY": "1",
+    }
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from mooncake_engine.replay.latency_summary import Record
 from mooncake_engine.replay.replay_report import Report
 
 _WIDTH, _HEIGHT = 480, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 24, 34
 _MAX_POINTS = 400
 _NUM_BINS = 60
 # Of a timeline, with as many requests as can be told from each other.
@@ -181,7 +181,7 @@ def _axes(x_label: str, y_label: str, x_ticks: list[float], y_ticks: list[float]
         x = _x(tick, x_ticks[-1])
         parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{tick:g}</text>')
     parts.append(f'<text x="{right}" y="{_HEIGHT - 4}" text-anchor="end">{escape(x_label)}</text>')
-    parts.append(f'<text x="{_LEFT + 4}" y="{_TOP + 10}">{escape(y_label)}</text>')
+    parts.append(f'<text x="{_LEFT}" y="{_TOP - 10}">{escape(y_label)}</text>')
     return parts
 
 

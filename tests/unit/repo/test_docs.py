@@ -85,3 +85,11 @@ def test_every_link_leads_to_a_page_and_a_section_of_it(page: Path) -> None:
         if not target.exists() or (section and section not in sections(target)):
             broken.append(link)
     assert not broken
+
+
+def test_pictures_are_shown_and_small() -> None:
+    """``make pictures`` makes them: one that nothing shows would grow old."""
+    shown = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    for picture in (ROOT / "docs" / "pictures").iterdir():
+        assert f"(pictures/{picture.name})" in shown
+        assert picture.stat().st_size < 150_000, picture.name
