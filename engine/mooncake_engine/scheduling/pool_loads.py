@@ -357,7 +357,7 @@ class PoolLoads:
                 request.num_computed - first * pool.chunk_tokens,
                 block_ids,
                 patience_s,
-                layers if is_alone else 0,
+                layers if is_alone else None,
                 step_s,
             )
         )

@@ -200,7 +200,7 @@ class PoolSchedulerSide:
                 start % self._chunk_tokens,
                 expand_blocks(table, self._pages),
                 self._timeout_s,
-                release_layers=0,  # vLLM runs a request once all of it is there
+                release_layers=None,  # vLLM runs a request once all of it is there
             )
         )
 

@@ -366,7 +366,9 @@ class PoolClient:
             load.timeout_s,
             load.release_layers,
         )
-        reports = await self._order(load.load_id, order, released if load.release_layers else None)
+        reports = await self._order(
+            load.load_id, order, None if load.release_layers is None else released
+        )
         failure = next((r.error for r in reports if r.error is not None), None)
         now = time.monotonic()
         if failure is None:

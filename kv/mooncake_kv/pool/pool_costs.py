@@ -148,6 +148,11 @@ def choose_load(
     return best
 
 
+WAITED_SHARE = 0.25
+"""A step may begin at once where a layer is loaded in that share of the time that one takes to
+compute: it hardly waits for the first one, which comes in while it is scheduled and begins."""
+
+
 def layers_before_release(num_layers: int, load_s: float, compute_s: float) -> int:
     """How many layers are to be there before a step may begin, so that it hardly waits for others:
     the rest comes in while these are computed.
@@ -157,7 +162,7 @@ def layers_before_release(num_layers: int, load_s: float, compute_s: float) -> i
         load_s: of all layers.
         compute_s: of the step.
     """
-    if load_s <= 0:
-        return 1
+    if load_s <= WAITED_SHARE * compute_s:
+        return 0
     hidden = (num_layers - 1) * compute_s / load_s
     return min(max(1, math.ceil(num_layers - hidden)), num_layers)

@@ -65,7 +65,7 @@ class LoadRequest:
     skipped_tokens: int
     block_ids: Sequence[int]
     timeout_s: float
-    release_layers: int
+    release_layers: int | None
     compute_s: float = 0.0
 
 

@@ -82,7 +82,7 @@ class LoadRuns(msgspec.Struct, frozen=True, tag=True):
         block_ids: the request's block table, from token 0.
         timeout_s: for all of it.
         release_layers: how many of the model's layers are to be there before a step may begin; 0:
-            no step begins before the end.
+            it begins at once, and waits for the first one. None: no step begins before the end.
     """
 
     load_id: str
@@ -90,7 +90,7 @@ class LoadRuns(msgspec.Struct, frozen=True, tag=True):
     runs: tuple[ChunkRun, ...]
     block_ids: tuple[int, ...]
     timeout_s: float
-    release_layers: int = 0
+    release_layers: int | None = None
 
 
 class CancelRuns(msgspec.Struct, frozen=True, tag=True):
@@ -123,7 +123,8 @@ class PoolRankReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class LayersLoaded(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: as many layers are there as the load was to be released after."""
+    """From a rank: as many layers are there as the load was to be released after; if that is none,
+    steps from now on wait for them."""
 
     load_id: str
 

@@ -103,6 +103,8 @@ class PoolWorker:
             if isinstance(order, LoadRuns):
                 load = _RunningLoad(order, self._context.memory.shard.layer_start)
                 self._loads[order.load_id] = load
+                if order.release_layers == 0:
+                    self._context.emit(encode(LayersLoaded(order.load_id)))
                 self._loading.submit(self._load, load)
             elif isinstance(order, SaveRuns):
                 self._saving.submit(self._save, order, time.monotonic() + order.timeout_s)
@@ -176,7 +178,7 @@ class PoolWorker:
         """Read group after group of layers; while one is on its way, the next is planned, but not
         before the first layer is there: the request's first step waits for it."""
         order, moving = load.order, deque[tuple[int, list[Transfer]]]()
-        release_after = self._own_layers(order.release_layers)
+        release_after = self._own_layers(order.release_layers or 0)
         try:
             for start, stop in self._groups(order.runs):
                 transfers = self._start(
@@ -203,7 +205,7 @@ class PoolWorker:
             self._context.emit(encode(LayersLoaded(load.order.load_id)))
 
     def _own_layers(self, release_layers: int) -> int:
-        """This rank's share of the layers that are to be there first; 0 stays 0."""
+        """This rank's share of the layers that are to be there first."""
         shard, num_layers = self._local.shard, self._context.memory.geometry.layers
         return -(-release_layers * shard.layers // num_layers)
 

@@ -13,7 +13,7 @@ from mooncake_engine.errors import ConfigError
 from mooncake_engine.models.catalog import kv_geometry, read_model_config
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.config import KVTransferConfig
-from mooncake_kv.pool.pool_worker import PoolWorker
+from mooncake_kv.pool.pool_worker import PoolWorker, _RunningLoad
 from mooncake_kv.pool.step_progress import StepProgress
 
 
@@ -86,6 +86,35 @@ def test_a_layer_is_saved_while_those_after_it_are_computed(model, monkeypatch):
         stats = core.stats().kv_pool
     assert waited == [True]
     assert (stats.num_saved_chunks, stats.num_saves, stats.num_layerwise_saves) == (4, 1, 1)
+
+
+def test_a_step_that_begins_before_any_layer_is_there_waits_for_the_first(model, monkeypatch):
+    """No byte is read before the step wants the first layer; its tokens are right all the same."""
+    with engine(model, None) as core:
+        plain, _ = two_turns(core)
+    wanted, begun = threading.Event(), []
+    start, wait_for = PoolWorker._start, _RunningLoad.wait_for
+
+    def start_late(self, runs, block_ids, layers, moves, *, is_read):
+        if is_read:
+            begun.append(wanted.wait(20))
+        return start(self, runs, block_ids, layers, moves, is_read=is_read)
+
+    def tell(self, layer):
+        wanted.set()
+        wait_for(self, layer)
+
+    monkeypatch.setattr(PoolWorker, "_start", start_late)
+    monkeypatch.setattr(_RunningLoad, "wait_for", tell)
+    name = "mooncake_engine.scheduling.pool_loads.layers_before_release"
+    monkeypatch.setattr(name, lambda *_: 0)
+    with engine(model) as core:
+        pooled, _ = two_turns(core)
+        stats = core.stats().kv_pool
+    assert all(begun)
+    assert pooled == plain
+    assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
+    assert stats.stalled_seconds > 0
 
 
 def test_what_came_from_another_store_is_copied_to_the_own_one_while_there_is_room(model, tmp_path):

@@ -304,7 +304,7 @@ def test_siblings_share_what_one_of_them_loads():
         bench.add(f"n{index}", prompt, max_tokens=2, group="n")
     bench.step()
     (load,) = bench.pool.loads.values()
-    assert load.release_layers == 0
+    assert load.release_layers is None
     bench.end(load.load_id)
     assert len(bench.run()) == 3
 
@@ -398,7 +398,7 @@ class RandomRun:
         for load_id, load in list(bench.pool.loads.items()):
             draw, is_gone = dice.random(), load_id in bench.pool.cancelled
             is_awaited = bench.tokens[load.request_id].pool_load == load_id
-            if draw < 0.15 and load.release_layers and is_awaited and not is_gone:
+            if draw < 0.15 and load.release_layers is not None and is_awaited and not is_gone:
                 bench.release(load_id)
             elif 0.15 < draw < 0.35:
                 bench.end(load_id, "lost" if is_gone or dice.random() < 0.3 else None)

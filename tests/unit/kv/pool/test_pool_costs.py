@@ -87,10 +87,11 @@ def test_no_weight_is_negative():
 
 @pytest.mark.parametrize(
     ("load_s", "compute_s", "wanted"),
-    [(0.0, 1.0, 1), (1.0, 0.0, 32), (1.0, 10.0, 1), (2.0, 1.0, 17)],
+    [(0.0, 1.0, 0), (1.0, 10.0, 0), (1.0, 2.0, 1), (2.0, 1.0, 17), (1.0, 0.0, 32)],
 )
 def test_a_step_begins_when_it_will_hardly_wait(load_s, compute_s, wanted):
-    """With layers of l seconds and computing of c each: L - (L - 1) c / l of them."""
+    """With layers of l seconds and computing of c each: L - (L - 1) c / l of them; none where l is
+    small beside c."""
     assert layers_before_release(LAYERS, load_s, compute_s) == wanted
 
 
