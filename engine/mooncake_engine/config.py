@@ -469,11 +469,11 @@ class EngineConfig:
                 f"{self.tp_size}: experts are divided over the ranks of a stage; use a divisor of "
                 "dp_size times tp_size, or their product itself"
             )
-        self._check_data_parallel()
         self.nodes.check(
             self.num_all_ranks,
             {"--executor ray": self.executor is ExecutorKind.RAY, "--kv-pool": bool(self.kv_pool)},
         )
+        self._check_data_parallel()
         is_placing = self.redundant_experts or self.expert_load or self.eplb_step_interval
         if self.ep_size == 1 and is_placing:
             raise ConfigError(
@@ -502,10 +502,13 @@ class EngineConfig:
             return
         if self.kv_events is not None and (why := self.kv_events.why_crowded(self.dp_size)):
             raise ConfigError(why)
-        if self.executor is ExecutorKind.RAY:
+        per_node = self.num_ranks_per_node
+        if per_node % self.tp_size and self.tp_size % per_node:
             raise ConfigError(
-                f"dp_size {self.dp_size} was asked for with executor ray, which does not go "
-                "together yet: leave one of them out"
+                f"--nnodes {self.nodes.nnodes} gives each node {per_node} ranks, of --dp-size "
+                f"{self.dp_size} and --tp-size {self.tp_size}: parts of two data-parallel ranks "
+                "would be on one node; choose sizes so that a node has whole ones, or that one has "
+                "whole nodes"
             )
 
     def _check_scheduling(self) -> None:

@@ -119,7 +119,8 @@ class RayRank(Rank):
 
 
 class RayLauncher:
-    """Ranks as actors of a Ray cluster, packed onto as few hosts as hold them.
+    """Ranks as actors of a Ray cluster, packed onto as few hosts as hold them. With several
+    data-parallel ranks, the tensor-parallel ranks of each, or of a stage of it, are on one host.
 
     Args:
         config: says how many, their threads, and the cluster.
@@ -136,8 +137,10 @@ class RayLauncher:
         self._rendezvous: dict[str, str] = {}
         devices = {resource: 1.0} if resource else {}
         self._bundle = {"CPU": float(self.threads), **devices}
+        self._num_together = config.tp_size if config.dp_size > 1 else 1
+        bundle = {name: amount * self._num_together for name, amount in self._bundle.items()}
         self._placement_group = ray.util.placement_group(
-            [self._bundle] * config.num_all_ranks, strategy="PACK"
+            [bundle] * (config.num_all_ranks // self._num_together), strategy="PACK"
         )
         self._key = secrets.token_bytes(_KEY_BYTES)
 
@@ -150,11 +153,15 @@ class RayLauncher:
         """
         ray = _ray()
         if not self._placement_group.wait(_PLACE_TIMEOUT_S):
+            together, remedy = "", "add hosts or free some"
+            if self._num_together > 1:
+                together = f", {self._num_together} of them on one host each"
+                remedy += ", or lower tp_size"
             raise ConfigError(
-                f"the Ray cluster has no room for {self._placement_group.bundle_count} ranks of "
-                f"{self._bundle}, it has {ray.cluster_resources()}: add hosts or free some"
+                f"the Ray cluster has no room for {len(self._rank_infos)} ranks of {self._bundle}"
+                f"{together}, it has {ray.cluster_resources()}: {remedy}"
             )
-        actors = [self._actor(index) for index in range(self._placement_group.bundle_count)]
+        actors = [self._actor(info.number) for info in self._rank_infos]
         try:
             described = ray.get([actor.describe.remote() for actor in actors])
             self._choose_rendezvous(actors, [host for host, _ in described])
@@ -188,7 +195,7 @@ class RayLauncher:
             name: f"tcp://{hosts[rank]}:{ports[rank].pop()}" for name, rank in leaders.items()
         }
 
-    def _actor(self, index: int) -> Any:
+    def _actor(self, rank: int) -> Any:
         ray = _ray()
         strategies = ray.util.scheduling_strategies
         amounts = dict(self._bundle)
@@ -199,7 +206,7 @@ class RayLauncher:
                 **settings,
                 resources=amounts,
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
-                    self._placement_group, index
+                    self._placement_group, rank // self._num_together
                 ),
                 runtime_env={"env_vars": {"PYTHONPATH": import_path()}},
             )

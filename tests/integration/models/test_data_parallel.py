@@ -29,6 +29,7 @@ from mooncake_engine.data_parallel_core import DataParallelCore
 from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.messages import EngineRequest
+from mooncake_engine.node_config import NodeConfig
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.speculative_config import SpeculativeConfig
 from mooncake_engine.step_watchdog import StepWatch, StepWatchdog
@@ -330,6 +331,10 @@ def test_a_killed_rank_ends_all_with_its_reason(checkpoints: dict[str, Path], ep
     [
         ({"dp_size": 2, "ep_size": 3}, r"ep_size 3 was asked for with dp_size 2 and tp_size 1"),
         ({"dp_size": 0}, "dp_size must be at least 1"),
+        (
+            {"dp_size": 2, "tp_size": 3, "nodes": NodeConfig(nnodes=3, secret="s")},
+            "parts of two data-parallel ranks would be on one node",
+        ),
         ({"eplb_step_interval": 9}, "they need an ep_size above 1"),
         (
             {"dp_size": 2, "kv_events": KVEventsConfig(True, replay_endpoint="tcp://*:5558")},

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.checkpoints import random_model, write_checkpoint
+from support.core_runs import make_load, run_load
 from support.stepping import RunningRequest, Stepper
 
 from mooncake_engine.config import EngineConfig
@@ -21,6 +23,7 @@ from mooncake_engine.execution.executor import Executor, InProcessExecutor
 from mooncake_engine.execution.node_launcher import NodeLauncher
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.node_config import NodeConfig
+from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend import Backend
 from mooncake_hal.testing.backends import free_port
 
@@ -38,14 +41,18 @@ def config(checkpoint: Path, tmp_path: Path) -> EngineConfig:
 @pytest.fixture
 def other_node(config: EngineConfig, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The second one, as it is started by hand; it waits for the first."""
-    words = ["serve", str(config.model), "--tensor-parallel-size", "2", "--threads", "1"]
-    words += ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--headless"]
-    words += ["--master-port", str(config.nodes.master_port)]
-    words += ["--node-secret-file", str(tmp_path / "secret")]
-    process = subprocess.Popen([sys.executable, "-m", "mooncake_engine", *words])
+    process = join(config, ["--tensor-parallel-size", "2"], tmp_path)
     yield process
     process.kill()
     process.wait(END_S)
+
+
+def join(config: EngineConfig, sizes: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    words = ["serve", str(config.model), *sizes, "--threads", "1"]
+    words += ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--headless"]
+    words += ["--master-port", str(config.nodes.master_port)]
+    words += ["--node-secret-file", str(folder / "secret")]
+    return subprocess.Popen([sys.executable, "-m", "mooncake_engine", *words])
 
 
 def answers(executor: Executor) -> list[list[int]]:
@@ -71,6 +78,22 @@ def test_two_nodes_choose_the_tokens_of_one_rank_and_a_lost_one_is_named(
         executor.close()
     with pytest.raises(ProcessLookupError):  # the lost node's ranks end by themselves
         _await_end(executor.rank_pids[1])
+
+
+def test_data_parallel_ranks_of_two_nodes_share_experts(
+    config: EngineConfig, tmp_path: Path
+) -> None:
+    model = write_checkpoint(random_model("qwen3_moe"), tmp_path / "model")
+    load = make_load(SamplingParams(temperature=0.0, max_tokens=8), sizes=(1, 1, 1))
+    expected = run_load(model, load, num_kv_blocks=32).answers
+    sizes = {"dp_size": 2, "ep_size": 2, "nodes": config.nodes}
+    words = ["--data-parallel-size", "2", "--ep-size", "2"]
+    other = join(replace(config, model=model), words, tmp_path)
+    try:
+        assert run_load(model, load, num_kv_blocks=32, **sizes).answers == expected
+    finally:
+        other.kill()
+        other.wait(END_S)
 
 
 def _await_failure(executor: Executor) -> None:

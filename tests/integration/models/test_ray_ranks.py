@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from support.checkpoints import random_model, write_checkpoint
+from support.core_runs import make_load, run_load
 from support.stepping import RunningRequest, Stepper
 
 from mooncake_engine.config import EngineConfig, ExecutorKind
@@ -18,6 +20,7 @@ from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import Executor, InProcessExecutor
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.execution.ray_launcher import RayLauncher
+from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend import Backend
 
 # Ray leaves sockets and log files to the interpreter's end.
@@ -25,13 +28,20 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """Address of a cluster of two nodes with one CPU each: no node holds two ranks."""
+def nodes() -> Iterator[Cluster]:
+    """Two with one CPU each: no node holds two ranks."""
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     nodes.add_node(num_cpus=1)
-    yield nodes.address
+    yield nodes
     ray.shutdown()
     nodes.shutdown()
+
+
+@pytest.fixture
+def cluster(nodes: Cluster) -> str:
+    """Its address."""
+    address: str = nodes.address
+    return address
 
 
 @pytest.fixture(params=["tp_size"])
@@ -82,6 +92,52 @@ def test_a_killed_rank_ends_the_instance_with_its_reason(executor: ProcessExecut
     os.kill(executor.rank_pids[1], signal.SIGKILL)
     with pytest.raises(EngineDead, match="rank 1 of 2 died"):
         answers(executor)
+
+
+def test_data_parallel_ranks_on_two_nodes_share_experts(cluster: str, tmp_path: Path) -> None:
+    model = write_checkpoint(random_model("qwen3_moe"), tmp_path)
+    load = make_load(SamplingParams(temperature=0.0, max_tokens=8), sizes=(1, 1, 1))
+    expected = run_load(model, load, num_kv_blocks=32).answers
+    found = run_load(
+        model,
+        load,
+        num_kv_blocks=32,
+        dp_size=2,
+        ep_size=2,
+        ep_dispatch_min_tokens=20,
+        executor=ExecutorKind.RAY,
+        ray_address=cluster,
+    )
+    assert found.answers == expected
+
+
+def test_ranks_of_a_data_parallel_rank_are_on_one_node(
+    nodes: Cluster, cluster: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake_engine.execution.ray_launcher._PLACE_TIMEOUT_S", 5.0)
+    config = EngineConfig(
+        checkpoint,
+        num_kv_blocks=32,
+        dp_size=2,
+        tp_size=2,
+        executor=ExecutorKind.RAY,
+        ray_address=cluster,
+        threads=1,
+    )
+    larger = [nodes.add_node(num_cpus=2)]
+    try:
+        launcher = RayLauncher(config)
+        with pytest.raises(ConfigError, match=r"no room for 4 ranks .* 2 of them on one host"):
+            launcher.start()
+        larger.append(nodes.add_node(num_cpus=2))
+        assert launcher._placement_group.wait(60)
+        placed = ray.util.placement_group_table(launcher._placement_group)
+        assert [bundle["CPU"] for bundle in placed["bundles"].values()] == [2.0, 2.0]
+        assert len(set(placed["bundles_to_node_id"].values())) == 2
+        launcher.close()
+    finally:
+        for node in larger:
+            nodes.remove_node(node)
 
 
 def test_a_cluster_without_room_says_so(
