@@ -263,7 +263,8 @@ class ChunkTable:
         for entry in entries:
             if entry is not None:
                 entry.state, entry.used_at = _READY, now
-                self._leave_parent(entry)
+                if entry.parent is not None:
+                    self._leave_parent(entry)
                 self._policies[entry.group].add(entry.chunk)
                 stored.append(entry.chunk)
         self.stats.num_puts += len(stored)
@@ -401,11 +402,6 @@ class ChunkTable:
                 entries[position] = None
         return entries
 
-    def _group(self, chunk: Chunk, copy: CopyTerms | None) -> str:
-        if chunk.tenant in self._settings.quotas:
-            return chunk.tenant
-        return SHARED if copy is None else COPIES
-
     def _allocate_together(self, sizes: Sequence[int]) -> Iterator[int]:
         """Offsets for those of a batch that there is memory for without evicting anything."""
         if self._settings.quotas or len(set(sizes)) != 1:
@@ -419,7 +415,9 @@ class ChunkTable:
         present = self._index.get(chunk.key)
         if present is not None:
             return PutRefusal.PRESENT if present.state is _READY else PutRefusal.STAGING
-        group = self._group(chunk, copy)
+        group = SHARED if copy is None else COPIES
+        if chunk.tenant in self._settings.quotas:
+            group = chunk.tenant
         offset = next(offsets, None)
         if offset is None:
             found = self._find_memory(chunk, group, now, copy)

@@ -90,6 +90,7 @@ class ResidenceIndex:
         _HEADER.pack_into(self._map, 0, _MAGIC, epoch.encode(), buckets, 0)
         self._words = memoryview(self._map).cast("Q")
         self._array: Words = np.frombuffer(self._map, np.uint64)  # the same, for many at once
+        self._buckets = self._array[HEADER_BYTES // 8 :].reshape(buckets, BUCKET_WORDS)
         self.info = IndexInfo(f"/proc/{os.getpid()}/fd/{self._fd}", nbytes)
 
     def mark(self, key: bytes, where: Residence, is_there: bool = True) -> None:
@@ -127,21 +128,23 @@ class ResidenceIndex:
     def _stage_together(self, keys: Sequence[bytes]) -> dict[bytes, int]:
         """Mark those whose word no other of them wants; which word each has."""
         pairs: Words = np.frombuffer(b"".join(map(_digest, keys)), np.uint64)
-        low, high = pairs[::2, None], pairs[1::2, None]
-        buckets = np.concatenate((low, low >> _HALF), axis=1) & np.uint64(self._mask)
-        # each begins at another word of its buckets, so that few want the same one
-        turned = (_BUCKET + (high >> _STATE_WIDTH)) % np.uint64(BUCKET_WORDS)
-        first = buckets * np.uint64(BUCKET_WORDS) + np.uint64(HEADER_BYTES // 8)
-        at = (first[:, :, None] + turned[:, None, :]).reshape(len(keys), -1)
-        words, tags = self._array[at], high & _TAG
-        is_its = (words ^ tags) - _ONE < _STATE  # the same tag, and a state
-        best = (2 * is_its.view(np.int8) + (words == 0)).argmax(axis=1)[:, None]
-        at, word = (np.take_along_axis(each, best, 1)[:, 0] for each in (at, words))
-        is_usable = (word == 0) | (word & _TAG == tags[:, 0])
-        _, chosen = np.unique(np.where(is_usable, at, 0), return_index=True)
-        chosen = chosen[is_usable[chosen]]
-        self._array[at[chosen]] = tags[chosen, 0] | (word[chosen] & _STATE) | _IS_STAGING
-        return dict(zip([keys[i] for i in chosen.tolist()], at[chosen].tolist(), strict=True))
+        low, tags = pairs[::2], pairs[1::2] & _TAG
+        mask = np.uint64(self._mask)
+        near, far = (low & mask).astype(np.intp), (low >> _HALF & mask).astype(np.intp)
+        words = np.concatenate((self._buckets[near], self._buckets[far]), axis=1)
+        is_its = (words ^ tags[:, None]) - _ONE < _STATE  # the same tag, and a state
+        # each likes other words of its buckets best, so that few want the same one
+        liking = _LIKING[(pairs[1::2] >> _STATE_WIDTH & _LAST_WORD).astype(np.intp)]
+        score = np.where(is_its, np.int8(2 * BUCKET_WORDS + 1), liking * (words == 0))
+        best, each = score.argmax(axis=1), np.arange(len(keys))
+        bucket = np.where(best < BUCKET_WORDS, near, far)
+        at = HEADER_BYTES // 8 + bucket * BUCKET_WORDS + best % BUCKET_WORDS
+        found = np.flatnonzero(score[each, best])
+        by_word = dict(zip(at[found].tolist(), found.tolist(), strict=True))
+        at, chosen = np.array(list(by_word), np.intp), np.array(list(by_word.values()), np.intp)
+        old = words[chosen, best[chosen]] & _STATE
+        self._array[at] = tags[chosen] | old | _IS_STAGING
+        return {keys[index]: word for word, index in by_word.items()}
 
     def _change(self, key: bytes, added: int, removed: int) -> int | None:
         """Set and clear bits of a chunk; which word they are in, if any."""
@@ -169,7 +172,7 @@ class ResidenceIndex:
         """Give the memory back; readers that have it mapped keep what it was. Idempotent."""
         if self._fd >= 0:
             self._words.release()
-            del self._array
+            del self._array, self._buckets
             self._map.close()
             os.close(self._fd)
             self._fd = -1
@@ -260,7 +263,18 @@ class ResidenceView:
 _TAG, _STATE = np.uint64(_TAG_BITS), np.uint64(_STATE_BITS)
 _HALF, _NONE = np.uint64(32), np.uint64(0)
 _ONE, _STATE_WIDTH = np.uint64(1), np.uint64(_STATE_BITS.bit_length())
-_BUCKET = np.arange(BUCKET_WORDS, dtype=np.uint64)
+_LAST_WORD = np.uint64(BUCKET_WORDS - 1)
+_LIKING = np.array(
+    [
+        [
+            BUCKET_WORDS * (2 - at // BUCKET_WORDS) - (at + turn) % BUCKET_WORDS
+            for at in range(2 * BUCKET_WORDS)
+        ]
+        for turn in range(BUCKET_WORDS)
+    ],
+    np.int8,
+)
+"""By a key's turn: how much it likes each word of its near bucket, then of its far one."""
 _IS_STAGING, _IS_DRAM = np.uint64(_STAGING), np.uint64(_DRAM)
 
 
