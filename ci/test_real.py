@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""A real model through prefill and decode apart: its tokens are transformers' own.
+"""Real models through prefill and decode apart: their tokens are transformers' own.
 
-SmolLM2-135M-Instruct (Llama, 9 query and 3 key/value heads, a GGUF file of Q4_1) over both
-connectors, one rank and three on either side; the oracle reads the same file with transformers.
-Exits 0 only if every token is equal, 77 where the weights can't be fetched.
+SmolLM2-135M-Instruct (Llama, 9 query and 3 key/value heads, a GGUF file of Q4_1) and stories15M
+(Llama, 6 heads, float32) over both connectors, one rank and three on either side; the oracle reads
+the same files with transformers. Exits 0 only if every token is equal, 77 where weights can't be
+fetched.
 """
 
 from __future__ import annotations
@@ -15,72 +16,116 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from support.metaserver import metaserver  # noqa: E402  # the path is set above
+import stories15m  # noqa: E402  # the path is set above
+import torch  # noqa: E402
+from support.metaserver import metaserver  # noqa: E402
 from support.pd import GREEDY, Answer, Pair, ask_pair, pair  # noqa: E402
 from support.push import LAYERWISE, PULLING, PushPair, ask_pushed  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # noqa: E402
 
 from mooncake_engine.checkpoints.model_source import find_model  # noqa: E402
 from mooncake_engine.text.tokenizer import Tokenizer  # noqa: E402
 
-PROMPTS = (
+ASKED = (
     "What is the capital of France?",
     "Write a Python function that adds two numbers.",
     "Why is the sky blue? Answer in one sentence.",
     "Translate to German: the weather is nice in 2024, isn't it?\n\n  * yes\n  * no",
 )
+BEGUN = (
+    "Once upon a time",
+    "Lily and Tom went to the park. They saw a big red ball",
+    'One day, a little dog found a bone. "Mum," he said, "look',
+    "There was a boy who did not like rain.\n\nHe",
+)
 NUM_TOKENS = 24
+STORIES = ROOT / ".cache" / "models" / "stories15m"
+SIZES = ((1, 1), (3, 1), (1, 3))
+CONNECTORS = {"pull": PULLING, "push": LAYERWISE}
 Prompt = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class RealModel:
+    """What is served, and what transformers says of it."""
+
+    directory: Path
+    prompts: Sequence[Prompt]
+    expected: Sequence[Sequence[int]]
+
+
 def main() -> int:
-    """Compare, connector by connector; the exit status."""
+    """Compare, model by model; the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--connector", choices=("pull", "push"), help="only this one")
+    parser.add_argument("--connector", choices=CONNECTORS, help="only this one")
+    parser.add_argument("--model", choices=MODELS, help="only this one")
     args = parser.parse_args()
+    failures, is_missing = 0, False
+    for name, load in MODELS.items():
+        if args.model not in (None, name):
+            continue
+        model = load()
+        if model is None:
+            is_missing = True
+            continue
+        print(repr(Tokenizer.load(model.directory).decode(model.expected[0])), flush=True)
+        for connector in [args.connector] if args.connector else CONNECTORS:
+            failures += sum(differences(name, model, connector, sizes) for sizes in SIZES)
+    return 1 if failures else 77 if is_missing else 0
+
+
+def differences(name: str, model: RealModel, connector: str, sizes: tuple[int, int]) -> int:
+    """How many prompts are answered otherwise."""
+    started = time.monotonic()
+    of = pair_tokens(model.directory, CONNECTORS[connector], sizes, model.prompts)
+    wrong = sum(a != b for a, b in zip(asyncio.run(of), model.expected, strict=True))
+    seconds = time.monotonic() - started
+    shape = f"{connector} TP {sizes[0]} to {sizes[1]}"
+    print(f"{name} {shape}: {wrong} wrong, {seconds:.1f} s", flush=True)
+    return wrong
+
+
+# ---------------------------------------------------------------- models
+
+
+def smollm2() -> RealModel | None:
+    """Prompts as its chat template lays them out; None where it can't be had."""
     command = [sys.executable, str(ROOT / "ci" / "example_model.py"), "smollm2"]
     fetched = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if fetched.returncode:
-        return fetched.returncode
+        return None
     path = Path(fetched.stdout.strip())
     directory = find_model(path).directory
-    prompts = chat_prompts(directory)
-    expected = transformers_tokens(path, prompts)
-    print(Tokenizer.load(directory).decode(expected[0]), flush=True)
-    connectors = {"pull": PULLING, "push": LAYERWISE}
-    failures = 0
-    for name, connector in connectors.items():
-        if args.connector not in (None, name):
-            continue
-        for sizes in ((1, 1), (3, 1), (1, 3)):
-            started = time.monotonic()
-            found = asyncio.run(pair_tokens(directory, connector, sizes, prompts))
-            wrong = sum(a != b for a, b in zip(found, expected, strict=True))
-            failures += wrong
-            seconds = time.monotonic() - started
-            print(f"{name} TP {sizes[0]} to {sizes[1]}: {wrong} wrong, {seconds:.1f} s", flush=True)
-    return 1 if failures else 0
-
-
-def chat_prompts(directory: Path) -> list[Prompt]:
-    """The prompts as the model's chat template lays them out."""
     tokenizer = Tokenizer.load(directory)
-    texts = [tokenizer.render_chat([{"role": "user", "content": text}]) for text in PROMPTS]
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    texts = [tokenizer.render_chat([{"role": "user", "content": text}]) for text in ASKED]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return RealModel(directory, prompts, transformers_tokens(gguf_model(path), prompts))
 
 
-def transformers_tokens(path: Path, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """What transformers says, in float32."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+def stories15m_model() -> RealModel | None:
+    """Stories that have begun; None where it can't be had."""
+    if not stories15m.fetch(STORIES):
+        return None
+    tokenizer = Tokenizer.load(STORIES)
+    prompts = [tokenizer.encode(text) for text in BEGUN]
+    model = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
+    return RealModel(STORIES, prompts, transformers_tokens(model.eval(), prompts))
 
+
+MODELS = {"smollm2": smollm2, "stories15m": stories15m_model}
+
+
+def gguf_model(path: Path) -> Any:
+    """What transformers makes of a GGUF file, in float32."""
     # from_pretrained would want the package accelerate for a GGUF file
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -89,6 +134,11 @@ def transformers_tokens(path: Path, prompts: Sequence[Prompt]) -> list[list[int]
     assert not unexpected, unexpected
     assert missing == ["lm_head.weight"], missing  # is the embedding
     model.tie_weights()
+    return model
+
+
+def transformers_tokens(model: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """What transformers says."""
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -102,6 +152,9 @@ def transformers_tokens(path: Path, prompts: Sequence[Prompt]) -> list[list[int]
         )
         found.append(generated[0, len(prompt) :].tolist())
     return found
+
+
+# ---------------------------------------------------------------- pairs
 
 
 async def pair_tokens(
