@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,6 +42,7 @@ EVERY_STEP, PROMPTS = 1, 20
 LENGTHS = (3, 90, 25, 41, 7)
 """Of prompts: some in chunks; an odd number of them, so that ranks are idle at the end."""
 ANSWERS = (12, 3, 20, 1, 9)
+MOE = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 32, "max_num_batched_tokens": 40, "max_num_seqs": 8}
 
 
@@ -48,7 +50,7 @@ OPTIONS: dict[str, Any] = {"num_kv_blocks": 32, "max_num_batched_tokens": 40, "m
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         family: write_checkpoint(random_model(family), tmp_path_factory.mktemp(family))
-        for family in ("llama", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+        for family in ("llama", *MOE)
     }
 
 
@@ -65,23 +67,26 @@ def requests(*, dp_size: int = 1) -> list[EngineRequest]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("family", "dp_size", "tp_size", "ep_size", "least"),
-    [
-        ("llama", 2, 1, 1, EVERY_STEP),
-        ("qwen3_moe", 2, 1, 2, EVERY_STEP),
-        ("deepseek_v3", 2, 2, 4, PROMPTS),
-        pytest.param("mixtral", 4, 1, 4, PROMPTS, marks=pytest.mark.slow),
-        pytest.param("deepseek_v2", 2, 2, 2, EVERY_STEP, marks=pytest.mark.slow),
-    ],
+QUICK = (
+    ("qwen3_moe", 2, 1, 2),
+    ("deepseek_v3", 2, 2, 4),
 )
+"""In `make test`; all others are for `make test-slow`."""
+
+
+def divisions() -> Iterator[Any]:
+    """Family, dp_size, tp_size and ep_size of all that have experts, and of one that has none."""
+    yield "llama", 2, 1, 1
+    for family, dp_size, tp_size, ep_size in product(MOE, (1, 2, 4), (1, 2), (1, 2, 4)):
+        if dp_size * tp_size > 1 and dp_size * tp_size % ep_size == 0:
+            division = family, dp_size, tp_size, ep_size
+            marks = () if division in QUICK else (pytest.mark.slow,)
+            yield pytest.param(*division, marks=marks)
+
+
+@pytest.mark.parametrize(("family", "dp_size", "tp_size", "ep_size"), list(divisions()))
 def test_ranks_choose_the_tokens_of_one_rank(
-    family: str,
-    dp_size: int,
-    tp_size: int,
-    ep_size: int,
-    least: int,
-    checkpoints: dict[str, Path],
+    family: str, dp_size: int, tp_size: int, ep_size: int, checkpoints: dict[str, Path]
 ) -> None:
     """Logits are compared, division by division, in the unit tests."""
     expected = run_load(checkpoints[family], requests(), **OPTIONS).answers
@@ -91,7 +96,7 @@ def test_ranks_choose_the_tokens_of_one_rank(
         dp_size=dp_size,
         tp_size=tp_size,
         ep_size=ep_size,
-        ep_dispatch_min_tokens=least,
+        ep_dispatch_min_tokens=PROMPTS if ep_size == 4 else EVERY_STEP,
         **OPTIONS,
     )
     assert found.answers == expected
