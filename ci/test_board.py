@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,7 @@ def main() -> int:
         argv += ["--health-interval", "2"]
         url = stack.enter_context(running("mooncake_proxy", *argv)).wait_for("listens on")
         url = url.split()[-1]
-        targets = [url, first.url, second.url, decode.url]
-        board = stack.enter_context(scraping(prometheus, targets))
+        board = stack.enter_context(scraping(prometheus, url))
         load(url, (None, first, second))
         empty = [name for name, query in queries().items() if not ask(board, query)]
         for name, query in alerts().items():
@@ -66,14 +65,15 @@ def main() -> int:
 
 
 @contextmanager
-def scraping(prometheus: str, targets: Sequence[str]) -> Iterator[str]:
-    """Prometheus over these targets, every second; where."""
+def scraping(prometheus: str, proxy: str) -> Iterator[str]:
+    """Prometheus over a proxy and the instances that it names, every second; where."""
     with tempfile.TemporaryDirectory() as directory:
         folder, address = Path(directory), f"127.0.0.1:{free_range(1).first}"
-        addresses = [target.removeprefix("http://") for target in targets]
-        job = {"job_name": "mooncake", "static_configs": [{"targets": addresses}]}
-        settings = {"global": {"scrape_interval": "1s"}, "scrape_configs": [job]}
-        (folder / "prometheus.yml").write_text(json.dumps(settings))  # JSON is YAML, too
+        settings = (MONITORING / "prometheus-here.yaml").read_text()
+        settings = settings.replace("127.0.0.1:8000", proxy.removeprefix("http://"))
+        settings = settings.replace("scrape_interval: 5s", "scrape_interval: 1s")
+        (folder / "prometheus.yml").write_text(settings)
+        shutil.copy(MONITORING / "alert-rules.yaml", folder)
         command = [prometheus, f"--config.file={folder / 'prometheus.yml'}"]
         command += [f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}"]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)

@@ -40,12 +40,17 @@ MODEL_PATH = "/v1/models/"
 INSTANCES_PATH = "/instances"
 # What --admin-port takes off the public port.
 EXPLAIN_PATH = "/conductor/explain"
+# For Prometheus' http_sd_configs: whom to scrape beside the proxy.
+TARGETS_PATH = "/metrics/targets"
 # Where proxies on other hosts tell what they have reserved.
 RESERVATIONS_PATH = "/conductor/reservations"
 # Where instances announce themselves.
 REGISTER_PATH = "/register"
 ADMIN_PATHS = frozenset(
-    {"/", "/view", "/metrics", INSTANCES_PATH, EXPLAIN_PATH, RESERVATIONS_PATH, REGISTER_PATH}
+    {
+        *("/", "/view", "/metrics", TARGETS_PATH),
+        *(INSTANCES_PATH, EXPLAIN_PATH, RESERVATIONS_PATH, REGISTER_PATH),
+    }
 )
 _GENERATING = (*(endpoint.path for endpoint in OpenAIEndpoint), *API_FORMATS)
 # Whose requests have bodies of any length, for clients with an API key.
@@ -62,6 +67,7 @@ def routes(process: ProxyProcess, handle: Handler) -> Routes:
         "/health": {"GET": handlers.health},
         "/ready": {"GET": handlers.ready},
         "/metrics": {"GET": handlers.metrics},
+        TARGETS_PATH: {"GET": handlers.targets},
         MODELS_PATH: {"GET": handlers.models},
         MODEL_PATH: {"GET": handlers.forward_to_instance},
         "/tokenize": {"POST": handlers.forward_to_instance},
@@ -187,6 +193,19 @@ class AdminHandlers:
         lines = [*self._process.all_metrics().lines(), *self._gauges()]
         body = "\n".join(lines).encode() + b"\n"
         request.respond(200, body, "text/plain; version=0.0.4; charset=utf-8")
+
+    async def targets(self, request: HttpRequest) -> None:
+        """All instances, as Prometheus discovers targets over HTTP."""
+        found = []
+        for instance in self._process.pools:
+            origin = instance.spec.origin
+            labels = {
+                "role": instance.spec.role.value,
+                "__scheme__": origin.scheme,
+                "__metrics_path__": f"{origin.prefix}/metrics",
+            }
+            found.append({"targets": [origin.authority], "labels": labels})
+        respond_json(request, 200, found)
 
     def _gauges(self) -> Iterator[str]:
         instances = list(self._process.pools)

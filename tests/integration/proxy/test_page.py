@@ -111,6 +111,28 @@ def test_kv_that_instances_have_received_is_named_by_pair() -> None:
     uvloop.run(main())
 
 
+def test_prometheus_is_told_whom_to_scrape() -> None:
+    async def main() -> None:
+        async with stand(num_decodes=2) as s, httpx.AsyncClient(base_url=s.url) as client:
+            answer = await client.get("/metrics/targets")
+            assert answer.headers["content-type"] == "application/json"
+            roles = {fake.url: "prefill" for fake in s.prefills}
+            roles |= {fake.url: "decode" for fake in s.decodes}
+            assert answer.json() == [
+                {
+                    "targets": [url.removeprefix("http://")],
+                    "labels": {
+                        "role": role,
+                        "__scheme__": "http",
+                        "__metrics_path__": "/metrics",
+                    },
+                }
+                for url, role in roles.items()
+            ]
+
+    uvloop.run(main())
+
+
 def test_what_was_refused_is_counted_by_reason() -> None:
     async def main() -> None:
         async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
