@@ -57,7 +57,8 @@ COPIES = "\0copies"
 
 
 _STAGING, _READY, _EVICTING, _ABANDONED = ChunkState
-"""Looked up in the Enum, a state takes as long as all else that a chunk of a batch does."""
+"""Named here since a member that is looked up in its Enum costs a fifth of a microsecond, which a
+batch would pay for every chunk."""
 
 
 @dataclass(frozen=True, slots=True)
