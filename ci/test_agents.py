@@ -196,7 +196,7 @@ def configure(home: Path, url: str, model: str, codex: str = "") -> dict[str, st
         "ANTHROPIC_API_KEY": "none",
         "ANTHROPIC_MODEL": model,
         "ANTHROPIC_SMALL_FAST_MODEL": model,
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "100",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "2000",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_TELEMETRY": "1",
     }
