@@ -221,6 +221,8 @@ def _up(args: argparse.Namespace) -> int:
         max_restarts=args.max_restarts,
         kv_pool=config.kv_pool,
         log_format=args.log_format,
+        slo_ttft_ms=options.slo_ttft_ms,
+        slo_tbt_ms=options.slo_tbt_ms,
         device_argv=device_argv(args),
     )
     with queued_stderr():

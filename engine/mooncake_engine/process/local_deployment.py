@@ -61,6 +61,8 @@ class LocalDeployment:
         max_restarts: how often in a row a part that dies is started again, while the others go on;
             0 ends everything with the first one that dies. A pool's store is always started again.
         log_format: of what the processes log; ``engine_argv`` has it for instances.
+        slo_ttft_ms, slo_tbt_ms: what the proxy counts by and its page shows; ``engine_argv`` has
+            them for instances.
         device_argv: of each instance, prefill first: its devices. Empty where none are divided.
     """
 
@@ -80,6 +82,8 @@ class LocalDeployment:
     decode_argv: tuple[str, ...] = ()
     kv_pool: KVPoolConfig | None = None
     log_format: str = "text"
+    slo_ttft_ms: float | None = None
+    slo_tbt_ms: float | None = None
     device_argv: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -221,6 +225,9 @@ def _proxy_argv(deployment: LocalDeployment, urls: dict[str, list[str]]) -> list
     argv += ["--log-format", deployment.log_format]
     if deployment.otlp_endpoint is not None:
         argv += ["--otlp-endpoint", deployment.otlp_endpoint]
+    for name, limit in (("ttft", deployment.slo_ttft_ms), ("tbt", deployment.slo_tbt_ms)):
+        if limit is not None:
+            argv += [f"--slo-{name}", f"{limit:g}"]
     for role, instances in urls.items():
         for url in instances:
             argv += [f"--{role}", url]

@@ -54,15 +54,19 @@ def test_answers_and_leaves_nothing_behind(up: Program, number: signal.Signals) 
 def test_roles_differ_and_every_process_logs_json() -> None:
     by_role = ("--prefill-args=--block-size 8 --tp-size 2", "--decode-args=--enforce-eager")
     logs = ("--log-format", "json", "--kv-pool", "dram=16MiB,chunk=64")
-    with running("mooncake_engine.cli", "up", *OPTIONS, *by_role, *logs) as program:
+    objectives = ("--slo-ttft", "500", "--slo-tbt", "50.5")
+    with running("mooncake_engine.cli", "up", *OPTIONS, *by_role, *logs, *objectives) as program:
         program.wait_for("Prefill reads the whole prompt at once and fills the KV cache.")
-        commands = [c for c in descendants(program.process.pid).values() if "cli serve" in c]
+        everything = descendants(program.process.pid).values()
+        commands = [command for command in everything if "cli serve" in command]
         program.close()
     lines = [json.loads(line) for line in program.errors]
     assert {line.get("process") for line in lines} >= {"prefill-0", "decode-0", "proxy", "kv-store"}
     levels = {line["level"] for line in lines if "level" in line}  # requests' lines have a status
     assert levels <= {"INFO", "WARNING"}
     assert any("logger" in line for line in lines if line["process"] == "prefill-0")
+    [proxy] = [command for command in everything if "mooncake_proxy" in command]
+    assert "--slo-ttft 500 --slo-tbt 50.5" in proxy
     [prefill] = [command for command in commands if "--role prefill" in command]
     [decode] = [command for command in commands if "--role decode" in command]
     assert ("--tp-size 2" in prefill, "--tp-size 2" in decode) == (True, False)
