@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import cast
+from typing import Protocol, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,7 +15,13 @@ from mooncake_hal.backend import Capabilities, Communicator, GroupSpec
 from mooncake_hal.backend_parts import TensorAllocation
 from mooncake_hal.collectives import DeviceCommunicator, GroupFactory, ProcessGroup
 from mooncake_hal.errors import BackendUnavailable, DeviceError, OutOfMemory
+from mooncake_hal.fused_experts import ExpertShape
 from mooncake_hal.transport import MemoryRegion
+from mooncake_hal_ascend.ascend_experts import (
+    AscendFusedExperts,
+    group_buffer_bytes,
+    most_fused_tokens,
+)
 from mooncake_hal_ascend.ascend_ops import AscendOps
 from mooncake_hal_ascend.ascend_runtime import AscendRuntime, npu
 
@@ -62,14 +68,25 @@ class AscendBackend:
             scheduler_resource="NPU",
             latent_dims=soc.latent_dims,
             native_latents=True,
+            fused_experts=True,
             rounding=ROUNDING,
         )
         self.ops = AscendOps(soc)
+        self._expert_limits = soc.fused_experts
         self.memory = AscendMemory(self.runtime, soc.transfer_alignment)
         self._groups = GroupFactory(HcclCommunicator)
 
     def communicator(self, group: GroupSpec) -> Communicator:
         return self._groups.join(group)
+
+    def fused_experts(self, group: GroupSpec, shape: ExpertShape) -> AscendFusedExperts | None:
+        limits = self._expert_limits
+        most = most_fused_tokens(limits, group.world_size, shape, group_buffer_bytes())
+        if not most:
+            return None
+        joined = self._groups.join(group)
+        assert isinstance(joined, HcclCommunicator), "the ops take no group of one rank"
+        return AscendFusedExperts(joined, joined.hccl_name, shape, most, limits.has_expert_scales)
 
 
 class HcclCommunicator(DeviceCommunicator):
@@ -77,6 +94,20 @@ class HcclCommunicator(DeviceCommunicator):
 
     def __init__(self, group: GroupSpec, generation: int) -> None:
         super().__init__(group, generation, _join, name="hccl", accelerator=npu)
+
+    @property
+    def hccl_name(self) -> str:
+        """What ops with collectives within them know the group by."""
+        joined = cast(HcclProcessGroup, self._joined[0])
+        return joined.get_hccl_comm_name(self.rank)
+
+
+class HcclProcessGroup(ProcessGroup, Protocol):
+    """What HCCL's groups have besides."""
+
+    def get_hccl_comm_name(self, rank: int) -> str:
+        """Of this rank's communicator, which is made if need be."""
+        ...
 
 
 def _join(store: Store, group: GroupSpec) -> ProcessGroup:

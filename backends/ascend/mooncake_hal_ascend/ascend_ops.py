@@ -155,10 +155,20 @@ def route_and_run(
         active_expert_range=[0, num_experts],
         quant_mode=-1,
     )
-    inner = torch_npu.npu_swiglu(_grouped(rows, gate_up, counts))
     return torch_npu.npu_moe_token_unpermute(  # type: ignore[no-any-return]  # no types
-        _grouped(inner, down, counts), places, probs=expert_weights.to(x.dtype)
+        run_sorted(rows, gate_up, down, counts), places, probs=expert_weights.to(x.dtype)
     )
+
+
+def run_sorted(
+    rows: Tensor,  # [any, hidden], those of each expert together
+    gate_up: Tensor,  # [experts, hidden, 2 * inner]
+    down: Tensor,  # [experts, inner, hidden]
+    counts: Tensor,  # [experts] int64
+) -> Tensor:  # [any, hidden]
+    """Each expert's rows through it; rows behind the last one's mean nothing."""
+    inner = torch_npu.npu_swiglu(_grouped(rows, gate_up, counts))
+    return _grouped(inner, down, counts)
 
 
 def _grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.parallel_context import share_heads
 from mooncake_hal.backend import Backend, Capabilities, DeviceInfo
 from mooncake_hal.deployment import BlockSize, default_block_size
+from mooncake_hal.fused_experts import ExpertShape
 from mooncake_hal.host_memory import memory_bytes
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, KVShard, shards_of
 from mooncake_hal.kv.layout import layout_bytes
@@ -107,6 +108,16 @@ class EnginePlan:
             digest = hashlib.sha256(repr(self.kv_scales).encode()).hexdigest()[:12]
             meaning["scales of narrow types"] = f"one per layer and plane, {digest}"
         return meaning
+
+    @property
+    def whole_experts(self) -> ExpertShape | None:
+        """What is divided over ranks if each expert is whole on one; else None."""
+        config, moe = self.config, self.model.moe
+        if moe is None or config.ep_size == 1 or config.ep_size < config.dp_size * config.tp_size:
+            return None
+        routing = moe.routing
+        num_slots = len(self.expert_slots[0]) if self.expert_slots else routing.num_experts
+        return ExpertShape(num_slots, routing.experts_per_token, self.model.hidden_size)
 
     @property
     def num_scratch_blocks(self) -> int:

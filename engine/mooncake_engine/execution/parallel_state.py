@@ -13,6 +13,7 @@ from mooncake_engine.models.catalog import Model
 from mooncake_engine.models.layers import ParallelContext
 from mooncake_engine.models.parallel_context import ForwardContext
 from mooncake_hal.backend import Communicator
+from mooncake_hal.fused_experts import FusedExperts
 from mooncake_hal.kv.geometry import KVGeometry, KVShard, shard_of
 
 
@@ -109,12 +110,15 @@ class ParallelGroups:
         pipeline: the ranks of all stages that have its tensor-parallel rank; None if there is one
             stage.
         experts: the ranks of its stage in all data-parallel ranks; None if these share no experts.
+        fused_experts: those that experts are divided over again, in a group that the backend's ops
+            have for themselves; None if it has none for them.
     """
 
     info: RankInfo = RankInfo()
     stage: Communicator | None = None
     pipeline: Communicator | None = None
     experts: Communicator | None = None
+    fused_experts: FusedExperts | None = None
 
     @property
     def all(self) -> tuple[Communicator, ...]:
@@ -136,6 +140,8 @@ class ParallelGroups:
 
     def close(self) -> None:
         """Leave them. Idempotent."""
+        if self.fused_experts is not None:
+            self.fused_experts.close()
         for group in self.all:
             group.close()
 

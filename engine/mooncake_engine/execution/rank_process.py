@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import cast
 
 import torch
 
@@ -30,6 +31,8 @@ from mooncake_engine.execution.model_runner import PendingStep
 from mooncake_engine.execution.parallel_state import ParallelGroups, RankInfo
 from mooncake_engine.execution.worker import RankHandlers, Worker
 from mooncake_engine.process.queued_stderr import queued_stderr
+from mooncake_hal.backend import Backend
+from mooncake_hal.fused_experts import FusedExperts, FusedExpertsBackend
 from mooncake_hal.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -99,14 +102,15 @@ class RankProcess:
             lambda message: self._notify(wire.Emitted(message)),
             lambda cause: self._notify(wire.ExtensionFailed(str(cause))),
         )
-        groups = [  # in this order on every rank
+        stage, pipeline, experts = (  # in this order on every rank
             None if spec is None else backend.communicator(spec)
             for spec in (start.stage, start.pipeline, start.experts)
-        ]
+        )
+        fused = _fused_experts(plan, backend, start)
         return Worker(
             plan,
             backend,
-            ParallelGroups(start.info, *groups),
+            ParallelGroups(start.info, stage, pipeline, experts, fused),
             registry=registry,
             extension=start.extension,
             handlers=handlers,
@@ -181,6 +185,14 @@ class RankProcess:
     def _notify(self, notice: wire.Notice) -> None:
         with self._message_lock:
             self._messages.send_bytes(wire.encode(notice))
+
+
+def _fused_experts(plan: EnginePlan, backend: Backend, start: wire.Start) -> FusedExperts | None:
+    """The backend's own ops for experts of all ranks, where it has such for them."""
+    group, shape = start.experts or start.stage, plan.whole_experts
+    if not backend.capabilities.fused_experts or shape is None or group is None:
+        return None
+    return cast(FusedExpertsBackend, backend).fused_experts(group, shape)
 
 
 def _failure(exc: BaseException) -> wire.RankFailed:

@@ -131,6 +131,7 @@ class Worker:
     def _parallel_context(self, plan: EnginePlan) -> ParallelContext:
         """Which share of the model is this rank's, and where it goes."""
         shard = self._groups.info.shard(plan.geometry)
+        fused = self._groups.fused_experts
         return ParallelContext(
             self._backend.ops,
             self._device,
@@ -143,6 +144,8 @@ class Worker:
             plan.config.ep_dispatch_min_tokens,
             plan.expert_slots,
             self._groups.experts,
+            fused,
+            0 if fused is None else self._groups.least(fused.most_tokens, self._device),
         )
 
     def _make_balancer(self, plan: EnginePlan) -> ExpertBalancer | None:

@@ -153,7 +153,7 @@ class ExpertDispatch:
         leaving = by_sender[:, :ranks].tolist()
         send = leaving[self._group.rank]
         recv = [of_sender[self._group.rank] for of_sender in leaving]
-        counts.num_sent_rows += sum(send) - send[self._group.rank]
+        counts.add_sent(sum(send) - send[self._group.rank])
         tokens = is_wanted.t().nonzero()[:, 1]  # in the order of ranks
         packed = _packed(rows[tokens], ids[tokens], weights[tokens])
         exchange = self._group.start_all_to_all(packed, send, recv)
@@ -287,13 +287,21 @@ class ExpertParallelMixture(MixtureOfExperts):
             partial[own.start : own.stop] += self._shared(x[own.start : own.stop])
         return self._group.all_reduce(partial)
 
-    def run_shared_tokens(self, own: Tensor, expert_round: ExpertRound | None = None) -> Tensor:
+    def run_shared_tokens(self, own: Tensor, expert_round: ExpertRound) -> Tensor:
         """This rank's tokens, [tokens, hidden], through experts of all ranks; every rank calls it,
         with tokens or without."""
         ids, weights = self._router(own)
         slots = self._replicas.choose(ids)
-        is_dispatched = expert_round is None or expert_round.is_dispatched
-        to_all = None if is_dispatched else expert_round
+        shares = (max(self.tokens.counts(count)) for count in expert_round.token_counts)
+        most, fused = max(shares), self._parallel.fused_experts
+        is_fitting = most <= self._parallel.fused_most_tokens and not self._is_worst_routed
+        if fused is not None and is_fitting:
+            self.counts.add(self._group.all_reduce(self.counts.of(ids)))
+            foreign = (slots < self._held.start) | (slots >= self._held.stop)
+            self.counts.add_sent(foreign.sum())
+            combined = self._experts.run_fused(fused, own, slots, weights, most)
+            return combined if self._shared is None else combined + self._shared(own)
+        to_all = None if expert_round.is_dispatched else expert_round
         if to_all is None:
             chosen = self.counts.of(ids)
             started = self._dispatch.start(
@@ -302,7 +310,7 @@ class ExpertParallelMixture(MixtureOfExperts):
         else:
             counts = map(self.tokens.counts, to_all.token_counts)
             recv = [count for of_ranks in counts for count in of_ranks]
-            self.counts.num_sent_rows += len(own) * (len(recv) - 1)
+            self.counts.add_sent(len(own) * (len(recv) - 1))
             started = self._dispatch.start_to_all(own, slots, weights, recv)
         shared = None if self._shared is None else self._shared(own)  # while rows are under way
         rows, slots, weights = started.arrived()
@@ -387,6 +395,7 @@ class ExpertParallelLayer(DecoderLayer):
         tokens = self._mixture.tokens
         own, span = tokens.reduce_scatter(self.attention.partial(attended)), tokens.span(num_tokens)
         x, own_residual = self.mlp_norm.add(own, residual[span.start : span.stop])
-        output = self._mixture.run_shared_tokens(x, expert_round)
+        alone = ExpertRound((num_tokens,), is_dispatched=True)
+        output = self._mixture.run_shared_tokens(x, expert_round or alone)
         total = tokens.gather(output + own_residual, num_tokens)
         return torch.zeros_like(total), total

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from mooncake_hal.backend import Communicator, Ops, ScaledKVOps
+from mooncake_hal.fused_experts import FusedExperts
 from mooncake_hal.latents import LatentOps, NativeLatentOps
 
 
@@ -37,6 +38,8 @@ class ParallelContext:
         ep_dispatch_min_tokens: of steps whose tokens are dispatched to experts; smaller ones run on
             every rank.
         expert_slots: by layer, the expert in each slot; empty: every expert has one, in order.
+        fused_experts: the backend's own ops for experts of all these ranks, if it has such.
+        fused_most_tokens: of a rank in one call of them.
     """
 
     ops: Ops
@@ -50,6 +53,8 @@ class ParallelContext:
     ep_dispatch_min_tokens: int = 1
     expert_slots: tuple[tuple[int, ...], ...] = ()
     expert_communicator: Communicator | None = None
+    fused_experts: FusedExperts | None = None
+    fused_most_tokens: int = 0
 
     def attention_ops(self, layer: int) -> Ops:
         """The ops for what reads and writes that layer's KV."""

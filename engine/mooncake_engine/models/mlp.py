@@ -17,6 +17,7 @@ from mooncake_engine.models.layers import (
     WeightShard,
     linear_sources,
 )
+from mooncake_hal.fused_experts import FusedExperts
 
 _TINY = 1e-20
 """Keeps a sum of vanishing weights from dividing by zero."""
@@ -227,6 +228,13 @@ class Experts:
         """This rank's part of the sum that the output is."""
         return self._ops.moe(x, self._gate_up, self._down, ids, weights)
 
+    def run_fused(
+        self, fused: FusedExperts, x: Tensor, slots: Tensor, weights: Tensor, most_tokens: int
+    ) -> Tensor:
+        """The whole sum, of experts of all ranks."""
+        weight = self._gate_up, self._down
+        return fused.run(x, *weight, slots, weights, most_tokens=most_tokens)
+
     def exchange(self, moved: Callable[[Tensor], tuple[list[int], Tensor]]) -> None:
         """Replace some of the experts.
 
@@ -254,8 +262,9 @@ class ExpertCounts:
     def __init__(self, num_experts: int, slots: Sequence[int], device: torch.device) -> None:
         self._tokens = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self._before = torch.zeros_like(self._tokens)
+        self._sent_on_device = torch.zeros((), dtype=torch.int64, device=device)
+        self._sent = 0
         self.slots = tuple(slots)
-        self.num_sent_rows = 0
         self.num_moved = 0
 
     def of(self, ids: Tensor) -> Tensor:
@@ -266,11 +275,24 @@ class ExpertCounts:
         """Tokens of all ranks, by expert."""
         self._tokens += tokens
 
+    def add_sent(self, rows: int | Tensor) -> None:
+        """Rows that this rank sent to others, as the host knows it or the device."""
+        if isinstance(rows, int):
+            self._sent += rows
+        else:
+            self._sent_on_device += rows
+
+    @property
+    def num_sent_rows(self) -> int:
+        """By this rank to others; waits for the device."""
+        return self._sent + int(self._sent_on_device)
+
     def forget(self) -> None:
         """Whatever was counted so far was no request's."""
         self._tokens.zero_()
         self._before.zero_()
-        self.num_sent_rows = 0
+        self._sent_on_device.zero_()
+        self._sent = 0
 
     def note_placement(self, slots: Sequence[int], num_moved: int) -> None:
         """Experts have other slots from now on; so many have come to this rank from others."""

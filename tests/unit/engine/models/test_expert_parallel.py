@@ -17,7 +17,8 @@ from mooncake_engine.execution.weight_loader import load_weights
 from mooncake_engine.models.catalog import Model, build_model, read_model_config
 from mooncake_engine.models.expert_placement import ExpertRanks, place_experts
 from mooncake_engine.models.hf_config import ModelConfig
-from mooncake_engine.models.layers import ParallelContext
+from mooncake_engine.models.layers import ParallelContext, share_of
+from mooncake_engine.models.mlp import ExpertCounts
 from mooncake_engine.models.parallel_context import ForwardContext, share_heads
 from mooncake_engine.scheduling.step_plan import ExpertRound
 from mooncake_hal.backend import AttentionBatch, Communicator
@@ -289,3 +290,90 @@ def test_no_routing_takes_more_memory_than_the_worst_that_is_profiled(
     for profiled, found, has_them in on_data_parallel_ranks(dp_size, tp_size, rank):
         assert found <= profiled
         assert (found > 0.75 * profiled) == has_them
+
+
+class GatheringExperts:
+    """``FusedExperts`` on the CPU: every rank has all rows, and gives back what its own made."""
+
+    def __init__(self, group: Communicator, num_slots: int) -> None:
+        self._group = group
+        self._held = share_of(num_slots, group.rank, group.world_size)
+        self.most_tokens = 20
+        self.calls: list[int] = []
+
+    def run(
+        self,
+        x: Tensor,
+        gate_up: tuple[Tensor, ...],
+        down: tuple[Tensor, ...],
+        slots: Tensor,
+        weights: Tensor,
+        *,
+        most_tokens: int,
+    ) -> Tensor:
+        assert len(x) <= most_tokens
+        self.calls.append(most_tokens)
+        send, recv = [len(x)] * self._group.world_size, self._rows(len(x))
+        parts = [
+            self._group.start_all_to_all(each.repeat(len(send), 1), send, recv).wait()
+            for each in (x, slots, weights)
+        ]
+        rows, ids, scores = parts
+        is_held = (ids >= self._held.start) & (ids < self._held.stop)
+        local = torch.where(is_held, ids - self._held.start, 0)
+        made = ALONE.ops.moe(rows, gate_up, down, local, scores * is_held)
+        returned = self._group.start_all_to_all(made, recv, send).wait()
+        return returned.view(len(send), len(x), x.shape[1]).sum(0)
+
+    def close(self) -> None: ...
+
+    def _rows(self, own: int) -> list[int]:
+        mine = torch.tensor([own])
+        return [int(count) for count in self._group.all_gather(mine)]
+
+
+@pytest.mark.parametrize(("dp_size", "tp_size"), [(1, 2), (2, 1), (2, 2)])
+def test_ops_of_the_backend_take_the_tokens_that_fit_them(
+    dp_size: int, tp_size: int, checkpoint: Path, expected: list[Tensor]
+) -> None:
+    """The second data-parallel rank has no tokens; the first step's 23 are more than fit one."""
+    config = read_model_config(checkpoint)
+    assert config.moe is not None
+    num_experts = config.moe.routing.num_experts
+    ranks = dp_size * tp_size
+    num_slots = num_experts + -num_experts % ranks
+    slots = (tuple(slot % num_experts for slot in range(num_slots)),) * config.num_layers
+
+    def rank(
+        dp_rank: int, stage: Communicator | None, everyone: Communicator
+    ) -> tuple[list[Tensor], list[int], dict[int, ExpertCounts]]:
+        fused = GatheringExperts(everyone, num_slots)
+        parallel = replace(
+            ALONE,
+            communicator=stage,
+            expert_communicator=everyone if dp_size > 1 else None,
+            ep_size=ranks,
+            expert_slots=slots,
+            fused_experts=fused,
+            fused_most_tokens=fused.most_tokens,
+        )
+        model = build_model(config, parallel, 64)
+        load_weights(model, checkpoint)
+        kv, logits = make_kv(config, parallel.tp_size, parallel.tp_rank), []
+        for ids, positions, batch in batches():
+            expert_round = ExpertRound((len(ids), *[0] * (dp_size - 1)), len(ids) > 10)
+            if dp_rank:
+                model.serve_experts(expert_round)
+                continue
+            context = ForwardContext(batch, kv, expert_round=expert_round if dp_size > 1 else None)
+            logits.append(model.logits(model.forward(ids, positions, context)))
+        return logits, fused.calls, dict(model.expert_counts)
+
+    tokens = sum(len(sequence) for step in STEPS for sequence in step.tokens)
+    for found, calls, counts in on_data_parallel_ranks(dp_size, tp_size, rank):
+        if found:
+            compare(found, expected)
+        fitting = [12, 6, 1, 1] if tp_size == 2 else [11, 2, 1]
+        assert calls == [most for most in fitting for _ in counts]
+        for of_layer in counts.values():
+            assert sum(of_layer.tokens) == tokens * config.moe.routing.experts_per_token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_npu.npu.graphs import put_off
+
+by_comm_name: dict[str, Any] = {}
+"""Groups whose names ops may be given."""
+_numbers = itertools.count()
 
 _c10d = torch._C._distributed_c10d
 
@@ -43,6 +48,11 @@ class ProcessGroupHCCL(dist.ProcessGroup):
         gloo._timeout = options if isinstance(options, timedelta) else options._timeout
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         self._gloo = dist.ProcessGroupGloo(store, rank, size, gloo)
+
+    def get_hccl_comm_name(self, rank: int, init_comm: bool = True) -> str:
+        name = f"hccl_world_{next(_numbers)}_{rank}"
+        by_comm_name[name] = self._gloo
+        return name
 
     def getBackendName(self) -> str:  # torch's name
         return "hccl"

@@ -1,0 +1,108 @@
+"""Experts of several NPUs by torch-npu's dispatch and combine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from mooncake_hal.collectives import GroupCommunicator
+from mooncake_hal.fused_experts import ExpertShape
+from mooncake_hal_ascend.ascend_ops import run_sorted
+from mooncake_hal_ascend.soc import FusedExpertLimits
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+_DEFAULT_BUFFER_MIB = 200
+
+
+def group_buffer_bytes() -> int:
+    """What HCCL takes for each group: the ops' rows go through it."""
+    return int(os.environ.get("HCCL_BUFFSIZE") or _DEFAULT_BUFFER_MIB) * _MIB
+
+
+def most_fused_tokens(
+    limits: FusedExpertLimits, ranks: int, shape: ExpertShape, buffer_bytes: int
+) -> int:
+    """Tokens of a rank in one call; 0, with the reason in the log, if the ops can't be used."""
+    why = limits.why_not(ranks, shape)
+    tokens = 0 if why else limits.most_tokens(ranks, shape, buffer_bytes)
+    if not why and not tokens:
+        why = f"HCCL_BUFFSIZE has {buffer_bytes // _MIB} MiB, too few for one token of each rank"
+    if why:
+        logger.warning(
+            "tokens go to experts by all-to-all, as torch-npu's dispatch can't be used: %s", why
+        )
+    return tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AscendFusedExperts:
+    """``FusedExperts`` by npu_moe_distribute_dispatch and npu_moe_distribute_combine.
+
+    Args:
+        group: nothing else may run in it; see the ops' documentation.
+        comm_name: what HCCL calls it.
+        shape: of the experts.
+        most_tokens: of a rank in one call.
+        has_expert_scales: whether dispatch and combine take weights along, as an A2's do.
+    """
+
+    group: GroupCommunicator
+    comm_name: str
+    shape: ExpertShape
+    most_tokens: int
+    has_expert_scales: bool
+
+    def run(
+        self,
+        x: Tensor,
+        gate_up: tuple[Tensor, ...],
+        down: tuple[Tensor, ...],
+        slots: Tensor,
+        weights: Tensor,
+        *,
+        most_tokens: int,
+    ) -> Tensor:
+        num_tokens = len(x)
+        if num_tokens == 0:  # the ops take no fewer than one token
+            x = x.new_zeros(1, x.shape[1])
+            slots = torch.arange(self.shape.chosen, device=x.device).unsqueeze(0)
+            weights = weights.new_zeros(1, self.shape.chosen)
+        ids, ranks = slots.int(), self.group.world_size
+        rows, _, places, counts, ep_counts, tp_counts, scales = (
+            torch_npu.npu_moe_distribute_dispatch(
+                x,
+                ids,
+                self.comm_name,
+                ranks,
+                self.group.rank,
+                self.shape.num_slots,
+                expert_scales=weights if self.has_expert_scales else None,
+                global_bs=most_tokens * ranks,
+                expert_token_nums_type=1,
+            )
+        )
+        total: Tensor = torch_npu.npu_moe_distribute_combine(
+            run_sorted(rows, gate_up[0], down[0], counts),
+            ids,
+            places,
+            ep_counts,
+            weights,
+            self.comm_name,
+            ranks,
+            self.group.rank,
+            self.shape.num_slots,
+            tp_send_counts=tp_counts,
+            expand_scales=scales if self.has_expert_scales else None,
+            global_bs=most_tokens * ranks,
+        )
+        return total[:num_tokens]
+
+    def close(self) -> None:
+        self.group.close()
