@@ -51,6 +51,10 @@ def compile_overlay(folder: Path) -> Path:
     return target
 
 
+NOT_REFERENCES = ("__init__", "registry", "formats", "distributed_experts")
+"""Of the emulation's kernels: the last ones talk over groups that only its own device has."""
+
+
 def take_over(folder: Path) -> int:
     """Give aten's ops on the NPU the CPU's kernels; returns how many."""
     import torch_npu
@@ -73,5 +77,5 @@ def use_references() -> None:
     sys.modules["torch_npu.kernels"] = package
     sys.modules["torch_npu.kernels.registry"] = registry
     for path in sorted(REFERENCES.glob("*.py")):
-        if path.stem not in ("__init__", "registry", "formats"):
+        if path.stem not in NOT_REFERENCES:
             importlib.import_module(f"torch_npu.kernels.{path.stem}")

@@ -1,3 +1,10 @@
 """The ops of ``torch.ops.npu``: every schema of torch-npu, kernels for those that are used here."""
 
-from torch_npu.kernels import attention, caches, experts, formats, rows  # noqa: F401
+from torch_npu.kernels import (  # noqa: F401
+    attention,
+    caches,
+    distributed_experts,
+    experts,
+    formats,
+    rows,
+)
