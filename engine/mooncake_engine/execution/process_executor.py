@@ -56,6 +56,7 @@ class ProcessExecutor(Executor):
         self._ranks = self._processes.of(dp_rank)
         self._expert_loads: list[ExpertLoad | None] = [None for _ in self._ranks]
         self._waited_s: list[WaitedSeconds] = [{} for _ in self._ranks]
+        self._answers = tuple(rank.orders for rank in self._ranks)
         kv_infos = [self._processes.kv_infos[rank.rank] for rank in self._ranks]
         self._info = executor_info(plan, tuple(kv_infos))
 
@@ -79,7 +80,7 @@ class ProcessExecutor(Executor):
 
     @property
     def answers(self) -> Sequence[Connection]:
-        return [rank.orders for rank in self._ranks]
+        return self._answers
 
     def _collect(self) -> StepResult:
         """What came of the oldest step that was submitted."""
