@@ -5,7 +5,8 @@
 The contenders of a group are up together, which takes some 3 GB a pair, and are warm before they
 are measured. A round asks each of them, at each number of clients, for answers of 64 tokens to
 prompts of 256 that no cache has. What is compared is the median over the rounds of the ratio within
-a round. Prints a table, then one line per item: name, figure, wanted, ok or short.
+a round. Prints a table, where the time of a pair's request goes by vLLM's own clocks, then one line
+per item: name, figure, wanted, ok or short.
 
 Exit 0: all hold; 1: one is short; 77: why vLLM, or a contender that was asked for, can't be run.
 """
@@ -27,7 +28,7 @@ from statistics import median
 
 from vllm_contenders import CONTENDERS, Contender, running
 from vllm_environment import SKIPPED, Skip, end_in_order, install_connector
-from vllm_requests import COMPLETIONS, completion, post, tokens
+from vllm_requests import COMPLETIONS, completion, figure, post, tokens
 from vllm_serving import Json, family, prepare, title
 
 NUM_IN, NUM_OUT = 256, 64
@@ -44,6 +45,13 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WANTED_SPEED_UP, WANTED_OF_ENGINE = 1.2, 0.9
 HAND_OVER_MS, NUM_STEPS = 5.0, 2
 WANTED_TPOT = 1.03
+STAGES = (
+    ("on P", "prefill", ("e2e_request_latency",)),
+    ("D waits", "decode", ("request_queue_time",)),
+    ("D runs", "decode", ("request_prefill_time", "request_decode_time")),
+)
+"""Of a pair's request: what it is called, whose clock it is, and vLLM's histograms of it. A D waits
+for its turn and for KV."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class Figures:
     tpot_ms: float
     core_cpu_ms: float
     num_differing: int
+    stages_ms: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -163,8 +172,19 @@ def measure_group(
         for contender in contenders:
             if contender.name in OURS[:2]:
                 measure_hand_over(contender, results)
+                measure_pace(contender, results)
+    show_stages(results)
     judge_all(results, loads)
     return results.items
+
+
+def show_stages(results: Results) -> None:
+    """Where a request's time goes in vLLM's pairs: the median over the rounds."""
+    for (name, clients), rows in results.rounds.items():
+        found = [median(column) for column in zip(*(row.stages_ms for row in rows), strict=True)]
+        if all(found):
+            words = (f"{what} {ms:.0f} ms" for (what, _, _), ms in zip(STAGES, found, strict=True))
+            print(f"{clients:2} clients {name:14} {', '.join(words)}", flush=True)
 
 
 # ---------------------------------------------------------------- measuring
@@ -207,7 +227,7 @@ def measure(
     count = max(4, REQUESTS_PER_CLIENT * clients)
     bodies = [request(seed=1000 * clients + 100 * number + each) for each in range(count)]
     cores = [pid for child in contender.processes for pid in engine_cores(child.pid)]
-    cpu, began = cpu_s(cores), time.perf_counter()
+    stages, cpu, began = stages_s(contender), cpu_s(cores), time.perf_counter()
     with ThreadPoolExecutor(clients) as threads:
         timings = list(threads.map(lambda body: ask(contender.url, body), bodies))
     took = time.perf_counter() - began
@@ -222,6 +242,22 @@ def measure(
         1e3 * median(timing.tpot_s for timing in timings),
         1e3 * used / count,
         differing,
+        tuple(
+            1e3 * (after - before) / count
+            for before, after in zip(stages, stages_s(contender), strict=True)
+        ),
+    )
+
+
+def stages_s(contender: Contender) -> tuple[float, ...]:
+    """What all requests of a pair have spent in each stage so far; nothing where vLLM is alone, or
+    is not what serves."""
+    if contender.prefill == contender.decode:
+        return (0.0,) * len(STAGES)
+    urls = {"prefill": contender.prefill, "decode": contender.decode}
+    return tuple(
+        sum(figure(urls[role], f"vllm:{name}_seconds_sum") for name in names)
+        for _, role, names in STAGES
     )
 
 
@@ -263,7 +299,7 @@ def cpu_s(pids: Sequence[int]) -> float:
 
 
 def measure_hand_over(contender: Contender, results: Results) -> None:
-    """D's first token with KV that comes, and with KV that is here; D's pace while KV comes.
+    """D's first token with KV that comes, and with KV that is here.
 
     Whole blocks and a token: either way D computes that token and nothing else.
     """
@@ -272,18 +308,31 @@ def measure_hand_over(contender: Contender, results: Results) -> None:
         body = request(seed=90_000 + seed, num_out=2, num_in=NUM_IN + 1)
         arriving.append(ask(contender.decode, body | held(contender, body)).first_s)
         present.append(ask(contender.decode, body).first_s)
-    step = median_tpot(contender)
-    bound = HAND_OVER_MS + NUM_STEPS * step
+    bound = HAND_OVER_MS + NUM_STEPS * median_tpot(contender)
     found = 1e3 * (median(arriving[2:]) - median(present[2:]))
     name = f"{contender.name}: hand-over at one client, beyond a prefix hit"
     results.judge(name, f"{found:.1f} ms", f"<= {bound:.1f} ms", found <= bound)
-    params = [held(contender, request(seed=95_000 + seed)) for seed in range(40)]
+
+
+def measure_pace(contender: Contender, results: Results) -> None:
+    """D's pace while KV comes, by alone, and by what the same requests cost where it has the KV."""
+    bodies = [request(seed=95_000 + seed, num_out=1, num_in=NUM_IN + 1) for seed in range(40)]
+    alone = median_tpot(contender)
+    loads = pace_beside(contender, [body | held(contender, body) for body in bodies])
+    hits = pace_beside(contender, bodies)
+    for beside, by in ((alone, "alone"), (hits, "prefix hits")):
+        name = f"{contender.name}: TPOT of D while loads run, by {by}"
+        found = loads / beside
+        results.judge(name, f"{found:.3f}", f"<= {WANTED_TPOT}", found <= WANTED_TPOT)
+
+
+def pace_beside(contender: Contender, bodies: Sequence[Json]) -> float:
+    """Milliseconds between two tokens of D while it answers these, ten a second."""
     with ThreadPoolExecutor(1) as threads:
-        beside = threads.submit(feed, contender, params)
-        busy = median_tpot(contender)
-        beside.result()
-    name = f"{contender.name}: TPOT of D while loads run, by alone"
-    results.judge(name, f"{busy / step:.3f}", f"<= {WANTED_TPOT}", busy / step <= WANTED_TPOT)
+        others = threads.submit(feed, contender, bodies)
+        found = median_tpot(contender)
+        others.result()
+    return found
 
 
 def held(contender: Contender, body: Json) -> Json:
@@ -295,10 +344,10 @@ def held(contender: Contender, body: Json) -> Json:
     return {"kv_transfer_params": answer["kv_transfer_params"]}
 
 
-def feed(contender: Contender, params: Sequence[Json]) -> None:
-    """Loads, ten a second."""
-    for seed, each in enumerate(params):
-        ask(contender.decode, request(seed=95_000 + seed, num_out=1) | each)
+def feed(contender: Contender, bodies: Sequence[Json]) -> None:
+    """Short answers of D, ten a second."""
+    for body in bodies:
+        ask(contender.decode, body)
         time.sleep(0.1)
 
 
