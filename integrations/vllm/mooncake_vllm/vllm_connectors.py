@@ -46,7 +46,7 @@ from mooncake_vllm.vllm_pool_side import POOL_WORKER, PoolSchedulerSide
 from mooncake_vllm.vllm_scheduler_side import Instance, SchedulerHooks, SchedulerSide
 from mooncake_vllm.vllm_settings import read_pool_settings, read_settings, wanted_layout
 from mooncake_vllm.vllm_worker_side import (
-    LOAD_WAIT_S,
+    IDLE_WAIT_S,
     WorkerKind,
     WorkerSide,
     connector_worker,
@@ -102,12 +102,12 @@ class HalStepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is Any
     Args:
         loads: those whose blocks it allocated.
         pushes: what it computes of prompts that are sent.
-        waits_for_loads: whether it computes nothing, and loads are under way.
+        waits: whether it computes nothing, and vLLM is to be told of a load or of blocks.
     """
 
     loads: tuple[str, ...] = ()
     pushes: tuple[PushStep, ...] = ()
-    waits_for_loads: bool = False
+    waits: bool = False
 
 
 class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
@@ -170,7 +170,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     @guarded(HalStepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._at_scheduler
-        waits = not scheduler_output.num_scheduled_tokens and side.is_loading
+        waits = not scheduler_output.num_scheduled_tokens and side.is_waiting
         return HalStepMetadata(side.take_started(), side.push_steps(scheduler_output), waits)
 
     @guarded(lambda: (False, None))
@@ -252,7 +252,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return KVConnectorTransferResults()
-        results = self._worker.take_results(LOAD_WAIT_S if self._step.waits_for_loads else 0.0)
+        results = self._worker.take_results(IDLE_WAIT_S if self._step.waits else 0.0)
         return KVConnectorTransferResults(
             finished_sending=results.sent,
             finished_recving=results.received,

@@ -211,10 +211,11 @@ class PoolSchedulerSide:
         return started
 
     @property
-    def is_loading(self) -> bool:
-        """Whether the end of a load is still to be reported."""
+    def is_waiting(self) -> bool:
+        """Whether the end of a load is still to be reported, or blocks that are saved."""
         with self._lock:
-            return any(pooled.state is PoolState.LOADING for pooled in self._prompts.values())
+            is_loading = (each.state is PoolState.LOADING for each in self._prompts.values())
+            return bool(self._saving) or any(is_loading)
 
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
         """Nothing is sent while it is computed."""

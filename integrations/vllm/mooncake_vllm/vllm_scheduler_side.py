@@ -97,7 +97,7 @@ class SchedulerHooks(Protocol):
     ) -> None: ...
     def take_started(self) -> tuple[str, ...]: ...
     @property
-    def is_loading(self) -> bool: ...
+    def is_waiting(self) -> bool: ...
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]: ...
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
@@ -204,9 +204,9 @@ class SchedulerSide:
         return started
 
     @property
-    def is_loading(self) -> bool:
-        """Whether the end of a load is still to be reported."""
-        return self._prompts.is_loading
+    def is_waiting(self) -> bool:
+        """Whether the end of a load is still to be reported, or blocks that are free again."""
+        return bool(self._held) or self._prompts.is_loading
 
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
         """What a step computes of the prompts whose KV is sent while it is computed."""

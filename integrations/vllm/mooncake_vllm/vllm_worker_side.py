@@ -29,10 +29,12 @@ from mooncake_vllm.vllm_memory import TRANSPORTS, CacheView, layer_index
 
 logger = logging.getLogger(__name__)
 
-LOAD_WAIT_S = 0.002
-"""How long a step that computes nothing waits for the end of a load. vLLM steps again and again
-then, and sleeps for a millisecond in between: the end would be told a step later, and the steps
-take processor time from whoever has to answer. A new request waits at most this much longer."""
+IDLE_WAIT_S = 0.005
+"""How long a step that computes nothing waits for something to tell: the end of a load, or of a
+lease. vLLM steps again and again meanwhile, sleeps for a millisecond in between, and its workers
+look for the next step in a busy loop. The end would be told a step later, and on a host with few
+processors those who have to come for the KV would get none. A new request waits at most this much
+longer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,22 @@ def test_nothing_moves_before_the_step_that_allocated_the_blocks(
         prefill.step_until(prefill.told.sent, f"p{number}")
 
 
+def test_both_wait_until_there_is_something_to_tell(stack: ExitStack, tmp_path: Path) -> None:
+    prefill, decode = start(stack, tmp_path)
+    assert not prefill.scheduler.is_waiting
+    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    assert prefill.scheduler.is_waiting  # its blocks are held
+    request = Asked("d", PROMPT, params)
+    decode.scheduler.on_new_request(request)
+    assert not decode.scheduler.is_waiting
+    decode.admit(request, D_BLOCKS)
+    assert decode.scheduler.is_waiting
+    decode.step_until(decode.told.received, "d")
+    prefill.step_until(prefill.told.sent, "p")
+    assert not decode.scheduler.is_waiting
+    assert not prefill.scheduler.is_waiting
+
+
 def test_a_prefix_that_is_here_is_not_loaded_and_a_whole_one_frees_the_peer(
     stack: ExitStack, tmp_path: Path
 ) -> None:

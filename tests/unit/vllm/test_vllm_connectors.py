@@ -124,21 +124,21 @@ def test_results_are_named_as_vllm_does(connectors: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheduled", "is_loading", "waits"),
+    ("scheduled", "is_waiting", "waits"),
     [({}, True, True), ({}, False, False), ({"other": 1}, True, False)],
     ids=["idle", "nothing to wait for", "others run"],
 )
-def test_a_step_that_computes_nothing_waits_a_little_for_the_end_of_a_load(
-    connectors: ModuleType, scheduled: dict[str, int], is_loading: bool, waits: bool
+def test_a_step_that_computes_nothing_waits_a_little_for_what_is_to_be_told(
+    connectors: ModuleType, scheduled: dict[str, int], is_waiting: bool, waits: bool
 ) -> None:
     side = SimpleNamespace(
-        take_started=lambda: (), push_steps=lambda step: (), is_loading=is_loading
+        take_started=lambda: (), push_steps=lambda step: (), is_waiting=is_waiting
     )
     made = connector(connectors, scheduler=side, worker=(worker := Worker()))
     step = made.build_connector_meta(SimpleNamespace(num_scheduled_tokens=scheduled))
     made.bind_connector_metadata(step)
     made.get_transfer_results(set())
-    assert worker.told[-1] == ("results", connectors.LOAD_WAIT_S if waits else 0.0)
+    assert worker.told[-1] == ("results", connectors.IDLE_WAIT_S if waits else 0.0)
     made.bind_connector_metadata(SimpleNamespace())  # as while a graph is captured
     made.get_transfer_results(set())
     assert worker.told[-1] == ("results", 0.0)
