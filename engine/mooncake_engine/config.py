@@ -14,7 +14,7 @@ from mooncake_engine.node_config import NodeConfig
 from mooncake_engine.speculative_config import SpeculativeConfig
 from mooncake_hal.options import byte_count, option, positive_int
 from mooncake_kv.config import KVTransferConfig
-from mooncake_kv.kv_events import KVEventsConfig, read_kv_events_config
+from mooncake_kv.kv_events_config import KVEventsConfig, read_kv_events_config
 from mooncake_kv.pool.pool_config import KVPoolConfig, read_kv_pool
 
 

@@ -11,107 +11,24 @@ from __future__ import annotations
 
 import logging
 import queue
-import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from enum import Enum
 
 import msgspec
 import zmq
 
 from mooncake_kv.errors import KVConfigError
+from mooncake_kv.kv_events_config import KVEventsConfig
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 _KEY_MASK = (1 << 64) - 1
-_NUMBERED = re.compile(r"(tcp://.*:)(\d+)$")
 MEDIUM_GPU = "GPU"
 """The device's memory, whatever device it is: the field's word."""
-
-
-class EventPublisherKind(str, Enum):
-    """Where events go."""
-
-    NULL = "null"
-    ZMQ = "zmq"
-
-
-@dataclass(frozen=True, slots=True)
-class KVEventsConfig:
-    """What is published, and where; fields and defaults are vLLM's.
-
-    Args:
-        enable_kv_cache_events: whether there are events at all.
-        publisher: where they go; None means ``zmq`` if they are enabled.
-        endpoint: of the PUB socket; it is bound if it has a ``*``, ``::`` or is ipc or inproc.
-        replay_endpoint: of the ROUTER socket, always bound; None for no replay.
-        buffer_steps: batches that are kept for a replay.
-        hwm: batches that wait for a slow subscriber before it loses some.
-        max_queue_size: batches that wait for the publisher's thread before some are dropped, which
-            subscribers see as a gap.
-        topic: of the first frame.
-    """
-
-    enable_kv_cache_events: bool = False
-    publisher: EventPublisherKind | None = None
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    topic: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
-            if getattr(self, name) < 1:
-                raise KVConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-
-    @property
-    def is_published(self) -> bool:
-        """Whether anything is sent."""
-        return self.enable_kv_cache_events and self.publisher is not EventPublisherKind.NULL
-
-    def of_dp_rank(self, dp_rank: int) -> KVEventsConfig:
-        """The same for a data-parallel rank, with addresses of its own, as vLLM numbers them."""
-        replay = self.replay_endpoint
-        return replace(
-            self,
-            endpoint=_of_dp_rank(self.endpoint, dp_rank),
-            replay_endpoint=None if replay is None else _of_dp_rank(replay, dp_rank),
-        )
-
-    def why_crowded(self, dp_size: int) -> str | None:
-        """What is wrong with ports that two of so many ranks would take; None if none are."""
-        first, second = _port(self.endpoint), _port(self.replay_endpoint or "")
-        if first is None or second is None or abs(int(first) - int(second)) >= dp_size:
-            return None
-        return (
-            f"--kv-events-config has endpoint at port {first} and replay_endpoint at {second}, and "
-            f"each of {dp_size} data-parallel ranks takes the next port of both: keep them "
-            f"{dp_size} apart"
-        )
-
-
-def read_kv_events_config(text: str) -> KVEventsConfig:
-    """``--kv-events-config``: JSON with vLLM's field names.
-
-    Raises:
-        KVConfigError: it is no such JSON; says which field is wrong.
-    """
-    try:
-        known = msgspec.json.decode(text, type=dict[str, object])
-        unknown = known.keys() - {each.name for each in fields(KVEventsConfig)}
-        if unknown:
-            raise KVConfigError(f"--kv-events-config has no field {', '.join(sorted(unknown))}")
-        return msgspec.convert(known, KVEventsConfig)
-    except (msgspec.DecodeError, msgspec.ValidationError) as exc:
-        wanted = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}'
-        raise KVConfigError(f"--kv-events-config wants JSON like {wanted}: {exc}") from exc
 
 
 class _Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True, frozen=True):
@@ -376,21 +293,6 @@ class KVEventPublisher:
                 number = sequence.to_bytes(8, "big")
                 replay.send_multipart((client, b"", self._topic, number, payload))
         replay.send_multipart((client, b"", b"", _REPLAY_END, b""))
-
-
-def _port(address: str) -> str | None:
-    """Of a TCP address; None if the system chooses it, or there is none."""
-    found = _NUMBERED.match(address)
-    return None if found is None or found[2] == "0" else found[2]
-
-
-def _of_dp_rank(address: str, dp_rank: int) -> str:
-    if not dp_rank:
-        return address
-    if address.startswith("tcp://"):
-        port = _port(address)
-        return address if port is None else f"{address[: -len(port)]}{int(port) + dp_rank}"
-    return f"{address}_dp{dp_rank}"
 
 
 def _is_bound(endpoint: str) -> bool:

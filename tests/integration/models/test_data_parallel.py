@@ -34,7 +34,7 @@ from mooncake_engine.node_config import NodeConfig
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.speculative_config import SpeculativeConfig
 from mooncake_engine.step_watchdog import StepWatch, StepWatchdog
-from mooncake_kv.kv_events import KVEventsConfig
+from mooncake_kv.kv_events_config import KVEventsConfig
 
 LOOPBACK = "tcp://127.0.0.1:*"
 EVERY_STEP, PROMPTS = 1, 20

@@ -11,7 +11,8 @@ from mooncake_conductor.index.event_stream import EventStream
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.kv_event_messages import REPLAY_END, decode_batch, decode_sequence
 from mooncake_engine import LLM, SamplingParams
-from mooncake_kv.kv_events import KVEventsConfig, event_key
+from mooncake_kv.kv_events import event_key
+from mooncake_kv.kv_events_config import KVEventsConfig
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "tiny-llama"
 

@@ -1,0 +1,63 @@
+"""``--kv-events-config``: vLLM's fields, ranks' addresses, and what is wrong with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.kv_events_config import (
+    EventPublisherKind,
+    KVEventsConfig,
+    read_kv_events_config,
+)
+
+
+def test_the_config_has_vllm_s_fields_and_defaults() -> None:
+    config = read_kv_events_config('{"enable_kv_cache_events": true}')
+    assert config == KVEventsConfig(True)
+    assert config.is_published
+    assert (config.endpoint, config.buffer_steps, config.hwm) == ("tcp://*:5557", 10_000, 100_000)
+    assert not read_kv_events_config("{}").is_published
+    nowhere = '{"enable_kv_cache_events": true, "publisher": "null"}'
+    assert read_kv_events_config(nowhere).publisher is EventPublisherKind.NULL
+    assert not read_kv_events_config(nowhere).is_published
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "of_second"),
+    [
+        ("tcp://*:5557", "tcp://*:5559"),
+        ("tcp://[::]:5557", "tcp://[::]:5559"),
+        ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
+        ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),
+        ("ipc:///tmp/events", "ipc:///tmp/events_dp2"),
+        ("inproc://events", "inproc://events_dp2"),
+    ],
+)
+def test_each_data_parallel_rank_has_an_address_of_its_own(endpoint: str, of_second: str) -> None:
+    """As vLLM's ``ZmqEventPublisher.offset_endpoint_port`` numbers ports."""
+    config = KVEventsConfig(True, endpoint=endpoint, replay_endpoint=endpoint)
+    assert config.of_dp_rank(0) == config
+    assert config.of_dp_rank(2).endpoint == config.of_dp_rank(2).replay_endpoint == of_second
+
+
+def test_ports_that_ranks_would_share_are_refused() -> None:
+    config = KVEventsConfig(True, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5559")
+    assert config.why_crowded(2) is None
+    assert "keep them 3 apart" in (config.why_crowded(3) or "")
+    assert KVEventsConfig(True, replay_endpoint="tcp://127.0.0.1:*").why_crowded(9) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("yes", "wants JSON like"),
+        ('{"port": 3}', "no field port"),
+        ('{"hwm": "many"}', "wants JSON like"),
+        ('{"buffer_steps": 0}', "buffer_steps must be at least 1, got 0"),
+        ('{"publisher": "kafka"}', "wants JSON like"),
+    ],
+)
+def test_a_wrong_config_is_explained(text: str, complaint: str) -> None:
+    with pytest.raises(KVConfigError, match=complaint):
+        read_kv_events_config(text)
