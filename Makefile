@@ -137,6 +137,7 @@ bench-engine:  ## the engine's speed, beside transformers, reading the weights, 
 bench-host:  ## streams over HTTP from a device that takes as long as a large GPU, and is pretended
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench.py tests/benchmarks/host $(ARGS)
+	@$(PYTHON_IN_VENV) ci/bench_streaming.py
 
 bench-transfer:  ## transports beside memcpy, plain sockets and the field's engines
 	@ci/install dev

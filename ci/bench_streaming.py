@@ -1,0 +1,127 @@
+"""What a streamed token costs the host, beside vLLM: the same streams over the same kind of device.
+
+    python ci/bench_streaming.py [--rounds 3] [--streams 128,256]
+
+One instance of ours and one of vLLM's CPU build, both with a device that is pretended and takes as
+long per step as a large GPU's (vllm_paced_worker.py), and the same model, tokenizer and client.
+They take turns; all are up, and whoever has none waits for requests. CPU is that of all processes
+of an instance, from the first request to the last token. Installs vLLM under .cache/ the first
+time. Prints one line per number of streams; exit 0 if ours takes less, 1 if not, 77 where vLLM
+can't be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+from vllm_environment import CACHE, SKIPPED, Skip
+from vllm_serving import MODEL, Launch, prepare, stop, wait_until_healthy
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import uvloop  # noqa: E402
+from support.figures import Figure  # noqa: E402  # tests/ is not installed
+from support.programs import Program  # noqa: E402
+from support.streaming_client import cpu_seconds, stream_all  # noqa: E402
+
+STEP_MS = {1: 5.0, 32: 6.7, 128: 10.9, 256: 16.0}
+"""Of a decode step, by streams: an 8 B model's on one H200."""
+SECONDS = 6.0
+"""Of decoding, per round."""
+LOG = CACHE / "vllm-paced.log"
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", default="128,256", help="of 1, 32, 128, 256")
+    args = parser.parse_args()
+    try:
+        python = prepare()
+        figures = [
+            compare(python, streams, args.rounds) for streams in map(int, args.streams.split(","))
+        ]
+    except Skip as reason:
+        print(f"skipped: {reason}")
+        return SKIPPED
+    print(*figures, sep="\n")
+    return int(not all(figure.holds for figure in figures))
+
+
+def compare(python: Path, num_streams: int, rounds: int) -> Figure:
+    """CPU per token of ours, by vLLM's: the median of rounds, each of both sides.
+
+    Raises:
+        Skip: vLLM can't be run here.
+    """
+    step_ms = STEP_MS[num_streams]
+    with ExitStack() as stack:
+        sides = [start_ours(stack, step_ms), start_vllm(stack, python, step_ms)]
+        for port, _ in sides:
+            uvloop.run(stream_all(port, min(num_streams, 4), 8, {"model": "tiny"}))
+        taken = [[measure(*side, num_streams, step_ms) for side in sides] for _ in range(rounds)]
+    ours, theirs = ([turn[side] for turn in taken] for side in (0, 1))
+    shown = ", ".join(
+        f"{name} {median(cpu for cpu, _ in turns):.1f} µs at {median(r for _, r in turns):.0f}/s"
+        for name, turns in (("ours", ours), ("vLLM", theirs))
+    )
+    ratio = median(a / b for (a, _), (b, _) in zip(ours, theirs, strict=True))
+    name = f"host: CPU per streamed token, {num_streams} streams, by vLLM's"
+    return Figure(name, ratio, 1.0, "times", at_least=False, context=shown)
+
+
+def start_ours(stack: ExitStack, step_ms: float) -> tuple[int, int]:
+    """Port and process of an instance over the backend ``paced``."""
+    num_layers = json.loads((MODEL / "config.json").read_text())["num_hidden_layers"]
+    argv = ["serve", "--model", str(MODEL), "--port", "0", "--backend", "paced"]
+    argv += ["--served-model-name", "tiny", "--threads", "1", "--num-kv-blocks", "16384"]
+    program = Program(
+        ["mooncake_engine.cli", *argv],
+        environment={"MOONCAKE_HAL_PACED": f"{step_ms * 1e3 / num_layers} 1"},
+    )
+    stack.callback(program.close)
+    return int(program.wait_for("ready ").rsplit(":", 1)[1]), program.process.pid
+
+
+def start_vllm(stack: ExitStack, python: Path, step_ms: float) -> tuple[int, int]:
+    """Port and process of a vLLM with a paced worker.
+
+    Raises:
+        Skip: it does not start.
+    """
+    words = ("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager")
+    words += ("--max-model-len", "2048", "--max-num-seqs", "256")
+    words += ("--max-num-batched-tokens", "8192", "--distributed-executor-backend", "uni")
+    words += ("--worker-cls", "vllm_paced_worker.PacedWorker", "--disable-uvicorn-access-log")
+    environment = {
+        "PYTHONPATH": str(ROOT / "ci"),
+        "VLLM_PACED_STEP_MS": str(step_ms),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+    }
+    LOG.unlink(missing_ok=True)
+    launch = Launch(python, None, "nobind", LOG, words, environment, model=MODEL)
+    child = launch.start()
+    stack.callback(stop, child)
+    wait_until_healthy(launch.url, LOG, 300)
+    return launch.port, child.pid
+
+
+def measure(port: int, pid: int, num_streams: int, step_ms: float) -> tuple[float, float]:
+    """Microseconds of CPU per token, and tokens per second, of one round."""
+    num_tokens = int(SECONDS * 1e3 / step_ms)
+    before = cpu_seconds(pid)
+    times = uvloop.run(stream_all(port, num_streams, num_tokens, {"model": "tiny"}))
+    spent = cpu_seconds(pid) - before
+    seconds = max(stream[-1] for stream in times) - min(stream[0] for stream in times)
+    return spent * 1e6 / (num_streams * num_tokens), num_streams * num_tokens / seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
