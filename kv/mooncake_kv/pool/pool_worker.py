@@ -38,7 +38,7 @@ from mooncake_kv.pool.pool_messages import (
 from mooncake_kv.pool.step_progress import StepProgress
 from mooncake_kv.store.chunk_layout import (
     ChunkTransfer,
-    plan_chunks,
+    LayerPlans,
     stored_layout,
     writes_for_its_replicas,
 )
@@ -175,15 +175,14 @@ class PoolWorker:
         self._report(load.order.load_id, lambda: self._read(load), load)
 
     def _read(self, load: _RunningLoad) -> None:
-        """Read group after group of layers; while one is on its way, the next is planned, but not
+        """Read group after group of layers; while one is on its way, the next is begun, but not
         before the first layer is there: the request's first step waits for it."""
         order, moving = load.order, deque[tuple[int, list[Transfer]]]()
         release_after = self._own_layers(order.release_layers or 0)
         try:
+            plans = self._plans(order.runs, order.block_ids)
             for start, stop in self._groups(order.runs):
-                transfers = self._start(
-                    order.runs, order.block_ids, (start, stop), load, is_read=True
-                )
+                transfers = self._start(plans, (start, stop), load, is_read=True)
                 moving.append((stop, transfers))
                 if len(moving) > 1 or load.num_loaded == 0:
                     self._finish(load, *moving.popleft(), release_after)
@@ -236,10 +235,11 @@ class PoolWorker:
         shard, runs = self._local.shard, order.runs
         mine = runs if shard.replicas == 1 else list(_shared_out(runs, shard))
         try:
+            plans = self._plans(mine, order.block_ids)
             for layers in self._groups(runs):
                 if order.step is not None:
                     self._progress.await_layer(order.step, layers[1] - 1, moves.time_left())
-                moves.wait(self._start(mine, order.block_ids, layers, moves, is_read=False))
+                moves.wait(self._start(plans, layers, moves, is_read=False))
         except BaseException as exc:
             moves.drain()
             self._forget_broken(order.runs, exc)
@@ -247,28 +247,44 @@ class PoolWorker:
 
     # -- both -----------------------------------------------------------------------------------
 
+    def _plans(
+        self, runs: Sequence[ChunkRun], block_ids: Sequence[int]
+    ) -> list[tuple[str, LayerPlans]]:
+        """What each run moves, and the epoch of the store it moves from or to."""
+        geometry = self._context.memory.geometry
+        return [
+            (
+                run.epoch,
+                LayerPlans(
+                    geometry,
+                    self._local,
+                    self._store(run.epoch).layout,
+                    ChunkTransfer(
+                        run.first_chunk, run.offsets, block_ids, skipped_tokens=run.skipped_tokens
+                    ),
+                ),
+            )
+            for run in runs
+        ]
+
     def _start(
         self,
-        runs: Sequence[ChunkRun],
-        block_ids: Sequence[int],
+        plans: Sequence[tuple[str, LayerPlans]],
         layers: Layers,
         moves: OrderTransfers,
         *,
         is_read: bool,
     ) -> list[Transfer]:
-        """Begin to move runs of chunks."""
+        """Begin to move these layers of runs of chunks."""
         started = []
-        for run in runs:
-            store = self._store(run.epoch)
-            movement = ChunkTransfer(
-                run.first_chunk, run.offsets, block_ids, layers, run.skipped_tokens
-            )
-            spans = plan_chunks(self._context.memory.geometry, self._local, store.layout, movement)
+        for epoch, plan in plans:
+            store = self._store(epoch)
+            spans = plan.spans(layers)
             if not len(spans):
                 continue
             lane = LOADING if is_read else SAVING
             timeout_s = moves.time_left()
-            peer = self._transports.peer(run.epoch, lane, store.endpoints, timeout_s=timeout_s)
+            peer = self._transports.peer(epoch, lane, store.endpoints, timeout_s=timeout_s)
             move = peer.read if is_read else peer.write
             transfer = move(spans, timeout=moves.time_left())
             moves.add(transfer, spans.total_bytes)

@@ -10,7 +10,7 @@ layer can be loaded while those before it are computed, in one contiguous run pe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -103,6 +103,58 @@ def plan_chunks(
         nothing = np.empty(0, np.uint64)
         return Spans(nothing, nothing, nothing)
     return plans[0].spans
+
+
+class LayerPlans:
+    """The spans of one transfer, one group of layers after the other.
+
+    Where layers lie alike on both sides, the spans of two groups of as many layers differ by how
+    far apart these lie, and only the first of them is planned.
+
+    Args:
+        geometry, local, stored: as for ``plan_chunks``.
+        transfer: what to move; of which layers is asked for group by group.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        local: KVShardSpec,
+        stored: KVShardSpec,
+        transfer: ChunkTransfer,
+    ) -> None:
+        self._geometry = geometry
+        self._local = local
+        self._stored = stored
+        self._transfer = transfer
+        self._planned: dict[int, tuple[int, Spans]] = {}  # by number of layers: the first one
+
+    def spans(self, layers: tuple[int, int]) -> Spans:
+        """The spans of these layers, all of which are the rank's; see ``plan_chunks``."""
+        start, stop = layers
+        count = stop - start
+        if count in self._planned:
+            first, spans = self._planned[count]
+            near = _distance(self._local, first, start, count)
+            far = _distance(self._stored, first, start, count)
+            if near is not None and far is not None:
+                return Spans(spans.local + near, spans.remote + far, spans.nbytes)
+        transfer = replace(self._transfer, layers=layers)
+        spans = plan_chunks(self._geometry, self._local, self._stored, transfer)
+        self._planned[count] = start, spans
+        return spans
+
+
+def _distance(rank: KVShardSpec, first: int, other: int, count: int) -> np.uint64 | None:
+    """How far all of ``count`` layers lie behind as many others, modulo 2^64: it may be before
+    them. None if they lie in another way."""
+    here, there = first - rank.shard.layer_start, other - rank.shard.layer_start
+    distances = {
+        plane[there + layer] - plane[here + layer]
+        for plane in rank.layout.bases
+        for layer in range(count)
+    }
+    return np.uint64(distances.pop() % (1 << 64)) if len(distances) == 1 else None
 
 
 def writes_for_its_replicas(shard: KVShard, spread: int) -> bool:

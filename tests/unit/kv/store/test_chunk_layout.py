@@ -1,6 +1,7 @@
 """Stored chunks: what a rank of any split, block size and layout wrote, every other one reads."""
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from mooncake_hal.kv.transfer_plan import KVShardSpec
 from mooncake_kv.store.arena_allocator import rounded_up
 from mooncake_kv.store.chunk_layout import (
     ChunkTransfer,
+    LayerPlans,
     chunk_bytes,
     plan_chunks,
     stored_layout,
@@ -116,6 +118,35 @@ def test_chunks_from_the_middle_of_a_sequence_leave_the_rest_alone():
     move(spans, to_store=False)
     for (token, *_), value in ranks.values(16).items():
         assert value == (b"\xab" if token // CHUNK == 1 else b"\0")
+
+
+@pytest.mark.parametrize("geometry", [GQA, MLA], ids=["gqa", "mla"])
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("is_apart", [False, True], ids=["alike", "apart"])
+def test_layers_planned_from_those_before_them_are_what_each_alone_is(geometry, reader, is_apart):
+    step = rounded_up(chunk_bytes(geometry, CHUNK))
+    stored = stored_layout(geometry, CHUNK, 1 << 20, step * (NUM_CHUNKS + 2))
+    ranks = Ranks(geometry, *reader)
+    transfer = ChunkTransfer(1, [step * 3, 0], ranks.blocks, skipped_tokens=5)
+    for spec in ranks.specs:
+        layout = spec.layout
+        if is_apart:  # an allocation for each layer and plane, later ones before others
+            bases = tuple(
+                tuple(base + (1 << 40) - plane * (1 << 33) - layer**2 * (1 << 32)
+                      for layer, base in enumerate(of_plane))
+                for plane, of_plane in enumerate(layout.bases)
+            )  # fmt: skip
+            layout = replace(layout, bases=bases)
+        rank = KVShardSpec(spec.shard, layout)
+        plans = LayerPlans(geometry, rank, stored, transfer)
+        groups = [(n, n + 1) for n in range(spec.shard.layer_start, spec.shard.layer_stop)]
+        if spec.shard.layers == 3:
+            groups += [(0, 2), (1, 3)]
+        for layers in groups:
+            found = plans.spans(layers)
+            wanted = plan_chunks(geometry, rank, stored, replace(transfer, layers=layers))
+            for name in ("local", "remote", "nbytes"):
+                assert np.array_equal(getattr(found, name), getattr(wanted, name))
 
 
 def test_one_of_the_ranks_that_hold_the_same_writes():
