@@ -521,6 +521,7 @@ class InstancePool:
         wanted = [i for i in self._instances.values() if i.spec.role is role]
         if not wanted:
             flag = "backend-url" if role is Role.BOTH else role.value
-            return f"no {role.value} instance is configured (--{flag} URL)"
+            how = f"--{flag} URL here, or --register on the instance"
+            return f"no {role.value} instance is configured, and none has registered ({how})"
         facts = "; ".join(f"{i.name} {i.state.value} {i.error}".rstrip() for i in wanted)
         return f"no live {role.value} instance: {facts}"
