@@ -82,6 +82,7 @@ def start_ours(stack: ExitStack, step_ms: float) -> tuple[int, int]:
     num_layers = json.loads((MODEL / "config.json").read_text())["num_hidden_layers"]
     argv = ["serve", "--model", str(MODEL), "--port", "0", "--backend", "paced"]
     argv += ["--served-model-name", "tiny", "--threads", "1", "--num-kv-blocks", "16384"]
+    argv += ["--swap-space", "0", "--async-scheduling", "--core-process"]
     program = Program(
         ["mooncake_engine.cli", *argv],
         environment={"MOONCAKE_HAL_PACED": f"{step_ms * 1e3 / num_layers} 1"},
