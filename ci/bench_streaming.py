@@ -13,7 +13,6 @@ can't be run.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,13 +26,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import uvloop  # noqa: E402
 from support.figures import Figure  # noqa: E402  # tests/ is not installed
-from support.programs import Program  # noqa: E402
+from support.paced_instances import SECONDS, STEP_MS, paced_instance  # noqa: E402
 from support.streaming_client import cpu_seconds, stream_all  # noqa: E402
 
-STEP_MS = {1: 5.0, 32: 6.7, 128: 10.9, 256: 16.0}
-"""Of a decode step, by streams: an 8 B model's on one H200."""
-SECONDS = 6.0
-"""Of decoding, per round."""
 LOG = CACHE / "vllm-paced.log"
 
 
@@ -63,7 +58,10 @@ def compare(python: Path, num_streams: int, rounds: int) -> Figure:
     """
     step_ms = STEP_MS[num_streams]
     with ExitStack() as stack:
-        sides = [start_ours(stack, step_ms), start_vllm(stack, python, step_ms)]
+        port, program = stack.enter_context(
+            paced_instance(step_ms, "--served-model-name", "tiny", model=MODEL)
+        )
+        sides = [(port, program.process.pid), start_vllm(stack, python, step_ms)]
         for port, _ in sides:
             uvloop.run(stream_all(port, min(num_streams, 4), 8, {"model": "tiny"}))
         taken = [[measure(*side, num_streams, step_ms) for side in sides] for _ in range(rounds)]
@@ -77,37 +75,22 @@ def compare(python: Path, num_streams: int, rounds: int) -> Figure:
     return Figure(name, ratio, 1.0, "times", at_least=False, context=shown)
 
 
-def start_ours(stack: ExitStack, step_ms: float) -> tuple[int, int]:
-    """Port and process of an instance over the backend ``paced``."""
-    num_layers = json.loads((MODEL / "config.json").read_text())["num_hidden_layers"]
-    argv = ["serve", "--model", str(MODEL), "--port", "0", "--backend", "paced"]
-    argv += ["--served-model-name", "tiny", "--threads", "1", "--num-kv-blocks", "16384"]
-    argv += ["--swap-space", "0", "--async-scheduling", "--core-process"]
-    program = Program(
-        ["mooncake_engine.cli", *argv],
-        environment={"MOONCAKE_HAL_PACED": f"{step_ms * 1e3 / num_layers} 1"},
-    )
-    stack.callback(program.close)
-    return int(program.wait_for("ready ").rsplit(":", 1)[1]), program.process.pid
-
-
 def start_vllm(stack: ExitStack, python: Path, step_ms: float) -> tuple[int, int]:
     """Port and process of a vLLM with a paced worker.
 
     Raises:
         Skip: it does not start.
     """
-    words = ("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager")
-    words += ("--max-model-len", "2048", "--max-num-seqs", "256")
-    words += ("--max-num-batched-tokens", "8192", "--distributed-executor-backend", "uni")
-    words += ("--worker-cls", "vllm_paced_worker.PacedWorker", "--disable-uvicorn-access-log")
+    words = ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
+    words += ("--distributed-executor-backend", "uni", "--disable-uvicorn-access-log")
+    words += ("--worker-cls", "vllm_paced_worker.PacedWorker")
     environment = {
         "PYTHONPATH": str(ROOT / "ci"),
         "VLLM_PACED_STEP_MS": str(step_ms),
         "VLLM_CPU_KVCACHE_SPACE": "2",
     }
     LOG.unlink(missing_ok=True)
-    launch = Launch(python, None, "nobind", LOG, words, environment, model=MODEL)
+    launch = Launch(python, None, "nobind", LOG, words, environment)
     child = launch.start()
     stack.callback(stop, child)
     wait_until_healthy(launch.url, LOG, 300)

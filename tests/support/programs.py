@@ -118,6 +118,14 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
+def imported_by(*argv: str) -> set[str]:
+    """The modules that Python imports when it is run with these arguments."""
+    command = [sys.executable, "-X", "importtime", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    lines = done.stderr.splitlines()
+    return {line.rsplit("|", 1)[1].strip() for line in lines if line.startswith("import time:")}
+
+
 def is_running(pid: int) -> bool:
     """Whether this process exists, and not only until somebody waits for it."""
     try:

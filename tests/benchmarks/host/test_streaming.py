@@ -1,12 +1,9 @@
 """How much of a fast device a serving host uses: streams over HTTP from an instance whose device is
 pretended and takes as long as a large GPU's. Everything but the device is real.
-
-The step times are those of an 8 B model on one H200 at so many streams.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,30 +14,12 @@ from typing import Any
 import pytest
 import uvloop
 from support.figures import Figure, record
-from support.programs import TINY_LLAMA, Program
+from support.paced_instances import SECONDS, STEP_MS, paced_instance, ready
 from support.streaming_client import cpu_seconds, stream_all
 
-STREAMS = {1: 5.0, 32: 6.7, 128: 10.9, 256: 16.0}
-"""Streams at once -> milliseconds of a decode step."""
-SECONDS = 6.0
-"""Of decoding, per case."""
-
-
-PD_STREAMS = {32: 6.7, 128: 10.9}
+PD_STREAMS = (32, 128)
 NUM_FIRST_TOKENS = 20
 """Of requests, one after the other, to each side."""
-
-
-@contextmanager
-def paced_instance(step_ms: float, *more: str) -> Iterator[tuple[int, Program]]:
-    """An instance over the paced device: its port and its process."""
-    num_layers = json.loads((TINY_LLAMA / "config.json").read_text())["num_hidden_layers"]
-    layer_us = step_ms * 1e3 / num_layers
-    argv = ["serve", "--model", str(TINY_LLAMA), "--port", "0", "--backend", "paced"]
-    argv += ["--num-kv-blocks", "16384", "--threads", "1", "--swap-space", "0"]
-    argv += ["--async-scheduling", "--core-process", *more]
-    with ready(["mooncake_engine.cli", *argv], {"MOONCAKE_HAL_PACED": f"{layer_us} 1"}) as found:
-        yield found
 
 
 @contextmanager
@@ -56,21 +35,14 @@ def paced_pair(step_ms: float) -> Iterator[int]:
             yield port
 
 
-@contextmanager
-def ready(
-    argv: list[str], environment: dict[str, str], says: str = "ready "
-) -> Iterator[tuple[int, Program]]:
-    """A program that listens: its port and its process."""
-    program = Program(argv, environment=environment)
-    try:
-        yield int(program.wait_for(says).rsplit(":", 1)[1]), program
-    finally:
-        program.close()
+def shared_time(times: list[list[float]]) -> tuple[float, float]:
+    """Between these two all streams run."""
+    return max(stream[0] for stream in times), min(stream[-1] for stream in times)
 
 
 def steady_rate(times: list[list[float]]) -> float:
     """Tokens per second while all streams run."""
-    start, end = max(stream[0] for stream in times), min(stream[-1] for stream in times)
+    start, end = shared_time(times)
     return sum(start < at <= end for stream in times for at in stream) / (end - start)
 
 
@@ -80,7 +52,7 @@ def first_token_ms(port: int) -> float:
     return 1e3 * (uvloop.run(stream_all(port, 1, 2))[0][0] - start)
 
 
-@pytest.mark.parametrize(("num_streams", "step_ms"), STREAMS.items())
+@pytest.mark.parametrize(("num_streams", "step_ms"), STEP_MS.items())
 def test_streams_keep_the_device_busy(num_streams: int, step_ms: float, benchmark: Any) -> None:
     num_tokens = int(SECONDS * 1e3 / step_ms)
     with paced_instance(step_ms) as (port, program):
@@ -90,7 +62,7 @@ def test_streams_keep_the_device_busy(num_streams: int, step_ms: float, benchmar
         spent = cpu_seconds(program.process.pid) - before
     assert all(len(stream) == num_tokens for stream in times)
     steady = steady_rate(times)
-    start, end = max(stream[0] for stream in times), min(stream[-1] for stream in times)
+    start, end = shared_time(times)
     wanted = num_streams * 1e3 / step_ms
     gaps = [(b, 1e3 * (b - a)) for stream in times for a, b in pairwise(stream)]
     p99_ms = quantiles([gap for _, gap in gaps], n=100)[98]
@@ -109,10 +81,9 @@ def test_streams_keep_the_device_busy(num_streams: int, step_ms: float, benchmar
     benchmark.pedantic(lambda: None, rounds=1)
 
 
-@pytest.mark.parametrize(("num_streams", "step_ms"), PD_STREAMS.items())
-def test_a_pair_keeps_the_decoding_device_busy(
-    num_streams: int, step_ms: float, benchmark: Any
-) -> None:
+@pytest.mark.parametrize("num_streams", PD_STREAMS)
+def test_a_pair_keeps_the_decoding_device_busy(num_streams: int, benchmark: Any) -> None:
+    step_ms = STEP_MS[num_streams]
     num_tokens = int(SECONDS * 1e3 / step_ms)
     with paced_pair(step_ms) as port:
         uvloop.run(stream_all(port, 4, 8))
@@ -126,7 +97,7 @@ def test_a_pair_keeps_the_decoding_device_busy(
 
 
 def test_a_pair_adds_little_to_the_first_token(benchmark: Any) -> None:
-    step_ms = STREAMS[1]
+    step_ms = STEP_MS[1]
     with paced_instance(step_ms) as (alone, _), paced_pair(step_ms) as apart:
         for port in (alone, apart):
             uvloop.run(stream_all(port, 4, 8))

@@ -1,6 +1,7 @@
 """A whole engine that keeps KV in the pool: the tokens of one that does not."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -98,6 +99,7 @@ def test_a_step_that_begins_before_any_layer_is_there_waits_for_the_first(model,
     def start_late(self, plans, layers, moves, *, is_read):
         if is_read:
             begun.append(wanted.wait(20))
+            time.sleep(0.05)  # the step has looked for the layer, and waits
         return start(self, plans, layers, moves, is_read=is_read)
 
     def tell(self, layer):
@@ -114,6 +116,7 @@ def test_a_step_that_begins_before_any_layer_is_there_waits_for_the_first(model,
     assert all(begun)
     assert pooled == plain
     assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
+    assert stats.stalled_seconds > 0
 
 
 def test_what_came_from_another_store_is_copied_to_the_own_one_while_there_is_room(model, tmp_path):

@@ -5,18 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from support.programs import imported_by
+
 HEAVY = ("torch", "numpy", "zmq", "msgspec", "mooncake_hal.bench")
 
 
-def imported_by(statement: str) -> set[str]:
-    command = [sys.executable, "-X", "importtime", "-c", statement]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
-    lines = done.stderr.splitlines()
-    return {line.rsplit("|", 1)[1].strip() for line in lines if line.startswith("import time:")}
-
-
 def test_the_package_is_free_to_import() -> None:
-    found = imported_by("import mooncake_hal")
+    found = imported_by("-c", "import mooncake_hal")
     assert "mooncake_hal.registry" in found
     assert found.isdisjoint(HEAVY)
 

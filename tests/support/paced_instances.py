@@ -1,0 +1,41 @@
+"""Instances whose device is pretended (backend ``paced``) and takes as long as a large GPU's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.programs import TINY_LLAMA, Program
+
+STEP_MS = {1: 5.0, 32: 6.7, 128: 10.9, 256: 16.0}
+"""Of a decode step, by streams at once: an 8 B model's on one H200."""
+SECONDS = 6.0
+"""Of decoding, per case."""
+
+
+@contextmanager
+def paced_instance(
+    step_ms: float, *more: str, model: Path = TINY_LLAMA
+) -> Iterator[tuple[int, Program]]:
+    """An instance over the paced device: its port and its process."""
+    num_layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    layer_us = step_ms * 1e3 / num_layers
+    argv = ["serve", "--model", str(model), "--port", "0", "--backend", "paced"]
+    argv += ["--num-kv-blocks", "16384", "--threads", "1", "--swap-space", "0"]
+    argv += ["--async-scheduling", "--core-process", *more]
+    with ready(["mooncake_engine.cli", *argv], {"MOONCAKE_HAL_PACED": f"{layer_us} 1"}) as found:
+        yield found
+
+
+@contextmanager
+def ready(
+    argv: list[str], environment: dict[str, str], says: str = "ready "
+) -> Iterator[tuple[int, Program]]:
+    """A program that listens: its port and its process."""
+    program = Program(argv, environment=environment)
+    try:
+        yield int(program.wait_for(says).rsplit(":", 1)[1]), program
+    finally:
+        program.close()
