@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar, overload
 
@@ -34,6 +33,8 @@ from mooncake_hal.specs import (
 )
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from mooncake_hal.backend import Backend
     from mooncake_hal.host_copies import HostCopies
     from mooncake_hal.transport import Transport
@@ -105,9 +106,12 @@ class Registry:
         """
         registry = cls()
         blocked = hal_env.blocked_plugins()
-        found = entry_points(group=ENTRY_POINT_GROUP) if points is None else points
+        if points is None:
+            from importlib.metadata import entry_points  # slow to import, and --help finds nothing
+
+            points = entry_points(group=ENTRY_POINT_GROUP)
         # stale metadata can list a plugin twice; the same module is not a rival of itself
-        for _, point in sorted({(point.name, point.value): point for point in found}.items()):
+        for _, point in sorted({(point.name, point.value): point for point in points}.items()):
             if point.name in blocked:
                 registry._refuse(point, PluginStatus.BLOCKED, "named by MOONCAKE_HAL_BLOCK")
             else:

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = with_config(argv, OPTIONS, SECTIONS)
     except ConfigError as exc:
         return _refuse(exc)
-    parser = build_parser()
+    parser = build_parser(argv)
     args, unknown = parser.parse_known_args(argv)
     LogSettings(logging.getLevelName(args.log_level.upper()), args.log_format).apply()
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
@@ -138,14 +138,21 @@ def _refuse(exc: Exception) -> int:
     return 2 if isinstance(exc, ConfigError) else 1
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line of all commands."""
+def build_parser(words: Collection[str] | None = None) -> argparse.ArgumentParser:
+    """The command line of all commands.
+
+    Args:
+        words: of the command line; a command that is not among them is only listed, and modules
+            that its options come from are not imported. None gives all of them their options.
+    """
     parser = argparse.ArgumentParser(prog="mooncake-engine", description=__doc__)
     parsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
-        command.add_to(
-            parsers.add_parser(command.name, help=command.help, formatter_class=DefaultsInHelp)
+        of_command = parsers.add_parser(
+            command.name, help=command.help, formatter_class=DefaultsInHelp
         )
+        if words is None or command.name in words:
+            command.add_to(of_command)
     return parser
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.process.worker_counts import MAX_WORKERS
 from mooncake_engine.text.reasoning import REASONING_PARSERS, detect_reasoning
-from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_engine.text.tool_call_forms import PARSERS, detect_parser
 from mooncake_hal.options import option, read_secret_file
+
+if TYPE_CHECKING:
+    from mooncake_engine.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 ACCESS_LOGS = ("off", "errors", "all")

@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mooncake_engine.sampling_params import Grammar, GrammarKind
-from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_engine.text.tool_call_parsers import ParsedText
+
+if TYPE_CHECKING:
+    from mooncake_engine.text.tokenizer import Tokenizer
 
 OPENING, CLOSING = "<think>", "</think>"
 REASONING_PARSERS = ("qwen3", "deepseek_r1")

@@ -11,8 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from mooncake_engine.errors import CheckpointError, InvalidRequest
 
 TokenToBytes = Callable[[str], bytes]
@@ -213,6 +211,8 @@ class Tokenizer:
                 "to the model directory",
                 param="messages",
             )
+        from jinja2 import TemplateError  # not before: a command line is read without it
+
         kwargs = dict(template_kwargs or {})
         for name in kwargs.keys() & RESERVED_TEMPLATE_KWARGS:
             raise InvalidRequest(

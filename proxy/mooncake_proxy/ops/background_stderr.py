@@ -7,7 +7,6 @@ does not fit, or cannot be written, is dropped and counted.
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import sys
@@ -29,6 +28,8 @@ class JsonLogLines(logging.Formatter):
     `level`, `logger`, `message` and, of an error with a traceback, `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
+        import json  # only where lines are JSON
+
         line: dict[str, Any] = {
             "time": round(record.created, 3),
             "level": record.levelname,

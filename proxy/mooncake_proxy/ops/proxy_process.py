@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from mooncake_proxy import __version__
@@ -138,7 +138,7 @@ class ShutdownSignals:
 
 def live_page() -> bytes:
     """The page."""
-    return files("mooncake_proxy.ops").joinpath("live_page.html").read_bytes()
+    return Path(__file__).with_name("live_page.html").read_bytes()
 
 
 def kv_by_pair(instances: Iterable[Instance]) -> dict[Pair, int]:

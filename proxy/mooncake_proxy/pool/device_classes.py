@@ -6,8 +6,12 @@ conductor's table of devices. An instance that publishes nothing counts as one A
 
 from __future__ import annotations
 
-from mooncake_conductor.cost.latency_model import DEVICES, LatencyModel, cold_start
+from typing import TYPE_CHECKING
+
 from mooncake_proxy.pool.pair_topology import PairTopology
+
+if TYPE_CHECKING:
+    from mooncake_conductor.cost.latency_model import LatencyModel
 
 # Rows by backend and generation; the first one stands for the class unless the operator names
 # another one of it: a generation does not say how much memory a device has, or how it is clocked.
@@ -53,6 +57,8 @@ def relative_speed(topology: PairTopology | None) -> float:
 
 
 def _products(name: str) -> float:
+    from mooncake_conductor.cost.latency_model import DEVICES  # not needed to start
+
     row = DEVICES[name]
     return row.tflops * row.linear_share
 
@@ -64,6 +70,8 @@ def costs_of(costs: str, topology: PairTopology | None) -> LatencyModel | None:
         costs: as the operator gave it, MODEL:DEVICE:NUMBER.
         topology: what the instance publishes.
     """
+    from mooncake_conductor.cost.latency_model import cold_start
+
     model, _, rest = costs.partition(":")
     device = device_of(topology, rest.partition(":")[0])
     if device is None or topology is None:

@@ -9,7 +9,6 @@ was set. Pure: no clock, no sockets.
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 
 # Of the latest requests that were split.
 NUM_SAMPLES = 64
@@ -49,6 +48,8 @@ class ShortPrompts:
     def _learn(self) -> int:
         if min(len(self._seconds_per_token), len(self._handover_s)) < MIN_SAMPLES:
             return 0
+        from statistics import median  # slow to import, and nothing is learnt when a proxy starts
+
         tokens = median(self._handover_s) / median(self._seconds_per_token)
         return min(int(tokens), MAX_LEARNT_TOKENS)
 

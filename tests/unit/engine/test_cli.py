@@ -38,6 +38,17 @@ def parse(*argv: str) -> argparse.Namespace:
     return build_parser().parse_args(argv)
 
 
+def test_only_commands_among_the_words_have_options(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "--model", "m", "--max-tokens", "7", "hello"]
+    assert build_parser(argv).parse_args(argv).max_tokens == 7
+    with pytest.raises(SystemExit):
+        build_parser(["generate"]).parse_args(["serve", "--model", "m"])
+    with pytest.raises(SystemExit):
+        build_parser([]).parse_args(["--help"])
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in ("serve", "up", "bench", "collect-env"))
+
+
 def test_the_defaults_are_the_configs(model: Path) -> None:
     args = parse("serve", "--model", str(model))
     assert engine_config(args, kv_transfer_config(args)) == EngineConfig(model=model)

@@ -6,6 +6,7 @@ import pytest
 from support.programs import imported_by
 
 HEAVY = {"torch", "numpy", "transformers", "zmq", "uvicorn"}
+ONLY_IN_USE = {"jinja2", "importlib.metadata", "mooncake_engine.replay"}
 
 
 @pytest.mark.parametrize("command", ["serve", "up", "bench", "generate"])
@@ -14,3 +15,10 @@ def test_help_brings_in_nothing_heavy(command: str) -> None:
     found = {name.partition(".")[0] for name in modules}
     assert "mooncake_engine" in found
     assert found.isdisjoint(HEAVY), found & HEAVY
+
+
+@pytest.mark.parametrize("argv", [("--help",), ("serve", "--help"), ("up", "--help")])
+def test_a_command_brings_in_nothing_of_another_one(argv: tuple[str, ...]) -> None:
+    modules = imported_by("-m", "mooncake_engine.cli", *argv)
+    assert "mooncake_engine.instance_arguments" in modules
+    assert modules.isdisjoint(ONLY_IN_USE), modules & ONLY_IN_USE

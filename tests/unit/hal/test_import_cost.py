@@ -7,7 +7,7 @@ import sys
 
 from support.programs import imported_by
 
-HEAVY = ("torch", "numpy", "zmq", "msgspec", "mooncake_hal.bench")
+HEAVY = ("torch", "numpy", "zmq", "msgspec", "importlib.metadata", "mooncake_hal.bench")
 
 
 def test_the_package_is_free_to_import() -> None:

@@ -1,0 +1,93 @@
+"""The proxy's processes from a configuration to a clean stop: one, or several workers."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+
+import uvloop
+
+from mooncake_proxy.api.application import ProxyApplication
+from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.errors import AddressTaken, ConfigError
+from mooncake_proxy.ops.background_stderr import background_stderr
+from mooncake_proxy.ops.proxy_process import ShutdownSignals
+from mooncake_proxy.ops.worker_link import WorkerLink
+from mooncake_proxy.ops.worker_processes import WorkerSupervisor
+
+log = logging.getLogger(__name__)
+
+
+def run(config: ProxyConfig) -> int:
+    """Serve until a signal ends it; the exit status.
+
+    Raises:
+        ConfigError: the address is taken, or a file that the configuration names is of no use.
+    """
+    _raise_descriptor_limit()
+    with background_stderr():
+        if config.workers > 1:
+            return WorkerSupervisor(config, _run_worker).run()
+        uvloop.run(serve(config))
+    return 0
+
+
+async def serve(config: ProxyConfig, link: WorkerLink | None = None) -> None:
+    """Run until SIGINT or SIGTERM, then drain, which a second one ends.
+
+    `link`: to the others where this is one of several workers.
+    """
+    app = ProxyApplication(config, link)
+    stop = ShutdownSignals()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: stop.signal(loop.time()))
+    try:
+        await app.start()
+    except OSError as exc:
+        kind = AddressTaken if exc.errno == errno.EADDRINUSE else ConfigError
+        raise kind(f"can't listen on {config.host}:{config.port}: {exc}") from exc
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    scheme = "https" if config.tls.certificate else "http"
+    # Objects loaded so far live as long as the process: keep the garbage collector off them.
+    gc.collect()
+    gc.freeze()
+    _announce(f"mooncake-proxy listens on {scheme}://{host}:{app.port}")
+    asked = loop.create_task(stop.asked.wait())
+    try:
+        while not stop.asked.is_set():
+            app.poll()
+            await asyncio.wait({asked}, timeout=1.0)
+    finally:
+        asked.cancel()
+        await app.close(stop)
+
+
+def _announce(line: str) -> None:
+    """Print the address. A full disk under standard output is no reason not to serve."""
+    try:
+        sys.stdout.write(f"{line}\n")  # one write: workers share the output
+        sys.stdout.flush()
+    except OSError as exc:
+        log.warning("can't write to standard output: %s", exc)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it is flushed again at the end
+
+
+def _raise_descriptor_limit() -> None:
+    """Take all descriptors that this process may have: a connection to each side per request."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # where the kernel allows fewer than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _run_worker(config: ProxyConfig, link: WorkerLink) -> None:
+    with background_stderr():  # of its own: threads end where a process forks
+        uvloop.run(serve(config, link))

@@ -1,0 +1,13 @@
+"""Flags are read, and refused, before most of the proxy is brought in."""
+
+from __future__ import annotations
+
+from support.programs import imported_by
+
+ONLY_TO_SERVE = {"uvloop", "mooncake_api", "mooncake_conductor", "mooncake_proxy.api.application"}
+
+
+def test_help_brings_in_nothing_that_serves() -> None:
+    modules = imported_by("-m", "mooncake_proxy", "--help")
+    assert "mooncake_proxy.proxy_options" in modules
+    assert modules.isdisjoint(ONLY_TO_SERVE), modules & ONLY_TO_SERVE
