@@ -1,13 +1,14 @@
 """Proxies side by side in one run, in front of the same fake backends.
 
-    python ci/bench_proxy.py [--seconds 2] [--rounds 5] [--json FILE]
+    python ci/bench_proxy.py [--seconds 2] [--rounds 5] [--json FILE] [--beside CHECKOUT]
 
 Ours, sglang-router and nginx; how they are started: proxy_contenders.py. Rounds are interleaved
 and what is compared is the median of their ratios, so that a noisy minute hits everybody. Needs a C
 compiler (load generator and backends are tests/benchmarks/proxy/bench.c), nginx on PATH, and a
 package index the first time: sglang-router goes into a venv of its own under .cache/. Prints a
 table per place, then one line per speed item: name, figure, wanted, ok or short. Exit 0 only if
-all hold; lines marked "shown" are not judged.
+all hold; lines marked "shown" are not judged. With --beside, ours beside the proxy of another
+checkout of this repository and nobody else: whether a change made it slower.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from statistics import median
 
 from proxy_contenders import (
     DIRECT,
+    EARLIER,
     OURS,
     OURS_TWICE,
     ROOT,
@@ -34,6 +36,8 @@ from proxy_contenders import (
     bind_to,
     build,
     one_core,
+    python_path,
+    two_checkouts,
     whole_machine,
 )
 
@@ -42,7 +46,10 @@ WARM_UP_S = 0.3
 # (connections, whether they stream)
 Case = tuple[int, bool]
 FEW, MANY, STREAMS, ALONE = (16, False), (64, False), (64, True), (1, False)
-PLACE_CASES = {"one core": (FEW, MANY), "whole machine": (ALONE, FEW, MANY, STREAMS)}
+ALL = (ALONE, FEW, MANY, STREAMS)
+PLACE_CASES = {"one core": (FEW, MANY), "whole machine": ALL}
+# Of another checkout's requests or tokens per second; less is not noise.
+NOT_SLOWER = 0.95
 
 
 @dataclass(frozen=True)
@@ -89,15 +96,19 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="medians over so many")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--skip-memory", action="store_true", help="not the 100,000 requests")
+    parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="measure only that one")
     args = parser.parse_args()
     bench = build()
+    if args.beside:
+        return judge_beside(bench, args.beside, args.rounds, args.seconds)
     results: dict[str, Results] = {}
     growth = None
     for prepare in (one_core, whole_machine):
         with ExitStack() as stack:
             place = prepare(stack, bench)
-            results[place.name] = measure_all(bench, place, args.rounds, args.seconds)
-            print_table(place, results[place.name])
+            cases = PLACE_CASES[place.name]
+            results[place.name] = measure_all(bench, place, cases, args.rounds, args.seconds)
+            print_table(place, results[place.name], cases)
             if place.name == "whole machine" and not args.skip_memory:
                 growth = memory_growth(bench, place.contenders[OURS])
     if args.json:
@@ -108,11 +119,13 @@ def main() -> int:
 # ---------------------------------------------------------------- measuring
 
 
-def measure_all(bench: Path, place: Place, num_rounds: int, seconds: float) -> Results:
+def measure_all(
+    bench: Path, place: Place, cases: tuple[Case, ...], num_rounds: int, seconds: float
+) -> Results:
     """Every case of every contender, round by round, the contenders one right after another."""
     results = Results()
     for _ in range(num_rounds):
-        for case in PLACE_CASES[place.name]:
+        for case in cases:
             for contender in place.contenders.values():
                 load(bench, place, contender, case, WARM_UP_S)
                 results.note(contender.name, case, measure(bench, place, contender, case, seconds))
@@ -188,21 +201,23 @@ def memory_growth(bench: Path, ours: Contender) -> int:
     return rss_kib(ours.pid, "VmRSS") - before
 
 
-def start_seconds() -> float:
-    """Import and start until the proxy says that it listens; the best of three."""
-    took = []
-    for _ in range(3):
-        began = time.monotonic()
-        command = [sys.executable, "-m", "mooncake_proxy", "--port", "0", "--health-interval", "0"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "proxy")}
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+def start_seconds(checkout: Path = ROOT) -> float:
+    """Import and start until the proxy says that it listens."""
+    flags = ["--port", "0", "--health-interval", "0", "--backend-url", "http://127.0.0.1:9"]
+    began = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-m", "mooncake_proxy", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": python_path(checkout)},
+    ) as child:
         assert child.stdout is not None
-        child.stdout.readline()
-        took.append(time.monotonic() - began)
+        line = child.stdout.readline()
+        took = time.monotonic() - began
         child.terminate()
-        child.wait(10)
-        child.stdout.close()
-    return min(took)
+    if b"listens on" not in line:
+        raise SystemExit(f"the proxy of {checkout} did not start: it said {line!r}")
+    return took
 
 
 # ---------------------------------------------------------------- judging
@@ -223,9 +238,9 @@ def row_of(results: Results, name: str, cases: tuple[Case, ...]) -> dict[str, fl
     return row | {"errors": float(results.num_errors(name))}
 
 
-def print_table(place: Place, results: Results) -> None:
+def print_table(place: Place, results: Results, cases: tuple[Case, ...]) -> None:
     """All medians of a place."""
-    table = {name: row_of(results, name, PLACE_CASES[place.name]) for name in place.contenders}
+    table = {name: row_of(results, name, cases) for name in place.contenders}
     print(f"{place.name:24}" + "".join(f"{name:>18}" for name in table))
     for key in next(iter(table.values())):
         print(f"  {key:22}" + "".join(f"{row[key]:18.2f}" for row in table.values()))
@@ -262,7 +277,7 @@ def judge(core: Results, machine: Results, growth: int | None) -> int:
         at_most("proxy_chunk_p99", machine.ratio(OURS, ROUTER, STREAMS, "p99_ms"), 1.0),
         at_most("proxy_added_p50_ms", added, 0.3),
         at_most("proxy_errors", machine.num_errors(OURS) + core.num_errors(OURS), 0),
-        at_most("proxy_start_s", start_seconds(), 1.0),
+        at_most("proxy_start_s", min(start_seconds() for _ in range(3)), 1.0),
     ]
     if growth is not None:
         items.append(at_most("proxy_growth_kib_100k_requests", growth, 1024))
@@ -271,6 +286,24 @@ def judge(core: Results, machine: Results, growth: int | None) -> int:
         show(f"proxy_requests_{case[0]}_per_cpu_second", cpu)
     show("proxy_requests_16_one_process", machine.ratio(OURS, ROUTER, FEW, rate))
     show("proxy_requests_64_one_process", machine.ratio(OURS, ROUTER, MANY, rate))
+    return 0 if all(items) else 1
+
+
+def judge_beside(bench: Path, checkout: Path, num_rounds: int, seconds: float) -> int:
+    """Ours by another checkout's; 0 where nothing is slower."""
+    with ExitStack() as stack:
+        place = two_checkouts(stack, bench, checkout)
+        results = measure_all(bench, place, ALL, num_rounds, seconds)
+        print_table(place, results, ALL)
+    items = []
+    for case, of in ((ALONE, "1"), (FEW, "16"), (MANY, "64"), (STREAMS, "streams")):
+        rate, unit = ("tokens", "token") if case == STREAMS else ("requests", "request")
+        ratio = results.ratio(OURS, EARLIER, case, f"{rate}_per_s")
+        items.append(at_least(f"proxy_{rate}_{of}_beside", ratio, NOT_SLOWER))
+        show(f"proxy_cpu_{of}_beside", results.ratio(OURS, EARLIER, case, f"cpu_us_per_{unit}"))
+    starts = [(start_seconds(), start_seconds(checkout)) for _ in range(4 * num_rounds)]
+    ours, theirs = (median(times) for times in zip(*starts, strict=True))
+    items.append(at_most("proxy_start_beside", ours / theirs, 1 / NOT_SLOWER))
     return 0 if all(items) else 1
 
 

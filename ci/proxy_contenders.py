@@ -19,7 +19,7 @@ import urllib.request
 import venv
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +34,7 @@ OURS = "mooncake-proxy"
 OURS_TWICE = "mooncake-proxy, 2"
 ROUTER = "sglang-router"
 NGINX = "nginx (plain)"
+EARLIER = "the other checkout"
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,17 @@ def one_core(stack: ExitStack, bench: Path) -> Place:
     return place("one core", found, rest)
 
 
+def two_checkouts(stack: ExitStack, bench: Path, checkout: Path) -> Place:
+    """Ours and the proxy of another checkout on the first core, everything else on the others."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    rest = frozenset(others or [first])
+    prefill, decode = start_backend(Starter(stack, rest), bench)
+    start = Starter(stack, frozenset([first]))
+    earlier = start_ours(start, prefill, decode, 1, checkout)
+    found = [start_ours(start, prefill, decode, 1), replace(earlier, name=EARLIER)]
+    return place("one core", found, rest)
+
+
 def whole_machine(stack: ExitStack, bench: Path) -> Place:
     """Nothing bound to any core."""
     start = Starter(stack, None)
@@ -120,14 +132,21 @@ def start_backend(start: Starter, bench: Path) -> tuple[int, int]:
     return prefill, decode
 
 
-def start_ours(start: Starter, prefill: int, decode: int, num_workers: int) -> Contender:
+def start_ours(
+    start: Starter, prefill: int, decode: int, num_workers: int, checkout: Path = ROOT
+) -> Contender:
     """mooncake-proxy, with health checks, policies and metrics as by default."""
     port = free_port()
     flags = ["--port", str(port), "--prefill", url(prefill), "--decode", url(decode)]
     flags += ["--workers", str(num_workers), "--log-level", "error"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "proxy")}
+    environment = os.environ | {"PYTHONPATH": python_path(checkout)}
     pid = start([sys.executable, "-m", "mooncake_proxy", *flags], environment)
     return Contender(OURS if num_workers == 1 else OURS_TWICE, port, pid)
+
+
+def python_path(checkout: Path) -> str:
+    """What a checkout's proxy imports of itself."""
+    return os.pathsep.join(str(checkout / name) for name in ("proxy", "api", "conductor"))
 
 
 def start_router(start: Starter, prefill: int, decode: int) -> Contender:

@@ -2,29 +2,24 @@
 
 A request is translated into the chat request that says the same, and what a server answers to that,
 whole or streamed, into the form that was asked in. Nothing here serves, keeps or remembers anything
-between two requests.
+between two requests. The forms themselves are in ``api_formats``, which a server that is asked for
+none of them need not import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake_api.errors import RequestRefused
-from mooncake_api.messages_answer import MESSAGES
-from mooncake_api.messages_request import count_tokens_request
-from mooncake_api.responses_answer import RESPONSES
-from mooncake_api.translation import ApiFormat, Translation
 
-API_FORMATS: Mapping[str, ApiFormat] = {each.path: each for each in (RESPONSES, MESSAGES)}
-"""By the path that they are posted to."""
-COUNT_TOKENS_PATH = f"{MESSAGES.path}/count_tokens"
+RESPONSES_PATH = "/v1/responses"
+MESSAGES_PATH = "/v1/messages"
+FORMAT_PATHS = (RESPONSES_PATH, MESSAGES_PATH)
+"""That requests of another form are posted to."""
+COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
 
 __all__ = [
-    "API_FORMATS",
     "COUNT_TOKENS_PATH",
-    "MESSAGES",
-    "ApiFormat",
+    "FORMAT_PATHS",
+    "MESSAGES_PATH",
+    "RESPONSES_PATH",
     "RequestRefused",
-    "Translation",
-    "count_tokens_request",
 ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from mooncake_api import MESSAGES_PATH
 from mooncake_api.chat_answers import (
     ChatAnswer,
     ChatError,
@@ -68,7 +69,7 @@ class MessagesTranslation:
 
 
 MESSAGES = ApiFormat(
-    "/v1/messages", MessagesTranslation, messages_error, MessagesRequest, _ERROR_SCHEMA
+    MESSAGES_PATH, MessagesTranslation, messages_error, MessagesRequest, _ERROR_SCHEMA
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from mooncake_api import RESPONSES_PATH
 from mooncake_api.chat_answers import (
     ChatAnswer,
     ChatError,
@@ -49,7 +50,7 @@ class ResponsesTranslation:
         return self._reader.feed(data)
 
 
-RESPONSES = ApiFormat("/v1/responses", ResponsesTranslation, lambda _, body: body, ResponsesRequest)
+RESPONSES = ApiFormat(RESPONSES_PATH, ResponsesTranslation, lambda _, body: body, ResponsesRequest)
 
 
 class _ResponseWriter:

@@ -22,13 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mooncake_api import (
-    API_FORMATS,
-    COUNT_TOKENS_PATH,
-    MESSAGES,
-    RequestRefused,
-    count_tokens_request,
-)
+from mooncake_api import COUNT_TOKENS_PATH, RequestRefused
+from mooncake_api.api_formats import API_FORMATS, MESSAGES, count_tokens_request
 from mooncake_engine.errors import EngineDead, EngineError, EngineStalled, InvalidRequest
 from mooncake_engine.sampling_defaults import read_sampling_defaults
 from mooncake_engine.server.generation_handler import (

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 from starlette.routing import Route
 
-from mooncake_api import API_FORMATS, COUNT_TOKENS_PATH, MESSAGES
+from mooncake_api import COUNT_TOKENS_PATH
+from mooncake_api.api_formats import API_FORMATS, MESSAGES
 from mooncake_api.messages_request import CountTokensRequest
 from mooncake_engine.server.openai_protocol import (
     AbortBody,

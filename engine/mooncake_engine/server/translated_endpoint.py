@@ -14,7 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mooncake_api import ApiFormat, RequestRefused, Translation
+from mooncake_api import RequestRefused
+from mooncake_api.api_formats import ApiFormat, Translation
 from mooncake_engine.errors import EngineError, InvalidRequest
 from mooncake_engine.server.generation_handler import read_body
 from mooncake_engine.server.openai_protocol import to_api_error

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 from msgspec import Struct
 
-from mooncake_api import API_FORMATS, COUNT_TOKENS_PATH
+from mooncake_api import COUNT_TOKENS_PATH, FORMAT_PATHS
 from mooncake_proxy import __version__
 from mooncake_proxy.api.api_keys import check_key
 from mooncake_proxy.api.error_responses import answer_error, respond_json
@@ -52,7 +52,7 @@ ADMIN_PATHS = frozenset(
         *(INSTANCES_PATH, EXPLAIN_PATH, RESERVATIONS_PATH, REGISTER_PATH),
     }
 )
-_GENERATING = (*(endpoint.path for endpoint in OpenAIEndpoint), *API_FORMATS)
+_GENERATING = (*(endpoint.path for endpoint in OpenAIEndpoint), *FORMAT_PATHS)
 # Whose requests have bodies of any length, for clients with an API key.
 BODY_PATHS = frozenset({*_GENERATING, COUNT_TOKENS_PATH, "/tokenize", "/detokenize"})
 

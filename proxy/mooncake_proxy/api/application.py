@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw, Struct
 
-from mooncake_api import API_FORMATS
+from mooncake_api import FORMAT_PATHS
 from mooncake_proxy.api import admin_routes
 from mooncake_proxy.api.admission_queue import NO_KEY, Tenant
 from mooncake_proxy.api.api_keys import ApiKey, check_key, holds_key, tenant_salt
@@ -56,7 +56,6 @@ from mooncake_proxy.ops.access_log import CLIENT_LEFT, AccessLog
 from mooncake_proxy.ops.proxy_process import ProxyProcess, ShutdownSignals
 from mooncake_proxy.ops.worker_link import WorkerLink
 from mooncake_proxy.pool.health_checks import HealthChecker
-from mooncake_proxy.pool.kubernetes import KubernetesConfig, KubernetesWatch
 from mooncake_proxy.pool.pool_file import PoolFileWatch
 from mooncake_proxy.routing.router import RequestRouter
 
@@ -72,7 +71,7 @@ DRAIN_POLL_S = 0.02
 # Of requests that need no body.
 SHORT_BODY_BYTES = 64 * 1024
 ENDPOINTS = {endpoint.path.encode(): endpoint for endpoint in OpenAIEndpoint}
-TRANSLATED = {path.encode(): each for path, each in API_FORMATS.items()}
+TRANSLATED = {path.encode(): path for path in FORMAT_PATHS}
 
 
 class _ActiveRequest(Struct, eq=False):
@@ -192,6 +191,8 @@ class ProxyApplication:
             file_watch.load()
             self._tasks.append(loop.create_task(file_watch.run()))
         if self.config.kubernetes is not None:
+            from mooncake_proxy.pool.kubernetes import KubernetesConfig, KubernetesWatch
+
             wanted = KubernetesConfig.parse(self.config.kubernetes, self.config.kubernetes_api)
             cluster_watch = KubernetesWatch(wanted, self.process.pools)
             await cluster_watch.poll_once()
@@ -282,9 +283,9 @@ class ProxyApplication:
         endpoint = ENDPOINTS.get(request.target)
         if endpoint is not None and request.method == "POST":
             return self._generate(request, endpoint)
-        api_format = TRANSLATED.get(request.target)
-        if api_format is not None and request.method == "POST":
-            request.translation = UntranslatedRequest(api_format)
+        format_path = TRANSLATED.get(request.target)
+        if format_path is not None and request.method == "POST":
+            request.translation = UntranslatedRequest(format_path)
             return self._generate(request, OpenAIEndpoint.CHAT)
         return self._answer_other(request)
 

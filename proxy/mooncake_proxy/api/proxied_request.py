@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Raw, Struct, field
 
-from mooncake_api import ApiFormat, RequestRefused
+from mooncake_api import RequestRefused
 from mooncake_proxy.api.openai_bodies import Fields, OpenAIEndpoint, ParsedRequest, encode, is_batch
 from mooncake_proxy.errors import BadRequest
 from mooncake_proxy.http1.http_request import HttpRequest
@@ -230,8 +230,10 @@ class UntranslatedRequest:
     """Stands in a request of another form than OpenAI's completions until its body is read: what is
     refused before, for want of a key, say, is refused in that form."""
 
-    def __init__(self, api_format: ApiFormat) -> None:
-        self._format = api_format
+    def __init__(self, path: str) -> None:
+        from mooncake_api.api_formats import API_FORMATS  # a proxy that only starts needs none
+
+        self._format = API_FORMATS[path]
 
     def translate(self, request: HttpRequest) -> None:
         """Make a chat request of it, whose answer is translated back. BadRequest names the wrong

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_api import API_FORMATS, Translation
+from mooncake_api.api_formats import API_FORMATS, Translation
 
 Json = dict[str, Any]
 BODIES: dict[str, Json] = {

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mooncake_api import API_FORMATS, RequestRefused, count_tokens_request
+from mooncake_api import RequestRefused
+from mooncake_api.api_formats import API_FORMATS, count_tokens_request
 
 Json = dict[str, Any]
 TEXT: Json = {"type": "text", "text": "te"}

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mooncake_api import RequestRefused, count_tokens_request
+from mooncake_api import RequestRefused
+from mooncake_api.api_formats import count_tokens_request
 from mooncake_api.messages_request import read_messages_request
 
 Json = dict[str, Any]
