@@ -301,9 +301,9 @@ def judge_beside(bench: Path, checkout: Path, num_rounds: int, seconds: float) -
         ratio = results.ratio(OURS, EARLIER, case, f"{rate}_per_s")
         items.append(at_least(f"proxy_{rate}_{of}_beside", ratio, NOT_SLOWER))
         show(f"proxy_cpu_{of}_beside", results.ratio(OURS, EARLIER, case, f"cpu_us_per_{unit}"))
-    starts = [(start_seconds(), start_seconds(checkout)) for _ in range(4 * num_rounds)]
-    ours, theirs = (median(times) for times in zip(*starts, strict=True))
-    items.append(at_most("proxy_start_beside", ours / theirs, 1 / NOT_SLOWER))
+    starts = [start_seconds() / start_seconds(checkout) for _ in range(2 * num_rounds)]
+    starts += [1 / (start_seconds(checkout) / start_seconds()) for _ in range(2 * num_rounds)]
+    items.append(at_most("proxy_start_beside", median(starts), 1 / NOT_SLOWER))
     return 0 if all(items) else 1
 
 

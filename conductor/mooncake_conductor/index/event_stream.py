@@ -34,7 +34,8 @@ class ReplayRequest:
     """What the caller has to ask the publisher for.
 
     Args:
-        start: the first sequence number that is missing.
+        start: the sequence number before the first one that is missing. That batch is known; if the
+            publisher now has another one there, it has begun to count anew since.
     """
 
     start: int
@@ -46,6 +47,7 @@ class StreamStats:
 
     num_applied: int = 0
     num_duplicates: int = 0
+    num_outdated: int = 0
     num_gaps: int = 0
     num_restarts: int = 0
     num_fresh_starts: int = 0
@@ -75,16 +77,23 @@ class EventStream:
     """Applies one publisher's batches to the index, each once and in order.
 
     Lost batches are asked for again. If the publisher no longer has them, what it was believed to
-    hold is forgotten: afterwards the index may miss chunks, but it claims none that are gone.
+    hold is forgotten: afterwards the index may miss chunks, but it claims none that are gone. That
+    a publisher counts anew shows by a number that was there before, with a later time, live or
+    replayed. Only if exactly as many batches as were known are lost at once, nothing shows it.
 
     Args:
         index: to apply them to.
         slot: of the instance that publishes.
         blocks: turns its hashes into keys; None if these are the index's own.
+        num_asked: replays that the publisher has been asked for already.
     """
 
     def __init__(
-        self, index: ChunkHoldings, slot: int, blocks: PublishedBlocks | None = None
+        self,
+        index: ChunkHoldings,
+        slot: int,
+        blocks: PublishedBlocks | None = None,
+        num_asked: int = 0,
     ) -> None:
         self.state = StreamState.HEALTHY
         self.stats = StreamStats()
@@ -93,6 +102,9 @@ class EventStream:
         self._blocks = blocks
         self._expected = 0
         self._asked_from = 0
+        self._num_asked = num_asked
+        # Of these: asked of an epoch that has ended. Its batches may come after those of the next.
+        self._num_asked_before = 0
         self._last_published = float("-inf")
         self._early: dict[int, EventBatch] = {}
         self._windowed: set[int] = set()
@@ -102,13 +114,20 @@ class EventStream:
         """The sequence number that comes next."""
         return self._expected
 
-    def receive(self, sequence: int, batch: EventBatch) -> ReplayRequest | None:
-        """Take a batch, live or replayed; returns what to ask the publisher for, if anything."""
-        if sequence < self._expected:
-            if batch.published_at <= self._last_published:
-                self.stats.num_duplicates += 1
-                return None
+    def receive(
+        self, sequence: int, batch: EventBatch, is_replayed: bool = False
+    ) -> ReplayRequest | None:
+        """Take a batch, live or replayed; returns what to ask the publisher for, if anything. Each
+        of the two kinds has to come in the order in which it was sent."""
+        if is_replayed and self._is_outdated(sequence, batch):
+            self.stats.num_outdated += 1
+            return None
+        if self._shows_a_new_epoch(sequence, batch):
             self._restart()
+            self._num_asked_before = 0 if is_replayed else self._num_asked
+        elif sequence < self._expected:
+            self.stats.num_duplicates += 1
+            return None
         if sequence > self._expected:
             return self._hold(sequence, batch)
         self._apply(batch)
@@ -118,7 +137,11 @@ class EventStream:
     def replay_ended(self) -> ReplayRequest | None:
         """The publisher has sent all that it had when it was asked. What to ask it for next, if
         more was lost meanwhile; what it sent nothing of stays missing."""
-        if not self._early:
+        self._num_asked -= 1
+        if self._num_asked_before:
+            self._num_asked_before -= 1
+            return None
+        if not self._early or self._num_asked > 0:
             return None
         if self._expected > self._asked_from:
             return self._ask()
@@ -128,7 +151,8 @@ class EventStream:
 
     def _ask(self) -> ReplayRequest:
         self._asked_from = self._expected
-        return ReplayRequest(self._expected)
+        self._num_asked += 1
+        return ReplayRequest(max(self._expected - 1, 0))
 
     def snapshot(self, sequence: int, held: Iterable[tuple[Tier, Iterable[int]]]) -> None:
         """Replace all that is known of the instance with what it holds after ``sequence``."""
@@ -145,6 +169,21 @@ class EventStream:
         """
         return self._index.digest(self._slot, tier) == (num_chunks, xor)
 
+    def _shows_a_new_epoch(self, sequence: int, batch: EventBatch) -> bool:
+        """Whether a later number than this one was published sooner."""
+        if sequence < self._expected:
+            return batch.published_at > self._last_published
+        last = max(self._early, default=-1)
+        return sequence <= last and batch.published_at > self._early[last].published_at
+
+    def _is_outdated(self, sequence: int, batch: EventBatch) -> bool:
+        """Whether a replayed batch is of an epoch that has ended: that one was asked for it, or
+        what came before it was published later."""
+        is_next = sequence == self._expected
+        return bool(self._num_asked_before) or (
+            is_next and batch.published_at < self._last_published
+        )
+
     def _hold(self, sequence: int, batch: EventBatch) -> ReplayRequest | None:
         is_new_gap = self.state is StreamState.HEALTHY
         self._early[sequence] = batch
@@ -160,6 +199,9 @@ class EventStream:
 
     def _apply_early(self) -> None:
         while (batch := self._early.pop(self._expected, None)) is not None:
+            if batch.published_at < self._last_published:  # of an epoch that has ended unseen
+                self.stats.num_outdated += 1
+                break
             self._apply(batch)
         self._enter(StreamState.GAP if self._early else StreamState.HEALTHY)
 

@@ -35,11 +35,13 @@ RECEIVE_HWM = 100_000
 
 @dataclass(frozen=True, slots=True)
 class KVEventDelivery:
-    """What came of one instance: batches by sequence number, and how many replays that were asked
-    for have ended behind them, with all that the publisher has or without an answer."""
+    """What came of one instance: batches by sequence number, live or replayed, and how many replays
+    that were asked for have ended behind them, with all that the publisher has or without an
+    answer."""
 
     name: str
     batches: list[tuple[int, EventBatch]]
+    is_replayed: bool = False
     num_replays_ended: int = 0
 
 
@@ -159,7 +161,7 @@ class KVEventFeed:
         if followed is None:
             return
         if followed.replay is None:
-            self._send(KVEventDelivery(name, [], 1))
+            self._send(KVEventDelivery(name, [], num_replays_ended=1))
             return
         followed.num_replays += 1
         followed.replay_until = time.monotonic() + REPLAY_TIMEOUT_S
@@ -191,14 +193,14 @@ class KVEventFeed:
                 return
             batches += self._decoded(followed, frames[-2:])
         followed.replay_until = time.monotonic() + REPLAY_TIMEOUT_S
-        self._send(KVEventDelivery(followed.name, batches))
+        self._send(KVEventDelivery(followed.name, batches, is_replayed=True))
 
     def _end_replays(
         self, followed: _Followed, batches: list[tuple[int, EventBatch]], count: int
     ) -> None:
         followed.num_replays -= count
         followed.replay_until = time.monotonic() + REPLAY_TIMEOUT_S
-        self._send(KVEventDelivery(followed.name, batches, count))
+        self._send(KVEventDelivery(followed.name, batches, True, count))
 
     def _decoded(self, followed: _Followed, frames: list[bytes]) -> list[tuple[int, EventBatch]]:
         """A batch that can't be read is as good as lost: its number is missing."""

@@ -94,14 +94,6 @@ class RoutedRequest:
 
 
 @dataclass(slots=True)
-class _PublisherStream:
-    """What a publisher says, and how many replays were asked for and have not ended."""
-
-    events: EventStream
-    num_replays: int
-
-
-@dataclass(slots=True)
 class _SlotEntry:
     """An instance in its slot."""
 
@@ -111,7 +103,7 @@ class _SlotEntry:
     believed: ChunkCache | None
     # What it publishes, once it does, by the name of the publisher: its own, and those of its
     # further data-parallel ranks.
-    streams: dict[str, _PublisherStream] = field(default_factory=dict)
+    streams: dict[str, EventStream] = field(default_factory=dict)
     # What each of them holds, if there are several.
     ranks: RankHoldings | None = None
     # When it last answered a prefill: what it took for the next began no sooner.
@@ -199,13 +191,13 @@ class ConductorFleet:
         if delivery.batches and entry.believed is not None:
             entry.believed = None  # known from now on
             self.conductor.index.cleared(slot)
-        wanted = [stream.events.receive(*numbered) for numbered in delivery.batches]
-        stream.num_replays -= delivery.num_replays_ended
-        if delivery.num_replays_ended and stream.num_replays <= 0 and not any(wanted):
-            wanted.append(stream.events.replay_ended())
+        wanted = [
+            stream.receive(sequence, batch, delivery.is_replayed)
+            for sequence, batch in delivery.batches
+        ]
+        wanted += [stream.replay_ended() for _ in range(delivery.num_replays_ended)]
         for request in wanted:
             if request is not None:
-                stream.num_replays += 1
                 self._feed().replay(delivery.name, request.start)
 
     def cached_on_ranks(self, instance: Instance, keys: Keys) -> list[int]:
@@ -410,8 +402,8 @@ class ConductorFleet:
             holdings = entry.ranks.ranks
         for number, (each, held) in enumerate(zip(published, holdings, strict=True)):
             name = f"{entry.instance.name}#{number}" if number else entry.instance.name
-            events = EventStream(held, slot, PublishedBlocks())
-            entry.streams[name] = _PublisherStream(events, int(each.replay_endpoint is not None))
+            num_asked = int(each.replay_endpoint is not None)
+            entry.streams[name] = EventStream(held, slot, PublishedBlocks(), num_asked)
             self._publishers[name] = slot
             self._feed().follow(name, each)
 

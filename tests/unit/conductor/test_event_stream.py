@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from mooncake_conductor.index import event_stream
 from mooncake_conductor.index.chunk_index import ChunkIndex
@@ -36,12 +36,13 @@ class Publisher:
 
 
 def deliver(stream: EventStream, publisher: Publisher, message, num_kept: int) -> None:
-    wanted = stream.receive(*message)
-    while isinstance(wanted, ReplayRequest):
-        for sequence, batch in publisher.sent[-num_kept:]:
-            if sequence >= wanted.start:
-                stream.receive(sequence, batch)
-        wanted = stream.replay_ended()
+    asked = [stream.receive(*message)]
+    while asked:
+        wanted = asked.pop(0)
+        if wanted is not None:
+            kept = [sent for sent in publisher.sent[-num_kept:] if sent[0] >= wanted.start]
+            asked += [stream.receive(*sent, is_replayed=True) for sent in kept]
+            asked.append(stream.replay_ended())
 
 
 changes = st.tuples(
@@ -73,6 +74,96 @@ def test_the_index_never_claims_what_is_gone_and_a_whole_replay_restores_all(don
         assert (known, count) == (publisher.held, len(publisher.held))
 
 
+class Line:
+    """A publisher's two sockets: what is live and what is replayed arrive in order, each of them
+    whenever it does. A replay is answered by whoever is there when it is read."""
+
+    def __init__(self, stream: EventStream) -> None:
+        self.stream, self.publisher = stream, Publisher()
+        self.restarts: list[float] = []
+        self.live: list[tuple[int, EventBatch]] = []
+        self.began = 0.0
+        self.asked: list[int] = []
+        self.replayed: list[tuple[int, EventBatch] | None] = []
+
+    def restart(self) -> None:
+        self.restarts.append(self.publisher.clock)
+        self.publisher = Publisher(self.publisher.clock)
+
+    def publish(self, change, is_lost: bool) -> None:
+        message = self.publisher.change(*change)
+        if not is_lost:
+            self.live.append(message)
+
+    def answer(self) -> None:
+        if self.asked:
+            start = self.asked.pop(0)
+            self.replayed += [sent for sent in self.publisher.sent if sent[0] >= start]
+            self.replayed.append(None)
+
+    def deliver(self, line: list) -> None:
+        if line:
+            message = line.pop(0)
+            if line is self.live:
+                self._assume_distinguishable(*message)
+            wanted = (
+                self.stream.replay_ended()
+                if message is None
+                else self.stream.receive(*message, is_replayed=line is self.replayed)
+            )
+            if wanted is not None:
+                self.asked.append(wanted.start)
+
+    def _assume_distinguishable(self, sequence: int, batch: EventBatch) -> None:
+        """Where just as many batches are lost as were known, a new epoch looks like the old one."""
+        began = max((at for at in self.restarts if at < batch.published_at), default=0.0)
+        behind = max(self.stream._early, default=-1) + 1
+        assume(
+            began == self.began or sequence not in (self.stream.expected, behind) or not sequence
+        )
+        self.began = began
+
+    def drain(self) -> None:
+        while self.live or self.asked or self.replayed:
+            self.answer()
+            self.deliver(self.live)
+            self.deliver(self.replayed)
+
+
+steps = st.one_of(
+    st.tuples(st.just("publish"), changes, st.booleans()),
+    st.tuples(st.sampled_from(["restart", "answer", "live", "live", "replayed"])),
+)
+
+
+@given(st.lists(steps, max_size=120))
+@settings(deadline=None, max_examples=500)
+def test_replays_that_come_late_leave_nothing_of_an_epoch_that_has_ended(done) -> None:
+    index = ChunkIndex(1)
+    line = Line(EventStream(index, 0))
+    for step in done:
+        match step:
+            case ["publish", change, is_lost]:
+                line.publish(change, is_lost)
+            case ["restart"]:
+                line.restart()
+            case ["answer"]:
+                line.answer()
+            case ["live"]:
+                line.deliver(line.live)
+            case ["replayed"]:
+                line.deliver(line.replayed)
+    for _ in range(2):  # so that whatever is missing is missed
+        line.publish((set(), set(), False), False)
+        line.drain()
+    assert line.stream.state is StreamState.HEALTHY
+    known = {key for key in range(1, 21) if index.num_copies(key)}
+    assert known <= line.publisher.held
+    stats = line.stream.stats
+    if stats.num_fresh_starts == stats.num_restarts:  # nothing was given up
+        assert known == line.publisher.held
+
+
 def test_a_gap_makes_the_index_a_hint_until_the_replay() -> None:
     index = ChunkIndex(1)
     stream, publisher = EventStream(index, 0), Publisher()
@@ -80,7 +171,7 @@ def test_a_gap_makes_the_index_a_hint_until_the_replay() -> None:
     lost = publisher.change({2}, set(), False)
     third = publisher.change({3}, set(), False)
     assert stream.receive(*first) is None
-    assert stream.receive(*third) == ReplayRequest(1)
+    assert stream.receive(*third) == ReplayRequest(0)
     assert stream.state is StreamState.GAP
     assert index.match([1], now=0.0).local[0] == 0
     assert index.match([1], now=0.0).hinted[0] == 1
@@ -133,9 +224,39 @@ def test_a_gap_in_a_new_epoch_is_asked_for_though_one_of_the_old_was_open() -> N
         old.change({number}, set(), False)
         new.change({10 + number}, set(), False)
     assert stream.receive(*old.sent[0]) is None
-    assert stream.receive(*old.sent[5]) == ReplayRequest(1)
+    assert stream.receive(*old.sent[5]) == ReplayRequest(0)
     assert stream.receive(*new.sent[0]) is None
-    assert stream.receive(*new.sent[3]) == ReplayRequest(1)
+    assert stream.receive(*new.sent[3]) == ReplayRequest(0)
+
+
+def test_a_replay_shows_that_the_publisher_has_begun_anew() -> None:
+    index, old = ChunkIndex(1), Publisher()
+    stream = EventStream(index, 0)
+    for number in range(3):
+        stream.receive(*old.change({number}, set(), False))
+    new = Publisher(old.clock)
+    for number in range(10, 16):
+        message = new.change({number}, set(), False)
+    deliver(stream, new, message, 10)  # the five before are lost: it may have been one epoch
+    assert stream.stats.num_restarts == 1
+    assert {number for number in range(16) if index.num_copies(number)} == new.held
+
+
+def test_a_replay_that_an_ended_epoch_was_asked_for_changes_nothing() -> None:
+    index, old = ChunkIndex(1), Publisher()
+    stream = EventStream(index, 0)
+    for number in range(6):
+        old.change({number}, set(), False)
+    stream.receive(*old.sent[0])
+    assert stream.receive(*old.sent[5]) == ReplayRequest(0)
+    new = Publisher(old.clock)
+    stream.receive(*new.change({10}, set(), False))
+    for sequence, batch in old.sent:
+        assert stream.receive(sequence, batch, is_replayed=True) is None
+    assert stream.replay_ended() is None
+    stream.receive(*new.change({11}, set(), False))
+    assert stream.state is StreamState.HEALTHY
+    assert {number for number in range(16) if index.num_copies(number)} == new.held
 
 
 def test_what_was_lost_during_a_replay_is_asked_for_next() -> None:
@@ -144,10 +265,10 @@ def test_what_was_lost_during_a_replay_is_asked_for_next() -> None:
     for number in range(6):
         publisher.change({number}, set(), False)
     stream.receive(*publisher.sent[0])
-    assert stream.receive(*publisher.sent[2]) == ReplayRequest(1)
+    assert stream.receive(*publisher.sent[2]) == ReplayRequest(0)
     stream.receive(*publisher.sent[4])  # the third is lost, behind the replay's back
     stream.receive(*publisher.sent[1])
-    assert stream.replay_ended() == ReplayRequest(3)
+    assert stream.replay_ended() == ReplayRequest(2)
     assert all(index.num_copies(number) for number in range(3))
     assert stream.replay_ended() is None  # nothing came: it starts afresh
     assert [number for number in range(6) if index.num_copies(number)] == [4]
