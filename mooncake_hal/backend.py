@@ -67,6 +67,8 @@ class Capabilities:
             ``ScaledKVOps``.
         native_latents: whether ``ops`` are also ``mooncake_hal.latents.NativeLatentOps``.
         max_graphs: how many a process may hold; None: as many as there is memory for.
+        max_decodes_per_graph: sequences of the largest graph of decodes that pays; None: as many as
+            run.
         fused_experts: whether it is also a ``mooncake_hal.fused_experts.FusedExpertsBackend``.
         rounding: how its ops round where the contract leaves it open, as (what, how) in words;
             instances that exchange KV compare them, and say what differs.
@@ -83,6 +85,7 @@ class Capabilities:
     kv_dtypes: tuple[str, ...] = ()
     native_latents: bool = False
     max_graphs: int | None = None
+    max_decodes_per_graph: int | None = None
     rounding: tuple[tuple[str, str], ...] = ()
     moe_graphs: bool = True
     fused_experts: bool = False

@@ -190,7 +190,7 @@ class EngineCore:
         if (events := self._scheduler.blocks.events) is not None:
             events.flush()
         self._is_blocked = not self._in_flight and not plan.sequences and not updates
-        self._num_generated += sum(len(update.token_ids) for update in updates)
+        self._num_generated += sum([len(update.token_ids) for update in updates])
         return updates
 
     def reset_prefix_cache(self) -> bool:

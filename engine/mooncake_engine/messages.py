@@ -103,7 +103,7 @@ class TokenLogprobs:
     rank: int | None = None
 
 
-class TokenUpdate(msgspec.Struct, frozen=True, gc=False):
+class TokenUpdate(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What one step did for one request. A Struct, because a step makes one per running request.
 
     Args:
@@ -114,7 +114,8 @@ class TokenUpdate(msgspec.Struct, frozen=True, gc=False):
         finish: set on the last update of a request, and only there.
         stop_token_id: the stop token that ended it, if one did (also in ``token_ids``).
         error: words for the client when ``finish`` is ERROR, GRAMMAR or TIMEOUT.
-        num_cached_tokens: prompt tokens that needed no computing here or at the prefill instance.
+        num_cached_tokens: prompt tokens that needed no computing here or at the prefill instance;
+            said with ``times``.
         kv_transfer_params: with ``finish`` on a prefill instance, what the decode instance needs.
         prompt_logprobs: of the next prompt tokens, from the second one on, if asked for; all of
             them come before the first token.

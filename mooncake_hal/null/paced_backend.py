@@ -4,17 +4,19 @@ What a serving host costs beside a fast device shows on any machine: each layer'
 the pretended device busy for as long as MOONCAKE_HAL_PACED says, in the order in which it was
 launched, and events pass when it gets there. The host pays what it really pays, the device nothing.
 
-Only who waits for an event is paced: steps with async scheduling do.
+Only who waits for an event is paced: steps with async scheduling do. A captured graph costs the host
+what the replay of one costs, and the device what was launched while it was captured.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from mooncake_hal.backend import AttentionBatch, Event
+from mooncake_hal.backend import AttentionBatch, Event, Graph
 from mooncake_hal.hal_env import paced_settings
 from mooncake_hal.null.null_backend import NullBackend, NullOps, NullRuntime
 
@@ -28,10 +30,26 @@ class DeviceClock:
     """
 
     free_at: float = 0.0
+    captured_s: float | None = None
+    """Seconds of the work in the graph that is being captured; None while none is."""
 
     def launch(self, seconds: float) -> None:
         """Work that begins when all earlier work is done."""
-        self.free_at = max(time.perf_counter(), self.free_at) + seconds
+        if self.captured_s is not None:
+            self.captured_s += seconds
+        else:
+            self.free_at = max(time.perf_counter(), self.free_at) + seconds
+
+
+@dataclass(frozen=True)
+class PacedGraph:
+    """Work that is launched at once. What it computes is there since it was captured: zeros."""
+
+    clock: DeviceClock
+    seconds: float
+
+    def replay(self, host_context_lens: Sequence[int] = ()) -> None:
+        self.clock.launch(self.seconds)
 
 
 class PacedEvent:
@@ -71,6 +89,14 @@ class PacedRuntime(NullRuntime):
     def event(self, index: int) -> Event:
         self.require_device(index)
         return PacedEvent(self._clock)
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        self._clock.captured_s = 0.0
+        try:
+            run()
+            return PacedGraph(self._clock, self._clock.captured_s)
+        finally:
+            self._clock.captured_s = None
 
 
 class PacedOps(NullOps):
@@ -119,6 +145,7 @@ class PacedBackend(NullBackend):
 
     def __init__(self) -> None:
         super().__init__()
+        self.capabilities = replace(self.capabilities, graphs=True)
         clock = DeviceClock()
         decode_s, token_s = paced_settings()
         self.runtime = PacedRuntime(clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mooncake_hal.backend import Backend
 from mooncake_hal.registry import PluginStatus, Registry, TableRow
@@ -26,6 +27,13 @@ class TestNull(BackendBasics):
 
 class TestPaced(BackendBasics):
     backend_name = "paced"
+
+    def test_graphs_as_promised(self, backend: Backend) -> None:
+        """Its graphs take time, as ``tests/unit/hal/null`` measures, and compute nothing again."""
+        x = torch.zeros(4)
+        graph = backend.runtime.capture(lambda: x.add_(1))
+        graph.replay()
+        assert x.eq(1).all()
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)

@@ -68,6 +68,8 @@ class CpuBackend:
             block_sizes=BLOCK_SIZES,
             kv_layouts=tuple(KV_LAYOUTS),
             graphs=isinstance(self.ops, NativeOps),
+            # its graphs share no memory, and in larger steps Python's part is small
+            max_decodes_per_graph=32,
             moe_graphs=False,  # how its tokens are shared out among experts, the host decides
             transports=TRANSPORTS,
             kv_dtypes=KV_DTYPES,

@@ -23,7 +23,11 @@ from mooncake_engine.execution.model_runner import (
     PendingStep,
     RunnerParts,
 )
-from mooncake_engine.execution.request_table import CachedRequest
+from mooncake_engine.execution.request_table import (
+    CachedRequest,
+    add_placeholders,
+    fill_placeholders,
+)
 from mooncake_engine.execution.sampler import NO_TOKEN
 from mooncake_engine.scheduling.step_plan import SampledToken, StepPlan, StepResult
 from mooncake_hal.backend import Event
@@ -109,8 +113,10 @@ class EnqueuedStep:
 
     def complete(self) -> None:
         """Fill the requests' placeholders; in the thread that runs steps."""
-        for state, token_id in zip(self.states, self._wait(), strict=True):
-            state.fill_placeholder(max(token_id, 0))  # of a request that fails: any token
+        known = self._wait()
+        if NO_TOKEN in known:  # of a request that fails: any token
+            known = [max(token_id, 0) for token_id in known]
+        fill_placeholders(self.states, known)
 
     def _wait(self) -> list[int]:
         """The tokens; two threads ask, each of which may be the first."""
@@ -143,13 +149,13 @@ class AsyncModelRunner(ModelRunner):
 
     def _make_inputs(self, batch: Batch) -> StepInputs:
         inputs = super()._make_inputs(batch)
-        placeholders = [
-            index for index, state in enumerate(batch.states) if state.num_output_placeholders
-        ]
+        states = batch.states
+        placeholders = [i for i, state in enumerate(states) if state.num_output_placeholders]
         if placeholders:  # decodes, which come first, with one token each
-            self._sampled.fill(
-                inputs.token_ids, placeholders, [batch.states[index] for index in placeholders]
+            waiting = (
+                states if len(placeholders) == len(states) else [states[i] for i in placeholders]
             )
+            self._sampled.fill(inputs.token_ids, placeholders, waiting)
         return inputs
 
     def _conclude(
@@ -163,8 +169,7 @@ class AsyncModelRunner(ModelRunner):
             return self._end_unsampled(self._unsampled(plan))
         chosen = self._sampler.choose(self._logits(hidden, inputs), inputs.sampling)
         self._sampled.store(inputs.sampling, chosen.clamp(min=0))
-        for state in inputs.sampling:
-            state.add_placeholder()
+        add_placeholders(inputs.sampling)
         step = EnqueuedStep(
             plan.step,
             inputs.sampling,

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from mooncake_engine.config import EngineConfig, Role
 from mooncake_hal.backend import Backend
 
-_MOST_DECODES_ON_HOST = 32
-"""Sequences in a graph on a CPU: its graphs share no memory, and in larger steps Python's part is
-small."""
-
 _MOST_PIECEWISE = 512
 """Tokens of a piecewise step on a device with memory of its own; what is larger keeps it busy while
 Python launches."""
@@ -58,10 +54,11 @@ def plan_graphs(
         return NO_GRAPHS
     if config.pp_size > 1:
         return NO_GRAPHS
-    is_host = backend.runtime.device(config.device).type == "cpu"
-    decodes = min(config.max_num_seqs, _MOST_DECODES_ON_HOST) if is_host else config.max_num_seqs
+    largest = backend.capabilities.max_decodes_per_graph or config.max_num_seqs
+    decodes = min(config.max_num_seqs, largest)
     tokens = config.piecewise_graph_max_tokens
     if tokens is None:
+        is_host = backend.runtime.device(config.device).type == "cpu"
         tokens = 0 if is_host else _MOST_PIECEWISE
     whole = () if config.role is Role.PREFILL or is_divided else decode_sizes(decodes)
     pieces = piecewise_sizes(min(tokens, config.max_num_batched_tokens))

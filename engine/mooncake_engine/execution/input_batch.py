@@ -102,6 +102,7 @@ def make_inputs(
     counts = [sequence.count for sequence in sequences]
     token_ids = _token_ids(states, starts, counts)
     num_sampled = [sequence.is_sampling + len(sequence.siblings) for sequence in sequences]
+    is_each = num_sampled.count(1) == len(num_sampled)
     scheduled = ScheduledTokens([state.row for state in states], starts, counts)
     if drafts:
         drafted = [
@@ -118,7 +119,7 @@ def make_inputs(
         positions=forward.positions,
         attention=forward.attention,
         sampled_rows=None if rows is None else to_device(device, [rows])[0],
-        sampling=_samplers(sequences, states, requests),
+        sampling=list(states) if is_each else _samplers(sequences, states, requests),
     )
 
 
@@ -198,7 +199,9 @@ def _insert_drafts(
 
 def _leading_ones(counts: list[int]) -> int:
     """How many sequences, from the first on, have one token."""
-    return next((index for index, count in enumerate(counts) if count != 1), len(counts))
+    if counts.count(1) == len(counts):
+        return len(counts)
+    return next(index for index, count in enumerate(counts) if count != 1)
 
 
 def _positions(
@@ -224,18 +227,17 @@ def _slots(
 
 
 def _token_ids(states: Sequence[CachedRequest], starts: list[int], counts: list[int]) -> list[int]:
+    if counts.count(1) == len(counts):
+        return [state.token_ids[start] for state, start in zip(states, starts, strict=True)]
     tokens: list[int] = []
     for state, start, count in zip(states, starts, counts, strict=True):
-        if count == 1:
-            tokens.append(state.token_ids[start])
-        else:
-            tokens += state.token_ids[start : start + count]
+        tokens += state.token_ids[start : start + count]
     return tokens
 
 
 def _sampled_rows(last_rows: NDArray[np.int64], num_sampled: list[int]) -> NDArray[np.int64] | None:
     is_every_token = last_rows[-1] == len(num_sampled) - 1
-    if is_every_token and all(count == 1 for count in num_sampled):
+    if is_every_token and num_sampled.count(1) == len(num_sampled):
         return None
     return np.repeat(last_rows, num_sampled)
 

@@ -204,15 +204,19 @@ class CachedRequest:
         if self.grammar is not None:
             self.grammar.accept(token_id)
 
-    def add_placeholder(self) -> None:
-        """One more token will be known; not of a request that ``is_host_bound``."""
-        self.token_ids.append(0)
-        self.num_output_placeholders += 1
 
-    def fill_placeholder(self, token_id: int) -> None:
-        """The oldest placeholder's token is known."""
-        self.token_ids[-self.num_output_placeholders] = token_id
-        self.num_output_placeholders -= 1
+def add_placeholders(states: Iterable[CachedRequest]) -> None:
+    """One more token of each of these will be known; none of them ``is_host_bound``."""
+    for state in states:
+        state.token_ids.append(0)
+        state.num_output_placeholders += 1
+
+
+def fill_placeholders(states: Iterable[CachedRequest], token_ids: Iterable[int]) -> None:
+    """The token of each one's oldest placeholder is known."""
+    for state, token_id in zip(states, token_ids, strict=True):
+        state.token_ids[-state.num_output_placeholders] = token_id
+        state.num_output_placeholders -= 1
 
 
 class BlockTables:
@@ -297,6 +301,10 @@ class RequestTable:
 
     def __getitem__(self, request_id: str) -> CachedRequest:
         return self._states[request_id]
+
+    def find(self, request_ids: Iterable[str]) -> list[CachedRequest]:
+        """The states of several requests, in their order."""
+        return list(map(self._states.__getitem__, request_ids))
 
     def __len__(self) -> int:
         return len(self._states)

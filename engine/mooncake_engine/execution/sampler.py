@@ -78,6 +78,7 @@ class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...], ops: SamplingOps | None = None) -> None:
         self._eos_token_ids = eos_token_ids
         self._on_device = None if ops is None else DeviceSampling(ops)
+        self._facts = _BatchFacts(())
 
     def sample(
         self,
@@ -119,8 +120,9 @@ class Sampler:
         """
         modified = self._modified(states)
         self._modify(logits, modified, states)
-        is_plain = not (modified or draft_tokens or all(s.sampling.is_greedy for s in states))
-        if is_plain and self._on_device is not None:
+        if not self._facts_of(states).random_rows:
+            return _argmax(logits)
+        if self._on_device is not None and not (modified or draft_tokens):
             is_finite = logits.amax(dim=-1).isfinite()
             return self._on_device.sample(logits, states).masked_fill(~is_finite, NO_TOKEN)
         return _choose(logits, states, draft_tokens)
@@ -156,12 +158,15 @@ class Sampler:
     def _modified(self, states: Sequence[SamplingState]) -> list[int]:
         return [
             row
-            for row, state in enumerate(states)
-            if state.counts is not None
-            or state.grammar is not None
-            or state.sampling.logit_bias
-            or _is_end_masked(state)
+            for row in self._facts_of(states).modifiable_rows
+            if _changes_logits(states[row]) or _is_end_masked(states[row])
         ]
+
+    def _facts_of(self, states: Sequence[SamplingState]) -> _BatchFacts:
+        """Of a batch; mostly the requests of the step before."""
+        if self._facts.states != states:
+            self._facts = _BatchFacts(states)
+        return self._facts
 
     def _modify(self, logits: Tensor, rows: list[int], states: Sequence[SamplingState]) -> None:
         """Apply bias, penalties, end masking and grammars to some rows, in place."""
@@ -178,6 +183,33 @@ class Sampler:
                 eos = () if sampling.ignore_eos else self._eos_token_ids
                 logits[row, [*eos, *sampling.stop_token_ids]] = -math.inf
         mask_logits(logits, states)
+
+
+class _BatchFacts:
+    """What stays as it is while the same requests are sampled for.
+
+    Args:
+        states: of the rows.
+
+    Attributes:
+        random_rows: whose tokens are drawn.
+        modifiable_rows: whose logits may have to be changed first.
+    """
+
+    def __init__(self, states: Sequence[SamplingState]) -> None:
+        self.states = states
+        self.random_rows = [row for row, s in enumerate(states) if not s.sampling.is_greedy]
+        self.modifiable_rows = [
+            row
+            for row, state in enumerate(states)
+            if state.sampling.min_tokens or _changes_logits(state)
+        ]
+
+
+def _changes_logits(state: SamplingState) -> bool:
+    """Whether a request changes its logits before each choice."""
+    has_state = state.counts is not None or state.grammar is not None
+    return has_state or bool(state.sampling.logit_bias)
 
 
 def _is_end_masked(state: SamplingState) -> bool:

@@ -138,15 +138,21 @@ class OutputProcessor:
     ) -> None:
         """Tell of the newest tokens, and end the request if they are the last."""
         last = tokens[-1]
+        token_ids = tuple([token.token_id for token in tokens])
+        # until after the second token: a peer's first one comes before the load
+        num_output_tokens = len(request.token_ids) - request.num_prompt_tokens
+        is_timed = num_output_tokens <= len(tokens) + 1
+        if finish is None and last.logprobs is None and not is_timed:  # as most updates are
+            self._updates.append(TokenUpdate(request.request_id, token_ids))
+            return
         update = TokenUpdate(
             request.request_id,
-            tuple([token.token_id for token in tokens]),
+            token_ids,
             None if last.logprobs is None else _logprobs(tokens),
             num_cached_tokens=request.num_cached_tokens,
             finish=finish,
             stop_token_id=last.token_id if finish is FinishReason.STOP else None,
-            # until after the second token: a peer's first one comes before the load
-            times=request.times if request.num_output_tokens <= len(tokens) + 1 else None,
+            times=request.times if is_timed else None,
         )
         if finish is None:
             self._updates.append(update)

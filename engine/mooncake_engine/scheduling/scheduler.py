@@ -400,17 +400,17 @@ class Scheduler:
         if num_pending > 1:
             prompts.append(request)
             return
-        count = min(num_pending, step.budget)
-        if not count or (num_output_placeholders and not self._may_run_ahead(request)):
+        if not num_pending or not step.budget or request.state is not RequestStatus.RUNNING:
             return
-        if request.state is not RequestStatus.RUNNING or request.has_wrong_kv:
+        is_ahead = num_output_placeholders and not self._may_run_ahead(request)
+        if is_ahead or request.has_wrong_kv:
             return
-        while (growth := self.blocks.grow(request, start + count)) is None:
+        while (growth := self.blocks.grow(request, start + 1)) is None:
             if not self._preempt_for(request.group, step):
                 return
             if request.state is not RequestStatus.RUNNING:
                 return
-        step.add(request, count, growth)
+        step.add_decode(request, growth)
 
     def _schedule_prompt(self, request: Request, step: StepBuilder) -> bool:
         """Run the next tokens of a prompt in what the decodes have left; False to plan no more.
@@ -442,8 +442,9 @@ class Scheduler:
         Async scheduling: the next step is planned with a placeholder, which the workers fill on the
         device with the token that the step in flight samples. Not without async scheduling, as the
         workers would not know the token either, nor after the token that is certainly the last."""
+        num_tokens = len(request.token_ids) + request.num_output_placeholders
         is_known = self.limits.uses_async_scheduling and not request.is_unproven
-        return is_known and request.num_tokens < request.max_num_tokens
+        return is_known and num_tokens < request.max_num_tokens
 
     def _preempt_for(self, group: SequenceGroup, step: StepBuilder) -> bool:
         """Preempt a group, which no step in flight may run: else plan nothing until all of them

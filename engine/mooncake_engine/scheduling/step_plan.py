@@ -136,7 +136,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens that the step runs at most."""
-        return sum(sequence.count + sequence.num_draft_tokens for sequence in self.sequences)
+        return sum([sequence.count + sequence.num_draft_tokens for sequence in self.sequences])
 
     @property
     def is_empty(self) -> bool:
@@ -273,6 +273,24 @@ class StepBuilder:
             follower.num_output_placeholders = 1
             requests.append(follower)
         self.budget -= count
+        if growth.copied is not None:
+            self.copy(growth)
+
+    def add_decode(self, request: Request, growth: Growth) -> None:
+        """``add`` for a request that runs its last token, without siblings: what a step mostly
+        does."""
+        if request.changed_at is not None:
+            self.add(request, 1, growth)
+            return
+        at = growth.at if growth.block_ids else None
+        start = request.num_computed + request.num_in_flight
+        self._decodes.append(
+            ScheduledSequence(request.request_id, start, 1, growth.block_ids, True, at)
+        )
+        self._decoding.append(request)
+        request.num_in_flight += 1
+        request.num_output_placeholders += 1
+        self.budget -= 1
         if growth.copied is not None:
             self.copy(growth)
 

@@ -110,19 +110,18 @@ class GenerationHandler:
         """Write the events of a streamed response. The first one comes when the engine has
         generated something, so that errors before it have a status of their own; raises like
         ``complete``."""
-        writer = _ChunkWriter(context, builder)
-
-        def show(choice: GeneratedChoice, update: TextUpdate) -> None:
-            if events := writer.write(choice, update):
-                write(events)
-
-        await self._generate(context, show)
+        writer = _ChunkWriter(context, builder, write)
+        await self._generate(context, writer.show, writer)
         write(writer.closing())
 
     async def _generate(
-        self, context: RequestContext, show: Callable[[GeneratedChoice, TextUpdate], None]
+        self,
+        context: RequestContext,
+        show: Callable[[GeneratedChoice, TextUpdate], None],
+        writer: _ChunkWriter | None = None,
     ) -> None:
-        """Run every choice to its end; ``show`` gets what becomes certain, as it does."""
+        """Run every choice to its end; ``show`` gets what becomes certain, as it does, and
+        ``writer`` the plain tokens of a stream."""
         running = _RunningChoices(context, self.metrics, show)
         outcome = FinishReason.ABORT  # of choices that have not ended by themselves
         streams: list[ChoiceStream] = []
@@ -133,7 +132,7 @@ class GenerationHandler:
                 if finished is not None:
                     running.take(choice, self._replay(context, choice, finished))
                     continue
-                streams.append(stream := self._choice_stream(context, choice, running))
+                streams.append(stream := self._choice_stream(context, choice, running, writer))
                 await stream.start()
             await running.over
         except EngineError as exc:
@@ -149,15 +148,24 @@ class GenerationHandler:
                 self.tracing.record(context, outcome)
 
     def _choice_stream(
-        self, context: RequestContext, choice: GeneratedChoice, running: _RunningChoices
+        self,
+        context: RequestContext,
+        choice: GeneratedChoice,
+        running: _RunningChoices,
+        writer: _ChunkWriter | None,
     ) -> ChoiceStream:
+        processor = self._processor(context, choice)
+        on_plain_token = None
+        if writer is not None and writer.shows_text_only and processor.is_plain:
+            on_plain_token = _PlainTokens(choice, processor, running, writer).take
         return ChoiceStream(
             self.engine,
             choice.request,
-            self._processor(context, choice),
+            processor,
             on_text=lambda update: running.take(choice, update),
             on_error=running.fail,
             is_first_delivered=context.kv_transfer.is_first_delivered,
+            on_plain_token=on_plain_token,
         )
 
     def _processor(self, context: RequestContext, choice: GeneratedChoice) -> TextOutputProcessor:
@@ -206,7 +214,7 @@ class _RunningChoices:
     ) -> None:
         self._is_prompt_only = context.is_prompt_only
         self._num_left = len(context.choices)
-        self._metrics = metrics
+        self.metrics = metrics
         self._show = show
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when all have ended, or with the first error."""
@@ -215,7 +223,7 @@ class _RunningChoices:
         """What became certain about a choice."""
         if self.over.done():
             return
-        self._metrics.advance(choice.stats, update, time.monotonic())
+        self.metrics.advance(choice.stats, update, time.monotonic())
         self._show(choice, _without_output(update) if self._is_prompt_only else update)
         if update.finish is not None:
             self._num_left -= 1
@@ -234,19 +242,83 @@ class _RunningChoices:
         del self.over  # it holds its error, that the frames that hold this: until the next gc
 
 
-class _ChunkWriter:
-    """Encodes the updates of one streamed request as events."""
+class _PlainTokens:
+    """The way of most streamed tokens: all that their client sees of them is text. It is short, as
+    there is one per token and stream.
 
-    def __init__(self, context: RequestContext, builder: ResponseBuilder) -> None:
+    Args:
+        choice: whose.
+        processor: makes text of them; it ``is_plain``.
+        running: the request's choices.
+        writer: of its stream.
+    """
+
+    __slots__ = (
+        "_note_token",
+        "_push_token",
+        "_running",
+        "_stats",
+        "_template",
+        "_token_ids",
+        "_write",
+    )
+
+    def __init__(
+        self,
+        choice: GeneratedChoice,
+        processor: TextOutputProcessor,
+        running: _RunningChoices,
+        writer: _ChunkWriter,
+    ) -> None:
+        self._stats = choice.stats
+        self._token_ids = choice.output.token_ids
+        self._push_token = processor.push_token
+        self._running = running
+        self._note_token = running.metrics.note_token
+        self._template = writer.templates[choice.index]
+        self._write = writer.write
+
+    def take(self, token_id: int) -> None:
+        """The next token of the choice."""
+        if self._running.over.done():
+            return
+        self._note_token(self._stats, time.monotonic())
+        self._token_ids.append(token_id)
+        if text := self._push_token(token_id):
+            self._write(self._template.encode(text))
+
+
+class _ChunkWriter:
+    """Encodes the updates of one streamed request as events.
+
+    Args:
+        context: of the request.
+        builder: how they look.
+        write: takes them.
+    """
+
+    def __init__(
+        self, context: RequestContext, builder: ResponseBuilder, write: Callable[[bytes], None]
+    ) -> None:
+        self.write = write
+        self.templates = [ChunkTemplate(builder, context, c.index) for c in context.choices]
         self._context = context
         self._builder = builder
-        self._templates = [ChunkTemplate(builder, context, c.index) for c in context.choices]
         self._is_opened = [False] * len(context.choices)
         # what every chunk shows beside its text
         self._has_details = context.returns_token_ids or context.has_usage_in_chunks
 
-    def write(self, choice: GeneratedChoice, update: TextUpdate) -> bytes:
-        """The events of one update; empty while nothing is certain."""
+    @property
+    def shows_text_only(self) -> bool:
+        """Whether a chunk within the stream shows nothing but text, as a template has it."""
+        return not (self._has_details or self._context.is_prompt_only)
+
+    def show(self, choice: GeneratedChoice, update: TextUpdate) -> None:
+        """Write the events of one update, if anything is certain."""
+        if events := self._encode(choice, update):
+            self.write(events)
+
+    def _encode(self, choice: GeneratedChoice, update: TextUpdate) -> bytes:
         # Not output.add(): of what was streamed only the counts are needed again.
         output = choice.output
         output.token_ids.extend(update.token_ids)
@@ -287,7 +359,7 @@ class _ChunkWriter:
         if update.finish is not None or has_details or (is_first and context.echoes):
             delta = self._builder.delta(context, choice, update, is_first=is_first)
             return self._chunk(delta)
-        return self._templates[choice.index].encode(update.text) if update.text else b""
+        return self.templates[choice.index].encode(update.text) if update.text else b""
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         context = self._context

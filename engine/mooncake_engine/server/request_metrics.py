@@ -153,6 +153,7 @@ class ServerMetrics:
         cells: MetricCells | None = None,
     ) -> None:
         self._objectives = objectives or LatencyObjectives()
+        self._tbt_s = self._objectives.tbt_s
         self.registry = CollectorRegistry()
         self._label_values = (engine.config.model_name, "0")  # the engine is a data-parallel rank
         labels, cells = (_LABELS, self._label_values), cells or MetricCells()
@@ -198,12 +199,22 @@ class ServerMetrics:
         is_first = stats.first_token is None
         gap = stats.advance(update, now)
         if gap is not None:
-            self._between_tokens.observe(gap)
-            stats.num_gaps += 1
-            if self._objectives.tbt_s is not None and gap > self._objectives.tbt_s:
-                stats.num_late_gaps += 1
+            self._note_gap(stats, gap)
         elif is_first and stats.first_token is not None:
             self._observe("first_token", now - stats.started)
+
+    def note_token(self, stats: ChoiceStats, now: float) -> None:
+        """``advance`` by a token, not a choice's first one, of which nothing else is known."""
+        gap = now - (stats.last_token or now)
+        stats.last_token = now
+        stats.num_tokens += 1
+        self._note_gap(stats, gap)
+
+    def _note_gap(self, stats: ChoiceStats, gap: float) -> None:
+        self._between_tokens.observe(gap)
+        stats.num_gaps += 1
+        if self._tbt_s is not None and gap > self._tbt_s:
+            stats.num_late_gaps += 1
 
     def end(self, context: RequestContext, now: float, otherwise: FinishReason) -> None:
         """A request is over; ``otherwise`` is the reason of choices that have not come to their own

@@ -156,8 +156,12 @@ class TextOutputProcessor:
         self._is_stop_kept = sampling.include_stop_str_in_output
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._parser = parser
-        # what most tokens are: nothing is looked for in their text
-        self._is_plain = parser is None and not sampling.stop
+        self.is_plain = parser is None and not sampling.stop
+        """Whether nothing is looked for in the text, as in most answers."""
+
+    def push_token(self, token_id: int) -> str:
+        """The text that one more token makes certain; only where ``is_plain``."""
+        return self._detokenizer.push_token(token_id)
 
     def advance(self, update: TokenUpdate) -> TextUpdate:
         """The text that an update makes certain.
@@ -173,7 +177,7 @@ class TextOutputProcessor:
             raise GrammarFailed(update.error or "the grammar can't be followed any further")
         if update.finish is FinishReason.TIMEOUT:
             raise DeadlineExceeded(update.error or "the request's time is up")
-        if self._is_plain and update.finish is None and len(update.token_ids) == 1:
+        if self.is_plain and update.finish is None and len(update.token_ids) == 1:
             offset = self._detokenizer.num_characters
             return TextUpdate(
                 self._detokenizer.push(update.token_ids),
@@ -256,6 +260,9 @@ class ChoiceStream:
             GrammarFailed, EngineDead, or whatever else went wrong with this choice.
         is_first_delivered: the client already has the first token's text and log probabilities,
             from a prefill instance: they are left out here.
+        on_plain_token: called in place of ``on_text`` with a token's id, where an update says
+            nothing else and is not the first with tokens: as there is one per token and stream, it
+            takes a shorter way. Only where the processor ``is_plain``.
     """
 
     def __init__(
@@ -267,6 +274,7 @@ class ChoiceStream:
         on_text: Callable[[TextUpdate], None],
         on_error: Callable[[Exception], None],
         is_first_delivered: bool = False,
+        on_plain_token: Callable[[int], None] | None = None,
     ) -> None:
         self._engine = engine
         self._request = request
@@ -274,6 +282,8 @@ class ChoiceStream:
         self._on_text = on_text
         self._on_error = on_error
         self._is_first_delivered = is_first_delivered
+        self._on_plain_token = on_plain_token
+        self._has_begun = False
         self._name: str | None = None
         self._is_over = False
 
@@ -293,7 +303,10 @@ class ChoiceStream:
         try:
             if isinstance(update, EngineDead):
                 raise type(update)(str(update)) from update.__cause__
-            self._advance(update)
+            if self._has_begun and self._on_plain_token is not None and is_plain_token(update):
+                self._on_plain_token(update.token_ids[0])
+            else:
+                self._advance(update)
         except Exception as exc:  # noqa: BLE001  the door of a request: others get their updates
             self.close()
             self._on_error(exc)
@@ -306,12 +319,19 @@ class ChoiceStream:
             if not update.token_ids and update.finish is None:
                 return
         text_update = self._processor.advance(update)
+        self._has_begun = self._has_begun or bool(update.token_ids)
         if text_update.finish is not None:
             if update.finish is not text_update.finish:
                 _release_kept_kv(self._engine, update)
                 text_update = replace(text_update, kv_transfer_params=None)
             self.close()
         self._on_text(text_update)
+
+
+def is_plain_token(update: TokenUpdate) -> bool:
+    """Whether an update says nothing but a token."""
+    is_more = update.finish or update.times or update.logprobs or update.prompt_logprobs
+    return not is_more and len(update.token_ids) == 1
 
 
 def without_shown(update: TextUpdate) -> TextUpdate:

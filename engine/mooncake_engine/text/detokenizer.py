@@ -120,14 +120,22 @@ class IncrementalDetokenizer:
         that completed it, and later tokens are ignored. ``num_characters`` counts what was
         decoded, held back or not.
         """
-        if self._stops is None:
-            return self._decode(token_ids)
         parts = []
         for token_id in token_ids:
             if self.stop_string is not None:
                 break
-            parts.append(self._release(self._decode((token_id,))))
+            parts.append(self.push_token(token_id))
         return "".join(parts)
+
+    def push_token(self, token_id: int) -> str:
+        """The same for one token; not once ``stop_string`` is set."""
+        self.num_tokens += 1
+        text = ""
+        if token_id not in self._skipped_ids:
+            whole = self._token_text(token_id) if self._is_between else None
+            text = self._decode_bytes(token_id) if whole is None else whole
+        self.num_characters += len(text)
+        return text if self._stops is None else self._release(text)
 
     def finish(self) -> str:
         """The output has ended: the rest of its text, an incomplete character as ``\\ufffd``."""
@@ -136,17 +144,6 @@ class IncrementalDetokenizer:
         rest = self._held + self._decoder.decode(b"", final=True)
         self._held = ""
         return rest
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        self.num_tokens += len(token_ids)
-        texts = []
-        for token_id in token_ids:
-            if token_id not in self._skipped_ids:
-                whole = self._token_text(token_id) if self._is_between else None
-                texts.append(self._decode_bytes(token_id) if whole is None else whole)
-        text = "".join(texts)
-        self.num_characters += len(text)
-        return text
 
     def _decode_bytes(self, token_id: int) -> str:
         """A token that begins or continues a character."""

@@ -33,6 +33,7 @@ def backend() -> CpuBackend:
 def device(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> CpuBackend:
     """A backend whose device is no host."""
     monkeypatch.setattr(backend.runtime, "device", lambda index: torch.device("meta", index))
+    backend.capabilities = replace(backend.capabilities, max_decodes_per_graph=None)
     return backend
 
 

@@ -199,6 +199,22 @@ def test_end_tokens_are_masked_until_min_tokens() -> None:
     assert sample(logits, [make_state(ignoring)])[0].token_id == EOS
 
 
+def test_end_tokens_are_masked_step_by_step_for_the_same_requests() -> None:
+    """What the sampler keeps of a batch does not outlast what changes in it."""
+    sampler = Sampler((0,))
+    state = make_state(SamplingParams(temperature=0.0, min_tokens=2))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 0], logits[0, 1] = 2.0, 1.0
+    chosen = []
+    for _ in range(3):
+        token = sampler.sample(logits.clone(), [state])[0].token_id
+        chosen.append(token)
+        state.append(token)
+    assert chosen == [1, 1, 0]
+    other = make_state(SamplingParams(temperature=0.0))
+    assert sampler.sample(logits.clone(), [other, state])[0].token_id == 0
+
+
 def test_logprobs_are_of_the_unmodified_distribution() -> None:
     logits = random_logits(3)
     params = SamplingParams(temperature=0.5, top_k=1, logprobs=4, logit_bias=((17, 100.0),))

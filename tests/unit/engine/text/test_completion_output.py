@@ -184,3 +184,55 @@ def test_an_error_behind_the_engine_ends_this_choice_alone(byte_tokenizer: Token
 
     assert str(asyncio.run(fail())) == "no room for text"
     assert engine.left_early == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "plain"),
+    [
+        (SamplingParams(), "eapot"),  # not the first token, and not the end
+        (SamplingParams(logprobs=1), ""),
+        (SamplingParams(min_tokens=1), "eapot"),
+    ],
+    ids=["text alone", "log probabilities", "a length"],
+)
+def test_tokens_that_say_nothing_else_take_the_short_way(
+    byte_tokenizer: Tokenizer, sampling: SamplingParams, plain: str
+) -> None:
+    """In order with what takes the long one, and with the same text."""
+    engine = FakeEngine(saying("teapot"))
+    processor = TextOutputProcessor(byte_tokenizer, sampling)
+    seen: list[str] = []
+    short: list[int] = []
+
+    def take_token(token_id: int) -> None:
+        short.append(token_id)
+        seen.append(processor.push_token(token_id))
+
+    async def collect() -> None:
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def take(update: TextUpdate) -> None:
+            seen.append(update.text)
+            if update.finish is not None:
+                over.set_result(None)
+
+        stream = ChoiceStream(
+            engine,
+            EngineRequest("r", tuple(b"prompt"), sampling),
+            processor,
+            on_text=take,
+            on_error=over.set_exception,
+            on_plain_token=take_token,
+        )
+        await stream.start()
+        await over
+        stream.close()
+
+    asyncio.run(collect())
+    assert "".join(seen) == "teapot"
+    assert bytes(short).decode() == plain
+
+
+def test_what_is_looked_for_in_the_text_has_no_short_way(byte_tokenizer: Tokenizer) -> None:
+    assert TextOutputProcessor(byte_tokenizer, SamplingParams()).is_plain
+    assert not TextOutputProcessor(byte_tokenizer, SamplingParams(stop=("pot",))).is_plain

@@ -48,6 +48,25 @@ def test_work_takes_its_time_one_after_another(backend: PacedBackend) -> None:
     assert all(a >= b - 0.001 for a, b in zip(passed, wanted, strict=True)), passed
 
 
+def test_a_graph_takes_what_was_captured_in_it(backend: PacedBackend) -> None:
+    query, cache = torch.zeros(1, 2, 4), torch.zeros(1, 16, 2, 4)
+
+    def attend_twice() -> None:
+        for _ in range(2):
+            backend.ops.decode_attention(query, cache, cache, batch((1,)), 1.0)
+
+    graph = backend.runtime.capture(attend_twice)
+    event = backend.runtime.event(0)
+    event.record()
+    assert event.query(), "capturing launches nothing"
+    start = time.perf_counter()
+    graph.replay()
+    event.record()
+    assert not event.query()
+    event.synchronize()
+    assert time.perf_counter() - start >= 2 * DECODE_S - 0.001
+
+
 def test_a_device_that_has_nothing_to_do_begins_at_once(backend: PacedBackend) -> None:
     event = backend.runtime.event(0)
     event.record()
