@@ -4,8 +4,8 @@ What a serving host costs beside a fast device shows on any machine: each layer'
 the pretended device busy for as long as MOONCAKE_HAL_PACED says, in the order in which it was
 launched, and events pass when it gets there. The host pays what it really pays, the device nothing.
 
-Only who waits for an event is paced: steps with async scheduling do. A captured graph costs the host
-what the replay of one costs, and the device what was launched while it was captured.
+Only who waits for an event is paced: steps with async scheduling do. A captured graph costs the
+host what a replay costs, and the device what was launched while it was captured.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...], ops: SamplingOps | None = None) -> None:
         self._eos_token_ids = eos_token_ids
         self._on_device = None if ops is None else DeviceSampling(ops)
-        self._facts = _BatchFacts(())
+        self._info = _BatchInfo(())
 
     def sample(
         self,
@@ -120,7 +120,7 @@ class Sampler:
         """
         modified = self._modified(states)
         self._modify(logits, modified, states)
-        if not self._facts_of(states).random_rows:
+        if not self._info_of(states).random_rows:
             return _argmax(logits)
         if self._on_device is not None and not (modified or draft_tokens):
             is_finite = logits.amax(dim=-1).isfinite()
@@ -158,15 +158,15 @@ class Sampler:
     def _modified(self, states: Sequence[SamplingState]) -> list[int]:
         return [
             row
-            for row in self._facts_of(states).modifiable_rows
+            for row in self._info_of(states).modifiable_rows
             if _changes_logits(states[row]) or _is_end_masked(states[row])
         ]
 
-    def _facts_of(self, states: Sequence[SamplingState]) -> _BatchFacts:
+    def _info_of(self, states: Sequence[SamplingState]) -> _BatchInfo:
         """Of a batch; mostly the requests of the step before."""
-        if self._facts.states != states:
-            self._facts = _BatchFacts(states)
-        return self._facts
+        if self._info.states != states:
+            self._info = _BatchInfo(states)
+        return self._info
 
     def _modify(self, logits: Tensor, rows: list[int], states: Sequence[SamplingState]) -> None:
         """Apply bias, penalties, end masking and grammars to some rows, in place."""
@@ -185,7 +185,7 @@ class Sampler:
         mask_logits(logits, states)
 
 
-class _BatchFacts:
+class _BatchInfo:
     """What stays as it is while the same requests are sampled for.
 
     Args:
