@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from mooncake_hal_cuda.cuda_env import keep_kernels_in_project_cache
 
+ROOT = Path(__file__).parents[3]
 COMPILE = """
 from support.cuda_compiler import compiling
 from support.cuda_shapes import copy_pieces
@@ -46,7 +48,7 @@ def test_a_kernel_is_compiled_without_a_home(tmp_path: Path) -> None:
     environment.pop("TRITON_CACHE_DIR", None)
     run = subprocess.run(
         [sys.executable, "-c", COMPILE],
-        cwd=Path(__file__).parents[3],
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
@@ -55,3 +57,38 @@ def test_a_kernel_is_compiled_without_a_home(tmp_path: Path) -> None:
     )
     assert run.stdout.strip() == "copy_spans", run.stderr
     assert any((tmp_path / "mooncake-hal" / "native" / "triton").iterdir())
+
+
+AS_THE_IMAGE = """
+mount -o remount,bind,ro / && mount -t tmpfs tmpfs "$1" && mkdir "$TMPDIR" || exit 77
+shift
+exec unshare --user --map-user="$1" --map-group="$1" "${@:2}"
+"""
+"""What compose and Kubernetes make of the image: all is read-only but its cache and a folder for
+temporary files, which is not /tmp here, as the checkout may lie there."""
+
+
+def test_a_kernel_is_compiled_as_the_images_user_on_a_read_only_root() -> None:
+    """The steps of ``Dockerfile.cuda``, whose user and cache folder these are."""
+    pytest.importorskip("triton", reason="needs triton: ci/install dev installs it on Linux")
+    dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile.cuda").read_text()
+    [cache] = re.findall(r"XDG_CACHE_HOME=(\S+)", dockerfile)
+    [user] = re.findall(r"^USER (\d+):\d+$", dockerfile, re.MULTILINE)
+    names = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+    environment = {name: os.environ[name] for name in names if name in os.environ}
+    environment |= {"HOME": "/nonexistent", "XDG_CACHE_HOME": cache, "PYTHONPATH": "tests"}
+    environment["TMPDIR"] = str(Path(cache).with_name("temporary"))
+    compile_it = "import os; print(os.getuid(), os.access('.', os.W_OK))\n" + COMPILE
+    command = ["unshare", "--mount", "bash", "-c", AS_THE_IMAGE, "bash", str(Path(cache).parent)]
+    run = subprocess.run(
+        [*command, user, sys.executable, "-B", "-c", compile_it],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    if run.returncode == 77 or "unshare failed" in run.stderr:
+        pytest.skip(f"no namespaces with mounts of their own here: {run.stderr.strip()}")
+    assert run.stdout.split() == [user, "False", "copy_spans"], run.stderr
