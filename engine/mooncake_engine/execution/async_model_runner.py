@@ -28,7 +28,7 @@ from mooncake_engine.execution.request_table import (
     add_placeholders,
     fill_placeholders,
 )
-from mooncake_engine.execution.sampler import NO_TOKEN
+from mooncake_engine.execution.sampler import NO_TOKEN, ChosenTokens
 from mooncake_engine.scheduling.step_plan import SampledToken, StepPlan, StepResult
 from mooncake_hal.backend import Event
 
@@ -87,51 +87,52 @@ class EnqueuedStep:
     Args:
         step: its plan's.
         states: the requests that sample.
-        token_ids: [states] int64 on the host, there when ``sampled`` has passed.
+        chosen: their tokens on the host, there when ``sampled`` has passed.
         sampled: recorded behind the copy to the host.
         is_copying: see ``StepResult``.
     """
 
     step: int
     states: list[CachedRequest]
-    token_ids: Tensor
+    chosen: ChosenTokens
     sampled: Event
     is_copying: bool
-    _known: list[int] | None = None
+    _known: list[SampledToken] | None = None
 
     def result(self) -> StepResult:
         known = self._wait()
         pairs = zip(self.states, known, strict=True)
         tokens: dict[str, tuple[SampledToken, ...]] = {
-            state.request_id: (SampledToken(token_id),) for state, token_id in pairs
+            state.request_id: (token,) for state, token in pairs
         }
-        failed: dict[str, str] = {}
-        if NO_TOKEN in known:
-            pairs = zip(self.states, known, strict=True)
-            failed = {state.request_id: NO_FINITE_LOGIT for state, token in pairs if token < 0}
+        failed = {
+            state.request_id: NO_FINITE_LOGIT
+            for state, token in zip(self.states, known, strict=True)
+            if token.token_id == NO_TOKEN
+        }
         return StepResult(self.step, tokens, failed=failed, is_copying=self.is_copying)
 
     def complete(self) -> None:
         """Fill the requests' placeholders; in the thread that runs steps."""
-        known = self._wait()
-        if NO_TOKEN in known:  # of a request that fails: any token
-            known = [max(token_id, 0) for token_id in known]
-        fill_placeholders(self.states, known)
+        token_ids = [token.token_id for token in self._wait()]
+        if NO_TOKEN in token_ids:  # of a request that fails: any token
+            token_ids = [max(token_id, 0) for token_id in token_ids]
+        fill_placeholders(self.states, token_ids)
 
-    def _wait(self) -> list[int]:
+    def _wait(self) -> list[SampledToken]:
         """The tokens; two threads ask, each of which may be the first."""
         known = self._known
         if known is None:
             self.sampled.synchronize()
-            self._known = known = self.token_ids.tolist()
+            self._known = known = self.chosen.tokens()
         return known
 
 
 class AsyncModelRunner(ModelRunner):
     """A ModelRunner that enqueues a step and does not wait for it.
 
-    Where the host takes part in sampling (a grammar, penalties) or in the output (log
-    probabilities), the whole batch waits for it.
+    Where the host takes part in sampling (a grammar), or looks at logits between two steps (log
+    probabilities of a prompt), the whole batch waits for it.
 
     Args:
         parts: what it works with.
@@ -168,12 +169,14 @@ class AsyncModelRunner(ModelRunner):
         if not inputs.sampling:
             return self._end_unsampled(self._unsampled(plan))
         chosen = self._sampler.choose(self._logits(hidden, inputs), inputs.sampling)
-        self._sampled.store(inputs.sampling, chosen.clamp(min=0))
+        token_ids = chosen.token_ids.clamp(min=0)
+        self._sampled.store(inputs.sampling, token_ids)
+        self._requests.count_sampled(inputs.sampling, token_ids)
         add_placeholders(inputs.sampling)
         step = EnqueuedStep(
             plan.step,
             inputs.sampling,
-            _to_host(chosen),
+            chosen.moved(_to_host),
             self._make_event(),
             self._copier.is_copying,
         )

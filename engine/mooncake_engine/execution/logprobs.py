@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,28 +17,54 @@ _ROWS = 128
 """Prompt tokens per batch of logits: 78 MB for a vocabulary of 152,000."""
 
 
-def describe_tokens(
-    logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
-) -> list[TokenLogprobs]:
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobTensors:
     """Log probabilities of one token per row, and of the most probable ones beside it.
 
     Args:
-        logits: [rows, vocab] float32, unmodified.
-        token_ids: one per row.
         num_top: how many of the most probable tokens each row shows.
+        chosen: [rows] float32.
+        ranks: [rows] int64, of the chosen tokens, from 1.
+        top_ids: [rows, largest num_top] int64, the most probable first.
+        top_values: [rows, largest num_top] float32.
     """
-    logprobs = logits.log_softmax(dim=-1)
-    ids = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
-    chosen = logprobs.gather(1, ids)
-    ranks = (logprobs > chosen).sum(dim=-1).add_(1).tolist()
-    best = logprobs.topk(min(max(num_top), logits.shape[1]), dim=-1)
-    rows = zip(token_ids, chosen.squeeze(1).tolist(), ranks, num_top, strict=True)
-    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    described = []
-    for (token_id, logprob, rank, count), (top_ids, values) in zip(rows, tops, strict=True):
-        top = tuple(zip(top_ids[:count], values[:count], strict=True))
-        described.append(TokenLogprobs(token_id, logprob, top, rank))
-    return described
+
+    num_top: Sequence[int]
+    chosen: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> LogprobTensors:
+        """Computed where the logits are; nothing waits for the device.
+
+        Args:
+            logits: [rows, vocab] float32, unmodified.
+            token_ids: [rows] int64, one per row.
+            num_top: see the class.
+        """
+        logprobs = logits.log_softmax(dim=-1)
+        chosen = logprobs.gather(1, token_ids.unsqueeze(1))
+        ranks = (logprobs > chosen).sum(dim=-1).add_(1)
+        best = logprobs.topk(min(max(num_top), logits.shape[1]), dim=-1)
+        return cls(num_top, chosen.squeeze(1), ranks, best.indices, best.values)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> LogprobTensors:
+        """The same elsewhere."""
+        tensors = (self.chosen, self.ranks, self.top_ids, self.top_values)
+        return LogprobTensors(self.num_top, *map(move, tensors))
+
+    def describe(self, token_ids: Sequence[int]) -> list[TokenLogprobs]:
+        """In words; ``token_ids`` are those that they were computed of."""
+        chosen, ranks = self.chosen.tolist(), self.ranks.tolist()
+        rows = zip(token_ids, chosen, ranks, self.num_top, strict=True)
+        tops = zip(self.top_ids.tolist(), self.top_values.tolist(), strict=True)
+        described = []
+        for (token_id, logprob, rank, count), (top_ids, values) in zip(rows, tops, strict=True):
+            top = tuple(zip(top_ids[:count], values[:count], strict=True))
+            described.append(TokenLogprobs(token_id, logprob, top, rank))
+        return described
 
 
 def score_prompts(
@@ -86,5 +113,6 @@ def _score(
     for start in range(0, len(targets), _ROWS):
         part = targets[start : start + _ROWS]
         logits = to_logits(hidden[start : start + _ROWS])
-        scores += describe_tokens(logits, part, [num_top] * len(part))
+        ids = torch.tensor(part).to(logits.device)
+        scores += LogprobTensors.of(logits, ids, [num_top] * len(part)).describe(part)
     return tuple(scores)

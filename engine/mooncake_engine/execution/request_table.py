@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mooncake_engine.errors import GrammarFailed, InvalidRequest
+from mooncake_engine.execution.penalties import TokenCounts, TokenCountTable
 from mooncake_engine.sampling_params import Grammar, SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest
 from mooncake_engine.text.grammars import GrammarMatcher, Vocabulary
@@ -75,44 +76,6 @@ class GrammarState:
             return None
 
 
-class TokenCounts:
-    """How often each token occurs in a request, kept up with every token; on the device.
-
-    Args:
-        vocab_size: length of the counts.
-        prompt, output: tokens so far.
-        device: where the counts live.
-    """
-
-    def __init__(
-        self,
-        vocab_size: int,
-        prompt: tuple[int, ...],
-        output: tuple[int, ...],
-        device: torch.device,
-    ) -> None:
-        self.output = _histogram(output, vocab_size).to(device)
-        """[vocab] float32, occurrences in the output."""
-        self.is_seen = (_histogram(prompt, vocab_size).to(device) + self.output) > 0
-        """[vocab] bool, whether a token occurs in prompt or output."""
-
-    def add(self, token_id: int) -> None:
-        """Count one more output token."""
-        self.output[token_id] += 1
-        self.is_seen[token_id] = True
-
-    def after(self, token_id: int) -> TokenCounts:
-        """Counts of their own, one token later."""
-        later = copy(self)
-        later.output, later.is_seen = self.output.clone(), self.is_seen.clone()
-        later.add(token_id)
-        return later
-
-
-def _histogram(tokens: tuple[int, ...], vocab_size: int) -> Tensor:
-    return torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size).float()
-
-
 class SamplingState(Protocol):
     """What the sampler looks at of a request."""
 
@@ -154,7 +117,8 @@ class CachedRequest:
     Attributes:
         token_ids: all so far; the last ``num_output_placeholders`` of them stand for tokens that a
             device has been told to sample.
-        is_host_bound: whether its tokens, or what is said of them, are settled on the host.
+        is_host_bound: whether the host has to know its last token before the next one is sampled,
+            or looks at logits between two steps.
     """
 
     __slots__ = (
@@ -189,8 +153,7 @@ class CachedRequest:
         self.grammar = grammar
         self.num_output_placeholders = 0
         sampling = new_request.sampling
-        has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-        self.is_host_bound = has_logprobs or counts is not None or grammar is not None
+        self.is_host_bound = grammar is not None or sampling.prompt_logprobs is not None
 
     @property
     def num_output_tokens(self) -> int:
@@ -206,7 +169,8 @@ class CachedRequest:
 
 
 def add_placeholders(states: Iterable[CachedRequest]) -> None:
-    """One more token of each of these will be known; none of them ``is_host_bound``."""
+    """One more token of each of these will be known; none of them ``is_host_bound``. Counts for
+    penalties have it from ``RequestTable.count_sampled``."""
     for state in states:
         state.token_ids.append(0)
         state.num_output_placeholders += 1
@@ -291,13 +255,14 @@ class RequestTable:
         is_sampling: bool = True,
     ) -> None:
         self.tables = BlockTables(max_seqs, max_blocks)
-        self._vocab_size = vocab_size
+        self._counts = TokenCountTable(vocab_size, device)
         self._device = device
         self._find_vocabulary = find_vocabulary
         self._is_sampling = is_sampling
         self._states: dict[str, CachedRequest] = {}
         self.num_host_bound = 0
         """How many of them are; see ``CachedRequest.is_host_bound``."""
+        self._num_penalised = 0
 
     def __getitem__(self, request_id: str) -> CachedRequest:
         return self._states[request_id]
@@ -315,10 +280,11 @@ class RequestTable:
             self.remove((new_request.request_id,))
             row = self.tables.take_row(new_request.block_ids)
             state = CachedRequest(
-                new_request, row, self._counts(new_request), self._grammar(new_request)
+                new_request, row, self._count_tokens(new_request), self._grammar(new_request)
             )
             self._states[new_request.request_id] = state
             self.num_host_bound += state.is_host_bound
+            self._num_penalised += state.counts is not None
 
     def append(self, request_id: str, token_ids: Iterable[int]) -> None:
         """Learn tokens that were sampled elsewhere; a request that is gone needs none."""
@@ -334,15 +300,36 @@ class RequestTable:
             if state is not None:
                 self.tables.free_row(state.row)
                 self.num_host_bound -= state.is_host_bound
+                if state.counts is not None:
+                    self._num_penalised -= 1
+                    self._counts.free(state.counts)
+
+    def count_sampled(self, states: Sequence[CachedRequest], token_ids: Tensor) -> None:
+        """Count sampled tokens that the host does not know yet, where requests have penalties.
+
+        Args:
+            states: who sampled.
+            token_ids: [states] int64, on the device.
+        """
+        if not self._num_penalised:
+            return
+        counted = [
+            (index, state.counts.row)
+            for index, state in enumerate(states)
+            if state.counts is not None
+        ]
+        if counted:
+            at, rows = torch.tensor(counted).T.to(self._device, non_blocking=True)
+            self._counts.add_tokens(rows, token_ids[at])
 
     def _grammar(self, new_request: NewRequest) -> GrammarState | None:
         if new_request.sampling.grammar is None or not self._is_sampling:
             return None
         return GrammarState(self._find_vocabulary, new_request)
 
-    def _counts(self, new_request: NewRequest) -> TokenCounts | None:
+    def _count_tokens(self, new_request: NewRequest) -> TokenCounts | None:
         if not new_request.sampling.has_penalties or not self._is_sampling:
             return None
         split = new_request.num_prompt_tokens
         tokens = new_request.token_ids
-        return TokenCounts(self._vocab_size, tokens[:split], tokens[split:], self._device)
+        return self._counts.add_request(tokens[:split], tokens[split:])

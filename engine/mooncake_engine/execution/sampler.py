@@ -9,17 +9,18 @@ cumulative distribution in token order, at one uniform number of (seed, output p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mooncake_engine.execution.logprobs import describe_tokens
+from mooncake_engine.execution.logprobs import LogprobTensors
+from mooncake_engine.execution.penalties import column, penalise
 from mooncake_engine.execution.request_table import CachedRequest, SamplingState
 from mooncake_engine.execution.sampling_metadata import DeviceSampling, RandomStream, uniform
 from mooncake_engine.execution.speculation.rejection_sampling import DraftToken, rejection_weights
-from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import SampledToken
 from mooncake_hal.backend import SamplingOps
@@ -63,6 +64,37 @@ NO_TOKEN = -1
 """In place of a token for a row without a finite logit: its request can't continue."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenTokens:
+    """The tokens of a batch's rows, where they were chosen.
+
+    Args:
+        token_ids: [rows] int64; NO_TOKEN for a row without a finite logit.
+        described_rows: those that ask for log probabilities.
+        logprobs: of those; None if there are none.
+    """
+
+    token_ids: Tensor
+    described_rows: Sequence[int] = ()
+    logprobs: LogprobTensors | None = None
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> ChosenTokens:
+        """The same elsewhere."""
+        logprobs = None if self.logprobs is None else self.logprobs.moved(move)
+        return ChosenTokens(move(self.token_ids), self.described_rows, logprobs)
+
+    def tokens(self) -> list[SampledToken]:
+        """On the host; waits for the device."""
+        token_ids: list[int] = self.token_ids.tolist()
+        tokens = [SampledToken(token_id) for token_id in token_ids]
+        if self.logprobs is not None:
+            ids = [max(token_ids[row], 0) for row in self.described_rows]
+            described = self.logprobs.describe(ids)
+            for row, logprobs in zip(self.described_rows, described, strict=True):
+                tokens[row] = SampledToken(token_ids[row], logprobs)
+        return tokens
+
+
 class Sampler:
     """Samples one token per row; NO_TOKEN where the row's largest logit is not finite.
 
@@ -93,39 +125,45 @@ class Sampler:
             states: the request of each row.
             draft_tokens: by row, those of known probability; see ``rejection_weights``.
         """
-        if all(state.sampling.logprobs is None for state in states):
-            return [
-                SampledToken(token_id)
-                for token_id in self.choose(logits, states, draft_tokens).tolist()
-            ]
-        modified = self._modified(states)
-        raw = logits.clone() if modified else logits
-        self._modify(logits, modified, states)
-        token_ids: list[int] = _choose(logits, states, draft_tokens).tolist()
-        logprobs = _logprobs(raw, states, [max(token_id, 0) for token_id in token_ids])
-        return [SampledToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
+        return self.choose(logits, states, draft_tokens).tokens()
 
     def choose(
         self,
         logits: Tensor,
         states: Sequence[SamplingState],
         draft_tokens: Mapping[int, DraftToken] = NO_DRAFT_TOKENS,
-    ) -> Tensor:
-        """The token ids that ``sample`` returns, still on the device: [rows] int64.
+    ) -> ChosenTokens:
+        """What ``sample`` returns, still on the device.
 
         Waits for the device in one case: torch's top-p looks whether it has sorted enough tokens.
 
         Args:
             logits, states, draft_tokens: see ``sample``.
         """
-        modified = self._modified(states)
+        modified, described = self._modified(states), self._info_of(states).described_rows
+        raw = logits.clone() if modified and described else logits
         self._modify(logits, modified, states)
+        token_ids = self._draw(logits, states, draft_tokens)
+        if not described:
+            return ChosenTokens(token_ids)
+        rows = torch.tensor(described).to(logits.device, non_blocking=True)
+        num_top = [states[row].sampling.logprobs or 0 for row in described]
+        logprobs = LogprobTensors.of(raw[rows], token_ids[rows].clamp(min=0), num_top)
+        return ChosenTokens(token_ids, described, logprobs)
+
+    def _draw(
+        self,
+        logits: Tensor,
+        states: Sequence[SamplingState],
+        draft_tokens: Mapping[int, DraftToken],
+    ) -> Tensor:
+        """A token per row of what ``_modify`` has left: [rows] int64."""
         if not self._info_of(states).random_rows:
             return _argmax(logits)
-        if self._on_device is not None and not (modified or draft_tokens):
-            is_finite = logits.amax(dim=-1).isfinite()
-            return self._on_device.sample(logits, states).masked_fill(~is_finite, NO_TOKEN)
-        return _choose(logits, states, draft_tokens)
+        if self._on_device is None or draft_tokens:
+            return _choose(logits, states, draft_tokens)
+        is_finite = logits.amax(dim=-1).isfinite()
+        return self._on_device.sample(logits, states).masked_fill(~is_finite, NO_TOKEN)
 
     def draft(self, logits: Tensor, states: Sequence[SamplingState]) -> list[DraftToken]:
         """Draft what ``sample`` will choose, from another model's logits.
@@ -176,7 +214,12 @@ class Sampler:
             if bias := states[row].sampling.logit_bias:
                 ids, values = zip(*bias, strict=True)
                 logits[row, list(ids)] += logits.new_tensor(values)
-        _penalise(logits, [row for row in rows if states[row].counts is not None], states)
+        penalised = [row for row in rows if states[row].counts is not None]
+        if penalised:
+            counts = [counts for row in penalised if (counts := states[row].counts) is not None]
+            params = [states[row].sampling for row in penalised]
+            at = torch.tensor(penalised).to(logits.device, non_blocking=True)
+            logits[at] = penalise(logits[at], counts, params)
         for row in rows:
             if _is_end_masked(states[row]):
                 sampling = states[row].sampling
@@ -193,12 +236,16 @@ class _BatchInfo:
 
     Attributes:
         random_rows: whose tokens are drawn.
+        described_rows: that ask for log probabilities.
         modifiable_rows: whose logits may have to be changed first.
     """
 
     def __init__(self, states: Sequence[SamplingState]) -> None:
         self.states = states
         self.random_rows = [row for row, s in enumerate(states) if not s.sampling.is_greedy]
+        self.described_rows = [
+            row for row, state in enumerate(states) if state.sampling.logprobs is not None
+        ]
         self.modifiable_rows = [
             row
             for row, state in enumerate(states)
@@ -215,28 +262,6 @@ def _changes_logits(state: SamplingState) -> bool:
 def _is_end_masked(state: SamplingState) -> bool:
     min_tokens = state.sampling.min_tokens
     return min_tokens > 0 and state.num_output_tokens < min_tokens
-
-
-def _penalise(logits: Tensor, rows: list[int], states: Sequence[SamplingState]) -> None:
-    """Repetition (Keskar et al. 2019: divide positive, multiply negative logits), then OpenAI's."""
-    if not rows:
-        return
-    counts = [counts for row in rows if (counts := states[row].counts) is not None]
-    params = [states[row].sampling for row in rows]
-    chosen = logits[rows]
-    repetition = _column(logits, [p.repetition_penalty for p in params])
-    is_seen = torch.stack([c.is_seen for c in counts])
-    scaled = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
-    chosen = torch.where(is_seen, scaled, chosen)
-    output = torch.stack([c.output for c in counts])
-    chosen -= _column(logits, [p.frequency_penalty for p in params]) * output
-    chosen -= _column(logits, [p.presence_penalty for p in params]) * (output > 0)
-    logits[rows] = chosen
-
-
-def _column(like: Tensor, values: Sequence[float]) -> Tensor:
-    column = torch.tensor(values, dtype=like.dtype).unsqueeze(1)
-    return column.to(like.device, non_blocking=True)  # what new_tensor does waits for the device
 
 
 def _is_tested(state: SamplingState) -> bool:
@@ -292,7 +317,7 @@ def _weights(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
     params = [state.sampling for state in states]
     # the largest logit becomes 0: min-p is then a constant, and exp can't overflow
     logits -= logits.amax(dim=-1, keepdim=True)
-    logits /= _column(logits, [max(p.temperature, 1e-5) for p in params])
+    logits /= column(logits, [max(p.temperature, 1e-5) for p in params])
     if any(_has_filter(p, logits.shape[1]) for p in params):
         logits.masked_fill_(logits < _thresholds(logits, params), -math.inf)
     return logits.exp_()
@@ -310,7 +335,7 @@ def _pick(weights: Tensor, numbers: Sequence[float]) -> Tensor:
     # float64: a float32 sum over a large vocabulary is off by more than rare tokens weigh
     cumulative = weights.double().cumsum_(dim=-1)
     total = cumulative[:, -1:]  # NaN if the row's largest logit was not finite
-    targets = _column(cumulative, numbers) * total
+    targets = column(cumulative, numbers) * total
     token_ids = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
     return token_ids.masked_fill_(~(total.squeeze(1) > 0), NO_TOKEN)
 
@@ -323,7 +348,7 @@ def _thresholds(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The smallest logit that each row keeps: [rows, 1]. Row maxima are 0."""
     vocab_size = logits.shape[1]
     min_p = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
-    threshold = _column(logits, min_p)
+    threshold = column(logits, min_p)
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
     has_top_p = any(p.top_p < 1.0 for p in params)
     limited = [k for k in top_k if k < vocab_size]
@@ -335,7 +360,7 @@ def _thresholds(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     threshold = threshold.maximum(_kth(ordered, limits, vocab_size))
     if not has_top_p:
         return threshold
-    top_p = _column(logits, [p.top_p for p in params]).double()
+    top_p = column(logits, [p.top_p for p in params]).double()
     return _nucleus(logits, ordered, (threshold, limits), top_p)
 
 
@@ -384,16 +409,3 @@ def _nucleus(logits: Tensor, ordered: Tensor, kept: tuple[Tensor, Tensor], top_p
 def _mass(logits: Tensor, threshold: Tensor) -> Tensor:
     """Unnormalised probability, float64, zero below the threshold."""
     return logits.masked_fill(logits < threshold, -math.inf).double().exp_()
-
-
-def _logprobs(
-    logits: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int]
-) -> list[TokenLogprobs | None]:
-    """Log probabilities of the rows that ask, from unmodified logits."""
-    rows = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
-    asked = [states[row].sampling.logprobs or 0 for row in rows]
-    found: list[TokenLogprobs | None] = [None] * len(states)
-    described = describe_tokens(logits[rows], [token_ids[row] for row in rows], asked)
-    for row, logprobs in zip(rows, described, strict=True):
-        found[row] = logprobs
-    return found

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
+from mooncake_engine.execution.penalties import TokenCounts
 from mooncake_engine.execution.request_table import (
     CachedRequest,
     GrammarState,
     SamplingState,
-    TokenCounts,
 )
 from mooncake_engine.execution.speculation.rejection_sampling import DraftToken, count_accepted
 from mooncake_engine.sampling_params import SamplingParams

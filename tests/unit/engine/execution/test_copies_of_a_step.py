@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mooncake_engine.execution import sampling_metadata
-from mooncake_engine.execution.request_table import GrammarState, TokenCounts
+from mooncake_engine.execution.penalties import TokenCounts
+from mooncake_engine.execution.request_table import GrammarState
 from mooncake_engine.execution.sampling_metadata import DeviceSampling, uniform
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend import SamplingMetadata

@@ -257,12 +257,26 @@ def test_a_device_draws_what_torch_draws(filters: dict[str, Any]) -> None:
     assert ops.rows == 40
 
 
-@pytest.mark.parametrize(
-    "needs", [{"logprobs": 2}, {"presence_penalty": 0.5}, {"min_tokens": 3}, {"temperature": 0.0}]
-)
-def test_a_batch_that_needs_more_is_not_the_devices(needs: dict[str, Any]) -> None:
+NEEDS: list[dict[str, Any]] = [
+    {"logprobs": 2},
+    {"presence_penalty": 0.5},
+    {"min_tokens": 3},
+    {"logit_bias": ((7, 9.0),)},
+]
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids=str)
+def test_a_device_draws_from_what_a_request_makes_of_its_logits(needs: dict[str, Any]) -> None:
+    """The log probabilities beside it are those of the model."""
     ops, logits = CountingOps(), random_logits(2)
     states = [make_state(SamplingParams(**{"temperature": 1.0, **needs})) for _ in range(2)]
+    assert Sampler((EOS,), ops).sample(logits.clone(), states) == sample(logits, states)
+    assert ops.rows == 2
+
+
+def test_a_greedy_batch_is_not_drawn() -> None:
+    ops, logits = CountingOps(), random_logits(2)
+    states = [make_state(SamplingParams(temperature=0.0)) for _ in range(2)]
     assert Sampler((EOS,), ops).sample(logits.clone(), states) == sample(logits, states)
     assert ops.rows == 0
 
