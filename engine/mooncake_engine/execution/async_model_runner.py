@@ -28,7 +28,7 @@ from mooncake_engine.execution.request_table import (
     add_placeholders,
     fill_placeholders,
 )
-from mooncake_engine.execution.sampler import NO_TOKEN, ChosenTokens
+from mooncake_engine.execution.sampler import NO_TOKEN, ChosenTokens, grammar_failures
 from mooncake_engine.scheduling.step_plan import SampledToken, StepPlan, StepResult
 from mooncake_hal.backend import Event
 
@@ -89,7 +89,7 @@ class EnqueuedStep:
         states: the requests that sample.
         chosen: their tokens on the host, there when ``sampled`` has passed.
         sampled: recorded behind the copy to the host.
-        is_copying: see ``StepResult``.
+        is_copying, grammar_failed: see ``StepResult``.
     """
 
     step: int
@@ -97,6 +97,7 @@ class EnqueuedStep:
     chosen: ChosenTokens
     sampled: Event
     is_copying: bool
+    grammar_failed: dict[str, str]
     _known: list[SampledToken] | None = None
 
     def result(self) -> StepResult:
@@ -110,7 +111,13 @@ class EnqueuedStep:
             for state, token in zip(self.states, known, strict=True)
             if token.token_id == NO_TOKEN
         }
-        return StepResult(self.step, tokens, failed=failed, is_copying=self.is_copying)
+        return StepResult(
+            self.step,
+            tokens,
+            failed=failed,
+            grammar_failed=self.grammar_failed,
+            is_copying=self.is_copying,
+        )
 
     def complete(self) -> None:
         """Fill the requests' placeholders; in the thread that runs steps."""
@@ -131,8 +138,9 @@ class EnqueuedStep:
 class AsyncModelRunner(ModelRunner):
     """A ModelRunner that enqueues a step and does not wait for it.
 
-    Where the host takes part in sampling (a grammar), or looks at logits between two steps (log
-    probabilities of a prompt), the whole batch waits for it.
+    A grammar has to know the last token before the next one is sampled: the host waits for it when
+    the model is enqueued that computes the next one's logits. Where it looks at logits between two
+    steps (log probabilities of a prompt), the whole batch waits for the host.
 
     Args:
         parts: what it works with.
@@ -168,6 +176,8 @@ class AsyncModelRunner(ModelRunner):
             return super()._conclude(plan, batch, inputs, hidden)
         if not inputs.sampling:
             return self._end_unsampled(self._unsampled(plan))
+        if self._requests.num_grammars and any(s.grammar is not None for s in inputs.sampling):
+            self._complete(0)
         chosen = self._sampler.choose(self._logits(hidden, inputs), inputs.sampling)
         token_ids = chosen.token_ids.clamp(min=0)
         self._sampled.store(inputs.sampling, token_ids)
@@ -179,6 +189,7 @@ class AsyncModelRunner(ModelRunner):
             chosen.moved(_to_host),
             self._make_event(),
             self._copier.is_copying,
+            grammar_failures(inputs.sampling) if self._requests.num_grammars else {},
         )
         step.sampled.record()
         self._enqueued.append(step)

@@ -117,8 +117,7 @@ class CachedRequest:
     Attributes:
         token_ids: all so far; the last ``num_output_placeholders`` of them stand for tokens that a
             device has been told to sample.
-        is_host_bound: whether the host has to know its last token before the next one is sampled,
-            or looks at logits between two steps.
+        is_host_bound: whether the host looks at its logits between two steps.
     """
 
     __slots__ = (
@@ -153,7 +152,7 @@ class CachedRequest:
         self.grammar = grammar
         self.num_output_placeholders = 0
         sampling = new_request.sampling
-        self.is_host_bound = grammar is not None or sampling.prompt_logprobs is not None
+        self.is_host_bound = sampling.prompt_logprobs is not None
 
     @property
     def num_output_tokens(self) -> int:
@@ -181,6 +180,8 @@ def fill_placeholders(states: Iterable[CachedRequest], token_ids: Iterable[int])
     for state, token_id in zip(states, token_ids, strict=True):
         state.token_ids[-state.num_output_placeholders] = token_id
         state.num_output_placeholders -= 1
+        if state.grammar is not None:
+            state.grammar.accept(token_id)
 
 
 class BlockTables:
@@ -262,6 +263,8 @@ class RequestTable:
         self._states: dict[str, CachedRequest] = {}
         self.num_host_bound = 0
         """How many of them are; see ``CachedRequest.is_host_bound``."""
+        self.num_grammars = 0
+        """How many of them follow one."""
         self._num_penalised = 0
 
     def __getitem__(self, request_id: str) -> CachedRequest:
@@ -284,6 +287,7 @@ class RequestTable:
             )
             self._states[new_request.request_id] = state
             self.num_host_bound += state.is_host_bound
+            self.num_grammars += state.grammar is not None
             self._num_penalised += state.counts is not None
 
     def append(self, request_id: str, token_ids: Iterable[int]) -> None:
@@ -300,6 +304,7 @@ class RequestTable:
             if state is not None:
                 self.tables.free_row(state.row)
                 self.num_host_bound -= state.is_host_bound
+                self.num_grammars -= state.grammar is not None
                 if state.counts is not None:
                     self._num_penalised -= 1
                     self._counts.free(state.counts)

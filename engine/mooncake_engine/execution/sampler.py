@@ -24,6 +24,7 @@ from mooncake_engine.execution.speculation.rejection_sampling import DraftToken,
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import SampledToken
 from mooncake_hal.backend import SamplingOps
+from mooncake_hal.backend_parts import to_device
 
 
 def mask_logits(logits: Tensor, states: Sequence[SamplingState]) -> None:
@@ -42,8 +43,8 @@ def mask_logits(logits: Tensor, states: Sequence[SamplingState]) -> None:
     if not rows:
         return
     bits = np.unpackbits(np.stack(masks), axis=1, count=logits.shape[1], bitorder="little")
-    forbidden = torch.from_numpy(bits == 0).to(logits.device)
-    logits[rows] = logits[rows].masked_fill_(forbidden, -math.inf)
+    at, forbidden = to_device(logits.device, (np.array(rows), bits == 0))
+    logits[at] = logits[at].masked_fill_(forbidden, -math.inf)
 
 
 def grammar_failures(states: Sequence[CachedRequest]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from support.pd import ask, ask_pair, instance, pair, prompt_of
 from support.push import ask_pushed, push_pair
 
 from mooncake_engine.execution.async_model_runner import AsyncModelRunner, SampledTokenBuffer
+from mooncake_engine.execution.model_runner import ModelRunner
 from mooncake_engine.llm import LLM
 from mooncake_engine.messages import EngineRequest, FinishReason
 from mooncake_engine.sampling_params import Grammar, GrammarKind, SamplingParams
@@ -111,16 +112,22 @@ def test_two_ranks(model: Path) -> None:
     assert found.answers == expected.answers
 
 
-def test_texts_that_stop_and_follow_grammars(model: Path) -> None:
-    prompts = [f"prompt {number}" for number in range(4)]
+def test_texts_that_stop_and_follow_grammars(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step of these waits for its own tokens."""
+    prompts = [f"prompt {number}" for number in range(5)]
     ways = [
         seeded(stop=("a", "e", "\n"), max_tokens=200),
         seeded(n=3, best_of=3, seed=9),
         greedy(grammar=Grammar(GrammarKind.REGEX, "[a-f]{4,9}(x|y)"), max_tokens=30),
+        seeded(
+            grammar=Grammar(GrammarKind.REGEX, "([a-z]+ ){3,8}!"), n=2, best_of=2, max_tokens=40
+        ),
         greedy(ignore_eos=True),
     ]
     answers = []
     for is_on in (False, True):
+        if is_on:
+            monkeypatch.setattr(ModelRunner, "_conclude", None)
         with LLM(model, num_kv_blocks=64, threads=1, async_scheduling=is_on) as llm:
             outputs = llm.generate(prompts, ways)
         answers.append([(o.text, o.token_ids, o.finish_reason) for r in outputs for o in r.outputs])
