@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 FP8_BLOCK = 128
 """Rows and columns that share a scale."""
+FP8_MULTIPLE = 16
+"""Rows and columns of every weight are multiples of it, as matrix libraries ask."""
 FP8_TINY = 1e-12
 """What a row of zeros has as its largest element, so that it can be divided by."""
 
@@ -25,7 +27,7 @@ class Fp8Weight:
     """The weight of a linear layer.
 
     Args:
-        values: [out, in] float8_e4m3fn.
+        values: [out, in] float8_e4m3fn; both are multiples of 16.
         scales: float32, [out] of rows, or [ceil(out / 128), ceil(in / 128)] of blocks.
         input_scale: [] float32, what x is divided by; None: by what its largest elements say.
     """

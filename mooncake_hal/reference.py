@@ -137,7 +137,7 @@ class ReferenceOps:
 
     def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         width = FP8_BLOCK if weight.is_blockwise else x.shape[-1]
-        groups = x.float().split(width, dim=-1)
+        groups = torch.split(x.float(), width, dim=-1)
         rounded = torch.cat([_through_fp8(group, weight.input_scale) for group in groups], dim=-1)
         return self.linear(rounded, dequantised(weight), bias).to(x.dtype)
 
