@@ -72,6 +72,8 @@ class Capabilities:
         fused_experts: whether it is also a ``mooncake_hal.fused_experts.FusedExpertsBackend``.
         rounding: how its ops round where the contract leaves it open, as (what, how) in words;
             instances that exchange KV compare them, and say what differs.
+        quantization: how weights may be quantised that linear layers run on; with ``"fp8"``,
+            ``ops`` are also ``mooncake_hal.fp8_linear.Fp8LinearOps``.
     """
 
     dtypes: tuple[str, ...]
@@ -89,6 +91,7 @@ class Capabilities:
     rounding: tuple[tuple[str, str], ...] = ()
     moe_graphs: bool = True
     fused_experts: bool = False
+    quantization: tuple[str, ...] = ()
 
 
 class Event(Protocol):

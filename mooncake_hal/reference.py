@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mooncake_hal.backend import AttentionBatch, SamplingMetadata
 from mooncake_hal.backend_parts import quantised
+from mooncake_hal.fp8_linear import FP8_BLOCK, FP8_TINY, Fp8Weight
 from mooncake_hal.latents import LatentRows
 
 
@@ -131,6 +132,15 @@ class ReferenceOps:
         wide = x.float() @ weight.float().T
         return (wide if bias is None else wide + bias.float()).to(x.dtype)
 
+    def pack_fp8_weight(self, weight: Fp8Weight) -> Fp8Weight:
+        return weight
+
+    def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+        width = FP8_BLOCK if weight.is_blockwise else x.shape[-1]
+        groups = torch.split(x.float(), width, dim=-1)
+        rounded = torch.cat([_through_fp8(group, weight.input_scale) for group in groups], dim=-1)
+        return self.linear(rounded, dequantised(weight), bias).to(x.dtype)
+
     def silu_mul(self, x: Tensor) -> Tensor:
         gate, up = x.float().chunk(2, dim=-1)
         return (gate * torch.sigmoid(gate) * up).to(x.dtype)
@@ -199,6 +209,24 @@ def sampling_shares(logits: Tensor, sampling_metadata: SamplingMetadata) -> Tens
         weights[weights < ordered[reached.clamp(max=len(ordered) - 1)]] = 0
         shares[row] = weights / weights.sum()
     return shares
+
+
+def dequantised(weight: Fp8Weight) -> Tensor:
+    """[out, in] float32."""
+    scales = weight.scales
+    if not weight.is_blockwise:
+        return weight.values.float() * scales.unsqueeze(-1)
+    rows, columns = weight.values.shape
+    wide = scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    return weight.values.float() * wide[:rows, :columns]
+
+
+def _through_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Quantised by the scale, or by each row's largest element, and back: float32."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    if scale is None:
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=FP8_TINY) / limit
+    return (x / scale).clamp(-limit, limit).to(torch.float8_e4m3fn).float() * scale
 
 
 class _Cache(NamedTuple):

@@ -333,7 +333,7 @@ def _describe(plan: EnginePlan, engine_id: str, backend: Backend) -> InstanceMet
         Hardware(backend.name, device.generation),
         model_settings=model.settings,
         numerics=Numerics(
-            plan.kv_meaning, _rounding(config, backend.capabilities, device.generation)
+            plan.kv_meaning, _rounding(plan, backend.capabilities, device.generation)
         ),
     )
 
@@ -359,10 +359,13 @@ def _kv_identity(plan: EnginePlan, chunk_tokens: int) -> KVIdentity:
     )
 
 
-def _rounding(config: EngineConfig, found: Capabilities, generation: str) -> dict[str, str]:
+def _rounding(plan: EnginePlan, found: Capabilities, generation: str) -> dict[str, str]:
     """What may make its KV differ from others' in the last bits."""
-    ranks = f"tensor-parallel size {config.tp_size}"
-    return {"kernels": generation, "sums over ranks": ranks, **dict(found.rounding)}
+    ranks = f"tensor-parallel size {plan.config.tp_size}"
+    rounding = {"kernels": generation, "sums over ranks": ranks, **dict(found.rounding)}
+    if plan.model.quantization is not None:
+        rounding["linear layers"] = "in fp8" if plan.has_fp8_linears else "on dequantised weights"
+    return rounding
 
 
 def _block_bytes(plan: EnginePlan) -> int:

@@ -68,6 +68,7 @@ def emulated_backend(processors: int = 132) -> EmulatedBackend:
         sampling=True,
         kv_dtypes=tuning.kv_dtypes,
         rounding=ROUNDING,
+        quantization=tuning.quantization,
     )
     return backend
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mooncake_hal.backend import AttentionBatch, SamplingMetadata
+from mooncake_hal.fp8_linear import Fp8Weight
 from mooncake_hal.latents import LatentRows
 from mooncake_hal_cuda.cuda_ops import CudaOps
 from mooncake_hal_cuda.launch_tuning import Tuning
@@ -43,6 +44,8 @@ GROUPED = {
     "Llama-3-70B, 1 of 8 ranks": Heads(8, 1, 128, 8192),
     "Qwen2.5-0.5B": Heads(14, 2, 64, 896),
 }
+LINEARS = {"Qwen3-8B-FP8, qkv": (4096, 6144), "DeepSeek-V3, down": (7168, 2112)}
+"""(in, out) of linear layers."""
 LATENT_HEADS = {"DeepSeek-V2-Lite": 16, "DeepSeek-V3": 128, "DeepSeek-V3, 1 of 8 ranks": 16}
 EXPERTS = {"Mixtral-8x7B": Experts(8, 2, 4096, 14336), "DeepSeek-V3": Experts(256, 8, 7168, 2048)}
 
@@ -97,6 +100,18 @@ class Shapes:
         self.ops.rms_norm(query, self.new(heads.dim), 1e-5)
         table = self.new(4096, heads.dim, dtype=torch.float32)
         self.ops.rope(query, key, self.new(4, dtype=torch.int64), table)
+
+    def fp8_linears(self, fan_in: int, fan_out: int) -> None:
+        """Linear layers on e4m3 weights, of decodes and prompts, scales of rows and of blocks."""
+        weight = self.new(fan_out, fan_in, dtype=torch.float8_e4m3fn)
+        float32 = torch.float32
+        blocks = self.new(-(-fan_out // 128), -(-fan_in // 128), dtype=float32)
+        for rows in (1, 32, 64, 2048):
+            x = self.new(rows, fan_in)
+            self.ops.fp8_linear(x, Fp8Weight(weight, blocks), self.new(fan_out))
+        for scale in (None, self.new(1, dtype=float32)[0]):
+            by_row = Fp8Weight(weight, self.new(fan_out, dtype=float32), scale)
+            self.ops.fp8_linear(self.new(4, fan_in), by_row, None)
 
     def blocks(self, heads: Heads) -> None:
         """Writing KV and moving blocks."""

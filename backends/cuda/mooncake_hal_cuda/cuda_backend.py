@@ -60,6 +60,7 @@ class CudaBackend:
             sampling=True,
             kv_dtypes=tuning.kv_dtypes,
             rounding=ROUNDING,
+            quantization=tuning.quantization,
         )
         self.memory = CudaMemory(DeviceSharing(CudaDriver()), devices)
         self._groups = GroupFactory(NcclCommunicator)

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from mooncake_hal.backend import AttentionBatch, SamplingMetadata
+from mooncake_hal.fp8_linear import Fp8Weight
 from mooncake_hal.latents import LatentRows
-from mooncake_hal_cuda import moe_launch
+from mooncake_hal_cuda import fp8_launch, moe_launch
 from mooncake_hal_cuda.attention_launch import AttentionCall, attend_latent, dense_rows
 from mooncake_hal_cuda.attention_libraries import OURS, GroupedAttention, LibraryChooser
 from mooncake_hal_cuda.kernels.copy_kernels import move_blocks
@@ -29,7 +30,7 @@ _SAMPLED_ELEMENTS = 512
 
 
 class CudaOps:
-    """``Ops``, ``ScaledKVOps`` and ``SamplingOps`` by Triton kernels.
+    """``Ops``, ``ScaledKVOps``, ``Fp8LinearOps`` and ``SamplingOps`` by Triton kernels.
 
     Args:
         tuning: of the device that the process computes on.
@@ -215,6 +216,12 @@ class CudaOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)
+
+    def pack_fp8_weight(self, weight: Fp8Weight) -> Fp8Weight:
+        return fp8_launch.pack(weight)
+
+    def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+        return fp8_launch.multiply(x, weight, bias, self._tuning)
 
     def silu_mul(self, x: Tensor) -> Tensor:
         half = x.shape[-1] // 2

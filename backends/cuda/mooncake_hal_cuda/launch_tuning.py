@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mooncake_hal.errors import CapabilityError
+from mooncake_hal.fp8_linear import FP8_BLOCK
 
 SHARED_BYTES = {
     "sm_80": 166_912,
@@ -108,6 +109,12 @@ class Tuning:
         return () if self.generation in ("sm_80", "sm_86") else ("float8_e4m3fn",)
 
     @property
+    def quantization(self) -> tuple[str, ...]:
+        """Forms of quantised weights that are multiplied as they are: matrix units take e4m3 from
+        sm_89 on."""
+        return () if self.generation in ("sm_80", "sm_86") else ("fp8",)
+
+    @property
     def _is_roomy(self) -> bool:
         return SHARED_BYTES[self.generation] >= _ROOMY_BYTES
 
@@ -171,6 +178,13 @@ class Tuning:
         if height <= 32:
             return MatmulTile(height, 128, 64, 4, 4 if self._is_roomy else 3)
         return MatmulTile(height, 128, 64, 8, 3)
+
+    def fp8_matmul(self, rows: int) -> MatmulTile:
+        """For e4m3 with scales of blocks, which are as deep as a step."""
+        height = max(16, min(128 if self._is_wide else 64, power_of_two(rows)))
+        if height <= 32:
+            return MatmulTile(height, 64, FP8_BLOCK, 4, 5 if self._is_roomy else 4)
+        return MatmulTile(height, 128, FP8_BLOCK, 8, 4 if self._is_roomy else 3)
 
     def splitting(self, programs: int, min_tokens: int) -> Splitting:
         """Cut so that one sequence alone fills the device.

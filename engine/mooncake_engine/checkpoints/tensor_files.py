@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mooncake_engine.checkpoints.fp8_tensors import E4M3, Fp8Scales
 from mooncake_engine.checkpoints.gguf_index import GGUF_INDEX_NAME, read_index
 from mooncake_engine.checkpoints.gguf_tensors import GGUFTensors
 from mooncake_engine.errors import CheckpointError
@@ -37,11 +38,13 @@ class TensorFile(Protocol):
 
 
 class SafetensorsFile:
-    """The tensors of a safetensors file."""
+    """The tensors of a safetensors file; fp8 ones are dequantised unless they are wanted as they
+    are."""
 
-    def __init__(self, handle: safe_open, path: Path) -> None:
+    def __init__(self, handle: safe_open, path: Path, scales: Fp8Scales) -> None:
         self._handle = handle
         self._path = path
+        self._scales = scales
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor."""
@@ -52,16 +55,29 @@ class SafetensorsFile:
         """Copy a part of a tensor, which is a view of the mapped file until then."""
         source = self._handle.get_slice(name)  # type: ignore[no-untyped-call]  # in Rust
         values = source[window]
-        if not values.dtype.is_floating_point or values.dtype.itemsize < torch.float16.itemsize:
+        is_narrow = values.dtype.itemsize < torch.float16.itemsize
+        if values.dtype is E4M3 and dtype is not E4M3:
+            values = self._scales.dequantise(values, name, window)
+        elif not values.dtype.is_floating_point or (is_narrow and values.dtype is not E4M3):
             raise CheckpointError(
-                f"{self._path}: {name} is {values.dtype}; only unquantised weights are read"
+                f"{self._path}: {name} is {values.dtype}; only unquantised weights and fp8 (e4m3) "
+                "are read"
+            )
+        elif dtype is E4M3 and values.dtype is not E4M3:
+            raise CheckpointError(
+                f"{self._path}: {name} is {values.dtype}, the config's quantization_config says "
+                "fp8 (e4m3)"
             )
         return torch.empty(values.shape, dtype=dtype).copy_(values)
 
 
 @contextmanager
-def open_tensors(path: Path) -> Iterator[TensorFile]:
+def open_tensors(path: Path, scales: Fp8Scales) -> Iterator[TensorFile]:
     """A file that ``locate_tensors`` named.
+
+    Args:
+        path: of the file.
+        scales: of the checkpoint's fp8 tensors.
 
     Raises:
         CheckpointError: it is damaged; also from what is done inside.
@@ -71,7 +87,7 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
         return
     try:
         with safe_open(path, framework="pt") as handle:
-            yield SafetensorsFile(handle, path)
+            yield SafetensorsFile(handle, path, scales)
     except (SafetensorError, OSError) as exc:
         raise CheckpointError(f"{path} is damaged or not safetensors: {exc}") from exc
 

@@ -69,6 +69,8 @@ class EnginePlan:
         kv_scales, has_native_latents: see ``ParallelContext``.
         graphs: what is captured.
         expert_slots: see ``ParallelContext``.
+        has_fp8_linears: whether fp8 weights of linear layers are multiplied as they are; else they
+            are dequantised while they are loaded.
     """
 
     config: EngineConfig
@@ -86,6 +88,7 @@ class EnginePlan:
     has_native_latents: bool = False
     graphs: GraphPlan = NO_GRAPHS
     expert_slots: tuple[tuple[int, ...], ...] = ()
+    has_fp8_linears: bool = False
 
     @property
     def models(self) -> tuple[ModelConfig, ...]:
@@ -179,7 +182,9 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
         and _keeps_native_latents(config, geometry, capabilities),
         graphs=plan_graphs(config, backend, geometry.layers, has_experts=model.moe is not None),
         expert_slots=plan_experts(config, model),
+        has_fp8_linears="fp8" in capabilities.quantization,
     )
+    _warn_of_dequantised(plan)
     for rank in range(config.tp_size):  # refuse more ranks than heads before anything is started
         for shared in plan.models:
             share_heads(shared.num_heads, shared.num_kv_heads, config.tp_size, rank)
@@ -333,6 +338,29 @@ def _require_latents(geometry: KVGeometry, backend: Backend) -> None:
             f"the model's latents and rotated rows are {geometry.plane_dims} wide, backend "
             f"{backend.name!r} runs {list(possible)}; use another backend"
         )
+
+
+def _warn_of_dequantised(plan: EnginePlan) -> None:
+    """Weights that take more memory than the checkpoint says."""
+    dtype = str(plan.dtype).removeprefix("torch.")
+    for model in plan.models:
+        if model.quantization is None:
+            continue
+        if not plan.has_fp8_linears:
+            logger.warning(
+                "the fp8 weights of %s are dequantised to %s while they are loaded: backend %r "
+                "multiplies none on this device",
+                model.architecture,
+                dtype,
+                plan.backend,
+            )
+        elif model.moe is not None:
+            logger.warning(
+                "the fp8 weights of the experts of %s are dequantised to %s while they are "
+                "loaded: only linear layers run on fp8",
+                model.architecture,
+                dtype,
+            )
 
 
 def _keeps_native_latents(

@@ -15,6 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mooncake_engine.checkpoints.fp8_tensors import Fp8Scales
 from mooncake_engine.checkpoints.tensor_files import (
     TensorFile,
     locate_tensors,
@@ -52,12 +53,13 @@ def load_weights(
     for slot in model.weight_shards():
         slots[slot.name].append(slot)
     files = locate_tensors(model_dir)
+    scales = Fp8Scales(files)
     _check_names(model, slots, files, model_dir)
     total = sum(_target_bytes(slot) for named in slots.values() for slot in named)
     loaded = 0
     for path in sorted({files[name] for name in slots}):
         wanted = [slot for name in slots if files[name] == path for slot in slots[name]]
-        for slot, values in _read(path, wanted):
+        for slot, values in _read(path, wanted, scales):
             slot.target.copy_(values)
             loaded += _target_bytes(slot)
             if progress is not None:
@@ -89,15 +91,17 @@ def _target_bytes(slot: WeightShard) -> int:
     return slot.target.numel() * slot.target.element_size()
 
 
-def _read(path: Path, slots: list[WeightShard]) -> Iterator[tuple[WeightShard, Tensor]]:
+def _read(
+    path: Path, slots: list[WeightShard], scales: Fp8Scales
+) -> Iterator[tuple[WeightShard, Tensor]]:
     """What fills the slots from one file, in their order, read some slots ahead."""
     with ExitStack() as cleanup:
-        file = cleanup.enter_context(open_tensors(path))
+        file = cleanup.enter_context(open_tensors(path, scales))
         readers = cleanup.enter_context(ThreadPoolExecutor(_NUM_READERS, "weights"))
         ahead: deque[tuple[WeightShard, Future[Tensor]]] = deque()
         cleanup.callback(readers.shutdown, cancel_futures=True)
         for slot in slots:
-            ahead.append((slot, readers.submit(_read_slot, file, slot, path)))
+            ahead.append((slot, readers.submit(_read_slot, file, slot, path, scales)))
             if len(ahead) == _READ_AHEAD:
                 first, values = ahead.popleft()
                 yield first, values.result()
@@ -105,7 +109,9 @@ def _read(path: Path, slots: list[WeightShard]) -> Iterator[tuple[WeightShard, T
             yield first, values.result()
 
 
-def _read_slot(file: TensorFile, slot: WeightShard, path: Path) -> Tensor:
+def _read_slot(file: TensorFile, slot: WeightShard, path: Path, scales: Fp8Scales) -> Tensor:
+    if slot.is_scale_of_rows:
+        return _read_row_scales(slot, scales)
     found = file.shape(slot.name)
     if found != slot.full_shape:
         raise CheckpointError(
@@ -117,6 +123,18 @@ def _read_slot(file: TensorFile, slot: WeightShard, path: Path) -> Tensor:
         for start, size in zip(slot.offset, slot.target.shape, strict=True)
     )
     return file.read(slot.name, window, slot.target.dtype)
+
+
+def _read_row_scales(slot: WeightShard, scales: Fp8Scales) -> Tensor:
+    """Of each row; the checkpoint may have one number for all of them."""
+    found = scales.read(slot.name).flatten()
+    if found.numel() not in (1, *slot.full_shape):
+        raise CheckpointError(
+            f"{slot.name} holds {found.numel()} scales, config.json asks for one, or "
+            f"{slot.full_shape[0]} of rows"
+        )
+    (first,), (rows,) = slot.offset, slot.target.shape
+    return found.expand(slot.full_shape[0])[first : first + rows]
 
 
 KVScales = tuple[tuple[float, float], ...]

@@ -40,7 +40,9 @@ from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize, blocks_in
 from mooncake_engine.messages import ExpertLoad, WaitedSeconds
 from mooncake_engine.models.catalog import Model, build_model
 from mooncake_engine.models.expert_placement import ExpertRanks, imbalance
-from mooncake_engine.models.layers import ParallelContext, Span
+from mooncake_engine.models.fp8_weights import Fp8Linears
+from mooncake_engine.models.hf_config import ModelConfig
+from mooncake_engine.models.layers import LinearQuantization, ParallelContext, Span
 from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import ExpertRound, StepPlan
 from mooncake_engine.text.grammars import Vocabulary, vocabulary_in
@@ -146,6 +148,7 @@ class Worker:
             self._groups.experts,
             fused,
             0 if fused is None else self._groups.least(fused.most_tokens, self._device),
+            quantization=_linear_quantization(plan.model, plan),
         )
 
     def _make_balancer(self, plan: EnginePlan) -> ExpertBalancer | None:
@@ -161,7 +164,13 @@ class Worker:
         draft, speculation = plan.draft, plan.config.speculation
         if draft is None or speculation is None or speculation.model is None:
             return None
-        parallel = ParallelContext(self._backend.ops, self._device, plan.dtype, self._groups.stage)
+        parallel = ParallelContext(
+            self._backend.ops,
+            self._device,
+            plan.dtype,
+            self._groups.stage,
+            quantization=_linear_quantization(draft.model, plan),
+        )
         model = build_model(draft.model, parallel, draft.max_positions)
         load_weights(model, speculation.model, progress)
         return model
@@ -382,3 +391,10 @@ class Worker:
         self._groups.close()
         self._runner.close()
         self.pool.close()
+
+
+def _linear_quantization(model: ModelConfig, plan: EnginePlan) -> LinearQuantization | None:
+    """What a model's linear layers are made with; None: unquantised, or dequantised."""
+    if model.quantization is None or not plan.has_fp8_linears:
+        return None
+    return Fp8Linears(model.quantization)

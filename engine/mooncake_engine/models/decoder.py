@@ -17,6 +17,7 @@ from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.layers import Head, Norm, ParallelContext, Span, VocabTable, WeightShard
 from mooncake_engine.models.mlp import ExpertCounts, GatedMlp, MlpNames
 from mooncake_engine.models.parallel_context import AttentionWidths, ForwardContext, TokenSlots
+from mooncake_engine.models.quantization_config import SCALE_ENDS
 from mooncake_engine.models.rope import cos_sin_table
 from mooncake_engine.scheduling.step_plan import ExpertRound
 
@@ -215,7 +216,8 @@ class Decoder:
             is_foreign = self._ending is None or self.config.tie_embeddings
         else:
             is_foreign = self._ending is None and name == f"{names.final_norm}.weight"
-        return is_foreign or name.endswith(self.ignored)
+        is_scale = self.config.quantization is not None and name.endswith(SCALE_ENDS)
+        return is_foreign or is_scale or name.endswith(self.ignored)
 
     def layer_of(self, name: str) -> int | None:
         """The number of the layer that a checkpoint tensor belongs to, if it belongs to one."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from mooncake_engine.errors import CheckpointError
 from mooncake_engine.models.mlp import RoutingConfig
+from mooncake_engine.models.quantization_config import Fp8Config, read_quantization
 from mooncake_engine.models.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -96,6 +97,7 @@ class ModelConfig:
         has_qk_norm: whether queries and keys are normalised per head (Qwen3).
         moe: its mixture of experts, if it has one.
         mla: its latent attention, if it has that instead of grouped queries.
+        quantization: of its weights, if they are quantised.
     """
 
     architecture: str
@@ -118,6 +120,7 @@ class ModelConfig:
     has_qk_norm: bool = False
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
+    quantization: Fp8Config | None = None
 
 
 class RawConfig:
@@ -303,14 +306,12 @@ def read_decoder(
         tie_embeddings=raw.flag("tie_word_embeddings"),
         dtype=raw.get("dtype", str) or raw.get("torch_dtype", str) or "float32",
         eos_token_ids=eos,
+        quantization=read_quantization(raw.fields.get("quantization_config"), raw.source),
         **options,
     )
 
 
 def _refuse_unsupported(raw: RawConfig) -> None:
-    if raw.fields.get("quantization_config") is not None:
-        method = raw.fields["quantization_config"]
-        raise raw.refuse("quantization_config", method, "unquantised weights")
     if (activation := raw.get("hidden_act", str, "silu")) != "silu":
         raise raw.refuse("hidden_act", activation, "silu")
     layer_types = set(raw.get("layer_types", list) or [])

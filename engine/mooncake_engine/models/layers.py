@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,43 @@ from torch.nn.functional import embedding
 from mooncake_hal.backend import Communicator, Ops, ScaledKVOps
 from mooncake_hal.fused_experts import FusedExperts
 from mooncake_hal.latents import LatentOps, NativeLatentOps
+
+
+class QuantizedWeight(Protocol):
+    """A rank's part of a linear layer's weight, quantised."""
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """What to load."""
+        ...
+
+    def process_weights_after_loading(self) -> None:
+        """Bring the loaded weight into the backend's form."""
+        ...
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[tokens, in] to [tokens, out]."""
+        ...
+
+
+class LinearQuantization(Protocol):
+    """How the weights of a model's linear layers are quantised."""
+
+    def make(
+        self,
+        parallel: ParallelContext,
+        sources: Sequence[LinearSource],
+        in_features: int,
+        columns: Span,
+    ) -> QuantizedWeight | None:
+        """The weight of a layer; None if it is not quantised, or can't be divided so.
+
+        Args:
+            parallel: where it lives.
+            sources: the checkpoint's linears, with this rank's rows of each.
+            in_features: columns of the whole weight.
+            columns: those of this rank.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +77,8 @@ class ParallelContext:
         expert_slots: by layer, the expert in each slot; empty: every expert has one, in order.
         fused_experts: the backend's own ops for experts of all these ranks, if it has such.
         fused_most_tokens: of a rank in one call of them.
+        quantization: has the weights of linear layers that the checkpoint has quantised and the
+            ops multiply so; None: all are dequantised as they are loaded.
     """
 
     ops: Ops
@@ -55,6 +94,7 @@ class ParallelContext:
     expert_communicator: Communicator | None = None
     fused_experts: FusedExperts | None = None
     fused_most_tokens: int = 0
+    quantization: LinearQuantization | None = None
 
     def attention_ops(self, layer: int) -> Ops:
         """The ops for what reads and writes that layer's KV."""
@@ -133,12 +173,15 @@ class WeightShard:
         target: what to fill; a view of the parameter.
         full_shape: the whole tensor's shape in the checkpoint.
         offset: where ``target`` begins in it, per dimension.
+        is_scale_of_rows: whether it is [rows], and the checkpoint may have it with one element for
+            all of them, or as a column.
     """
 
     name: str
     target: Tensor
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]
+    is_scale_of_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +219,13 @@ def linear_sources(
     )
 
 
+def _quantized(
+    parallel: ParallelContext, sources: Sequence[LinearSource], in_features: int, columns: Span
+) -> QuantizedWeight | None:
+    made = parallel.quantization
+    return None if made is None else made.make(parallel, sources, in_features, columns)
+
+
 class ColumnLinear:
     """``x @ W.T + b`` with output rows split over ranks; several checkpoint linears stacked."""
 
@@ -190,16 +240,22 @@ class ColumnLinear:
         self._ops = parallel.ops
         self._sources = sources
         rows = sum(len(source.rows) for source in sources)
-        self.weight = parallel.empty(rows, in_features)
+        self._in_features = in_features
+        self._quantized = _quantized(parallel, sources, in_features, Span(0, in_features))
+        self.weight = parallel.empty(0 if self._quantized else rows, in_features)
         self.bias = parallel.empty(rows) if has_bias else None
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
-        in_features, start = self.weight.shape[1], 0
+        if self._quantized is not None:
+            yield from self._quantized.weight_shards()
+        start = 0
         for source in self._sources:
             stop, first = start + len(source.rows), source.rows.start
-            shape = (source.out_features, in_features)
-            yield WeightShard(f"{source.name}.weight", self.weight[start:stop], shape, (first, 0))
+            shape = (source.out_features, self._in_features)
+            if self._quantized is None:
+                weight = self.weight[start:stop]
+                yield WeightShard(f"{source.name}.weight", weight, shape, (first, 0))
             if self.bias is not None:
                 bias = self.bias[start:stop]
                 yield WeightShard(f"{source.name}.bias", bias, shape[:1], (first,))
@@ -207,10 +263,15 @@ class ColumnLinear:
 
     def process_weights_after_loading(self) -> None:
         """Bring the loaded weight into the backend's form."""
-        self.weight = self._ops.pack_weight(self.weight)
+        if self._quantized is not None:
+            self._quantized.process_weights_after_loading()
+        else:
+            self.weight = self._ops.pack_weight(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, in] to [tokens, rows of this rank]."""
+        if self._quantized is not None:
+            return self._quantized(x, self.bias)
         return self._ops.linear(x, self.weight, self.bias)
 
 
@@ -230,24 +291,35 @@ class RowLinear:
         self._name = name
         self._columns = columns
         self._shape = shape
-        self.weight = parallel.empty(shape[0], len(columns))
+        out_features, in_features = shape
+        source = LinearSource(name, out_features, Span(0, out_features))
+        self._quantized = _quantized(parallel, (source,), in_features, columns)
+        self.weight = parallel.empty(0 if self._quantized else out_features, len(columns))
         # one rank adds the bias: the sum over ranks must hold it once
         adds_bias = has_bias and parallel.tp_rank == 0
         self.bias = parallel.empty(shape[0]) if adds_bias else None
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
-        offset = (0, self._columns.start)
-        yield WeightShard(f"{self._name}.weight", self.weight, self._shape, offset)
+        if self._quantized is not None:
+            yield from self._quantized.weight_shards()
+        else:
+            offset = (0, self._columns.start)
+            yield WeightShard(f"{self._name}.weight", self.weight, self._shape, offset)
         if self.bias is not None:
             yield WeightShard(f"{self._name}.bias", self.bias, self._shape[:1], (0,))
 
     def process_weights_after_loading(self) -> None:
         """Bring the loaded weight into the backend's form."""
-        self.weight = self._parallel.ops.pack_weight(self.weight)
+        if self._quantized is not None:
+            self._quantized.process_weights_after_loading()
+        else:
+            self.weight = self._parallel.ops.pack_weight(self.weight)
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the sum that the output is."""
+        if self._quantized is not None:
+            return self._quantized(x, self.bias)
         return self._parallel.ops.linear(x, self.weight, self.bias)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ so attention runs on the cache as it is, for prompts and decodes alike.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -71,7 +72,9 @@ class LatentQuery:
             self._down = (down, Norm(parallel, names.query_norm, rank, _NORM_EPS))
             name, fan_in = names.query_up, rank
         source = LinearSource(name, config.num_heads * self._dim, rows)
-        self._up = ColumnLinear(parallel, (source,), fan_in)
+        # rows are put into another order: those of a scale would not stay together
+        dense = replace(parallel, quantization=None) if self._rope_rows else parallel
+        self._up = ColumnLinear(dense, (source,), fan_in)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
@@ -146,7 +149,8 @@ class LatentAttention:
         names, hidden = LatentNames().of(layer), config.hidden_size
         self._query = LatentQuery(config, mla, parallel, names)
         rows = mla.latent_dim + mla.rope_dim
-        self._kv_down = whole_linear(parallel, names.kv_down, (rows, hidden), config.qkv_bias)
+        dense = replace(parallel, quantization=None)  # its rows may change their order
+        self._kv_down = whole_linear(dense, names.kv_down, (rows, hidden), config.qkv_bias)
         self._kv_norm = Norm(parallel, names.kv_norm, mla.latent_dim, _NORM_EPS)
         self._kv_up = AbsorbedWeights(config, mla, parallel, names.kv_up)
         heads, dim = rank_heads(config, parallel), mla.value_dim

@@ -10,7 +10,15 @@ import pytest
 import torch
 import triton
 from support.cuda_compiler import CompiledKernel, compiling
-from support.cuda_shapes import EXPERTS, GROUPED, LATENT_HEADS, Shapes, copy_pieces, sample_rows
+from support.cuda_shapes import (
+    EXPERTS,
+    GROUPED,
+    LATENT_HEADS,
+    LINEARS,
+    Shapes,
+    copy_pieces,
+    sample_rows,
+)
 
 from mooncake_hal_cuda.cuda_ops import CudaOps
 from mooncake_hal_cuda.launch_tuning import SHARED_BYTES, Tuning
@@ -126,6 +134,20 @@ def test_narrow_kv(generation: str, dtype: str) -> None:
         check(generation, kernels, grouped | {"write_latents", "latent_attention"})
         if dtype != "float32":
             check_overlap(kernels)
+
+
+@pytest.mark.parametrize("generation", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("linear", LINEARS)
+def test_fp8_linears(generation: str, dtype: str, linear: str) -> None:
+    """Products of e4m3, which sm_80 lacks; sixteen bytes at a time, tiles loaded ahead."""
+    ops = CudaOps(Tuning(generation, GENERATIONS[generation]))
+    with compiling(generation) as kernels:
+        Shapes(ops, getattr(torch, dtype)).fp8_linears(*LINEARS[linear])
+    check(generation, kernels, {"quantise_rows", "quantise_blocks", "fp8_block_matmul"})
+    units = {kernel.matrix_unit for kernel in kernels if kernel.name == "fp8_block_matmul"}
+    assert units == {"mma.sync", MATRIX_UNITS[generation]}  # of few rows, and of many
+    assert all(kernel.widest_access == 16 for kernel in kernels)
+    check_overlap(kernels)
 
 
 @pytest.mark.parametrize("model", EXPERTS)

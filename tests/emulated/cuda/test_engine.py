@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 from support.cuda_emulation import emulated_backend, load_ipc, load_staged
+from support.fp8_checkpoints import WHOLE_BLOCKS, write_fp8
 from support.pd import (
     GREEDY,
     Answer,
     Instance,
     Pair,
     ask,
+    ask_pair,
     instance,
+    pair,
     prompt_of,
     write_model,
 )
@@ -106,3 +109,23 @@ def test_a_gpu_and_two_ranks_of_a_cpu_say_what_the_cpu_says(
     sizes = {"cpu": {"backend": "cpu", "tp_size": 2}, "cuda": {"backend": "cuda"}}
     prefill, decode = (sizes[kind] for kind in kinds)
     check_pair(model, how, (prefill, decode), dtype="float32", transports=("staged",))
+
+
+@pytest.mark.parametrize("form", ["static", "blocks"])
+def test_fp8_weights_are_multiplied_as_they_are(
+    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a pair, over whose KV both agree; nothing is dequantised."""
+    plain = write_model(tmp_path / "plain", **WHOLE_BLOCKS, dtype="bfloat16")
+    model, _ = write_fp8(plain, tmp_path / "model", form)
+    two = replace(FEW, max_tokens=2)
+
+    async def main() -> None:
+        options = {"backend": "cuda", "transports": ("cuda_ipc",), **SLOW}
+        async with instance(model, backend="cuda") as single, pair(model, **options) as both:
+            expected = await ask(single, prompt_of(5), two)
+            assert (await ask_pair(both, prompt_of(5), two)).tokens == expected.tokens
+            assert both.decode.stat("loads") == 1
+
+    asyncio.run(main())
+    assert "dequantised" not in caplog.text

@@ -11,6 +11,7 @@ from support.cuda_emulation import emulated_backend
 from mooncake_hal.backend import Backend
 from mooncake_hal.testing.backends_data import Shape
 from mooncake_hal.testing.backends_experts import ExpertsSuite
+from mooncake_hal.testing.backends_fp8 import Fp8LinearSuite
 from mooncake_hal.testing.backends_latent import LatentSuite, latent_shape
 from mooncake_hal.testing.backends_ops import MakeCase, OpsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
@@ -19,7 +20,15 @@ from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
 from mooncake_hal_cuda.launch_tuning import Tuning
 
 
-class TestKernels(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, SamplingSuite, ScaledKVSuite):
+class TestKernels(
+    OpsSuite,
+    RowsSuite,
+    ExpertsSuite,
+    LatentSuite,
+    SamplingSuite,
+    ScaledKVSuite,
+    Fp8LinearSuite,
+):
     @pytest.fixture(scope="module")
     @staticmethod
     def backend() -> Backend:

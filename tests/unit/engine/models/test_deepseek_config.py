@@ -93,7 +93,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (V3, {"topk_group": 5}, "8 experts in 4 groups, 5 of them"),
     (V3, {"n_group": 8}, "n_group 8 is not supported.*two experts"),
     (V3, {"topk_group": 1, "num_experts_per_tok": 3}, "3 experts per token can't come from 1"),
-    (V3, {"quantization_config": {"quant_method": "fp8"}}, "unquantised weights"),
+    (V3, {"quantization_config": {"quant_method": "gptq"}}, "gptq.*supported: fp8"),
 ]
 
 

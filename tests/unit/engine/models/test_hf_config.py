@@ -58,7 +58,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
     ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type 'proportional'.*llama3"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "unquantised"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*supported: fp8"),
     ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
 ]
 

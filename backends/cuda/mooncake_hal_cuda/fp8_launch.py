@@ -1,0 +1,137 @@
+"""Linear layers on fp8 weights: rows are quantised by our kernels; products with scales of rows
+are torch's, those with scales of blocks our kernel's.
+
+``torch._scaled_mm`` takes e4m3 whose dimensions are multiples of 16 (the contract's, too), x with
+dense rows and the weight with dense columns, and scales of rows in float32, [rows, 1] and
+[1, columns], for bfloat16 results only. Its scales of blocks are for sm_90 and CUDA 12.9 alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mooncake_hal.fp8_linear import FP8_BLOCK, Fp8Weight
+from mooncake_hal_cuda.kernels.fp8_kernels import fp8_block_matmul, quantise_blocks, quantise_rows
+from mooncake_hal_cuda.launch_tuning import Tuning, power_of_two
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ROW_ELEMENTS = 4096
+_BLOCKS_TOGETHER = 8
+# tiles of rows that run beside each other and share weights in the cache
+_NEIGHBOURS = 8
+_E4M3 = torch.float8_e4m3fn
+
+
+def pack(weight: Fp8Weight) -> Fp8Weight:
+    """Dense, as every launch wants it."""
+    return Fp8Weight(
+        weight.values.contiguous(),
+        weight.scales.float().contiguous(),
+        None if weight.input_scale is None else weight.input_scale.float().contiguous(),
+    )
+
+
+def multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None, tuning: Tuning) -> Tensor:
+    """``fp8_linear``, by the kind of scales."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if len(x) == 0:
+        return x.new_empty(0, len(weight.values))
+    if weight.is_blockwise:
+        return _multiply_blocks(*quantised_blocks(x), weight, bias, x.dtype, tuning)
+    return multiply_rows(*quantised_rows(x, weight.input_scale), weight, bias, x.dtype)
+
+
+def quantised_rows(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x in e4m3, and the scale of each row: [rows, 1] float32."""
+    rows, dim = x.shape
+    values = torch.empty((rows, dim), dtype=_E4M3, device=x.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    quantise_rows[(rows,)](
+        values,
+        scales,
+        x,
+        scales if input_scale is None else input_scale,
+        x.stride(0),
+        HAS_SCALE=input_scale is not None,
+        DIM=dim,
+        WIDTH=min(power_of_two(dim), _ROW_ELEMENTS),
+        num_warps=4,
+    )
+    return values, scales
+
+
+def quantised_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x in e4m3, and the scale of each 128 elements: [rows, blocks] float32."""
+    rows, dim = x.shape
+    blocks = -(-dim // FP8_BLOCK)
+    values = torch.empty((rows, dim), dtype=_E4M3, device=x.device)
+    scales = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
+    together = min(_BLOCKS_TOGETHER, power_of_two(blocks))
+    quantise_blocks[(rows, -(-blocks // together))](
+        values,
+        scales,
+        x,
+        x.stride(0),
+        DIM=dim,
+        BLOCK=FP8_BLOCK,
+        GROUPS=together,
+        num_warps=4,
+    )
+    return values, scales
+
+
+def multiply_rows(
+    values: Tensor,  # [rows, in] e4m3
+    scales: Tensor,  # [rows, 1] float32
+    weight: Fp8Weight,  # with scales of rows
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:  # [rows, out]
+    """By torch. Other types than bfloat16 get their scales after the product."""
+    scaled_mm: Callable[..., Tensor] = torch._scaled_mm
+    columns = weight.scales.unsqueeze(0)
+    if dtype is torch.bfloat16:
+        return scaled_mm(
+            values, weight.values.t(), scales, columns, bias=bias, out_dtype=torch.bfloat16
+        )
+    one = scales.new_ones(())
+    wide = scaled_mm(values, weight.values.t(), one, one, out_dtype=torch.float32)
+    wide = wide.mul_(scales).mul_(columns)
+    return (wide if bias is None else wide.add_(bias)).to(dtype)
+
+
+def _multiply_blocks(
+    values: Tensor,
+    scales: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tuning: Tuning,
+) -> Tensor:
+    rows, (fan_out, fan_in) = len(values), weight.values.shape
+    tile = tuning.fp8_matmul(rows)
+    out = torch.empty((rows, fan_out), dtype=dtype, device=values.device)
+    fp8_block_matmul[(-(-rows // tile.rows) * -(-fan_out // tile.columns),)](
+        out,
+        values,
+        scales,
+        weight.values,
+        weight.scales,
+        out if bias is None else bias,
+        rows,
+        HAS_BIAS=bias is not None,
+        IN=fan_in,
+        OUT=fan_out,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        BLOCK=tile.depth,
+        GROUP=_NEIGHBOURS,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out

@@ -1,0 +1,95 @@
+"""Scales of a checkpoint's fp8 tensors, whatever file they are in; dequantises by them.
+
+``X.weight`` has them in ``X.weight_scale_inv`` (DeepSeek, Qwen: of blocks of 128 by 128) or
+``X.weight_scale`` (of the tensor, of its rows, or of blocks); both are what numbers are times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mooncake_engine.errors import CheckpointError
+from mooncake_hal.fp8_linear import FP8_BLOCK
+
+E4M3 = torch.float8_e4m3fn
+_ENDS = ("_scale_inv", "_scale")
+
+
+class Fp8Scales:
+    """Of the tensors of a checkpoint.
+
+    Args:
+        files: of all of its tensors, by name.
+    """
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+        self._handles: dict[Path, safe_open] = {}
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, which is small, in float32 and host memory of its own.
+
+        Raises:
+            CheckpointError: it is not there, or its file is damaged.
+        """
+        path = self._files.get(name)
+        if path is None:
+            raise CheckpointError(f"the checkpoint lacks {name}")
+        try:
+            handle = self._handles.get(path)
+            if handle is None:  # of readers that come at once, the last one's is kept
+                handle = self._handles[path] = safe_open(path, framework="pt")
+            found: Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]  # in Rust
+        except (SafetensorError, OSError) as exc:
+            raise CheckpointError(f"{path} is damaged or not safetensors: {exc}") from exc
+        return found.float()
+
+    def dequantise(self, values: Tensor, name: str, window: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor times its scales, float32.
+
+        Args:
+            values: the part.
+            name: of the tensor.
+            window: where in the tensor it is.
+
+        Raises:
+            CheckpointError: the tensor has no scales, or they are not of its shape.
+        """
+        found = next((name + end for end in _ENDS if name + end in self._files), None)
+        if found is None:
+            raise CheckpointError(
+                f"{name} is {values.dtype} without a scale; {name}_scale or {name}_scale_inv is "
+                "wanted"
+            )
+        return values.float() * _spread(self.read(found), found, window)
+
+
+def _spread(scales: Tensor, name: str, window: tuple[slice, ...]) -> Tensor:
+    """The scales of a part of a matrix, in a shape that it can be multiplied by."""
+    if scales.numel() == 1:
+        return scales.reshape(())
+    rows, *columns = window
+    if (scales.dim() == 2 and scales.shape[1] > 1) or scales.shape[0] < rows.stop:
+        return _spread_blocks(scales, name, window)
+    if scales.dim() > 2 or scales.numel() != len(scales) or not columns:
+        raise CheckpointError(f"{name} has shape {list(scales.shape)}, which is no row's scale")
+    return scales.reshape(-1, 1)[rows]
+
+
+def _spread_blocks(scales: Tensor, name: str, window: tuple[slice, ...]) -> Tensor:
+    wide = scales
+    for dim, part in enumerate(window):
+        first, last = part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK)
+        if scales.dim() != len(window) or last > scales.shape[dim]:
+            raise CheckpointError(
+                f"{name} has shape {list(scales.shape)}, which are not scales of blocks of "
+                f"{FP8_BLOCK} by {FP8_BLOCK}"
+            )
+        wide = wide.narrow(dim, first, last - first).repeat_interleave(FP8_BLOCK, dim)
+        wide = wide.narrow(dim, part.start - first * FP8_BLOCK, part.stop - part.start)
+    return wide

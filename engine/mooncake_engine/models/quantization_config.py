@@ -1,0 +1,106 @@
+"""Reads ``quantization_config`` of config.json: fp8 as DeepSeek, Qwen and llm-compressor do it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mooncake_engine.errors import CheckpointError
+from mooncake_hal.fp8_linear import FP8_BLOCK
+
+SCALE_ENDS = (".weight_scale", ".weight_scale_inv", ".input_scale")
+"""Of names of tensors that belong to a quantised weight."""
+_SUPPORTED = (
+    "fp8 (e4m3) with scales of tensors, rows, or blocks of 128 by 128: quant_method 'fp8', or "
+    "'compressed-tensors' of format 'float-quantized'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Config:
+    """Linear layers have e4m3 weights.
+
+    Args:
+        is_blockwise: whether scales are of blocks of 128 by 128; else of rows, or of the tensor.
+        scale_name: what a linear's scales are called behind its name.
+        has_input_scales: whether each has a scale for its input, too (static).
+        ignored: names of linears that are not quantised, or a part of their path, or ``re:`` and an
+            expression.
+    """
+
+    is_blockwise: bool
+    scale_name: str
+    has_input_scales: bool
+    ignored: tuple[str, ...]
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether the checkpoint's linear of that name is not quantised."""
+        return any(_matches(entry, name) for entry in self.ignored)
+
+
+def _matches(entry: str, name: str) -> bool:
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), name) is not None
+    return f".{entry}." in f".{name}."
+
+
+def read_quantization(fields: object, source: str) -> Fp8Config | None:
+    """The config's field, None for unquantised weights.
+
+    Args:
+        fields: its value.
+        source: the file's name, for messages.
+
+    Raises:
+        CheckpointError: it asks for what is not supported, which it names.
+    """
+    if fields is None:
+        return None
+    if isinstance(fields, Mapping):
+        method = fields.get("quant_method")
+        read = {"fp8": _read_fp8, "compressed-tensors": _read_compressed}.get(str(method))
+        try:
+            if read is not None and (found := read(fields)) is not None:
+                return found
+        except (AttributeError, KeyError, TypeError, ValueError, re.error):
+            pass  # of another form: refused as any other
+    raise CheckpointError(
+        f"{source}: quantization_config {fields!r} is not supported; supported: {_SUPPORTED}"
+    )
+
+
+def _read_fp8(fields: Mapping[str, Any]) -> Fp8Config | None:
+    """``quant_method: fp8``, with ``weight_block_size`` or without."""
+    blocks, scheme = fields.get("weight_block_size"), fields.get("activation_scheme", "dynamic")
+    is_known = blocks in (None, [FP8_BLOCK, FP8_BLOCK]) and scheme in ("dynamic", "static")
+    is_static = scheme == "static"
+    if not is_known or fields.get("fmt", "e4m3") != "e4m3" or (blocks and is_static):
+        return None
+    ignored = [*(fields.get("modules_to_not_convert") or ()), *(fields.get("ignored_layers") or ())]
+    name = "weight_scale_inv" if blocks else "weight_scale"
+    return Fp8Config(bool(blocks), name, is_static, _names(ignored))
+
+
+def _read_compressed(fields: Mapping[str, Any]) -> Fp8Config | None:
+    """``compressed-tensors``: one group, of all linears but those that are ignored."""
+    (group,) = fields["config_groups"].values()
+    weights, inputs = group["weights"], group["input_activations"]
+    strategy, targets = weights["strategy"], group["targets"]
+    kinds = {(each["num_bits"], each["type"], each["symmetric"]) for each in (weights, inputs)}
+    is_known = fields.get("format") == "float-quantized" and kinds == {(8, "float", True)}
+    is_block, is_static = strategy == "block", not inputs["dynamic"]
+    if not is_known or targets != ["Linear"] or strategy not in ("tensor", "channel", "block"):
+        return None
+    if is_block and (is_static or weights["block_structure"] != [FP8_BLOCK, FP8_BLOCK]):
+        return None
+    return Fp8Config(is_block, "weight_scale", is_static, _names(fields.get("ignore") or ()))
+
+
+def _names(entries: Any) -> tuple[str, ...]:
+    names = tuple(str(entry) for entry in entries)
+    for name in names:
+        if name.startswith("re:"):
+            re.compile(name.removeprefix("re:"))
+    return names

@@ -1,0 +1,83 @@
+"""``quantization_config`` of config.json: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from support.fp8_checkpoints import FORMS
+
+from mooncake_engine.errors import CheckpointError
+from mooncake_engine.models.quantization_config import Fp8Config, read_quantization
+
+CHANNEL = FORMS["channel"]
+
+
+def compressed(**changes: Any) -> dict[str, Any]:
+    """llm-compressor's, with weights and inputs changed."""
+    made = deepcopy(CHANNEL)
+    group = made["config_groups"]["group_0"]
+    group["weights"].update(changes.pop("weights", {}))
+    if (inputs := changes.pop("inputs", {})) is None:
+        group["input_activations"] = None
+    else:
+        group["input_activations"].update(inputs)
+    return {**made, **changes}
+
+
+BLOCKS = {"strategy": "block", "block_structure": [128, 128]}
+READ = {
+    "tensor": (FORMS["tensor"], Fp8Config(False, "weight_scale", False, ("lm_head",))),
+    "static": (FORMS["static"], Fp8Config(False, "weight_scale", True, ("lm_head",))),
+    "blocks": (FORMS["blocks"], Fp8Config(True, "weight_scale_inv", False, ())),
+    "channel": (CHANNEL, Fp8Config(False, "weight_scale", False, ("lm_head",))),
+    "static inputs": (
+        compressed(weights={"strategy": "tensor"}, inputs={"dynamic": False}),
+        Fp8Config(False, "weight_scale", True, ("lm_head",)),
+    ),
+    "compressed blocks": (
+        compressed(weights=BLOCKS),
+        Fp8Config(True, "weight_scale", False, ("lm_head",)),
+    ),
+}
+REFUSED = [
+    {"quant_method": "gptq"},
+    {"quant_method": "fp8", "weight_block_size": [64, 64]},
+    {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
+    {"quant_method": "fp8", "activation_scheme": "sometimes"},
+    {"quant_method": "fp8", "fmt": "e5m2"},
+    {"quant_method": "compressed-tensors"},
+    compressed(format="pack-quantized"),
+    compressed(weights={"num_bits": 4}),
+    compressed(weights={"strategy": "group"}),
+    compressed(weights={**BLOCKS, "block_structure": [64, 64]}),
+    compressed(inputs=None),
+    compressed(ignore=["re:("]),
+    "fp8",
+]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_published_forms_are_read(name: str) -> None:
+    fields, wanted = READ[name]
+    assert read_quantization(fields, "config.json") == wanted
+
+
+def test_unquantised_is_none() -> None:
+    assert read_quantization(None, "config.json") is None
+
+
+@pytest.mark.parametrize("fields", REFUSED, ids=str)
+def test_everything_else_is_refused(fields: object) -> None:
+    with pytest.raises(CheckpointError, match=r"^config\.json: quantization_config .*: fp8"):
+        read_quantization(fields, "config.json")
+
+
+def test_linears_are_ignored_by_name_by_part_and_by_expression() -> None:
+    config = Fp8Config(False, "weight_scale", False, ("lm_head", "mlp.gate", "re:.*k_proj$"))
+    assert config.is_ignored("lm_head")
+    assert config.is_ignored("model.layers.3.mlp.gate")
+    assert config.is_ignored("model.layers.3.self_attn.k_proj")
+    assert not config.is_ignored("model.layers.3.mlp.gate_proj")
+    assert not config.is_ignored("model.layers.3.self_attn.q_proj")
