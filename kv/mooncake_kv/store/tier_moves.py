@@ -3,8 +3,8 @@
 Everything here is called with the store's lock held, except where it says so. A chunk is loaded
 once however many want it, and whoever waits does so for a bounded time.
 
-A pin waits for all bytes of its chunks, or is granted while they come in. Then its user asks how far
-they are, reads what is there, and learns from the handle's end whether all of it came.
+A pin waits for all bytes of its chunks, or is granted while they come in. Then its user asks how
+far they are, reads what is there, and learns from the handle's end whether all of it came.
 """
 
 from __future__ import annotations

@@ -122,6 +122,22 @@ def test_files_of_another_version_or_no_store_are_recycled(tmp_path):
     assert len(list(tmp_path.glob("segment-*"))) == 2
 
 
+def test_segments_of_an_earlier_format_are_dropped_with_one_line(tmp_path, caplog):
+    directory = SsdDirectory(config(tmp_path))
+    for number in range(6):
+        store(directory, number)
+    directory.close()
+    page = aligned_buffer(PAGE)
+    for number, segment in enumerate(sorted(tmp_path.glob("segment-*"))):
+        fill_page(page, SegmentHeader(b"12345678", number))  # says nothing of its records
+        with segment.open("r+b") as file:
+            file.write(page)
+    assert found(tmp_path) == []
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: what another release wrote can't be read, and is dropped: 2 segments"
+    ]
+
+
 def test_a_smaller_capacity_gives_up_the_oldest(tmp_path):
     directory = SsdDirectory(config(tmp_path, segments=5))
     for number in range(20):
