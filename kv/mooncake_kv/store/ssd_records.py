@@ -31,7 +31,10 @@ from mooncake_kv.store.chunk_store import Chunk
 PAGE = GRANULE
 RECORD_VERSION = 2
 """Of what this module writes. Version 1 had one checksum for all bytes of a record."""
-MIN_SECTION_BYTES = 128 << 10
+MIN_SECTION_BYTES = 64 << 10
+"""A request for fewer bytes hardly costs a drive less."""
+MIN_PART_BYTES = 128 << 10
+"""Of a record's parts behind the first, which steps wait for."""
 MAX_SECTIONS = 128
 """Their checksums fit into a record's page."""
 MAX_PARTS = 32
@@ -106,7 +109,7 @@ def parts_to_read(nbytes: int, first_bytes: int | None) -> list[tuple[int, int]]
     section, end = section_bytes(nbytes), rounded_up(nbytes)
     if first_bytes is None:
         return [(0, end)]
-    size = section * -(-end // (section * MAX_PARTS))
+    size = section * -(-max(MIN_PART_BYTES, -(-end // MAX_PARTS)) // section)
     stop = min(max(-(-first_bytes // section), 1) * section, end)
     parts = [(0, stop)]
     while stop < end:

@@ -171,7 +171,8 @@ def test_the_first_layer_is_loaded_while_an_ssd_reads_nothing_of_the_others(
 def small_drives(monkeypatch):
     """Sections and segments for a small model; the stores that are opened from now on."""
     stores = []
-    monkeypatch.setattr(ssd_records, "MIN_SECTION_BYTES", ssd_records.PAGE)
+    for name in ("MIN_SECTION_BYTES", "MIN_PART_BYTES"):
+        monkeypatch.setattr(ssd_records, name, ssd_records.PAGE)
     small = partial(SsdDirectoryConfig, segment_bytes=1 << 20, min_free_bytes=0)
     monkeypatch.setattr(pool_stores, "SsdDirectoryConfig", small)
 

@@ -17,6 +17,7 @@ from mooncake_kv.store.ssd_reads import RecordRead
 from mooncake_kv.store.ssd_records import (
     MAX_PARTS,
     MAX_SECTIONS,
+    MIN_PART_BYTES,
     MIN_SECTION_BYTES,
     PAGE,
     parts_to_read,
@@ -29,7 +30,7 @@ from mooncake_kv.store.store_service import StoreAddress, StoreService
 
 WAIT_S = 60
 SHORT_S = 0.05
-SECTION = MIN_SECTION_BYTES
+SECTION = max(MIN_SECTION_BYTES, MIN_PART_BYTES)
 NBYTES = 5 * SECTION - PAGE
 COUNT = 4
 
@@ -110,7 +111,7 @@ def is_right(store, handle, number, nbytes):
 
 def test_the_beginning_of_all_chunks_is_there_while_nothing_else_is_read(store, monkeypatch):
     reads, user = Reads(monkeypatch), store.open_user()
-    handles = user.pin(KEYS, first_bytes=1000).result(WAIT_S)
+    handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
     assert [handle.tier for handle in handles] == [Tier.SSD] * COUNT
     assert user.await_bytes(handles, 0).result(WAIT_S) == SECTION
     assert all(is_right(store, h, number, SECTION) for number, h in enumerate(handles))
@@ -140,7 +141,7 @@ def test_a_reader_in_another_process_reads_what_has_come(store, monkeypatch):
     client = StoreClient(StoreAddress("127.0.0.1", service.port, b"s"))
     try:
         assert client.await_store(WAIT_S)
-        handles = client.pin(KEYS, first_bytes=SECTION + 1).result(WAIT_S)
+        handles = client.pin(KEYS, first_bytes=2 * SECTION).result(WAIT_S)
         assert client.await_bytes(handles, 0).result(WAIT_S) == 2 * SECTION
         more = client.await_bytes(handles, 2 * SECTION)
         assert client.release(handles[:1]).result(WAIT_S) == [False], "it is not all there"
@@ -163,7 +164,7 @@ def test_a_flipped_bit_in_any_section_is_found_before_the_section_is_used(store,
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 16]))
     user = store.open_user()
-    handles = user.pin(KEYS, first_bytes=1).result(WAIT_S)
+    handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
     there = [0]
     while (found := user.await_bytes(handles[1:2], there[-1]).result(WAIT_S)) > there[-1]:
         there.append(found)
@@ -176,7 +177,7 @@ def test_a_flipped_bit_in_any_section_is_found_before_the_section_is_used(store,
 
 def test_what_is_dropped_while_it_comes_in_is_not_found(store, monkeypatch):
     reads, user = Reads(monkeypatch), store.open_user()
-    handles = user.pin(KEYS, first_bytes=1).result(WAIT_S)
+    handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
     more = user.await_bytes(handles, NBYTES - 1)
     user.drop(KEYS[:1])
     reads.gate.set()
@@ -188,8 +189,8 @@ def test_what_is_dropped_while_it_comes_in_is_not_found(store, monkeypatch):
 def test_readers_that_leave_or_are_late_hold_nothing_up(store, monkeypatch):
     """One leaves while its chunks come in, another one finds them; memory is nobody's then."""
     reads, user, other = Reads(monkeypatch), store.open_user(), store.open_user()
-    user.pin(KEYS, first_bytes=1).result(WAIT_S)
-    second = other.pin(KEYS, first_bytes=1).result(WAIT_S)
+    user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
+    second = other.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
     user.close()
     assert other.await_bytes(second, 0).result(WAIT_S) == SECTION
     reads.gate.set()
@@ -202,7 +203,7 @@ def test_readers_that_leave_or_are_late_hold_nothing_up(store, monkeypatch):
 def test_who_waits_for_a_drive_that_hangs_waits_for_a_bounded_time(store, monkeypatch):
     reads, user = Reads(monkeypatch), store.open_user()
     store._moves._load_timeout_s = 0.3
-    handles = user.pin(KEYS, first_bytes=1).result(WAIT_S)
+    handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
     assert user.await_bytes(handles, NBYTES - 1).result(WAIT_S) == 0
     reads.gate.set()
     user.close()
@@ -220,6 +221,7 @@ def test_parts_are_whole_sections_and_few(nbytes, first_bytes):
     assert len(parts) <= MAX_PARTS + 1
     assert parts_to_read(nbytes, None) == [(0, parts[-1][1])]
     assert -(-nbytes // section) <= MAX_SECTIONS
+    assert all(stop - start >= MIN_PART_BYTES for start, stop in parts[1:-1])
 
 
 def test_parts_that_come_in_any_order_count_from_the_beginning():
