@@ -29,6 +29,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support.checkpoints import (  # the path is set above
@@ -61,8 +63,11 @@ WIDE = MEDIUM | {
     "head_dim": 32,
 }
 """Much KV beside little to compute: in float32 256 KiB per token, in pieces of 128 bytes."""
-WIDE_PREFIX, WIDE_REST, WIDE_CHUNK = 512, 2, 64
+WIDE_PREFIXES, WIDE_REST, WIDE_CHUNK = (512, 1024), 2, 64
+"""Loading takes somewhat less than computing, and about as long."""
 VISIBLE_ROUNDS = 15
+CACHE_BYTES = 128 << 20
+"""More than the caches of a core hold."""
 WARM_UP = 3
 SPOOL_S = 2.0
 """Chunks are written to SSDs beside what is served; so long after they were used again they are."""
@@ -226,29 +231,71 @@ def measure(model: Path, turns: Turns, chunk: int, drive: Path, *, threads: int)
     ]
 
 
-def visible_load(model: Path, *, threads: int) -> Figure:
+@dataclass(frozen=True)
+class Visible:
+    """One round; seconds.
+
+    Args:
+        load: of all of a prompt's beginning, while nothing is computed.
+        compute: until the first token with the beginning in the device's cache.
+        both: until the first token where the beginning comes in layer by layer meanwhile.
+        cpu: of the computing thread in ``both`` by that in ``compute``: no wait counts, and nothing
+            that another process does to the host.
+    """
+
+    load: float
+    compute: float
+    both: float
+    cpu: float
+
+    @property
+    def ratio(self) -> float:
+        """Of both by the longer of the two, in the same round."""
+        return self.both / max(self.load, self.compute)
+
+
+def visible_load(model: Path, prefix: int, *, threads: int) -> Figure:
     """What a first token waits for where its prompt's beginning comes in layer by layer while the
-    rest is computed, by the longer of the two: loading all of it, and computing the rest with the
-    beginning in the device's cache."""
-    first = random_prompt(next(_numbers), WIDE_PREFIX)
-    whole, visible, rest = [], [], []
+    rest is computed, by the longer of the two. Each round measures all three, from memory that no
+    core has in its caches, and is a ratio of its own: what else the host does comes to all."""
+    first = random_prompt(next(_numbers), prefix)
     options = {"dtype": "float32", "threads": threads, "swap_space_bytes": 0}
-    options["num_kv_blocks"] = 2 * WIDE_PREFIX // BLOCK
+    options["num_kv_blocks"] = 2 * prefix // BLOCK
     pool = f"dram=1GiB,chunk={WIDE_CHUNK},load=always"
     with core_of_its_own() as take_core, engine(model, pool, **options) as core:
         take_core()
         serve(core, [first])
-        for _ in range(VISIBLE_ROUNDS + WARM_UP):
-            turns = [(*first, *random_prompt(next(_numbers), WIDE_REST)) for _ in range(3)]
-            forget(core)
-            whole.append(whole_load_s(core, turns[0]))
-            forget(core)
-            visible.append(first_token_s(core, turns[1])[0])
-            rest.append(first_token_s(core, turns[2])[0])
-    load, both, compute = (1e3 * statistics.median(s[WARM_UP:]) for s in (whole, visible, rest))
-    where = f"{both:.1f} ms; load {load:.1f}, compute {compute:.1f}"
-    ratio = both / max(load, compute)
+        rounds = [visible_round(core, first) for _ in range(VISIBLE_ROUNDS + WARM_UP)][WARM_UP:]
+    load, both, compute = (
+        1e3 * statistics.median(getattr(each, name) for each in rounds)
+        for name in ("load", "both", "compute")
+    )
+    cpu = statistics.median(each.cpu for each in rounds)
+    where = f"{prefix} tokens: {both:.1f} ms; load {load:.1f}, compute {compute:.1f}; CPU {cpu:.2f}"
+    ratio = statistics.median(each.ratio for each in rounds)
     return Figure("visible, by the longer of load and compute", ratio, 1.1, "times", False, where)
+
+
+def visible_round(core: EngineCore, first: Prompt) -> Visible:
+    """One round of ``visible_load``."""
+    turns = [(*first, *random_prompt(next(_numbers), WIDE_REST)) for _ in range(3)]
+    forget(core)
+    spoil_caches()
+    load = whole_load_s(core, turns[0])
+    forget(core)
+    spoil_caches()
+    began = time.thread_time()
+    both = first_token_s(core, turns[1])[0]
+    cpu = time.thread_time() - began
+    spoil_caches()
+    began = time.thread_time()
+    compute = first_token_s(core, turns[2])[0]
+    return Visible(load, compute, both, cpu / (time.thread_time() - began))
+
+
+def spoil_caches() -> None:
+    """No core has what it used last: what was computed last does not help what follows."""
+    np.ones(CACHE_BYTES // 8).sum()
 
 
 @contextmanager
@@ -325,7 +372,7 @@ def main() -> int:
             drive.mkdir()
             figures += measure(model, turns, args.chunk, drive, threads=args.threads)
         wide = write_checkpoint(random_model("llama", **WIDE), Path(scratch) / "wide")
-        figures.append(visible_load(wide, threads=args.threads))
+        figures += [visible_load(wide, n, threads=args.threads) for n in WIDE_PREFIXES]
     for figure in figures:
         print(figure)
     return 0 if all(figure.holds for figure in figures) else 1
