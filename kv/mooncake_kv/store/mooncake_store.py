@@ -149,7 +149,7 @@ class MooncakeChunkStore:
         lease_s: float = DEFAULT_LEASE_S,
         first_bytes: int | None = None,
     ) -> Future[list[ReadHandle | None]]:
-        """All bytes are there, whatever ``first_bytes`` says."""
+        # all bytes are there then, whatever ``first_bytes`` says
         miss: list[ReadHandle | None] = [None] * len(keys)
         return self._ask(lambda: self._load(keys, lease_s), miss, self._forget)
 

@@ -33,7 +33,7 @@ RECORD_VERSION = 2
 """Of what this module writes. Version 1 had one checksum for all bytes of a record."""
 MIN_SECTION_BYTES = 64 << 10
 """A request for fewer bytes hardly costs a drive less."""
-MIN_PART_BYTES = 128 << 10
+MIN_PART_BYTES = 256 << 10
 """Of a record's parts behind the first, which steps wait for."""
 MAX_SECTIONS = 128
 """Their checksums fit into a record's page."""

@@ -297,6 +297,9 @@ class SsdTier:
     def _write(self, drive: _Drive, chunk: Chunk, offset: int, is_held: Callable[[], bool]) -> bool:
         try:
             location = drive.directory.append(chunk.nbytes)
+            if location is None:  # another thread's write has filled it, and collects
+                self._collect(drive, waits=True)
+                location = drive.directory.append(chunk.nbytes)
         except StoreIOError as exc:
             self._failed(exc)
             return False
@@ -360,9 +363,10 @@ class SsdTier:
         if not is_right and (gone := self.forget([record.chunk.key])):
             self._removed(gone)
 
-    def _collect(self, drive: _Drive) -> None:
-        """Empty the oldest segment, if the next one to begin would have to be it."""
-        if not drive.collecting.acquire(blocking=False):
+    def _collect(self, drive: _Drive, *, waits: bool = False) -> None:
+        """Empty the oldest segment, if the next one to begin would have to be it; while another
+        thread does so, wait for that, or leave it alone."""
+        if not drive.collecting.acquire(blocking=waits):
             return
         try:
             segment = drive.directory.wants_collection()

@@ -173,7 +173,6 @@ class TierMoves:
         return request.future, begin
 
     def await_bytes(self, handles: Sequence[ReadHandle], beyond: int) -> Future[int]:
-        """See ``ChunkStore.await_bytes``."""
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         deadline = self._clock() + self._load_timeout_s
@@ -228,10 +227,11 @@ class TierMoves:
 
     def _read_of(self, key: bytes) -> ChunkRead:
         """What a load that begins has the tier do."""
+        load = self._loads[key]
         return ChunkRead(
             key,
-            self._loads[key].handle.offset,
-            lambda num_bytes: self._arrived(key, num_bytes),
+            load.handle.offset,
+            lambda num_bytes: self._arrived(load, num_bytes),
             lambda is_right: self._loaded(key, is_right),
         )
 
@@ -253,12 +253,12 @@ class TierMoves:
             self._table.stats.num_ssd_hits += 1
             self._table.stats.num_misses -= 1
 
-    def _arrived(self, key: bytes, num_bytes: int) -> None:
-        """On a thread of the tier: leading bytes of a chunk are there."""
+    def _arrived(self, load: _Load, num_bytes: int) -> None:
+        """On a thread of the tier: leading bytes of a chunk are there. The load may have ended by
+        now, and the next one of the chunk may have begun: it has bytes of its own."""
         with self._lock:
-            load = self._loads[key]
             load.num_bytes = max(load.num_bytes, num_bytes)
-            finished = self._wake(key)
+            finished = self._wake(load.handle.key)
         for finish in finished:
             finish()
 

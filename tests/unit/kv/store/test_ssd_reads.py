@@ -48,16 +48,17 @@ KEYS = [chunk(number).key for number in range(COUNT)]
 
 
 class Reads:
-    """The reads of an SSD in their order; those behind the records' beginnings wait for a gate."""
+    """The reads of an SSD in their order; they wait for a gate, but those of records' beginnings
+    where that is said."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, *, beginning=True):
         self.gate = threading.Event()
         self.starts = []
         read = SsdDirectory.read
 
         def gated(directory, location, start, buffers):
             self.starts.append((start, location.offset))
-            if start:
+            if start or not beginning:
                 assert self.gate.wait(WAIT_S)
             read(directory, location, start, buffers)
 
@@ -198,6 +199,32 @@ def test_readers_that_leave_or_are_late_hold_nothing_up(store, monkeypatch):
     assert other.release(second).result() == [True] * COUNT
     assert store.stats().num_pins == 0
     assert store.stats().ssd_read_bytes == COUNT * record_bytes(NBYTES), "one read served both"
+
+
+def test_news_of_a_load_that_has_ended_are_none_of_the_next_one(store, monkeypatch):
+    """A thread that was held up tells of bytes after its load has ended."""
+    with monkeypatch.context() as patch:
+        reads, user = Reads(patch), store.open_user()
+        handles = user.pin(KEYS[:1], first_bytes=SECTION).result(WAIT_S)
+        former = store._moves._loads[KEYS[0]]
+        reads.gate.set()
+        assert user.await_bytes(handles, NBYTES - 1).result(WAIT_S) == NBYTES
+    assert user.release(handles).result() == [True]
+    others = [Chunk(bytes([98, number]), None, 0, NBYTES, 16) for number in range(COUNT)]
+    for other in others:
+        put(store, user, other, bytes(NBYTES))
+    user.drop([other.key for other in others])
+    reads = Reads(monkeypatch, beginning=False)
+    handles = user.pin(KEYS[:1], first_bytes=SECTION).result(WAIT_S)
+    store._moves._arrived(former, NBYTES)
+    more = user.await_bytes(handles, 0)
+    time.sleep(SHORT_S)
+    assert not more.done()
+    reads.gate.set()
+    assert more.result(WAIT_S) > 0
+    assert user.await_bytes(handles, NBYTES - 1).result(WAIT_S) == NBYTES
+    assert is_right(store, handles[0], 0, NBYTES)
+    assert user.release(handles).result() == [True]
 
 
 def test_who_waits_for_a_drive_that_hangs_waits_for_a_bounded_time(store, monkeypatch):
