@@ -7,7 +7,7 @@ its SSD, and computed again; and what saving costs a step.
 One instance with a random model of 112 million parameters in bfloat16. Between the turns comes
 other traffic, ten times what the device's memory has room for; only the device's own cache is
 measured without. For the SSD, the pool's memory is twice the device's, and conversations have
-one more turn before: what is used again is written to SSDs.
+one more turn before: what is used again is written to SSDs. ``--layers 30`` is a deeper model.
 
     python ci/bench_second_turn.py --only-visible
 
@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -50,7 +52,7 @@ _names = itertools.count()
 _numbers = itertools.count(1)
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 BLOCK = 16
-TOKEN_BYTES = 2 * 2 * MEDIUM["num_hidden_layers"] * MEDIUM["num_key_value_heads"] * 64
+LAYER_TOKEN_BYTES = 2 * 2 * MEDIUM["num_key_value_heads"] * MEDIUM["head_dim"]
 WIDE = MEDIUM | {
     "vocab_size": 2000,
     "hidden_size": 128,
@@ -61,8 +63,11 @@ WIDE = MEDIUM | {
     "head_dim": 32,
 }
 """Much KV beside little to compute: in float32 256 KiB per token, in pieces of 128 bytes."""
-WIDE_PREFIX, WIDE_REST, WIDE_CHUNK = 512, 2, 64
+WIDE_PREFIXES, WIDE_REST, WIDE_CHUNK = (512, 1024), 2, 64
+"""Loading takes somewhat less than computing, and about as long."""
 VISIBLE_ROUNDS = 15
+CACHE_BYTES = 128 << 20
+"""More than the caches of a core hold."""
 WARM_UP = 3
 SPOOL_S = 2.0
 """Chunks are written to SSDs beside what is served; so long after they were used again they are."""
@@ -77,11 +82,18 @@ class Turns:
         tokens: of the first turn.
         turn: tokens that the second one adds.
         conversations: measured one after the other; the median counts.
+        layers: of the model.
     """
 
     tokens: int
     turn: int
     conversations: int
+    layers: int
+
+    @property
+    def device_bytes(self) -> int:
+        """The device's memory."""
+        return self.device_tokens * self.layers * LAYER_TOKEN_BYTES
 
     @property
     def device_tokens(self) -> int:
@@ -120,31 +132,53 @@ def other_traffic(core: EngineCore, turns: Turns) -> None:
     serve(core, [random_prompt(next(_numbers), turns.tokens) for _ in range(count)])
 
 
-def second_turns(core: EngineCore, turns: Turns, firsts: Sequence[Prompt]) -> tuple[float, float]:
-    """Median milliseconds until the first token, and the share of the first turns that was there.
-    One more conversation before them shows the engine what things cost."""
-    runs = [first_token_s(core, turns.second(first)) for first in firsts][1:]
-    took = statistics.median(seconds for seconds, _ in runs)
-    return 1e3 * took, statistics.median(cached for _, cached in runs) / turns.tokens
+@dataclass(frozen=True)
+class Measured:
+    """Second turns.
+
+    Args:
+        ms: median until the first token.
+        share: of the first turn's tokens that were there.
+        overlap: of the seconds of loading that computing could hide, what it did.
+    """
+
+    ms: float
+    share: float
+    overlap: float = 1.0
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[float, int]], turns: Turns, overlap: float = 1.0) -> Measured:
+        """What ``first_token_s`` said."""
+        took = statistics.median(seconds for seconds, _ in runs)
+        share = statistics.median(cached for _, cached in runs) / turns.tokens
+        return cls(1e3 * took, share, overlap)
 
 
-def from_device(core: EngineCore, turns: Turns) -> tuple[float, float]:
+def second_turns(core: EngineCore, turns: Turns, firsts: Sequence[Prompt]) -> Measured:
+    """Measure second turns. One more conversation before them shows the engine what things cost."""
+    first_token_s(core, turns.second(firsts[0]))
+    before = core.stats().kv_pool
+    runs = [first_token_s(core, turns.second(first)) for first in firsts[1:]]
+    overlap = 1.0 if before is None else pool_stats(core).since(before).overlap_ratio
+    return Measured.of(runs, turns, overlap)
+
+
+def from_device(core: EngineCore, turns: Turns) -> Measured:
     runs = []
     for first in turns.prompts():
         serve(core, [first])
         runs.append(first_token_s(core, turns.second(first)))
-    median = statistics.median
-    return 1e3 * median(s for s, _ in runs[1:]), median(c for _, c in runs[1:]) / turns.tokens
+    return Measured.of(runs[1:], turns)
 
 
-def from_memory(core: EngineCore, turns: Turns) -> tuple[float, float]:
+def from_memory(core: EngineCore, turns: Turns) -> Measured:
     firsts = turns.prompts()
     serve(core, firsts)
     other_traffic(core, turns)
     return second_turns(core, turns, firsts)
 
 
-def from_ssd(core: EngineCore, turns: Turns) -> tuple[float, float]:
+def from_ssd(core: EngineCore, turns: Turns) -> Measured:
     firsts = turns.prompts()
     for first in firsts:
         serve(core, [first])
@@ -155,13 +189,13 @@ def from_ssd(core: EngineCore, turns: Turns) -> tuple[float, float]:
     return second_turns(core, turns, firsts)
 
 
-def computed(core: EngineCore, turns: Turns) -> tuple[float, float]:
+def computed(core: EngineCore, turns: Turns) -> Measured:
     return second_turns(core, turns, turns.prompts())
 
 
 def measure(model: Path, turns: Turns, chunk: int, drive: Path, *, threads: int) -> list[Figure]:
     """A line per source, in engines of its own; the bounds."""
-    device_bytes = turns.device_tokens * TOKEN_BYTES
+    device_bytes = turns.device_bytes
     sources = {
         "device's cache": (None, from_device),
         "pool, memory": (f"dram={24 * device_bytes},chunk={chunk}", from_memory),
@@ -170,51 +204,98 @@ def measure(model: Path, turns: Turns, chunk: int, drive: Path, *, threads: int)
     }
     options = {"dtype": "auto", "threads": threads, "swap_space_bytes": 0}
     options["num_kv_blocks"] = turns.device_tokens // BLOCK
-    took: dict[str, float] = {}
+    found: dict[str, Measured] = {}
     for name, (pool, run) in sources.items():
         began = time.monotonic()
         with engine(model, pool, **options) as core:
-            took[name], share = run(core, turns)
+            measured = found[name] = run(core, turns)
             stats = core.stats().kv_pool
-        notes = "" if stats is None else f", overlap {stats.overlap_ratio:.2f}, {stats}"
+        notes = "" if stats is None else f", overlap {measured.overlap:.2f}, {stats}"
         print(
-            f"{name:<16} {took[name]:8.1f} ms  {100 * share:3.0f} % of the first turn was there"
-            f"{notes}  ({time.monotonic() - began:.0f} s)",
+            f"{name:<16} {measured.ms:8.1f} ms  {100 * measured.share:3.0f} % of the first turn was"
+            f" there{notes}  ({time.monotonic() - began:.0f} s)",
             flush=True,
         )
-    device, again = took["device's cache"], took["computed again"]
-    memory, ssd = took["pool, memory"] / device, took["pool, SSD"] / again
-    where = f"{turns.tokens} and {turns.turn} tokens, chunks of {chunk}"
+    memory, ssd = found["pool, memory"], found["pool, SSD"]
+    by_device, by_computed = (
+        memory.ms / found["device's cache"].ms,
+        ssd.ms / found["computed again"].ms,
+    )
+    where = f"{turns.tokens} and {turns.turn} tokens, chunks of {chunk}, {turns.layers} layers"
     return [
-        Figure("second turn from memory, by device's cache", memory, 1.3, "times", False, where),
-        Figure("second turn from SSD, by computed again", ssd, 1.0, "times", False, where),
+        Figure("second turn from memory, by device's cache", by_device, 1.3, "times", False, where),
+        Figure("second turn from SSD, by computed again", by_computed, 1.0, "times", False, where),
+        Figure("loading that is hidden, from memory", memory.overlap, 0.8, "", True, where),
+        Figure("loading that is hidden, from SSD", ssd.overlap, 0.8, "", True, where),
         compare_steps(model, turns, options, f"dram={24 * device_bytes},chunk={chunk}"),
     ]
 
 
-def visible_load(model: Path, *, threads: int) -> Figure:
+@dataclass(frozen=True)
+class Visible:
+    """One round; seconds.
+
+    Args:
+        load: of all of a prompt's beginning, while nothing is computed.
+        compute: until the first token with the beginning in the device's cache.
+        both: until the first token where the beginning comes in layer by layer meanwhile.
+        cpu: of the computing thread in ``both`` by that in ``compute``: no wait counts, and nothing
+            that another process does to the host.
+    """
+
+    load: float
+    compute: float
+    both: float
+    cpu: float
+
+    @property
+    def ratio(self) -> float:
+        """Of both by the longer of the two, in the same round."""
+        return self.both / max(self.load, self.compute)
+
+
+def visible_load(model: Path, prefix: int, *, threads: int) -> Figure:
     """What a first token waits for where its prompt's beginning comes in layer by layer while the
-    rest is computed, by the longer of the two: loading all of it, and computing the rest with the
-    beginning in the device's cache."""
-    first = random_prompt(next(_numbers), WIDE_PREFIX)
-    whole, visible, rest = [], [], []
+    rest is computed, by the longer of the two. Each round measures all three, from memory that no
+    core has in its caches, and is a ratio of its own: what else the host does comes to all."""
+    first = random_prompt(next(_numbers), prefix)
     options = {"dtype": "float32", "threads": threads, "swap_space_bytes": 0}
-    options["num_kv_blocks"] = 2 * WIDE_PREFIX // BLOCK
+    options["num_kv_blocks"] = 2 * prefix // BLOCK
     pool = f"dram=1GiB,chunk={WIDE_CHUNK},load=always"
     with core_of_its_own() as take_core, engine(model, pool, **options) as core:
         take_core()
         serve(core, [first])
-        for _ in range(VISIBLE_ROUNDS + WARM_UP):
-            turns = [(*first, *random_prompt(next(_numbers), WIDE_REST)) for _ in range(3)]
-            forget(core)
-            whole.append(whole_load_s(core, turns[0]))
-            forget(core)
-            visible.append(first_token_s(core, turns[1])[0])
-            rest.append(first_token_s(core, turns[2])[0])
-    load, both, compute = (1e3 * statistics.median(s[WARM_UP:]) for s in (whole, visible, rest))
-    where = f"{both:.1f} ms; load {load:.1f}, compute {compute:.1f}"
-    ratio = both / max(load, compute)
+        rounds = [visible_round(core, first) for _ in range(VISIBLE_ROUNDS + WARM_UP)][WARM_UP:]
+    load, both, compute = (
+        1e3 * statistics.median(getattr(each, name) for each in rounds)
+        for name in ("load", "both", "compute")
+    )
+    cpu = statistics.median(each.cpu for each in rounds)
+    where = f"{prefix} tokens: {both:.1f} ms; load {load:.1f}, compute {compute:.1f}; CPU {cpu:.2f}"
+    ratio = statistics.median(each.ratio for each in rounds)
     return Figure("visible, by the longer of load and compute", ratio, 1.1, "times", False, where)
+
+
+def visible_round(core: EngineCore, first: Prompt) -> Visible:
+    """One round of ``visible_load``."""
+    turns = [(*first, *random_prompt(next(_numbers), WIDE_REST)) for _ in range(3)]
+    forget(core)
+    spoil_caches()
+    load = whole_load_s(core, turns[0])
+    forget(core)
+    spoil_caches()
+    began = time.thread_time()
+    both = first_token_s(core, turns[1])[0]
+    cpu = time.thread_time() - began
+    spoil_caches()
+    began = time.thread_time()
+    compute = first_token_s(core, turns[2])[0]
+    return Visible(load, compute, both, cpu / (time.thread_time() - began))
+
+
+def spoil_caches() -> None:
+    """No core has what it used last: what was computed last does not help what follows."""
+    np.ones(CACHE_BYTES // 8).sum()
 
 
 @contextmanager
@@ -269,6 +350,7 @@ def main() -> int:
     parser.add_argument("--turn", type=int, default=128, help="tokens that the second turn adds")
     parser.add_argument("--chunk", type=int, default=64, help="tokens per chunk of the pool")
     parser.add_argument("--conversations", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=MEDIUM["num_hidden_layers"])
     parser.add_argument(
         "--threads",
         type=int,
@@ -278,18 +360,19 @@ def main() -> int:
     )
     parser.add_argument("--only-visible", action="store_true", help="see above")
     args = parser.parse_args()
-    turns = Turns(args.tokens, args.turn, args.conversations + 1)
+    turns = Turns(args.tokens, args.turn, args.conversations + 1, args.layers)
     cache = Path(__file__).parents[1] / ".cache"  # on a disk: /tmp may be memory
     cache.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         figures = []
         if not args.only_visible:
-            model = write_checkpoint(random_model("llama", **MEDIUM), Path(scratch) / "model")
+            deep = MEDIUM | {"num_hidden_layers": args.layers}
+            model = write_checkpoint(random_model("llama", **deep), Path(scratch) / "model")
             drive = Path(scratch) / "ssd"
             drive.mkdir()
             figures += measure(model, turns, args.chunk, drive, threads=args.threads)
         wide = write_checkpoint(random_model("llama", **WIDE), Path(scratch) / "wide")
-        figures.append(visible_load(wide, threads=args.threads))
+        figures += [visible_load(wide, n, threads=args.threads) for n in WIDE_PREFIXES]
     for figure in figures:
         print(figure)
     return 0 if all(figure.holds for figure in figures) else 1

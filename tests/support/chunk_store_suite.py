@@ -109,6 +109,19 @@ class ChunkStoreSuite:
     def ranks(self, pool):
         return Rank(pool.store), Rank(pool.other)
 
+    def test_what_memory_has_is_there_whoever_would_read_it_as_it_comes(self, pool):
+        writer, reader = self.ranks(pool)
+        assert put(writer, chunk(301), chunk(302)) == [True, True]
+        keys = [chunk(number).key for number in (301, 302, 309)]
+        first, second, missing = pool.other.pin(keys, first_bytes=1).result(WAIT_S)
+        assert missing is None
+        for beyond in (0, NBYTES - 1, NBYTES):
+            assert pool.other.await_bytes([first, second], beyond).result(WAIT_S) == NBYTES
+        assert np.array_equal(reader.read(second), content(302))
+        assert pool.other.release([first, second]).result(WAIT_S) == [True, True]
+        for rank in (writer, reader):
+            rank.close()
+
     def test_what_one_user_puts_another_gets(self, pool):
         writer, reader = self.ranks(pool)
         chunks = [chunk(1), chunk(2, NBYTES // 4)]

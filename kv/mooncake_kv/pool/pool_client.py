@@ -26,6 +26,7 @@ from mooncake_kv.errors import ConnectorDead, KVConfigError
 from mooncake_kv.io_loop import IoLoop
 from mooncake_kv.params import PrefixSource
 from mooncake_kv.pool.hinted_stores import HintedStores
+from mooncake_kv.pool.pinned_chunks import PinnedChunks, pin_chunks
 from mooncake_kv.pool.pool_costs import LoadCosts
 from mooncake_kv.pool.pool_events import (
     ChunksCopied,
@@ -43,6 +44,7 @@ from mooncake_kv.pool.pool_messages import (
     ChunkRun,
     ConnectStore,
     ForgetStore,
+    LayersArrived,
     LayersLoaded,
     LoadRuns,
     PlacedChunk,
@@ -62,7 +64,6 @@ from mooncake_kv.store.chunk_store import (
     ArenaInfo,
     Chunk,
     ChunkStore,
-    ReadHandle,
     Residence,
     Tier,
     WriteHandle,
@@ -126,6 +127,7 @@ class PoolClient:
         self._stores = stores
         self._chunk_tokens = chunk_tokens
         self.chunk_bytes = chunk_bytes(geometry, chunk_tokens)
+        self._layer_bytes = self.chunk_bytes // geometry.layers
         self._timeout_s = transfer_timeout_s
         self._num_ranks = num_ranks
         self._num_ready = 0
@@ -287,22 +289,30 @@ class PoolClient:
     async def _load(self, load: LoadRequest) -> None:
         began = time.monotonic()
         num_right, error = load.first_chunk, "the pool failed"
-        pinned: list[tuple[ChunkStore, list[ReadHandle]]] = []
+        pinned: PinnedChunks | None = None
         try:
-            runs, pinned = await self._pin(load)
+            lease_s = load.timeout_s + LEASE_MARGIN_S
+            pinned = await pin_chunks(load, self._store, lease_s, self._layer_bytes)
+            runs = self._runs(load, pinned)
             num_chunks = load.first_chunk + sum(len(run.offsets) for run in runs)
             if not runs:
                 error = "its chunks are gone"
                 return
-            failure = await self._read(load, runs, num_chunks, began)
-            are_right = await self._release(pinned)
-            pinned = []
+            following = asyncio.ensure_future(self._follow(load.load_id, pinned))
+            try:
+                failure = await self._read(load, runs, began, are_arriving=pinned.are_arriving)
+                if following.done() and not following.result():
+                    failure = "an SSD did not give its chunks"
+            finally:
+                following.cancel()
+            are_right = await pinned.release()
+            pinned = None
             if failure is None and are_right:
                 num_right = num_chunks
             error = failure or ("" if are_right else "the store took its chunks back")
         finally:
-            if pinned:
-                await self._release(pinned)
+            if pinned is not None:
+                await pinned.release()
             self._active.discard(load.load_id)
             self._cancelled.discard(load.load_id)
             self._loading.discard(load.load_id)
@@ -311,45 +321,41 @@ class PoolClient:
             self.stats.num_loaded_chunks += num_right - load.first_chunk
             self._post(PoolLoadEnded(load.load_id, num_right, error or None))
 
-    async def _pin(
-        self, load: LoadRequest
-    ) -> tuple[list[ChunkRun], list[tuple[ChunkStore, list[ReadHandle]]]]:
-        """Permission to read the leading ones of the chunks; as many as there still are."""
-        wanted: dict[int, list[int]] = {}
-        for position in range(load.first_chunk, len(load.keys)):
-            wanted.setdefault(load.sources[position].store, []).append(position)
-        lease_s = load.timeout_s + LEASE_MARGIN_S
-        asked: list[tuple[int, list[int], Future[list[ReadHandle | None]]]] = [
-            (number, at, store.pin([load.keys[p] for p in at], lease_s=lease_s))
-            for number, at in wanted.items()
-            if (store := self._store(number)) is not None
-        ]
-        handles: dict[int, tuple[int, ReadHandle]] = {}
-        for number, positions, future in asked:
-            granted: list[ReadHandle | None] = await asyncio.wrap_future(future)
-            for position, handle in zip(positions, granted, strict=True):
-                if handle is not None:
-                    handles[position] = (number, handle)
-        pinned = [
-            (store, [h for n, h in handles.values() if n == number])
-            for number in wanted
-            if (store := self._store(number)) is not None
-        ]
+    def _runs(self, load: LoadRequest, pinned: PinnedChunks) -> list[ChunkRun]:
+        """The leading ones of the chunks, as many as there still are."""
         chunks = []
         for position in range(load.first_chunk, len(load.keys)):
-            if position not in handles:
+            if position not in pinned.handles:
                 break
-            number, handle = handles[position]
+            number, handle = pinned.handles[position]
             epoch = self._introduce(number)
             if epoch is None:
                 break
             chunks.append(PlacedChunk(epoch, position, handle.offset))
-        return consecutive_runs(chunks, load.skipped_tokens), pinned
+        return consecutive_runs(chunks, load.skipped_tokens)
+
+    async def _follow(self, load_id: str, pinned: PinnedChunks) -> bool:
+        """Tell the ranks which layers stores have brought from SSDs, as they come; False: the rest
+        does not come."""
+        num_told = 0
+
+        def arrived(num_bytes: int) -> None:
+            nonlocal num_told
+            num_layers = num_bytes // self._layer_bytes
+            if num_layers > num_told:
+                num_told = num_layers
+                self._broadcast(LayersArrived(load_id, num_layers))
+
+        do_come = await pinned.follow(self.chunk_bytes, arrived)
+        if not do_come:
+            self._broadcast(CancelRuns(load_id))
+        return do_come
 
     async def _read(
-        self, load: LoadRequest, runs: Sequence[ChunkRun], num_chunks: int, began: float
+        self, load: LoadRequest, runs: Sequence[ChunkRun], began: float, *, are_arriving: bool
     ) -> str | None:
         """Have all ranks read; why it failed, None if it did not."""
+        num_chunks = load.first_chunk + sum(len(run.offsets) for run in runs)
         if load.load_id in self._cancelled:
             return "nobody wants it any more"
         exposed: list[float] = []
@@ -365,6 +371,7 @@ class PoolClient:
             tuple(load.block_ids),
             load.timeout_s,
             load.release_layers,
+            are_arriving,
         )
         reports = await self._order(
             load.load_id, order, None if load.release_layers is None else released
@@ -389,12 +396,6 @@ class PoolClient:
         sources = set(load.sources[load.first_chunk : num_chunks])
         if len(sources) == 1:
             self.load_costs.learn(sources.pop(), nbytes, seconds, now)
-
-    async def _release(self, pinned: Sequence[tuple[ChunkStore, list[ReadHandle]]]) -> bool:
-        """End reading; whether all handles were in force until now."""
-        futures = [store.release(handles) for store, handles in pinned if handles]
-        answers = [await asyncio.wrap_future(future) for future in futures]
-        return all(is_valid for answer in answers for is_valid in answer)
 
     async def _save(self, save: SaveRequest) -> None:
         handles: list[WriteHandle] = []

@@ -221,6 +221,17 @@ class PoolStats:
                 total[each.name] = mine + theirs
         return PoolStats(**total)
 
+    def since(self, earlier: PoolStats) -> PoolStats:
+        """What was counted after a snapshot; levels are differences, too."""
+        change: dict[str, Any] = {}
+        for each in fields(self):
+            now, before = getattr(self, each.name), getattr(earlier, each.name)
+            if isinstance(now, dict):
+                change[each.name] = {n: count - before.get(n, 0) for n, count in now.items()}
+            else:
+                change[each.name] = now - before
+        return PoolStats(**change)
+
     @property
     def overlap_ratio(self) -> float:
         """Of the seconds of loading that computing could hide, the share that it did: 1 where no

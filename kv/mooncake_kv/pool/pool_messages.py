@@ -83,6 +83,8 @@ class LoadRuns(msgspec.Struct, frozen=True, tag=True):
         timeout_s: for all of it.
         release_layers: how many of the model's layers are to be there before a step may begin; 0:
             it begins at once, and waits for the first one. None: no step begins before the end.
+        are_arriving: the chunks are on their way from SSDs into their stores' memory; what is there
+            of all of them, ``LayersArrived`` says.
     """
 
     load_id: str
@@ -91,6 +93,14 @@ class LoadRuns(msgspec.Struct, frozen=True, tag=True):
     block_ids: tuple[int, ...]
     timeout_s: float
     release_layers: int | None = None
+    are_arriving: bool = False
+
+
+class LayersArrived(msgspec.Struct, frozen=True, tag=True):
+    """To the ranks: so many layers of the model are in stores' memory, of all chunks of a load."""
+
+    load_id: str
+    num_layers: int
 
 
 class CancelRuns(msgspec.Struct, frozen=True, tag=True):
@@ -146,7 +156,7 @@ class RunsEnded(msgspec.Struct, frozen=True, tag=True):
     stalled_s: float = 0.0
 
 
-ToRank = ConnectStore | ForgetStore | LoadRuns | CancelRuns | SaveRuns
+ToRank = ConnectStore | ForgetStore | LoadRuns | LayersArrived | CancelRuns | SaveRuns
 FromRank = PoolRankReady | LayersLoaded | RunsEnded
 
 encode = msgspec.msgpack.Encoder().encode

@@ -27,6 +27,7 @@ from mooncake_kv.pool.pool_messages import (
     ChunkRun,
     ConnectStore,
     ForgetStore,
+    LayersArrived,
     LayersLoaded,
     LoadRuns,
     PoolRankReady,
@@ -46,12 +47,15 @@ from mooncake_kv.store.chunk_layout import (
 logger = logging.getLogger(__name__)
 
 LOAD_THREADS = 4
+"""For loads from memory, and as many for those that wait for SSDs."""
 SAVE_THREADS = 2
 """As many as a pool client has saves under way."""
 GROUP_BYTES = 2 << 20
 """Layers are loaded in groups of about this size, so that a group costs more than to ask for it."""
 Layers = tuple[int, int]
 """The first one, and the one behind the last; of the model."""
+NO_LAYER_AFTER = 1 << 30
+"""More layers than a model has: all are there."""
 LOADING, SAVING = 0, 1
 """Numbers of a store's connections."""
 
@@ -87,6 +91,9 @@ class PoolWorker:
         self._loading = ThreadPoolExecutor(
             LOAD_THREADS, f"pool-load-{context.rank}", initializer=bind
         )
+        self._arriving = ThreadPoolExecutor(
+            LOAD_THREADS, f"pool-arrive-{context.rank}", initializer=bind
+        )
         self._saving = ThreadPoolExecutor(
             SAVE_THREADS, f"pool-save-{context.rank}", initializer=bind
         )
@@ -101,16 +108,15 @@ class PoolWorker:
             if self._is_closed:
                 return
             if isinstance(order, LoadRuns):
-                load = _RunningLoad(order, self._context.memory.shard.layer_start)
-                self._loads[order.load_id] = load
-                if order.release_layers == 0:
-                    self._context.emit(encode(LayersLoaded(order.load_id)))
-                self._loading.submit(self._load, load)
+                self._begin_load(order)
+            elif isinstance(order, LayersArrived):
+                if (load := self._loads.get(order.load_id)) is not None:
+                    load.in_store(order.num_layers)
             elif isinstance(order, SaveRuns):
                 self._saving.submit(self._save, order, time.monotonic() + order.timeout_s)
             elif isinstance(order, CancelRuns):
-                if (running := self._loads.get(order.load_id)) is not None:
-                    self._ending.submit(running.cancel)
+                if (load := self._loads.get(order.load_id)) is not None:
+                    self._ending.submit(load.cancel)
             elif isinstance(order, ConnectStore):
                 self._stores[order.epoch] = self._describe(order)
             elif isinstance(order, ForgetStore):
@@ -159,7 +165,7 @@ class PoolWorker:
         self._progress.close()
         for load in loads:
             load.cancel()
-        for threads in (self._loading, self._saving, self._ending):
+        for threads in (self._loading, self._arriving, self._saving, self._ending):
             threads.shutdown(wait=True, cancel_futures=True)
         self._transports.close()
 
@@ -169,6 +175,14 @@ class PoolWorker:
         return _Store(layout, order.endpoints)
 
     # -- loading --------------------------------------------------------------------------------
+
+    def _begin_load(self, order: LoadRuns) -> None:
+        load = _RunningLoad(order, self._context.memory.shard.layer_start)
+        self._loads[order.load_id] = load
+        if order.release_layers == 0:
+            self._context.emit(encode(LayersLoaded(order.load_id)))
+        threads = self._arriving if order.are_arriving else self._loading
+        threads.submit(self._load, load)
 
     def _load(self, load: _RunningLoad) -> None:
         """Top of a pool thread: the load is reported once, drained, whatever happens."""
@@ -181,11 +195,16 @@ class PoolWorker:
         release_after = self._own_layers(order.release_layers or 0)
         try:
             plans = self._plans(order.runs, order.block_ids)
-            for start, stop in self._groups(order.runs):
-                transfers = self._start(plans, (start, stop), load, is_read=True)
-                moving.append((stop, transfers))
-                if len(moving) > 1 or load.num_loaded == 0:
-                    self._finish(load, *moving.popleft(), release_after)
+            for group in self._groups(order.runs):
+                for start, stop in load.arriving(group):
+                    if start == stop:  # nothing to begin: what moves may be there
+                        while moving:
+                            self._finish(load, *moving.popleft(), release_after)
+                        continue
+                    transfers = self._start(plans, (start, stop), load, is_read=True)
+                    moving.append((stop, transfers))
+                    if len(moving) > 1 or load.num_loaded == 0:
+                        self._finish(load, *moving.popleft(), release_after)
             while moving:
                 self._finish(load, *moving.popleft(), release_after)
         except BaseException as exc:
@@ -348,8 +367,43 @@ class _RunningLoad(OrderTransfers):
         self.stalled_s = 0.0
         self.num_loaded = 0
         self._first_layer = first_layer
+        self._num_in_store = 0 if order.are_arriving else NO_LAYER_AFTER
         self._has_ended = False
         self._changed = threading.Condition()
+
+    def in_store(self, num_layers: int) -> None:
+        """Its chunks have so many of the model's layers in their stores' memory."""
+        with self._changed:
+            self._num_in_store = max(self._num_in_store, num_layers)
+            self._changed.notify_all()
+
+    def arriving(self, layers: Layers) -> Iterator[Layers]:
+        """Parts of a group of layers, each once it is in the stores' memory; an empty one before it
+        waits.
+
+        Raises:
+            TransferTimeout, TransferCancelled: it does not come.
+        """
+        start, stop = layers
+        while start < stop:
+            if self._num_in_store <= start:
+                yield start, start
+                self._await_store(start)
+            there = min(self._num_in_store, stop)
+            yield start, there
+            start = there
+
+    def _await_store(self, layer: int) -> None:
+        with self._changed:
+            while self._num_in_store <= layer and not self._is_cancelled:
+                self._changed.wait(self.time_left())
+        if self._is_cancelled:
+            raise TransferCancelled("nobody wants it any more")
+
+    def cancel(self) -> None:
+        super().cancel()
+        with self._changed:
+            self._changed.notify_all()
 
     def arrived(self, stop: int) -> None:
         """All layers before ``stop`` are there."""

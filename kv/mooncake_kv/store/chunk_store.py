@@ -145,7 +145,8 @@ class ReadHandle(msgspec.Struct, frozen=True, gc=False):
         nbytes: its length.
         generation: of the memory: how many chunks have been put before this one.
         lease_s: seconds that it lasts, from when the store granted it.
-        tier: where it was found. One from an SSD lies in the arena by now like all others.
+        tier: where it was found. One from an SSD lies in the arena by now like all others, unless
+            it was pinned with ``first_bytes``.
     """
 
     handle_id: int
@@ -300,13 +301,32 @@ class ChunkStore(Protocol):
         ...
 
     def pin(
-        self, keys: Sequence[bytes], *, lease_s: float = DEFAULT_LEASE_S
+        self,
+        keys: Sequence[bytes],
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        first_bytes: int | None = None,
     ) -> Future[list[ReadHandle | None]]:
         """Permission to read, for those that are there; chunks on SSDs are brought into memory.
 
         Args:
             keys: of one sequence, in its order; counts as use of all of them.
             lease_s: seconds until each handle expires, at most MAX_LEASE_S.
+            first_bytes: do not wait for SSDs. Handles whose tier is SSD are on memory whose bytes
+                may come yet: the user reads what ``await_bytes`` said is there. These leading bytes
+                of all chunks come first, then the bytes behind them. None: all are there.
+        """
+        ...
+
+    def await_bytes(self, handles: Sequence[ReadHandle], beyond: int) -> Future[int]:
+        """How many leading bytes of each of these chunks are in memory.
+
+        Args:
+            handles: in force.
+            beyond: the answer waits until there are more, or all.
+
+        Returns:
+            The least of all chunks; no more than ``beyond`` if the rest does not come.
         """
         ...
 

@@ -154,19 +154,33 @@ class ChunkTable:
         ]
 
     def pin(
-        self, keys: Sequence[bytes], user: int, lease_s: float, now: float
+        self,
+        keys: Sequence[bytes],
+        user: int,
+        lease_s: float,
+        now: float,
+        *,
+        are_arriving: bool = False,
     ) -> list[ReadHandle | None]:
-        """Grant reads of those that are ready; does not count as use, see ``touch``."""
+        """Grant reads of those that are ready; does not count as use, see ``touch``.
+
+        Args:
+            keys, user, lease_s: of what, whose, and until when.
+            now: the time.
+            are_arriving: grant reads of those that are being written, instead: they are valid if
+                the write is committed before they end.
+        """
         self.expire(now)
         lease_s, index = _bounded(lease_s), self._index
+        wanted = _STAGING if are_arriving else _READY
         found = [index.get(key) for key in keys]
-        ready = [entry for entry in found if entry is not None and entry.state is _READY]
+        ready = [entry for entry in found if entry is not None and entry.state is wanted]
         numbers = iter(self._handles.grant(ready, user, now + lease_s, is_write=False))
         handles: list[ReadHandle | None] = []
         pinned_bytes = 0
         for key, entry in zip(keys, found, strict=True):
             number = None
-            if entry is not None and entry.state is _READY:
+            if entry is not None and entry.state is wanted:
                 number = next(numbers, None)
             if entry is None or number is None:
                 handles.append(None)
@@ -279,7 +293,7 @@ class ChunkTable:
         for entry in entries:
             if entry is not None:
                 self._give_up_write(entry)
-                self._free(entry, now)
+                self._free_unwritten(entry, now)
         return [entry is not None for entry in entries]
 
     # -- leaving --------------------------------------------------------------------------------
@@ -306,7 +320,7 @@ class ChunkTable:
             entry.unsafe_until = max(entry.unsafe_until, until)
             if is_write:
                 self._give_up_write(entry)
-                self._free(entry, now)
+                self._free_unwritten(entry, now)
             else:
                 entry.num_pins -= 1
                 self._free_if_unread(entry, now)
@@ -399,7 +413,7 @@ class ChunkTable:
         entries = self._handles.take(handle_ids, user, is_write=True)
         for position, entry in enumerate(entries):
             if entry is not None and entry.state is _ABANDONED:
-                self._free(entry, now)
+                self._free_unwritten(entry, now)
                 entries[position] = None
         return entries
 
@@ -528,6 +542,12 @@ class ChunkTable:
         if entry.state is _EVICTING and not entry.num_pins:
             del self._evicting[entry.generation]
             self._free(entry, now)
+
+    def _free_unwritten(self, entry: Entry, now: float) -> None:
+        """Nothing is written to it any more, and it won't be stored; it may have readers."""
+        entry.state = _EVICTING
+        self._evicting[entry.generation] = entry
+        self._free_if_unread(entry, now)
 
     def _free(self, entry: Entry, now: float) -> None:
         """Give memory back, at once or after its quarantine."""

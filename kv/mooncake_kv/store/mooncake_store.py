@@ -143,10 +143,18 @@ class MooncakeChunkStore:
         return self._ask(lambda: self._look(keys), [Residence.ABSENT] * len(keys))
 
     def pin(
-        self, keys: Sequence[bytes], *, lease_s: float = DEFAULT_LEASE_S
+        self,
+        keys: Sequence[bytes],
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        first_bytes: int | None = None,
     ) -> Future[list[ReadHandle | None]]:
+        # all bytes are there then, whatever ``first_bytes`` says
         miss: list[ReadHandle | None] = [None] * len(keys)
         return self._ask(lambda: self._load(keys, lease_s), miss, self._forget)
+
+    def await_bytes(self, handles: Sequence[ReadHandle], beyond: int) -> Future[int]:
+        return _done(min((handle.nbytes for handle in handles), default=0))
 
     def release(self, handles: Sequence[ReadHandle]) -> Future[list[bool]]:
         return _done([self._end_read(handle.handle_id) for handle in handles])

@@ -176,7 +176,7 @@ class NodeStore:
         return found
 
     def pin(
-        self, keys: Sequence[bytes], user: int, lease_s: float
+        self, keys: Sequence[bytes], user: int, lease_s: float, first_bytes: int | None = None
     ) -> Future[list[ReadHandle | None]]:
         with self._lock:
             now = self._clock()
@@ -188,9 +188,13 @@ class NodeStore:
             self._moves.touched(keys)
             if num_hits == len(keys) or self._moves.tier is None or self._is_closed:
                 return done(handles)
-            future, begin = self._moves.load(keys, handles, user, lease_s)
+            future, begin = self._moves.load(keys, handles, user, lease_s, first_bytes)
         begin()
         return future
+
+    def await_bytes(self, handles: Sequence[ReadHandle], beyond: int) -> Future[int]:
+        with self._lock:
+            return done(0) if self._is_closed else self._moves.await_bytes(handles, beyond)
 
     def release(self, handles: Sequence[ReadHandle], user: int) -> list[bool]:
         with self._lock:
@@ -223,6 +227,7 @@ class NodeStore:
         with self._lock:
             gone = {key for key in keys if self._table.entry(key) is not None}
             self._table.drop(keys, self._clock())
+            self._moves.drop(keys)
             if self._moves.tier is not None:
                 on_ssd = self._moves.tier.forget(keys)
                 self._table.observer.removed(Tier.SSD, on_ssd)
@@ -300,9 +305,16 @@ class StoreUser:
         return done(self._store.probe(keys))
 
     def pin(
-        self, keys: Sequence[bytes], *, lease_s: float = DEFAULT_LEASE_S
+        self,
+        keys: Sequence[bytes],
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        first_bytes: int | None = None,
     ) -> Future[list[ReadHandle | None]]:
-        return self._store.pin(keys, self._user, lease_s)
+        return self._store.pin(keys, self._user, lease_s, first_bytes)
+
+    def await_bytes(self, handles: Sequence[ReadHandle], beyond: int) -> Future[int]:
+        return self._store.await_bytes(handles, beyond)
 
     def release(self, handles: Sequence[ReadHandle]) -> Future[list[bool]]:
         return done(self._store.release(handles, self._user))

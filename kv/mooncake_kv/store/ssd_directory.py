@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
@@ -23,6 +23,7 @@ from mooncake_kv.errors import KVConfigError, StoreIOError
 from mooncake_kv.store.chunk_keys import KEY_VERSION
 from mooncake_kv.store.ssd_records import (
     PAGE,
+    RECORD_VERSION,
     RecordHeader,
     SegmentHeader,
     fill_page,
@@ -202,15 +203,20 @@ class SsdDirectory:
         with self._lock:
             location.segment.num_busy -= 1
 
-    def read(self, location: RecordLocation, page: memoryview, payload: memoryview) -> None:
-        """Read a record that is held.
+    def read(self, location: RecordLocation, start: int, buffers: Sequence[memoryview]) -> None:
+        """Read from a record that is held.
+
+        Args:
+            location: of the record.
+            start: how many of its bytes are passed over, its page included; whole pages.
+            buffers: to be filled one after the other.
 
         Raises:
-            StoreIOError: it can't be read in whole.
+            StoreIOError: not all of that can be read.
         """
-        total = len(page) + len(payload)
+        total = sum(map(len, buffers))
         try:
-            found = os.preadv(location.segment.file, [page, payload], location.offset)
+            found = os.preadv(location.segment.file, buffers, location.offset + start)
         except OSError as exc:
             raise StoreIOError(f"{self.config.path}: reading failed: {exc}") from exc
         if found != total:
@@ -251,7 +257,7 @@ class SsdDirectory:
 
     def _open_segments(self) -> None:
         page = aligned_buffer(PAGE)
-        found = []
+        found, num_old = [], 0
         for path in sorted(self.config.path.iterdir()):
             if match := _SEGMENT_NAME.fullmatch(path.name):
                 segment = Segment(int(match[1]), self._open_file(path))
@@ -265,6 +271,13 @@ class SsdDirectory:
                 self._sealed[header.sequence] = segment
             else:
                 self._free.append(segment)
+                num_old += isinstance(header, SegmentHeader) and not _is_current(header)
+        if num_old:
+            logger.warning(
+                "%s: what another release wrote can't be read, and is dropped: %d segments",
+                self.config.path,
+                num_old,
+            )
         self._sealed = dict(sorted(self._sealed.items()))
         while len(found) > self._max_segments and self._free:  # the capacity is smaller now
             self._remove(self._free.pop())
@@ -316,7 +329,8 @@ class SsdDirectory:
         self._last_sequence += 1
         segment.sequence, segment.end = self._last_sequence, PAGE
         page = aligned_buffer(PAGE)
-        fill_page(page, SegmentHeader(segment.use, segment.sequence))
+        header = SegmentHeader(segment.use, segment.sequence, records=RECORD_VERSION)
+        fill_page(page, header)
         try:
             os.pwritev(segment.file, [page], 0)
         except OSError as exc:
@@ -345,7 +359,9 @@ class SsdDirectory:
 
 def _is_current(header: object) -> TypeGuard[SegmentHeader]:
     """Whether it is a segment's header, and what lies behind it is of this release's layout."""
-    return isinstance(header, SegmentHeader) and header.version == KEY_VERSION
+    return isinstance(header, SegmentHeader) and (
+        (header.version, header.records) == (KEY_VERSION, RECORD_VERSION)
+    )
 
 
 def aligned_buffer(nbytes: int) -> memoryview:

@@ -2,12 +2,12 @@
 
     page 0 of a segment    magic, checksum, length, SegmentHeader
     a record               magic, checksum, length, RecordHeader | padding to a page | the bytes,
-                           padded to a page
+                           in sections, padded to a page
 
 A record names the use of the segment that it was written in. Segments are written again from the
 start when they are recycled: what lies behind the last new record is of another use, and ends the
-scan. A record counts only if its own checksum and that of its bytes are right, each time it is
-read.
+scan. Each section of a record has a checksum of its own, so that a chunk is read layer by layer:
+what was read counts only if its checksums are right, each time it is read.
 """
 
 from __future__ import annotations
@@ -29,6 +29,16 @@ from mooncake_kv.store.chunk_keys import KEY_VERSION
 from mooncake_kv.store.chunk_store import Chunk
 
 PAGE = GRANULE
+RECORD_VERSION = 2
+"""Of what this module writes. Version 1 had one checksum for all bytes of a record."""
+MIN_SECTION_BYTES = 64 << 10
+"""A request for fewer bytes hardly costs a drive less."""
+MIN_PART_BYTES = 256 << 10
+"""Of a record's parts behind the first, which steps wait for."""
+MAX_SECTIONS = 128
+"""Their checksums fit into a record's page."""
+MAX_PARTS = 32
+"""That a record is read in: with more there is little to hide, and each costs a request."""
 _MAGIC = b"mcakekv1"
 _PREFIX = struct.Struct("<8sII")  # magic, crc32 of the body, length of the body
 
@@ -40,11 +50,13 @@ class SegmentHeader(msgspec.Struct, frozen=True, array_like=True, tag="segment")
         use: random, drawn each time that the segment is written from its start.
         sequence: how many segments had been begun before, in this directory.
         version: of keys and layout.
+        records: RECORD_VERSION of what follows; what does not say it is of version 1.
     """
 
     use: bytes
     sequence: int
     version: int = KEY_VERSION
+    records: int = 1
 
 
 class RecordHeader(msgspec.Struct, frozen=True, array_like=True, tag="record"):
@@ -52,11 +64,11 @@ class RecordHeader(msgspec.Struct, frozen=True, array_like=True, tag="record"):
 
     Args:
         use: of the segment, when it was written.
-        checksum: of the bytes, with their padding; see ``checksum``.
+        checksums: of each section, with its padding, 8 bytes each; see ``checksum``.
     """
 
     use: bytes
-    checksum: int
+    checksums: bytes
     key: bytes
     parent: bytes | None
     position: int
@@ -81,6 +93,45 @@ def record_bytes(nbytes: int) -> int:
     return PAGE + rounded_up(nbytes)
 
 
+def section_bytes(nbytes: int) -> int:
+    """What each section of a chunk of that many bytes has, but the last one, which may have less.
+    Whole pages."""
+    return max(MIN_SECTION_BYTES, rounded_up(-(-nbytes // MAX_SECTIONS)))
+
+
+def parts_to_read(nbytes: int, first_bytes: int | None) -> list[tuple[int, int]]:
+    """Ranges of a chunk's bytes, in the order in which they are read; whole sections.
+
+    Args:
+        nbytes: of the chunk.
+        first_bytes: the first range has at least these, and few more; None: all is one range.
+    """
+    section, end = section_bytes(nbytes), rounded_up(nbytes)
+    if first_bytes is None:
+        return [(0, end)]
+    size = section * -(-max(MIN_PART_BYTES, -(-end // MAX_PARTS)) // section)
+    stop = min(max(-(-first_bytes // section), 1) * section, end)
+    parts = [(0, stop)]
+    while stop < end:
+        start, stop = stop, min(stop + size, end)
+        parts.append((start, stop))
+    return parts
+
+
+def section_checksums(payload: memoryview, section: int) -> bytes:
+    """The checksums of sections of that many bytes, one behind the other."""
+    starts = range(0, len(payload), section)
+    return b"".join(checksum(payload[at : at + section]).to_bytes(8, "little") for at in starts)
+
+
+def are_sections_right(header: RecordHeader, start: int, payload: memoryview) -> bool:
+    """Whether these are a record's bytes, from ``start`` on; whole sections."""
+    section = section_bytes(header.nbytes)
+    first, count = start // section, -(-len(payload) // section)
+    wanted = header.checksums[8 * first : 8 * (first + count)]
+    return section_checksums(payload, section) == wanted
+
+
 def record_header(chunk: Chunk, use: bytes, payload: memoryview) -> RecordHeader:
     """The header of a chunk's record.
 
@@ -91,7 +142,7 @@ def record_header(chunk: Chunk, use: bytes, payload: memoryview) -> RecordHeader
     """
     return RecordHeader(
         use,
-        checksum(payload),
+        section_checksums(payload, section_bytes(chunk.nbytes)),
         chunk.key,
         chunk.parent,
         chunk.position,

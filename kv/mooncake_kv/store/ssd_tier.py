@@ -2,6 +2,7 @@
 
 Chunks are written when they are used a second time: most are never used again, and drives wear.
 What does not fit the day's budget, or finds the queue full, is not written; nothing waits for it.
+Chunks of one prompt are read layer by layer: the beginning of all of them first.
 Whole segments are collected, the oldest first; records that were read since they were written are
 written again before.
 """
@@ -28,12 +29,12 @@ from mooncake_kv.store.ssd_directory import (
     SsdDirectoryConfig,
     aligned_buffer,
 )
+from mooncake_kv.store.ssd_reads import ChunkRead, RecordRead, read_part
 from mooncake_kv.store.ssd_records import (
     PAGE,
     RecordHeader,
-    checksum,
     fill_page,
-    read_page,
+    parts_to_read,
     record_bytes,
     record_header,
 )
@@ -71,12 +72,14 @@ class _Record:
         chunk: what it is.
         drive: where.
         location: in there.
+        header: of the record.
         num_reads: since it was written.
     """
 
     chunk: Chunk
     drive: _Drive
     location: RecordLocation
+    header: RecordHeader
     num_reads: int = 0
 
 
@@ -136,7 +139,8 @@ class SsdTier:
             raise
         for drive in self._drives:
             for found in drive.directory.scan():
-                self._index(_Record(found.header.chunk(), drive, found.location))
+                header = found.header
+                self._index(_Record(header.chunk(), drive, found.location, header))
 
     def chunk(self, key: bytes) -> Chunk | None:
         """What is stored under a key."""
@@ -216,28 +220,38 @@ class SsdTier:
 
         drive.writes.submit(run)
 
-    def read(self, key: bytes, offset: int, ended: Callable[[bool], None]) -> None:
-        """Read a chunk into memory.
+    def read(self, wanted: Sequence[ChunkRead], first_bytes: int | None = None) -> None:
+        """Read chunks into memory.
 
         Args:
-            key: of the chunk.
-            offset: where its bytes go in memory; they have room for whole pages there.
-            ended: called once, on a thread of the tier: whether the bytes are there, and right.
+            wanted: which; in the order in which they are needed.
+            first_bytes: so many of each are read before any more of one, and so on in small parts;
+                None: each is read whole.
         """
-        record = self._records.get(key)
-        if record is None:
-            ended(False)
-            return
+        running: list[tuple[_Drive, RecordRead]] = []
+        for each in wanted:
+            record = self._records.get(each.key)
+            if record is None or not record.drive.directory.hold(record.location):
+                each.ended(False)
+            else:
+                running.append((record.drive, self._reading(record, each, first_bytes)))
+        for index in range(max((len(read.parts) for _, read in running), default=0)):
+            for drive, read in running:
+                if index < len(read.parts):
+                    drive.reads.submit(read.run, index)
 
-        def run() -> None:
-            is_right = False
-            try:
-                payload = self._view(offset, rounded_up(record.chunk.nbytes))
-                is_right = self._read(record, payload)
-            finally:
-                ended(is_right)
+    def _reading(self, record: _Record, wanted: ChunkRead, first_bytes: int | None) -> RecordRead:
+        """The read of a record that is held."""
 
-        record.drive.reads.submit(run)
+        def read_range(start: int, stop: int) -> bool:
+            return self._read(record, start, self._view(wanted.offset + start, stop - start))
+
+        def ended(is_right: bool) -> None:
+            self._end_read(record, is_right=is_right)
+            wanted.ended(is_right)
+
+        parts = parts_to_read(record.chunk.nbytes, first_bytes)
+        return RecordRead(parts, read_range, wanted.arrived, ended)
 
     def forget(self, keys: Iterable[bytes]) -> list[bytes]:
         """Give chunks up; returns those that were there."""
@@ -254,7 +268,7 @@ class SsdTier:
         for chunk in self.chunks():
             record = self._records.get(chunk.key)
             if record is not None:
-                is_right = self._read(record, buffer[: rounded_up(chunk.nbytes)])
+                is_right = self._read_whole(record, buffer[: rounded_up(chunk.nbytes)])
                 num_right += is_right
                 num_wrong += not is_right
         return num_right, num_wrong
@@ -283,6 +297,9 @@ class SsdTier:
     def _write(self, drive: _Drive, chunk: Chunk, offset: int, is_held: Callable[[], bool]) -> bool:
         try:
             location = drive.directory.append(chunk.nbytes)
+            if location is None:  # another thread's write has filled it, and collects
+                self._collect(drive, waits=True)
+                location = drive.directory.append(chunk.nbytes)
         except StoreIOError as exc:
             self._failed(exc)
             return False
@@ -296,11 +313,11 @@ class SsdTier:
         # record would look right for ever; bytes that change from here on make it look wrong.
         if not is_held():
             header = msgspec.structs.replace(header, key=b"")
-        return self._put_record(_Record(chunk, drive, location), header, payload)
+        return self._put_record(_Record(chunk, drive, location, header), payload)
 
-    def _put_record(self, record: _Record, header: RecordHeader, payload: memoryview) -> bool:
+    def _put_record(self, record: _Record, payload: memoryview) -> bool:
         """Write a record, and index it unless it is void."""
-        page = aligned_buffer(PAGE)
+        page, header = aligned_buffer(PAGE), record.header
         fill_page(page, header)
         try:
             record.drive.directory.write(record.location, page, payload)
@@ -313,38 +330,43 @@ class SsdTier:
                 self._index(record)
         return bool(header.key)
 
-    def _read(self, record: _Record, payload: memoryview) -> bool:
-        directory, location = record.drive.directory, record.location
-        if not directory.hold(location):
+    def _read_whole(self, record: _Record, payload: memoryview) -> bool:
+        """Read all of a record here and now; whether it is right."""
+        if not record.drive.directory.hold(record.location):
             return False
-        page = aligned_buffer(PAGE)
+        is_right = False
         try:
-            directory.read(location, page, payload)
-            header = read_page(page)
-            is_right = (
-                isinstance(header, RecordHeader)
-                and (header.use, header.key) == (location.use, record.chunk.key)
-                and header.checksum == checksum(payload)
-            )
+            is_right = self._read(record, 0, payload)
+        finally:
+            self._end_read(record, is_right=is_right)
+        return is_right
+
+    def _read(self, record: _Record, start: int, payload: memoryview) -> bool:
+        """Read a part of a record that is held; whether it is right."""
+        directory = record.drive.directory
+        try:
+            is_right = read_part(directory, record.location, record.header, start, payload)
         except StoreIOError as exc:
             self._failed(exc)
-            is_right = False
-        else:
-            with self._lock:
-                self._stats.ssd_read_bytes += len(page) + len(payload)
-                self._stats.num_ssd_corrupt += not is_right
-            if not is_right:
-                logger.warning("%s: a record is damaged", directory.config.path)
-        finally:
-            directory.give_up(location)
+            return False
+        with self._lock:
+            self._stats.ssd_read_bytes += len(payload) + (0 if start else PAGE)
+            self._stats.num_ssd_corrupt += not is_right
+        if not is_right:
+            logger.warning("%s: a record is damaged", directory.config.path)
+        return is_right
+
+    def _end_read(self, record: _Record, *, is_right: bool) -> None:
+        """Nothing of a record that was held is read any more."""
+        record.drive.directory.give_up(record.location)
         record.num_reads += 1
         if not is_right and (gone := self.forget([record.chunk.key])):
             self._removed(gone)
-        return is_right
 
-    def _collect(self, drive: _Drive) -> None:
-        """Empty the oldest segment, if the next one to begin would have to be it."""
-        if not drive.collecting.acquire(blocking=False):
+    def _collect(self, drive: _Drive, *, waits: bool = False) -> None:
+        """Empty the oldest segment, if the next one to begin would have to be it; while another
+        thread does so, wait for that, or leave it alone."""
+        if not drive.collecting.acquire(blocking=waits):
             return
         try:
             segment = drive.directory.wants_collection()
@@ -370,7 +392,7 @@ class SsdTier:
             if left < 0 or not self._budget_for(record.chunk):
                 return
             payload = aligned_buffer(rounded_up(record.chunk.nbytes))
-            if not self._read(record, payload):
+            if not self._read_whole(record, payload):
                 continue
             try:
                 location = drive.directory.append(record.chunk.nbytes)
@@ -380,7 +402,7 @@ class SsdTier:
             if location is None:
                 return
             header = record_header(record.chunk, location.use, payload)
-            self._put_record(_Record(record.chunk, drive, location), header, payload)
+            self._put_record(_Record(record.chunk, drive, location, header), payload)
 
     # -- the index; the lock held, but for single look-ups -----------------------------------------
 

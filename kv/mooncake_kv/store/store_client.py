@@ -36,7 +36,9 @@ from mooncake_kv.store.residence_index import ResidenceView
 from mooncake_kv.store.store_messages import (
     PAGE_CHUNKS,
     ArenaReply,
+    Arrived,
     AskStats,
+    AwaitBytes,
     ChunkPage,
     Collect,
     Counted,
@@ -120,11 +122,19 @@ class StoreClient:
         return self._ask(ProbeKeys(tuple(keys)), Probed, lambda reply: list(reply.found), miss)
 
     def pin(
-        self, keys: Sequence[bytes], *, lease_s: float = DEFAULT_LEASE_S
+        self,
+        keys: Sequence[bytes],
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        first_bytes: int | None = None,
     ) -> Future[list[ReadHandle | None]]:
         miss: list[ReadHandle | None] = [None] * len(keys)
-        question = PinKeys(tuple(keys), lease_s)
+        question = PinKeys(tuple(keys), lease_s, first_bytes)
         return self._ask(question, Pinned, lambda reply: list(reply.handles), miss, PIN_TIMEOUT_S)
+
+    def await_bytes(self, handles: Sequence[ReadHandle], beyond: int) -> Future[int]:
+        question = AwaitBytes(tuple(handles), beyond)
+        return self._ask(question, Arrived, lambda reply: reply.num_bytes, 0, PIN_TIMEOUT_S)
 
     def release(self, handles: Sequence[ReadHandle]) -> Future[list[bool]]:
         return self._end(ReleaseHandles(tuple(handles)), len(handles))

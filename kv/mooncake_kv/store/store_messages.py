@@ -23,7 +23,7 @@ from mooncake_kv.store.chunk_store import (
     WriteHandle,
 )
 
-STORE_PROTOCOL_VERSION = 1
+STORE_PROTOCOL_VERSION = 2
 
 MAX_KEYS = 65_536
 """Chunks that one message may name."""
@@ -69,6 +69,7 @@ class PinKeys(StoreMessage, frozen=True):
 
     keys: tuple[bytes, ...]
     lease_s: float
+    first_bytes: int | None = None
 
 
 class Pinned(StoreMessage, frozen=True):
@@ -87,6 +88,19 @@ class Collect(StoreMessage, frozen=True):
     """What has become of it? NotYet again, or the answer, once."""
 
     ticket: int
+
+
+class AwaitBytes(StoreMessage, frozen=True):
+    """Asks for ``ChunkStore.await_bytes``."""
+
+    handles: tuple[ReadHandle, ...]
+    beyond: int
+
+
+class Arrived(StoreMessage, frozen=True):
+    """The answer, at once or by ticket."""
+
+    num_bytes: int
 
 
 class ReleaseHandles(StoreMessage, frozen=True):
@@ -184,6 +198,7 @@ StoreQuestion = (
     | ProbeKeys
     | PinKeys
     | Collect
+    | AwaitBytes
     | ReleaseHandles
     | ReserveChunks
     | EndWrites
@@ -199,6 +214,7 @@ StoreAnswer = (
     | Probed
     | Pinned
     | NotYet
+    | Arrived
     | Reserved
     | Ended
     | Counted

@@ -28,7 +28,9 @@ from mooncake_kv.store.node_store import NodeStore, StoreUser
 from mooncake_kv.store.store_messages import (
     PAGE_CHUNKS,
     ArenaReply,
+    Arrived,
     AskStats,
+    AwaitBytes,
     ChunkPage,
     Collect,
     Counted,
@@ -208,8 +210,11 @@ class _SessionUser:
         match question:
             case ProbeKeys(keys):
                 return Probed(tuple(self._store.probe(keys)))
-            case PinKeys(keys, lease_s):
-                return self._when_done(self._user.pin(keys, lease_s=lease_s), _pinned)
+            case PinKeys(keys, lease_s, first_bytes):
+                pinned = self._user.pin(keys, lease_s=lease_s, first_bytes=first_bytes)
+                return self._when_done(pinned, _pinned)
+            case AwaitBytes(handles, beyond):
+                return self._when_done(self._user.await_bytes(handles, beyond), Arrived)
             case Collect(ticket):
                 return self._collect(ticket)
             case ReleaseHandles(handles):

@@ -2,6 +2,9 @@
 
 Everything here is called with the store's lock held, except where it says so. A chunk is loaded
 once however many want it, and whoever waits does so for a bounded time.
+
+A pin waits for all bytes of its chunks, or is granted while they come in. Then its user asks how
+far they are, reads what is there, and learns from the handle's end whether all of it came.
 """
 
 from __future__ import annotations
@@ -10,11 +13,13 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec import structs
 
 from mooncake_kv.store.chunk_store import MAX_LEASE_S, Chunk, ReadHandle, Tier, WriteHandle
 from mooncake_kv.store.chunk_table import ChunkTable
+from mooncake_kv.store.ssd_reads import ChunkRead
 from mooncake_kv.store.ssd_tier import SsdTier
 
 SSD_USER = 0
@@ -43,10 +48,38 @@ class PinRequest:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A chunk that is being read into memory, and who waits for it."""
+    """A chunk that is being read into memory.
+
+    Args:
+        handle: on its memory.
+        requests: pins that wait for all of it.
+        num_bytes: how many of its leading bytes are there.
+        is_dropped: nobody may find it when it has come.
+    """
 
     handle: WriteHandle
     requests: list[PinRequest]
+    num_bytes: int = 0
+    is_dropped: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """Somebody who waits for leading bytes of chunks that come in.
+
+    Args:
+        handles: on them.
+        beyond: for more than so many of each.
+        deadline: when it ends without them.
+        future: how many there are; 0 if they don't come.
+        num_seen: how many leading handles have them.
+    """
+
+    handles: Sequence[ReadHandle]
+    beyond: int
+    deadline: float
+    future: Future[int]
+    num_seen: int = 0
 
 
 class TierMoves:
@@ -72,6 +105,7 @@ class TierMoves:
         self._load_timeout_s = load_timeout_s
         self._loads: dict[bytes, _Load] = {}
         self._requests: set[PinRequest] = set()
+        self._progress: dict[bytes, list[_Progress]] = {}  # by the chunk that it waits for
         self.tier: SsdTier | None = None
 
     def has(self, key: bytes) -> bool:
@@ -97,7 +131,12 @@ class TierMoves:
                 self._write(entry.chunk)
 
     def load(
-        self, keys: Sequence[bytes], handles: list[ReadHandle | None], user: int, lease_s: float
+        self,
+        keys: Sequence[bytes],
+        handles: list[ReadHandle | None],
+        user: int,
+        lease_s: float,
+        first_bytes: int | None = None,
     ) -> tuple[Future[list[ReadHandle | None]], Callable[[], None]]:
         """Bring what a pin found no handle for from SSDs.
 
@@ -106,6 +145,7 @@ class TierMoves:
             handles: found in memory; filled in.
             user: whose.
             lease_s: of each handle, counted from when all are there.
+            first_bytes: see ``ChunkStore.pin``.
 
         Returns:
             What the caller waits for, and what is to be called once the lock is released.
@@ -118,21 +158,42 @@ class TierMoves:
         request = PinRequest(user, lease_s, handles, missing, deadline, Future())
         request.future.set_running_or_notify_cancel()  # it has a result, whoever stops waiting
         begun = [key for key in list(missing) if not self._join(key, request)]
-        started = [(key, self._loads[key].handle.offset) for key in begun if key in self._loads]
+        started = [self._read_of(key) for key in begun if key in self._loads]
+        if first_bytes is not None:
+            self._grant_early(request)
         if request.missing:
             self._requests.add(request)
 
         def begin() -> None:
-            for key, offset in started:
-                self._start(key, offset)
+            if started and self.tier is not None:
+                self.tier.read(started, first_bytes)
             if not request.missing and not request.future.done():
                 request.future.set_result(request.handles)
 
         return request.future, begin
 
+    def await_bytes(self, handles: Sequence[ReadHandle], beyond: int) -> Future[int]:
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        deadline = self._clock() + self._load_timeout_s
+        for answer in self._go_on([_Progress(handles, beyond, deadline, future)]):
+            answer()  # nobody has the future yet
+        return future
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """What is on its way from SSDs is not to be found when it has come."""
+        for key in keys:
+            if (load := self._loads.get(key)) is not None:
+                load.is_dropped = True
+
     def time_out(self, now: float) -> list[Callable[[], None]]:
-        """End the pins that have waited long enough; returns what to call without the lock."""
-        return self._end([request for request in self._requests if request.deadline <= now])
+        """End what has waited long enough; returns what to call without the lock."""
+        late: list[_Progress] = []
+        for key, waiting in list(self._progress.items()):
+            late += [each for each in waiting if each.deadline <= now]
+            self._progress[key] = [each for each in waiting if each.deadline > now]
+        answers = [partial(progress.future.set_result, 0) for progress in late]
+        return answers + self._end([each for each in self._requests if each.deadline <= now])
 
     def end_user(self, user: int) -> list[Callable[[], None]]:
         """End the pins of a user that is gone; returns what to call without the lock."""
@@ -164,37 +225,108 @@ class TierMoves:
             del request.missing[key]
         return False
 
-    def _start(self, key: bytes, offset: int) -> None:
-        """Without the lock: have the tier read."""
-        assert self.tier is not None
-        self.tier.read(key, offset, lambda is_right: self._loaded(key, is_right))
+    def _read_of(self, key: bytes) -> ChunkRead:
+        """What a load that begins has the tier do."""
+        load = self._loads[key]
+        return ChunkRead(
+            key,
+            load.handle.offset,
+            lambda num_bytes: self._arrived(load, num_bytes),
+            lambda is_right: self._loaded(key, is_right),
+        )
+
+    def _grant_early(self, request: PinRequest) -> None:
+        """Grant reads of what comes in."""
+        now = self._clock()
+        for key, positions in request.missing.items():
+            self._loads[key].requests.remove(request)
+            for position in positions:
+                (handle,) = self._table.pin(
+                    [key], request.user, request.lease_s, now, are_arriving=True
+                )
+                self._grant(request, position, handle)
+        request.missing.clear()
+
+    def _grant(self, request: PinRequest, position: int, handle: ReadHandle | None) -> None:
+        if handle is not None:
+            request.handles[position] = structs.replace(handle, tier=Tier.SSD)
+            self._table.stats.num_ssd_hits += 1
+            self._table.stats.num_misses -= 1
+
+    def _arrived(self, load: _Load, num_bytes: int) -> None:
+        """On a thread of the tier: leading bytes of a chunk are there. The load may have ended by
+        now, and the next one of the chunk may have begun: it has bytes of its own."""
+        with self._lock:
+            load.num_bytes = max(load.num_bytes, num_bytes)
+            finished = self._wake(load.handle.key)
+        for finish in finished:
+            finish()
 
     def _loaded(self, key: bytes, is_right: bool) -> None:
         """On a thread of the tier: a read ended."""
         with self._lock:
             load = self._loads.pop(key)
             now, ids = self._clock(), [load.handle.handle_id]
-            if is_right:
+            if is_right and not load.is_dropped:
                 is_right = self._table.commit(ids, SSD_USER, now)[0]
             else:
+                is_right = False
                 self._table.abort(ids, SSD_USER, now)
             finished = [
                 self._finish(request)
                 for request in load.requests
                 if self._settle(request, key, is_right, now)
             ]
+            finished += self._wake(key)
         for finish in finished:
             finish()
+
+    def _wake(self, key: bytes) -> list[Callable[[], None]]:
+        """A chunk has more bytes, or ended; what to call without the lock."""
+        return self._go_on(self._progress.pop(key, ()))
+
+    def _go_on(self, waiting: Iterable[_Progress]) -> list[Callable[[], None]]:
+        """Have each wait for the first of its chunks that has not enough bytes; what to call
+        without the lock for those that have an answer."""
+        answers: list[Callable[[], None]] = []
+        for progress in waiting:
+            key = self._first_behind(progress)
+            if key is not None:
+                self._progress.setdefault(key, []).append(progress)
+            else:
+                found = [self._num_bytes(handle) for handle in progress.handles]
+                answers.append(partial(progress.future.set_result, min(found, default=0)))
+        return answers
+
+    def _first_behind(self, progress: _Progress) -> bytes | None:
+        """The chunk that is to have more bytes; None if all have enough, or one won't."""
+        while progress.num_seen < len(progress.handles):
+            handle = progress.handles[progress.num_seen]
+            num_bytes = self._num_bytes(handle)
+            if num_bytes <= progress.beyond and self._comes(handle):
+                return handle.key
+            progress.num_seen += 1
+        return None
+
+    def _comes(self, handle: ReadHandle) -> bool:
+        """Whether a chunk comes into the memory that a handle is on."""
+        load = self._loads.get(handle.key)
+        return load is not None and load.handle.generation == handle.generation
+
+    def _num_bytes(self, handle: ReadHandle) -> int:
+        """How many leading bytes of a chunk are in the memory that a handle is on, and right."""
+        if self._comes(handle):  # all of them count only once they are committed
+            return min(self._loads[handle.key].num_bytes, handle.nbytes - 1)
+        entry = self._table.entry(handle.key)
+        is_there = entry is not None and entry.generation == handle.generation
+        return handle.nbytes if is_there else 0
 
     def _settle(self, request: PinRequest, key: bytes, is_right: bool, now: float) -> bool:
         """Give a request what it waited for; whether that was the last."""
         for position in request.missing.pop(key):
             if is_right:
                 (handle,) = self._table.pin([key], request.user, request.lease_s, now)
-                if handle is not None:
-                    request.handles[position] = structs.replace(handle, tier=Tier.SSD)
-                    self._table.stats.num_ssd_hits += 1
-                    self._table.stats.num_misses -= 1
+                self._grant(request, position, handle)
         return not request.missing
 
     def _finish(self, request: PinRequest) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,12 @@ from mooncake_engine.errors import ConfigError
 from mooncake_engine.models.catalog import kv_geometry, read_model_config
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.pool import pool_stores
 from mooncake_kv.pool.pool_worker import PoolWorker, _RunningLoad
 from mooncake_kv.pool.step_progress import StepProgress
+from mooncake_kv.store import ssd_records
+from mooncake_kv.store.node_store import NodeStore
+from mooncake_kv.store.ssd_directory import SsdDirectory, SsdDirectoryConfig
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +122,73 @@ def test_a_step_that_begins_before_any_layer_is_there_waits_for_the_first(model,
     assert pooled == plain
     assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
     assert stats.stalled_seconds > 0
+
+
+def test_the_first_layer_is_loaded_while_an_ssd_reads_nothing_of_the_others(
+    model, monkeypatch, tmp_path
+):
+    """An SSD gives the first layer of all chunks; what it has of the others it gives only when a
+    rank has that layer."""
+    stores = small_drives(monkeypatch)
+    first_layer, num_read, seen = threading.Event(), [], []
+    read, arrived = SsdDirectory.read, _RunningLoad.arrived
+
+    def read_late(directory, location, start, buffers):
+        if start:
+            assert first_layer.wait(20)
+            num_read.append(start)
+        read(directory, location, start, buffers)
+
+    def tell(self, stop):
+        if stop == 1:
+            seen.append(len(num_read))
+            first_layer.set()
+        arrived(self, stop)
+
+    prompt, other = random_prompt(5, 4 * CHUNK + 1), random_prompt(6, 4 * CHUNK + 1)
+    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    chunk_bytes = kv_geometry(read_model_config(model), torch.float32).token_bytes * CHUNK
+    drive = f"dram={4 * chunk_bytes},ssd={tmp_path}:4MiB,{SETTINGS}"
+    with engine(model, drive) as core:
+        plain, _ = ask(core, [prompt], one)
+        forget(core)
+        ask(core, [prompt], one)  # the second use: it goes to the SSD
+        await_chunks_on_ssd(stores[0], 4)
+        ask(core, [other], one)
+        forget(core)
+        before = core.stats().kv_pool
+        monkeypatch.setattr(SsdDirectory, "read", read_late)
+        monkeypatch.setattr(_RunningLoad, "arrived", tell)
+        pooled, cached = ask(core, [prompt], one)
+        stats = core.stats().kv_pool.since(before)
+    assert (pooled, cached) == (plain, [4 * CHUNK])
+    assert seen[:1] == [0]
+    assert len(num_read) >= 4
+    assert stats.num_found_chunks["ssd"] == 4
+    assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
+
+
+def small_drives(monkeypatch):
+    """Sections and segments for a small model; the stores that are opened from now on."""
+    stores = []
+    for name in ("MIN_SECTION_BYTES", "MIN_PART_BYTES"):
+        monkeypatch.setattr(ssd_records, name, ssd_records.PAGE)
+    small = partial(SsdDirectoryConfig, segment_bytes=1 << 20, min_free_bytes=0)
+    monkeypatch.setattr(pool_stores, "SsdDirectoryConfig", small)
+
+    def open_store(config):
+        stores.append(NodeStore(config))
+        return stores[-1]
+
+    monkeypatch.setattr(pool_stores, "NodeStore", open_store)
+    return stores
+
+
+def await_chunks_on_ssd(store, count):
+    deadline = time.monotonic() + 30
+    while store.stats().ssd_chunks < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_what_came_from_another_store_is_copied_to_the_own_one_while_there_is_room(model, tmp_path):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from mooncake_hal.errors import TransferCancelled, TransferTimeout
 from mooncake_kv.pool.pool_messages import LoadRuns
 from mooncake_kv.pool.pool_worker import _RunningLoad
 
@@ -48,3 +49,35 @@ def test_a_load_that_ends_holds_up_no_step(load):
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
     load.wait_for(7)
+
+
+def _arriving(patience_s=PATIENCE_S):
+    order = LoadRuns("load", "request", (), (), patience_s, are_arriving=True)
+    return _RunningLoad(order, first_layer=4)
+
+
+def test_layers_are_moved_as_far_as_they_are_in_the_store():
+    load = _arriving()
+    load.in_store(6)
+    parts = load.arriving((4, 9))
+    assert next(parts) == (4, 6)
+    assert next(parts) == (6, 6), "what moves is ended before it waits"
+    later = threading.Timer(0.02, load.in_store, (9,))
+    later.start()
+    assert list(parts) == [(6, 9)]
+    load.in_store(7)
+    assert list(load.arriving((8, 9))) == [(8, 9)], "an older message takes nothing back"
+    later.join()
+
+
+def test_layers_that_do_not_come_end_a_load_by_its_deadline_or_its_cancelling():
+    with pytest.raises(TransferTimeout):
+        list(_arriving(0.02).arriving((4, 5)))
+    load = _arriving()
+    threading.Timer(0.02, load.cancel).start()
+    with pytest.raises(TransferCancelled):
+        list(load.arriving((4, 5)))
+
+
+def test_what_is_in_memory_is_not_waited_for(load):
+    assert list(load.arriving((4, 9))) == [(4, 9)]

@@ -56,6 +56,30 @@ def test_what_is_staged_can_not_be_read_and_is_not_staged_twice():
     table.check_integrity()
 
 
+def test_what_is_read_while_it_is_written_counts_once_it_is_committed():
+    table = table_of(4)
+    (handle,) = table.reserve([chunk("a")], ANNA, 10, 0)
+    early, late = table.pin([b"a", b"a"], BERT, 10, 0, are_arriving=True)
+    assert table.release([early.handle_id], BERT, 1) == [False]
+    assert table.commit([handle.handle_id], ANNA, 2) == [True]
+    assert table.pin([b"a"], BERT, 10, 2, are_arriving=True) == [None]
+    assert table.release([late.handle_id], BERT, 3) == [True]
+    table.check_integrity()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_memory_of_a_write_that_failed_is_free_when_its_early_readers_have_ended(is_late):
+    table = table_of(4)
+    (handle,) = table.reserve([chunk("a")], ANNA, 10, 0)
+    (early,) = table.pin([b"a"], BERT, 60, 0, are_arriving=True)
+    assert table.abort([handle.handle_id], ANNA, 11 if is_late else 1) == [not is_late]
+    assert levels(table).free_bytes == 3 * GRANULE
+    table.check_integrity()
+    assert table.release([early.handle_id], BERT, 12) == [False]
+    assert levels(table).free_bytes == 4 * GRANULE
+    table.check_integrity()
+
+
 def test_a_handle_is_its_users_and_serves_once():
     table = table_of(4)
     (write,) = table.reserve([chunk("a")], ANNA, 10, 0)

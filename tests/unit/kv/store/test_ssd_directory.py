@@ -19,6 +19,7 @@ from mooncake_kv.store.ssd_directory import (
 from mooncake_kv.store.ssd_records import (
     PAGE,
     SegmentHeader,
+    are_sections_right,
     checksum,
     fill_page,
     interpreted_checksum,
@@ -66,10 +67,10 @@ def test_records_are_found_again_with_all_that_they_say(tmp_path):
     assert [record.header.chunk() for record in records] == [chunk(n) for n in range(6)]
     page, payload = aligned_buffer(PAGE), aligned_buffer(NBYTES)
     assert again.hold(records[5].location)
-    again.read(records[5].location, page, payload)
+    again.read(records[5].location, 0, [page, payload])
     assert read_page(page) == records[5].header
     assert bytes(payload) == bytes([5]) * NBYTES
-    assert checksum(payload) == records[5].header.checksum
+    assert are_sections_right(records[5].header, 0, payload)
     again.close()
 
 
@@ -119,6 +120,22 @@ def test_files_of_another_version_or_no_store_are_recycled(tmp_path):
     store(directory, 1)
     directory.close()
     assert len(list(tmp_path.glob("segment-*"))) == 2
+
+
+def test_segments_of_an_earlier_format_are_dropped_with_one_line(tmp_path, caplog):
+    directory = SsdDirectory(config(tmp_path))
+    for number in range(6):
+        store(directory, number)
+    directory.close()
+    page = aligned_buffer(PAGE)
+    for number, segment in enumerate(sorted(tmp_path.glob("segment-*"))):
+        fill_page(page, SegmentHeader(b"12345678", number))  # says nothing of its records
+        with segment.open("r+b") as file:
+            file.write(page)
+    assert found(tmp_path) == []
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: what another release wrote can't be read, and is dropped: 2 segments"
+    ]
 
 
 def test_a_smaller_capacity_gives_up_the_oldest(tmp_path):

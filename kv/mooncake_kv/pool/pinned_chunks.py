@@ -1,0 +1,95 @@
+"""The chunks of one load that stores let this instance read, and how far they have come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from mooncake_kv.pool.pool_events import LoadRequest
+from mooncake_kv.store.chunk_store import ChunkStore, ReadHandle, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedChunks:
+    """See the module.
+
+    Args:
+        stores: by number.
+        handles: by position in the sequence: the store's number, and the permission.
+    """
+
+    stores: Mapping[int, ChunkStore]
+    handles: Mapping[int, tuple[int, ReadHandle]]
+
+    @property
+    def are_arriving(self) -> bool:
+        """Whether some are on their way from SSDs into their store's memory."""
+        return any(handle.tier is Tier.SSD for _, handle in self.handles.values())
+
+    async def follow(self, nbytes: int, arrived: Callable[[int], None]) -> bool:
+        """Watch chunks come in.
+
+        Args:
+            nbytes: of a chunk.
+            arrived: told of more leading bytes that are in memory, of all chunks.
+
+        Returns:
+            False: the rest does not come.
+        """
+        numbers = {n for n, handle in self.handles.values() if handle.tier is Tier.SSD}
+        there = dict.fromkeys(numbers, 0)
+
+        async def watch(number: int) -> bool:
+            store = self.stores[number]
+            handles = [h for n, h in self.handles.values() if n == number and h.tier is Tier.SSD]
+            while there[number] < nbytes:
+                found = await asyncio.wrap_future(store.await_bytes(handles, there[number]))
+                if found <= there[number]:
+                    return False
+                there[number] = found
+                arrived(min(there.values()))
+            return True
+
+        return all(await asyncio.gather(*map(watch, numbers)))
+
+    async def release(self) -> bool:
+        """End reading; whether all handles were in force until now."""
+        by_store: dict[int, list[ReadHandle]] = {}
+        for number, handle in self.handles.values():
+            by_store.setdefault(number, []).append(handle)
+        futures = [self.stores[number].release(handles) for number, handles in by_store.items()]
+        answers = [await asyncio.wrap_future(future) for future in futures]
+        return all(is_valid for answer in answers for is_valid in answer)
+
+
+async def pin_chunks(
+    load: LoadRequest,
+    find_store: Callable[[int], ChunkStore | None],
+    lease_s: float,
+    first_bytes: int,
+) -> PinnedChunks:
+    """Permission to read those of a load's chunks that there still are.
+
+    Args:
+        load: whose chunks.
+        find_store: by number; None if it was left.
+        lease_s: of the handles.
+        first_bytes: of each chunk that is on an SSD, these come first; it is not waited for.
+    """
+    wanted: dict[int, list[int]] = {}
+    for position in range(load.first_chunk, len(load.keys)):
+        wanted.setdefault(load.sources[position].store, []).append(position)
+    stores = {n: store for n in wanted if (store := find_store(n)) is not None}
+    asked: dict[int, Future[list[ReadHandle | None]]] = {}
+    for number, store in stores.items():
+        keys = [load.keys[position] for position in wanted[number]]
+        asked[number] = store.pin(keys, lease_s=lease_s, first_bytes=first_bytes)
+    handles: dict[int, tuple[int, ReadHandle]] = {}
+    for number, future in asked.items():
+        granted: list[ReadHandle | None] = await asyncio.wrap_future(future)
+        for position, handle in zip(wanted[number], granted, strict=True):
+            if handle is not None:
+                handles[position] = (number, handle)
+    return PinnedChunks(stores, handles)

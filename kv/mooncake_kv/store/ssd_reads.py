@@ -1,0 +1,109 @@
+"""A record on its way from an SSD into memory, part by part, its beginning first.
+
+What comes first is what is needed first: chunks lie in the order of layers. Parts are read by
+several threads at once, and each is compared with its checksums before anybody is told of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mooncake_kv.store.ssd_directory import RecordLocation, SsdDirectory, aligned_buffer
+from mooncake_kv.store.ssd_records import (
+    PAGE,
+    RecordHeader,
+    are_sections_right,
+    read_page,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """A chunk that is to be read into memory.
+
+    Args:
+        key: of the chunk.
+        offset: where its bytes go in memory; they have room for whole pages there.
+        arrived: told how many of its leading bytes are there, and right, while it is read; by
+            several threads, so that a smaller number may come later.
+        ended: called once, when nothing of it is read any more: whether all is there, and right.
+    """
+
+    key: bytes
+    offset: int
+    arrived: Callable[[int], None]
+    ended: Callable[[bool], None]
+
+
+def read_part(
+    directory: SsdDirectory,
+    location: RecordLocation,
+    header: RecordHeader,
+    start: int,
+    payload: memoryview,
+) -> bool:
+    """Read a part of a chunk's bytes from a record that is held; whether they are right.
+
+    Args:
+        directory, location: of the record.
+        header: as it was written or found at start.
+        start: of the part; at 0 the record's page is read, too, and has to be the same still.
+        payload: the part, whole sections.
+
+    Raises:
+        StoreIOError: it can't be read.
+    """
+    if start:
+        directory.read(location, PAGE + start, [payload])
+        return are_sections_right(header, start, payload)
+    page = aligned_buffer(PAGE)
+    directory.read(location, 0, [page, payload])
+    return read_page(page) == header and are_sections_right(header, 0, payload)
+
+
+class RecordRead:
+    """The parts of one record that is read. Any thread.
+
+    Args:
+        parts: ranges of its bytes, from the beginning.
+        read: reads a range into memory; whether it is right.
+        arrived, ended: see ``ChunkRead``.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[int, int]],
+        read: Callable[[int, int], bool],
+        arrived: Callable[[int], None],
+        ended: Callable[[bool], None],
+    ) -> None:
+        self.parts = parts
+        self._read = read
+        self._arrived = arrived
+        self._ended = ended
+        self._are_there = [False] * len(parts)
+        self._num_left = len(parts)
+        self._has_failed = False
+        self._lock = threading.Lock()
+
+    def run(self, index: int) -> None:
+        """Read a part, unless another one has failed; once each."""
+        is_right = False
+        try:
+            is_right = not self._has_failed and self._read(*self.parts[index])
+        finally:
+            self._note(index, is_right)
+
+    def _note(self, index: int, is_right: bool) -> None:
+        with self._lock:
+            self._are_there[index] = is_right
+            self._has_failed |= not is_right
+            self._num_left -= 1
+            num_leading = (*self._are_there, False).index(False)
+            has_ended = not self._num_left
+        if has_ended:
+            self._ended(not self._has_failed)
+        elif num_leading > index:  # this part was the first that was missing
+            self._arrived(self.parts[num_leading - 1][1])

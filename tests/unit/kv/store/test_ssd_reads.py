@@ -1,0 +1,273 @@
+"""Chunks that come in from an SSD layer by layer: the beginning of all of them first, nothing that
+is not right."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from mooncake_hal.negotiation import Transports
+from mooncake_hal.registry import Registry
+from mooncake_hal.transport import EndpointOptions
+from mooncake_kv.store.chunk_store import Chunk, Residence, Tier
+from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
+from mooncake_kv.store.ssd_directory import SsdDirectory, SsdDirectoryConfig
+from mooncake_kv.store.ssd_reads import RecordRead
+from mooncake_kv.store.ssd_records import (
+    MAX_PARTS,
+    MAX_SECTIONS,
+    MIN_PART_BYTES,
+    MIN_SECTION_BYTES,
+    PAGE,
+    parts_to_read,
+    record_bytes,
+    section_bytes,
+)
+from mooncake_kv.store.ssd_tier import SsdConfig
+from mooncake_kv.store.store_client import StoreClient
+from mooncake_kv.store.store_service import StoreAddress, StoreService
+
+WAIT_S = 60
+SHORT_S = 0.05
+SECTION = max(MIN_SECTION_BYTES, MIN_PART_BYTES)
+NBYTES = 5 * SECTION - PAGE
+COUNT = 4
+
+
+def chunk(number):
+    parent = (number - 1).to_bytes(16, "big") if number else None
+    return Chunk(number.to_bytes(16, "big"), parent, number, NBYTES, 16)
+
+
+def content(number):
+    return np.random.default_rng(number).integers(0, 255, NBYTES, np.uint8).tobytes()
+
+
+KEYS = [chunk(number).key for number in range(COUNT)]
+
+
+class Reads:
+    """The reads of an SSD in their order; they wait for a gate, but those of records' beginnings
+    where that is said."""
+
+    def __init__(self, monkeypatch, *, beginning=True):
+        self.gate = threading.Event()
+        self.starts = []
+        read = SsdDirectory.read
+
+        def gated(directory, location, start, buffers):
+            self.starts.append((start, location.offset))
+            if start or not beginning:
+                assert self.gate.wait(WAIT_S)
+            read(directory, location, start, buffers)
+
+        monkeypatch.setattr(SsdDirectory, "read", gated)
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A store whose chunks are on its SSD and not in its memory."""
+    drive = SsdDirectoryConfig(tmp_path, 3 << 23, 1 << 23, min_free_bytes=0)
+    config = NodeStoreConfig(COUNT * (NBYTES + PAGE), ssd=SsdConfig((drive,)))
+    store = NodeStore(config)
+    user = store.open_user()
+    for number in range(COUNT):
+        put(store, user, chunk(number), content(number))
+        user.release(user.pin([chunk(number).key]).result())
+    await_level(store, lambda stats: stats.ssd_chunks == COUNT and not stats.num_pins)
+    others = [Chunk(bytes([99, number]), None, 0, NBYTES, 16) for number in range(COUNT)]
+    for other in others:
+        put(store, user, other, bytes(NBYTES))
+    user.drop([other.key for other in others])
+    assert user.probe(KEYS).result() == [Residence.SSD] * COUNT
+    user.close()
+    yield store
+    store.check_integrity()
+    store.close()
+
+
+def put(store, user, what, data):
+    (handle,) = user.reserve([what]).result()
+    view = store.memory.view(handle.offset, NBYTES)
+    view[:] = data
+    view.release()
+    assert user.commit([handle]).result() == [True]
+
+
+def await_level(store, holds):
+    deadline = time.monotonic() + WAIT_S
+    while not holds(store.stats()):
+        assert time.monotonic() < deadline, store.stats()
+        time.sleep(0.005)
+
+
+def is_right(store, handle, number, nbytes):
+    view = store.memory.view(handle.offset, nbytes)
+    try:
+        return bytes(view) == content(number)[:nbytes]
+    finally:
+        view.release()
+
+
+def test_the_beginning_of_all_chunks_is_there_while_nothing_else_is_read(store, monkeypatch):
+    reads, user = Reads(monkeypatch), store.open_user()
+    handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
+    assert [handle.tier for handle in handles] == [Tier.SSD] * COUNT
+    assert user.await_bytes(handles, 0).result(WAIT_S) == SECTION
+    assert all(is_right(store, h, number, SECTION) for number, h in enumerate(handles))
+    assert not any(is_right(store, h, n, NBYTES) for n, h in enumerate(handles)), "it is all there"
+    more = user.await_bytes(handles, SECTION)
+    time.sleep(SHORT_S)
+    assert not more.done()
+    assert [start for start, _ in reads.starts[:COUNT]] == [0] * COUNT
+    reads.gate.set()
+    assert SECTION < more.result(WAIT_S) <= NBYTES
+    there = more.result()
+    while there < NBYTES:
+        there = user.await_bytes(handles, there).result(WAIT_S)
+    assert all(is_right(store, h, number, NBYTES) for number, h in enumerate(handles))
+    assert user.release(handles).result() == [True] * COUNT
+    parts = [start for start, _ in sorted(reads.starts)]
+    assert parts == sorted([0, *(PAGE + n * SECTION for n in range(1, 5))] * COUNT)
+    stats = store.stats()
+    assert stats.ssd_read_bytes == COUNT * record_bytes(NBYTES)
+    assert (stats.num_ssd_hits, stats.num_misses) == (COUNT, 0)
+
+
+def test_a_reader_in_another_process_reads_what_has_come(store, monkeypatch):
+    reads = Reads(monkeypatch)
+    transports = Transports.open(Registry.discover(), EndpointOptions(secret=b"s"), wanted="shm")
+    service = StoreService.start(store, transports, StoreAddress("127.0.0.1", 0, b"s"))
+    client = StoreClient(StoreAddress("127.0.0.1", service.port, b"s"))
+    try:
+        assert client.await_store(WAIT_S)
+        handles = client.pin(KEYS, first_bytes=2 * SECTION).result(WAIT_S)
+        assert client.await_bytes(handles, 0).result(WAIT_S) == 2 * SECTION
+        more = client.await_bytes(handles, 2 * SECTION)
+        assert client.release(handles[:1]).result(WAIT_S) == [False], "it is not all there"
+        reads.gate.set()
+        assert more.result(WAIT_S) > 2 * SECTION
+        assert client.await_bytes(handles[1:], NBYTES - 1).result(WAIT_S) == NBYTES
+        assert client.release(handles[1:]).result(WAIT_S) == [True] * (COUNT - 1)
+    finally:
+        client.close()
+        service.close()
+        transports.close()
+
+
+@pytest.mark.parametrize("section", range(5))
+def test_a_flipped_bit_in_any_section_is_found_before_the_section_is_used(store, tmp_path, section):
+    (segment,) = tmp_path.glob("segment-*")
+    with segment.open("r+b") as file:
+        file.seek(PAGE + record_bytes(NBYTES) + PAGE + section * SECTION + 77)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 16]))
+    user = store.open_user()
+    handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
+    there = [0]
+    while (found := user.await_bytes(handles[1:2], there[-1]).result(WAIT_S)) > there[-1]:
+        there.append(found)
+    assert there[-1] <= section * SECTION
+    assert user.await_bytes([handles[0], *handles[2:]], NBYTES - 1).result(WAIT_S) == NBYTES
+    assert sorted(user.release(handles).result()) == [False, True, True, True]
+    assert store.stats().num_ssd_corrupt == 1
+    assert user.probe(KEYS).result().count(Residence.ABSENT) == 1
+
+
+def test_what_is_dropped_while_it_comes_in_is_not_found(store, monkeypatch):
+    reads, user = Reads(monkeypatch), store.open_user()
+    handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
+    more = user.await_bytes(handles, NBYTES - 1)
+    user.drop(KEYS[:1])
+    reads.gate.set()
+    assert more.result(WAIT_S) < NBYTES
+    assert user.release(handles[:1]).result() == [False]
+    assert user.probe(KEYS[:1]).result() == [Residence.ABSENT]
+
+
+def test_readers_that_leave_or_are_late_hold_nothing_up(store, monkeypatch):
+    """One leaves while its chunks come in, another one finds them; memory is nobody's then."""
+    reads, user, other = Reads(monkeypatch), store.open_user(), store.open_user()
+    user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
+    second = other.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
+    user.close()
+    assert other.await_bytes(second, 0).result(WAIT_S) == SECTION
+    reads.gate.set()
+    assert other.await_bytes(second, NBYTES - 1).result(WAIT_S) == NBYTES
+    assert other.release(second).result() == [True] * COUNT
+    assert store.stats().num_pins == 0
+    assert store.stats().ssd_read_bytes == COUNT * record_bytes(NBYTES), "one read served both"
+
+
+def test_news_of_a_load_that_has_ended_are_none_of_the_next_one(store, monkeypatch):
+    """A thread that was held up tells of bytes after its load has ended."""
+    with monkeypatch.context() as patch:
+        reads, user = Reads(patch), store.open_user()
+        handles = user.pin(KEYS[:1], first_bytes=SECTION).result(WAIT_S)
+        former = store._moves._loads[KEYS[0]]
+        reads.gate.set()
+        assert user.await_bytes(handles, NBYTES - 1).result(WAIT_S) == NBYTES
+    assert user.release(handles).result() == [True]
+    others = [Chunk(bytes([98, number]), None, 0, NBYTES, 16) for number in range(COUNT)]
+    for other in others:
+        put(store, user, other, bytes(NBYTES))
+    user.drop([other.key for other in others])
+    reads = Reads(monkeypatch, beginning=False)
+    handles = user.pin(KEYS[:1], first_bytes=SECTION).result(WAIT_S)
+    store._moves._arrived(former, NBYTES)
+    more = user.await_bytes(handles, 0)
+    time.sleep(SHORT_S)
+    assert not more.done()
+    reads.gate.set()
+    assert more.result(WAIT_S) > 0
+    assert user.await_bytes(handles, NBYTES - 1).result(WAIT_S) == NBYTES
+    assert is_right(store, handles[0], 0, NBYTES)
+    assert user.release(handles).result() == [True]
+
+
+def test_who_waits_for_a_drive_that_hangs_waits_for_a_bounded_time(store, monkeypatch):
+    reads, user = Reads(monkeypatch), store.open_user()
+    store._moves._load_timeout_s = 0.3
+    handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
+    assert user.await_bytes(handles, NBYTES - 1).result(WAIT_S) == 0
+    reads.gate.set()
+    user.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE, SECTION, NBYTES, 32 << 20, (84 << 20) + 1])
+@pytest.mark.parametrize("first_bytes", [-1, 1, 70_000, 1 << 20, 1 << 40])
+def test_parts_are_whole_sections_and_few(nbytes, first_bytes):
+    parts, section = parts_to_read(nbytes, first_bytes), section_bytes(nbytes)
+    assert parts[0][0] == 0
+    assert parts[0][1] >= min(first_bytes, nbytes)
+    assert [start for start, _ in parts[1:]] == [stop for _, stop in parts[:-1]]
+    assert 0 <= parts[-1][1] - nbytes < PAGE
+    assert all(start % section == 0 for start, _ in parts)
+    assert len(parts) <= MAX_PARTS + 1
+    assert parts_to_read(nbytes, None) == [(0, parts[-1][1])]
+    assert -(-nbytes // section) <= MAX_SECTIONS
+    assert all(stop - start >= MIN_PART_BYTES for start, stop in parts[1:-1])
+
+
+def test_parts_that_come_in_any_order_count_from_the_beginning():
+    seen, parts = [], [(0, 10), (10, 20), (20, 30), (30, 40)]
+    read = RecordRead(parts, lambda start, stop: True, seen.append, lambda ok: seen.append(ok))
+    for index in (1, 0, 3, 2):
+        read.run(index)
+    assert seen == [20, True]
+
+
+def test_after_a_part_that_is_wrong_no_other_is_read_and_the_end_comes_once():
+    read_ranges, ended = [], []
+
+    def read(start, stop):
+        read_ranges.append(start)
+        return start != 10
+
+    record = RecordRead([(0, 10), (10, 20), (20, 30)], read, lambda _: None, ended.append)
+    for index in (1, 0, 2):
+        assert not ended
+        record.run(index)
+    assert (read_ranges, ended) == ([10], [False])
