@@ -68,6 +68,8 @@ class Capabilities:
         native_latents: whether ``ops`` are also ``mooncake_hal.latents.NativeLatentOps``.
         max_graphs: how many a process may hold; None: as many as there is memory for.
         fused_experts: whether it is also a ``mooncake_hal.fused_experts.FusedExpertsBackend``.
+        fused_rope_writes: whether ``ops`` are also ``mooncake_hal.rope_writes.RopeWriteOps``; else
+            models call norms, rotation and the write one after the other.
         rounding: how its ops round where the contract leaves it open, as (what, how) in words;
             instances that exchange KV compare them, and say what differs.
     """
@@ -86,6 +88,7 @@ class Capabilities:
     rounding: tuple[tuple[str, str], ...] = ()
     moe_graphs: bool = True
     fused_experts: bool = False
+    fused_rope_writes: bool = False
 
 
 class Event(Protocol):

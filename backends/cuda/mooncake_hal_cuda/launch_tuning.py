@@ -172,6 +172,11 @@ class Tuning:
             return MatmulTile(height, 128, 64, 4, 4 if self._is_roomy else 3)
         return MatmulTile(height, 128, 64, 8, 3)
 
+    @property
+    def sampled_groups(self) -> int:
+        """Groups of logits that sampling looks at at once: what 16 warps keep in registers."""
+        return 128 if self._is_wide else 64
+
     def splitting(self, programs: int, min_tokens: int) -> Splitting:
         """Cut so that one sequence alone fills the device.
 

@@ -146,6 +146,7 @@ class Worker:
             self._groups.experts,
             fused,
             0 if fused is None else self._groups.least(fused.most_tokens, self._device),
+            self._backend.capabilities.fused_rope_writes,
         )
 
     def _make_balancer(self, plan: EnginePlan) -> ExpertBalancer | None:
@@ -161,7 +162,13 @@ class Worker:
         draft, speculation = plan.draft, plan.config.speculation
         if draft is None or speculation is None or speculation.model is None:
             return None
-        parallel = ParallelContext(self._backend.ops, self._device, plan.dtype, self._groups.stage)
+        parallel = ParallelContext(
+            self._backend.ops,
+            self._device,
+            plan.dtype,
+            self._groups.stage,
+            fused_rope_writes=self._backend.capabilities.fused_rope_writes,
+        )
         model = build_model(draft.model, parallel, draft.max_positions)
         load_weights(model, speculation.model, progress)
         return model

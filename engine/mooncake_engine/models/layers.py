@@ -18,6 +18,7 @@ from torch.nn.functional import embedding
 from mooncake_hal.backend import Communicator, Ops, ScaledKVOps
 from mooncake_hal.fused_experts import FusedExperts
 from mooncake_hal.latents import LatentOps, NativeLatentOps
+from mooncake_hal.rope_writes import ComposedRopeWrites, RopeWriteOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class ParallelContext:
         expert_slots: by layer, the expert in each slot; empty: every expert has one, in order.
         fused_experts: the backend's own ops for experts of all these ranks, if it has such.
         fused_most_tokens: of a rank in one call of them.
+        fused_rope_writes: whether the ops are also ``RopeWriteOps``.
     """
 
     ops: Ops
@@ -55,12 +57,18 @@ class ParallelContext:
     expert_communicator: Communicator | None = None
     fused_experts: FusedExperts | None = None
     fused_most_tokens: int = 0
+    fused_rope_writes: bool = False
 
     def attention_ops(self, layer: int) -> Ops:
         """The ops for what reads and writes that layer's KV."""
         if not self.kv_scales:
             return self.ops
         return cast(ScaledKVOps, self.ops).with_kv_scales(*self.kv_scales[layer])
+
+    def rope_write_ops(self, layer: int) -> RopeWriteOps:
+        """Norms, rotation and the write of a layer's KV: fused, or by the ops for each."""
+        ops = self.attention_ops(layer)
+        return cast(RopeWriteOps, ops) if self.fused_rope_writes else ComposedRopeWrites(ops)
 
     def latent_ops(self, layer: int) -> LatentOps:
         """The same for a layer's latents."""

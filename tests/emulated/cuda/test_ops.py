@@ -13,13 +13,22 @@ from mooncake_hal.testing.backends_data import Shape
 from mooncake_hal.testing.backends_experts import ExpertsSuite
 from mooncake_hal.testing.backends_latent import LatentSuite, latent_shape
 from mooncake_hal.testing.backends_ops import MakeCase, OpsSuite
+from mooncake_hal.testing.backends_rope_writes import RopeWritesSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 from mooncake_hal.testing.backends_sampling import SamplingSuite
 from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
 from mooncake_hal_cuda.launch_tuning import Tuning
 
 
-class TestKernels(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, SamplingSuite, ScaledKVSuite):
+class TestKernels(
+    OpsSuite,
+    RowsSuite,
+    ExpertsSuite,
+    LatentSuite,
+    RopeWritesSuite,
+    SamplingSuite,
+    ScaledKVSuite,
+):
     @pytest.fixture(scope="module")
     @staticmethod
     def backend() -> Backend:
