@@ -85,7 +85,7 @@ class RopeWritesSuite:
         self, backend: Backend, rope_case: MakeCase, dtype: str
     ) -> None:
         """The fused op and the backend's own ops one after the other agree, but where the order of
-        a norm's sum moves a rounded element by one step; values and unrotated rows to the bit."""
+        a norm's sum moves a rounded element by one step; values agree to the bit."""
         made, other = (rope_case(shape_for(backend, dtype), LENGTHS) for _ in range(2))
         check_rope_writes(
             rope_write_ops(backend), ComposedRopeWrites(backend.ops), made, other, has_norms=False
