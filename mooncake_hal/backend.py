@@ -70,6 +70,8 @@ class Capabilities:
         max_decodes_per_graph: sequences of the largest graph of decodes that pays; None: as many as
             run.
         fused_experts: whether it is also a ``mooncake_hal.fused_experts.FusedExpertsBackend``.
+        fused_rope_writes: whether ``ops`` are also ``mooncake_hal.rope_writes.RopeWriteOps``; else
+            models call norms, rotation and the write one after the other.
         rounding: how its ops round where the contract leaves it open, as (what, how) in words;
             instances that exchange KV compare them, and say what differs.
         quantization: how weights may be quantised that linear layers run on; with ``"fp8"``,
@@ -92,6 +94,7 @@ class Capabilities:
     moe_graphs: bool = True
     fused_experts: bool = False
     quantization: tuple[str, ...] = ()
+    fused_rope_writes: bool = False
 
 
 class Event(Protocol):

@@ -21,6 +21,7 @@ from mooncake_hal.backend import (
     ScaledKVOps,
 )
 from mooncake_hal.latents import NativeLatentOps
+from mooncake_hal.rope_writes import RopeWriteOps
 
 
 def breaches(backend: object) -> list[str]:
@@ -49,6 +50,8 @@ def _parts(capabilities: Capabilities) -> Iterator[tuple[str, type]]:
         yield "ops", ScaledKVOps
     if capabilities.native_latents:
         yield "ops", NativeLatentOps
+    if capabilities.fused_rope_writes:
+        yield "ops", RopeWriteOps
 
 
 def _breaches(part: str, held: object, protocol: type) -> Iterator[str]:

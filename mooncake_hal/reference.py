@@ -15,6 +15,7 @@ from mooncake_hal.backend import AttentionBatch, SamplingMetadata
 from mooncake_hal.backend_parts import quantised
 from mooncake_hal.fp8_linear import FP8_BLOCK, FP8_TINY, Fp8Weight
 from mooncake_hal.latents import LatentRows
+from mooncake_hal.rope_writes import ComposedRopeWrites, KVRows
 
 
 class ReferenceOps:
@@ -41,6 +42,17 @@ class ReferenceOps:
             key_scale, value_scale = self._kv_scales
             key_cache[block, offset] = quantised(key[token], key_scale, key_cache.dtype)
             value_cache[block, offset] = quantised(value[token], value_scale, value_cache.dtype)
+
+    def rope_and_write_kv(
+        self,
+        query: Tensor,
+        rows: KVRows,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        composed = ComposedRopeWrites(self)
+        return composed.rope_and_write_kv(query, rows, key_cache, value_cache, slot_mapping)
 
     def decode_attention(
         self,

@@ -36,6 +36,7 @@ from mooncake_hal.testing.backends_latent import LatentSuite
 from mooncake_hal.testing.backends_native_latents import NativeLatentsSuite
 from mooncake_hal.testing.backends_ops import OpsSuite
 from mooncake_hal.testing.backends_rank import SKIPPED
+from mooncake_hal.testing.backends_rope_writes import RopeWritesSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 from mooncake_hal.testing.backends_sampling import SamplingSuite
 from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
@@ -254,6 +255,7 @@ class BackendConformance(
     ExpertsSuite,
     LatentSuite,
     NativeLatentsSuite,
+    RopeWritesSuite,
     SamplingSuite,
     ScaledKVSuite,
     Fp8LinearSuite,

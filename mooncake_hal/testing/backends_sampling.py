@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,16 @@ from mooncake_hal.reference import sampling_shares
 VOCAB = 3000
 SLACK = 1e-6
 """Of a cumulative probability: where two tokens meet, either may be sampled."""
+UNIFORMS = torch.tensor([0.0, 0.2, 0.5, 0.999999], dtype=torch.float64)
+FILTERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_k": 50},
+    {"top_k": 2000},
+    {"top_p": 0.9},
+    {"min_p": 0.2},
+    {"top_k": 1000, "top_p": 0.8},
+    {"top_k": 20, "top_p": 0.95, "min_p": 0.05},
+)
 
 
 def make_sampling_metadata(
@@ -58,15 +68,68 @@ class SamplingSuite:
         logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(top_k)) * 3
         logits[:, 7] = logits.amax(1)
         logits[:, 100:200] = float("-inf")
-        uniforms = torch.tensor([0.0, 0.2, 0.5, 0.999999], dtype=torch.float64)
-        sampling_metadata = make_sampling_metadata(uniforms, 0.8, top_k, top_p, min_p)
+        sampling_metadata = make_sampling_metadata(UNIFORMS, 0.8, top_k, top_p, min_p)
+        self.check_sampled(backend, logits, sampling_metadata)
+
+    @pytest.mark.parametrize("knobs", FILTERS, ids=str)
+    def test_ties_at_the_edge_stay_in_together(
+        self, backend: Backend, knobs: dict[str, Any]
+    ) -> None:
+        """Few different logits, each of many tokens: every filter's edge is a tie."""
+        generator = torch.Generator().manual_seed(4)
+        logits = torch.randint(0, 40, (4, VOCAB), generator=generator) / 4
+        self.check_sampled(backend, logits, make_sampling_metadata(UNIFORMS, 1.0, **knobs))
+
+    @pytest.mark.parametrize("knobs", FILTERS, ids=str)
+    @pytest.mark.parametrize("vocab_size", [20_001, 151_936])
+    def test_flat_rows_of_large_vocabularies(
+        self, backend: Backend, knobs: dict[str, Any], vocab_size: int
+    ) -> None:
+        """Where filters leave tens of thousands of candidates, and where none stands out."""
+        logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(5))
+        logits[1] *= 1e-3
+        self.check_sampled(backend, logits, make_sampling_metadata(UNIFORMS[1:3], 1.0, **knobs))
+
+    @pytest.mark.parametrize("knobs", FILTERS, ids=str)
+    def test_rows_that_leave_little_to_choose(
+        self, backend: Backend, knobs: dict[str, Any]
+    ) -> None:
+        """One token that is not masked; fewer than top-k; one far above all; all alike."""
+        logits = torch.full((4, VOCAB), float("-inf"))
+        logits[0, 2222] = -3.0
+        logits[1, 5::250] = torch.linspace(-1, 1, 12)
+        logits[2] = 0.0
+        logits[2, 77] = 80.0
+        logits[3] = 1.5
+        sampling_metadata = make_sampling_metadata(UNIFORMS, 1.0, **knobs)
+        assert self.check_sampled(backend, logits, sampling_metadata)[[0, 2]].tolist() == [2222, 77]
+
+    def test_every_row_has_filters_of_its_own(self, backend: Backend) -> None:
+        """Greedy, unfiltered, narrow and wide ones in one batch."""
+        rows = 12
+        generator = torch.Generator().manual_seed(6)
+        logits = torch.randn(rows, VOCAB, generator=generator) * 4
+        sampling_metadata = SamplingMetadata(
+            torch.tensor([0.0, 0.7, 1.0, 2.5]).repeat(3),
+            torch.tensor([0, 1, 20, VOCAB - 1, VOCAB, 2 * VOCAB], dtype=torch.int32).repeat(2),
+            torch.tensor([1.0, 0.9, 0.5]).repeat(4),
+            torch.tensor([0.0, 0.0, 0.0, 0.1, 1.0, 0.0]).repeat_interleave(2),
+            torch.rand(rows, generator=generator, dtype=torch.float64),
+        )
+        self.check_sampled(backend, logits, sampling_metadata)
+
+    def check_sampled(
+        self, backend: Backend, logits: Tensor, sampling_metadata: SamplingMetadata
+    ) -> Tensor:
+        """The sampled tokens are those that the reference's shares say; they are returned."""
         found = self.sample(backend, logits, sampling_metadata)
-        shares = sampling_shares(logits, sampling_metadata)
-        rows = torch.arange(4)
+        shares, uniforms = sampling_shares(logits, sampling_metadata), sampling_metadata.uniforms
+        rows = torch.arange(len(logits))
         until = shares.cumsum(1)[rows, found]
         assert (shares[rows, found] > 0).all()
         assert (until > uniforms - SLACK).all()
         assert (until - shares[rows, found] <= uniforms + SLACK).all()
+        return found
 
     def test_no_temperature_takes_the_first_of_the_largest(self, backend: Backend) -> None:
         """Whatever the uniform number."""

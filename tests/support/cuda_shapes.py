@@ -12,6 +12,7 @@ from torch import Tensor
 from mooncake_hal.backend import AttentionBatch, SamplingMetadata
 from mooncake_hal.fp8_linear import Fp8Weight
 from mooncake_hal.latents import LatentRows
+from mooncake_hal.rope_writes import KVRows, QKNorms
 from mooncake_hal_cuda.cuda_ops import CudaOps
 from mooncake_hal_cuda.launch_tuning import Tuning
 from mooncake_hal_cuda.transports.device_copier import HOST, launch_copy
@@ -123,6 +124,16 @@ class Shapes:
         self.ops.gather_blocks(cache, ids, staging)
         self.ops.scatter_blocks(staging, cache, ids)
 
+    def rope_writes(self, heads: Heads) -> None:
+        """From projection to attention, with norms of queries and keys and without."""
+        cache, dim = self.cache(heads.kv, heads.dim), heads.dim
+        fused = self.new(4, heads.query + 2 * heads.kv, dim)
+        query, key, value = torch.split(fused, [heads.query, heads.kv, heads.kv], dim=1)
+        ids, table = self.new(4, dtype=torch.int64), self.new(4096, dim, dtype=torch.float32)
+        for norms in (None, QKNorms(self.new(dim), self.new(dim), 1e-6)):
+            rows = KVRows(key, value, ids, table, norms)
+            self.ops.rope_and_write_kv(query, rows, cache, cache, ids)
+
     def grouped(self, heads: Heads) -> None:
         """Decodes of short and long contexts, and prompts."""
         cache = self.cache(heads.kv, heads.dim)
@@ -163,11 +174,19 @@ class Shapes:
         return dense[:, :, 1].transpose(1, 2)
 
 
-def sample_rows(rows: int = 4, vocab_size: int = 128_256, device: str = "meta") -> None:
+_HOPPER = Tuning("sm_90", 132)
+
+
+def sample_rows(
+    rows: int = 4,
+    vocab_size: int = 128_256,
+    device: str = "meta",
+    tuning: Tuning = _HOPPER,
+) -> None:
     """Launch the sampling of tokens."""
     floats = torch.ones(rows, device=device)
     filters = SamplingMetadata(floats, floats.int(), floats, floats, floats.double())
-    CudaOps(Tuning("sm_90", 132)).sample(torch.zeros(rows, vocab_size, device=device), filters)
+    CudaOps(tuning).sample(torch.zeros(rows, vocab_size, device=device), filters)
 
 
 def copy_pieces(*, aligned: bool) -> None:

@@ -59,6 +59,7 @@ class CudaBackend:
             scheduler_resource="GPU",
             sampling=True,
             kv_dtypes=tuning.kv_dtypes,
+            fused_rope_writes=True,
             rounding=ROUNDING,
             quantization=tuning.quantization,
         )

@@ -15,22 +15,23 @@ from torch.nn import functional
 from mooncake_hal.backend import AttentionBatch, SamplingMetadata
 from mooncake_hal.fp8_linear import Fp8Weight
 from mooncake_hal.latents import LatentRows
+from mooncake_hal.rope_writes import KVRows
 from mooncake_hal_cuda import fp8_launch, moe_launch
 from mooncake_hal_cuda.attention_launch import AttentionCall, attend_latent, dense_rows
 from mooncake_hal_cuda.attention_libraries import OURS, GroupedAttention, LibraryChooser
 from mooncake_hal_cuda.kernels.copy_kernels import move_blocks
 from mooncake_hal_cuda.kernels.norm_rope_silu import rms_norm, rope, silu_mul
 from mooncake_hal_cuda.kernels.paged_cache import write_kv, write_latents
-from mooncake_hal_cuda.kernels.sampling_kernel import sample_tokens
+from mooncake_hal_cuda.kernels.sampling_kernel import GROUP, sample_tokens, summarise_slices
+from mooncake_hal_cuda.kv_write_launch import heads_together, launch_rope_writes
 from mooncake_hal_cuda.launch_tuning import WIDTH, Tuning, power_of_two
 
-_ROPE_ELEMENTS = 2048
 _MOVED_ELEMENTS = 4096
-_SAMPLED_ELEMENTS = 512
 
 
 class CudaOps:
-    """``Ops``, ``ScaledKVOps``, ``Fp8LinearOps`` and ``SamplingOps`` by Triton kernels.
+    """``Ops``, ``ScaledKVOps``, ``RopeWriteOps``, ``Fp8LinearOps`` and ``SamplingOps`` by Triton
+    kernels.
 
     Args:
         tuning: of the device that the process computes on.
@@ -80,6 +81,21 @@ class CudaOps:
             num_warps=4,
         )
 
+    def rope_and_write_kv(
+        self,
+        query: Tensor,
+        rows: KVRows,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        # queries are normed and rotated in place
+        query = dense_rows(query)
+        if len(query):
+            caches = (key_cache, value_cache)
+            launch_rope_writes(query, rows, caches, slot_mapping, self._kv_scales)
+        return query
+
     def decode_attention(
         self,
         query: Tensor,
@@ -121,7 +137,7 @@ class CudaOps:
         if tokens == 0:
             return query
         half, latent_dim = rope_dim // 2, latent_cache.shape[3]
-        together = _rotated_together(heads, half)
+        together = heads_together(heads, half)
         write_latents[(tokens, -(-heads // together) + 1)](
             query,
             compressed,
@@ -194,7 +210,7 @@ class CudaOps:
         tokens, heads, kv_heads = query.shape[0], query.shape[1], key.shape[1]
         if tokens == 0:
             return query, key
-        together = _rotated_together(heads, half)
+        together = heads_together(heads, half)
         rope[(tokens, -(-heads // together) + -(-kv_heads // together))](
             query,
             key,
@@ -260,23 +276,10 @@ class CudaOps:
 
     def sample(self, logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
         # by the inverse of the cumulative distribution in token order; ties stay in together
-        rows, vocab_size = logits.shape
         logits = dense_rows(logits)
-        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        if rows:
-            sample_tokens[(rows,)](
-                tokens,
-                logits,
-                sampling_metadata.temperatures,
-                sampling_metadata.top_ks,
-                sampling_metadata.top_ps,
-                sampling_metadata.min_ps,
-                sampling_metadata.uniforms,
-                vocab_size,
-                logits.stride(0),
-                WIDTH=_SAMPLED_ELEMENTS,
-                num_warps=8,
-            )
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        if len(tokens):
+            _sample(tokens, logits, sampling_metadata, self._tuning.sampled_groups)
         return tokens
 
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
@@ -290,9 +293,38 @@ class CudaOps:
         _move(staging, cache, None, block_ids)
 
 
-def _rotated_together(heads: int, half: int) -> int:
-    """Heads of one program, a power of two."""
-    return max(1, min(power_of_two(heads), _ROPE_ELEMENTS // power_of_two(half)))
+def _sample(
+    tokens: Tensor, logits: Tensor, sampling_metadata: SamplingMetadata, most_groups: int
+) -> None:
+    rows, vocab_size = logits.shape
+    device, groups = logits.device, min(most_groups, power_of_two(-(-vocab_size // GROUP)))
+    slices = -(-vocab_size // (groups * GROUP))
+    of_slices = torch.empty((rows, slices), device=device)
+    summary = (
+        torch.empty((rows, slices * groups), device=device),
+        of_slices,
+        torch.empty_like(of_slices, dtype=torch.float64),
+    )
+    sizes = (vocab_size, logits.stride(0))
+    summarise_slices[(slices, rows)](
+        *summary, logits, sampling_metadata.temperatures, *sizes, GROUPS=groups, num_warps=8
+    )
+    sample_tokens[(rows,)](
+        tokens,
+        logits,
+        *summary,
+        torch.empty((rows, 2, slices * groups), dtype=torch.int32, device=device),
+        sampling_metadata.temperatures,
+        sampling_metadata.top_ks,
+        sampling_metadata.top_ps,
+        sampling_metadata.min_ps,
+        sampling_metadata.uniforms,
+        *sizes,
+        SLICES=slices,
+        SLICES_PADDED=power_of_two(slices),
+        GROUPS=groups,
+        num_warps=16,
+    )
 
 
 def _normalise(

@@ -186,6 +186,11 @@ class Tuning:
             return MatmulTile(height, 64, FP8_BLOCK, 4, 5 if self._is_roomy else 4)
         return MatmulTile(height, 128, FP8_BLOCK, 8, 4 if self._is_roomy else 3)
 
+    @property
+    def sampled_groups(self) -> int:
+        """Groups of logits that sampling looks at at once: what 16 warps keep in registers."""
+        return 128 if self._is_wide else 64
+
     def splitting(self, programs: int, min_tokens: int) -> Splitting:
         """Cut so that one sequence alone fills the device.
 

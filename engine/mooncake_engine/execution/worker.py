@@ -149,6 +149,7 @@ class Worker:
             fused,
             0 if fused is None else self._groups.least(fused.most_tokens, self._device),
             quantization=_linear_quantization(plan.model, plan),
+            fused_rope_writes=self._backend.capabilities.fused_rope_writes,
         )
 
     def _make_balancer(self, plan: EnginePlan) -> ExpertBalancer | None:
@@ -170,6 +171,7 @@ class Worker:
             plan.dtype,
             self._groups.stage,
             quantization=_linear_quantization(draft.model, plan),
+            fused_rope_writes=self._backend.capabilities.fused_rope_writes,
         )
         model = build_model(draft.model, parallel, draft.max_positions)
         load_weights(model, speculation.model, progress)

@@ -27,6 +27,7 @@ from mooncake_engine.models.parallel_context import (
     share_heads,
 )
 from mooncake_hal.backend import AttentionBatch
+from mooncake_hal.rope_writes import KVRows, QKNorms
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
 """Queries, both planes of the cache, batch, scale: any attention of ``Ops``."""
@@ -54,6 +55,7 @@ class Attention:
         self, config: ModelConfig, parallel: ParallelContext, names: AttentionNames, layer: int
     ) -> None:
         self._ops = parallel.attention_ops(layer)
+        self._rope_writes = parallel.rope_write_ops(layer)
         self._layer = layer
         self._heads = heads = rank_heads(config, parallel)
         self._head_dim = dim = config.head_dim
@@ -93,11 +95,15 @@ class Attention:
         return AttentionWidths(self._heads.query_heads, self._head_dim, self._head_dim)
 
     def prepare(self, x: Tensor, tokens: TokenSlots) -> Tensor:
-        query, key, value = self._project(x)
-        query, key = self._ops.rope(query, key, tokens.positions, tokens.cos_sin)
+        heads = self._heads
+        projected = self._qkv(x).view(x.shape[0], -1, self._head_dim)
+        sizes = [heads.query_heads, heads.kv_heads, heads.kv_heads]
+        query, key, value = torch.split(projected, sizes, dim=1)
+        rows = KVRows(key, value, tokens.positions, tokens.cos_sin, self._qk_norms())
         key_cache, value_cache = tokens.kv[self._layer]
-        self._ops.write_kv(key, value, key_cache, value_cache, tokens.slot_mapping)
-        return query
+        return self._rope_writes.rope_and_write_kv(
+            query, rows, key_cache, value_cache, tokens.slot_mapping
+        )
 
     def attend(self, query: Tensor, context: ForwardContext) -> Tensor:
         kernels = (self._ops.decode_attention, self._ops.prefill_attention)
@@ -109,15 +115,11 @@ class Attention:
     def partial(self, attended: Tensor) -> Tensor:
         return self._output.partial(attended.reshape(attended.shape[0], -1))
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each ``[tokens, heads, head_dim]``, normed where asked."""
-        heads = self._heads
-        rows = self._qkv(x).view(x.shape[0], -1, self._head_dim)
-        sizes = [heads.query_heads, heads.kv_heads, heads.kv_heads]
-        query, key, value = torch.split(rows, sizes, dim=1)
-        if self._norms:
-            query, key = self._norms[0](query), self._norms[1](key)
-        return query, key, value
+    def _qk_norms(self) -> QKNorms | None:
+        if not self._norms:
+            return None
+        query, key = self._norms
+        return QKNorms(query.weight, key.weight, query.eps)
 
 
 def attend(

@@ -18,6 +18,7 @@ from torch.nn.functional import embedding
 from mooncake_hal.backend import Communicator, Ops, ScaledKVOps
 from mooncake_hal.fused_experts import FusedExperts
 from mooncake_hal.latents import LatentOps, NativeLatentOps
+from mooncake_hal.rope_writes import ComposedRopeWrites, RopeWriteOps
 
 
 class QuantizedWeight(Protocol):
@@ -79,6 +80,7 @@ class ParallelContext:
         fused_most_tokens: of a rank in one call of them.
         quantization: has the weights of linear layers that the checkpoint has quantised and the
             ops multiply so; None: all are dequantised as they are loaded.
+        fused_rope_writes: whether the ops are also ``RopeWriteOps``.
     """
 
     ops: Ops
@@ -95,12 +97,18 @@ class ParallelContext:
     fused_experts: FusedExperts | None = None
     fused_most_tokens: int = 0
     quantization: LinearQuantization | None = None
+    fused_rope_writes: bool = False
 
     def attention_ops(self, layer: int) -> Ops:
         """The ops for what reads and writes that layer's KV."""
         if not self.kv_scales:
             return self.ops
         return cast(ScaledKVOps, self.ops).with_kv_scales(*self.kv_scales[layer])
+
+    def rope_write_ops(self, layer: int) -> RopeWriteOps:
+        """Norms, rotation and the write of a layer's KV: fused, or by the ops for each."""
+        ops = self.attention_ops(layer)
+        return cast(RopeWriteOps, ops) if self.fused_rope_writes else ComposedRopeWrites(ops)
 
     def latent_ops(self, layer: int) -> LatentOps:
         """The same for a layer's latents."""

@@ -95,6 +95,16 @@ def test_blocks(generation: str, dtype: str, shapes: Shapes, model: str) -> None
 
 
 @pytest.mark.parametrize("model", GROUPED)
+def test_rope_writes(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
+    """Four launches in one, and every row is read and written 16 bytes at a time."""
+    with compiling(generation) as kernels:
+        shapes.rope_writes(GROUPED[model])
+    check(generation, kernels, {"rope_and_write_kv"})
+    assert len(kernels) == 2
+    assert {kernel.widest_access for kernel in kernels} == {16}
+
+
+@pytest.mark.parametrize("model", GROUPED)
 def test_grouped_attention(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
     with compiling(generation) as kernels:
         shapes.grouped(GROUPED[model])
@@ -127,10 +137,12 @@ def test_narrow_kv(generation: str, dtype: str) -> None:
         shapes = Shapes(ops, getattr(torch, dtype), block_size=block_size, kv_dtype=E4M3)
         with compiling(generation) as kernels:
             shapes.blocks(GROUPED["Llama-3-8B"])
+            shapes.rope_writes(GROUPED["Llama-3-8B"])
             for model in ("Llama-3-8B", "Qwen2.5-0.5B"):
                 shapes.grouped(GROUPED[model])
             shapes.latent(LATENT_HEADS["DeepSeek-V3"])
-        grouped = {"write_kv", "move_blocks", "paged_attention", "merge_splits"}
+        grouped = {"write_kv", "rope_and_write_kv", "move_blocks", "paged_attention"}
+        grouped.add("merge_splits")
         check(generation, kernels, grouped | {"write_latents", "latent_attention"})
         if dtype != "float32":
             check_overlap(kernels)
@@ -180,8 +192,13 @@ def test_spans_are_compiled_before_the_first_transfer(generation: str) -> None:
     assert len(kernels) == 2
 
 
-def test_drawing(generation: str) -> None:
-    """Sampling, over a large vocabulary."""
+@pytest.mark.parametrize("vocab_size", [128_256, 151_936])
+def test_drawing(generation: str, vocab_size: int) -> None:
+    """Sampling, over large vocabularies: logits are read 16 bytes at a time."""
     with compiling(generation) as kernels:
-        sample_rows()
-    check(generation, kernels, {"sample_tokens"})
+        sample_rows(vocab_size=vocab_size, tuning=Tuning(generation, GENERATIONS[generation]))
+    check(generation, kernels, {"summarise_slices", "sample_tokens"})
+    summary, sampling = kernels
+    assert summary.widest_access == sampling.widest_access == 16
+    assert summary.registers <= 64  # four programs per SM
+    assert sampling.registers <= 128  # of 16 warps: more would not launch

@@ -14,6 +14,7 @@ from mooncake_hal.testing.backends_experts import ExpertsSuite
 from mooncake_hal.testing.backends_fp8 import Fp8LinearSuite
 from mooncake_hal.testing.backends_latent import LatentSuite, latent_shape
 from mooncake_hal.testing.backends_ops import MakeCase, OpsSuite
+from mooncake_hal.testing.backends_rope_writes import RopeWritesSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 from mooncake_hal.testing.backends_sampling import SamplingSuite
 from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
@@ -25,6 +26,7 @@ class TestKernels(
     RowsSuite,
     ExpertsSuite,
     LatentSuite,
+    RopeWritesSuite,
     SamplingSuite,
     ScaledKVSuite,
     Fp8LinearSuite,

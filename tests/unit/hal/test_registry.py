@@ -177,10 +177,17 @@ def test_a_backend_of_an_older_contract_is_told_what_it_lacks(plugins: Plugins, 
 def test_a_promised_capability_is_looked_for(plugins: Plugins) -> None:
     backend = backend_named("bold")
     backend.capabilities = replace(
-        backend.capabilities, sampling=True, kv_dtypes=("float8_e4m3fn",), native_latents=True
+        backend.capabilities,
+        sampling=True,
+        kv_dtypes=("float8_e4m3fn",),
+        native_latents=True,
+        fused_rope_writes=True,
     )
     plugins.backend("bold", load=lambda: backend)
-    lacking = "no ops.sample; no ops.with_kv_scales; no ops.convert_latents; no ops.with_native_lat"
+    lacking = (
+        "no ops.sample; no ops.with_kv_scales; no ops.convert_latents; no ops.with_native_latents"
+    )
+    lacking += "; no ops.rope_and_write_kv"
     with pytest.raises(PluginError, match=lacking):
         plugins.discover().select_backend("bold")
 

@@ -1,20 +1,64 @@
 """Draws a token per row of logits within top-k, top-p and min-p, without sorting.
 
 Every filter is a threshold on how far a logit is below its row's largest. Such a distance is no
-negative float, so its bits order as integers do, and the threshold is found bit by bit: two more
-bits with each look at the row.
+negative float, so its bits order as integers do. ``summarise_slices`` reads a row once and leaves
+the largest logit of every group of 64. Only groups whose largest is near enough can hold a
+candidate; ``sample_tokens`` lists those, in token order, and searches the thresholds among them.
+Where a filter tells no group apart, as in flat distributions, all are listed: the result is the
+same, and takes longer.
 """
 
 import triton
 import triton.language as tl
 
+GROUP = 64
+"""Logits of a group: 256 bytes, read as one or not at all."""
+
+_GROUP: tl.constexpr = tl.constexpr(GROUP)
+_QUADS: tl.constexpr = tl.constexpr(GROUP // 4)
 _SMALLEST_TEMPERATURE: tl.constexpr = tl.constexpr(1e-5)
+_FARTHEST: tl.constexpr = tl.constexpr(0x7F7FFFFF)
+"""The largest finite distance: what is masked is never drawn."""
+_EVEN_ROUNDS: tl.constexpr = tl.constexpr(5)
+"""Rounds of a search that cut distances evenly; those after them cut their bits."""
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
+@triton.jit
+def summarise_slices(
+    maxima,  # [rows, slices * GROUPS] float32, of each group
+    slice_maxima,  # [rows, slices] float32
+    slice_masses,  # [rows, slices] float64, relative to the slice's largest
+    logits,  # [rows, vocab_size] float32
+    temperatures,  # [rows] float32
+    vocab_size,
+    row_stride,
+    GROUPS: tl.constexpr,
+):
+    """One program: GROUPS groups of one row."""
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    slices = tl.num_programs(0)
+    groups = tl.arange(0, GROUPS)
+    at = (part * GROUPS + groups)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    values = tl.load(logits + row * row_stride + at, mask=at < vocab_size, other=float("-inf"))
+    of_groups = tl.max(values, 1)
+    largest = tl.max(of_groups, 0)
+    reference = tl.where(largest == float("-inf"), 0.0, largest)
+    inverse = 1.0 / tl.maximum(tl.load(temperatures + row), _SMALLEST_TEMPERATURE)
+    masses = tl.sum(tl.exp(-((reference - values) * inverse)), 1)
+    tl.store(maxima + (row * slices + part) * GROUPS + groups, of_groups)
+    tl.store(slice_maxima + row * slices + part, largest)
+    tl.store(slice_masses + row * slices + part, tl.sum(masses.to(tl.float64), 0))
+
+
+@triton.jit
 def sample_tokens(
     tokens,  # [rows] int64
     logits,  # [rows, vocab_size] float32
+    maxima,  # of summarise_slices
+    slice_maxima,  # the same
+    slice_masses,  # the same
+    lists,  # [rows, 2, SLICES * GROUPS] int32, for ids of groups
     temperatures,  # [rows] float32; 0 takes the largest
     top_ks,  # [rows] int32; 0 is off
     top_ps,  # [rows] float32; 1 is off
@@ -22,113 +66,413 @@ def sample_tokens(
     uniforms,  # [rows] float64 in [0, 1)
     vocab_size,
     row_stride,
-    WIDTH: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICES_PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """One program: one row."""
     row = tl.program_id(0).to(tl.int64)
+    all_groups: tl.constexpr = SLICES * GROUPS
     logits += row * row_stride
-    top = _largest(logits, vocab_size, WIDTH)
+    maxima += row * all_groups
+    lists += row * 2 * all_groups
     temperature = tl.load(temperatures + row)
+    inverse = 1.0 / tl.maximum(temperature, _SMALLEST_TEMPERATURE)
+    top, masses = _merge_slices(slice_maxima, slice_masses, row, inverse, SLICES, SLICES_PADDED)
+    slices = tl.arange(0, SLICES_PADDED)
+    mass = tl.sum(masses, 0)
+
+    limit = tl.full([], _FARTHEST, tl.int32)
+    min_p = tl.load(min_ps + row)
+    if min_p > 0.0:
+        limit = tl.minimum(limit, (0.0 - tl.log(min_p)).to(tl.int32, bitcast=True))
     top_k = tl.load(top_ks + row)
     top_p = tl.load(top_ps + row)
-    min_p = tl.load(min_ps + row)
-    inverse = tl.maximum(temperature, _SMALLEST_TEMPERATURE)
-    limit = tl.full(
-        [], 0x7F7FFFFF, tl.int32
-    )  # the largest finite distance: what is masked is never drawn
-    if temperature == 0.0:
-        limit = tl.full([], 0, tl.int32)
-    else:
-        if min_p > 0.0:
-            limit = tl.minimum(limit, (0.0 - tl.log(min_p)).to(tl.int32, bitcast=True))
-        if (top_k > 0) & (top_k < vocab_size):
-            wanted = top_k.to(tl.float64)
-            found = _threshold(logits, top, inverse, limit, wanted, vocab_size, False, WIDTH)
-            limit = tl.minimum(limit, found)
-        if top_p < 1.0:
-            mass = _mass(logits, top, inverse, limit, vocab_size, WIDTH)
-            wanted = top_p.to(tl.float64) * mass
-            found = _threshold(logits, top, inverse, limit, wanted, vocab_size, True, WIDTH)
-            limit = tl.minimum(limit, found)
-    target = _mass(logits, top, inverse, limit, vocab_size, WIDTH) * tl.load(uniforms + row)
-    if temperature == 0.0:
-        target *= 0.0
-    token = _find(logits, top, inverse, limit, target, vocab_size, WIDTH)
+    top_k = tl.where((top_k < vocab_size) & (temperature != 0.0), top_k, 0)
+    top_p = tl.where(temperature != 0.0, top_p, 1.0)
+    limit = tl.where(temperature == 0.0, 0, limit)
+    listed = tl.full([], -1, tl.int32)
+    count = (vocab_size + _GROUP - 1) // _GROUP
+    begin = tl.full([], 0, tl.int32)
+    before = tl.full([], 0.0, tl.float64)
+    if (top_k > 0) | (top_p < 1.0) | (limit < _FARTHEST):
+        listed = tl.full([], 0, tl.int32)
+        limit, mass, count = _filter(
+            logits, vocab_size, maxima, lists, top, inverse, limit, mass, top_k, top_p,
+            SLICES * GROUPS, GROUPS,
+        )  # fmt: skip
+        target = tl.where(temperature == 0.0, 0.0, tl.load(uniforms + row) * mass)
+    else:  # the sums of slices say where
+        target = tl.load(uniforms + row) * mass
+        last = tl.max(tl.where(masses > 0.0, slices, 0), 0)
+        chosen = tl.min(tl.where(tl.cumsum(masses, 0) > target, slices, last), 0)
+        begin = chosen * GROUPS
+        before = tl.sum(tl.where(slices < chosen, masses, 0.0), 0)
+    token = _find(
+        logits, vocab_size, lists, listed, begin, count, top, inverse, limit, before, target, GROUPS
+    )
     tl.store(tokens + row, token.to(tl.int64))
 
 
 @triton.jit
-def _largest(logits, vocab_size, WIDTH: tl.constexpr):
-    best = tl.full([WIDTH], float("-inf"), tl.float32)
-    for begin in range(0, vocab_size, WIDTH):
-        at = begin + tl.arange(0, WIDTH)
-        values = tl.load(logits + at, mask=at < vocab_size, other=float("-inf"))
-        best = tl.maximum(best, values)
-    return tl.max(best, 0)
+def _merge_slices(
+    slice_maxima, slice_masses, row, inverse, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr
+):
+    """A row's largest logit, and what each slice weighs relative to it."""
+    slices = tl.arange(0, SLICES_PADDED)
+    at = row * SLICES + slices
+    largest = tl.load(slice_maxima + at, mask=slices < SLICES, other=float("-inf"))
+    top = tl.max(largest, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)  # all masked: all infinitely far
+    masses = tl.load(slice_masses + at, mask=slices < SLICES, other=0.0)
+    return top, masses * tl.exp(-((top - largest) * inverse))
 
 
 @triton.jit
-def _distances(logits, begin, top, inverse, vocab_size, WIDTH: tl.constexpr):
-    """How far the logits from ``begin`` on are below the largest, and the same as integers."""
-    at = begin + tl.arange(0, WIDTH)
-    values = tl.load(logits + at, mask=at < vocab_size, other=float("-inf"))
-    distance = (top - values) / inverse
-    return distance, distance.to(tl.int32, bitcast=True)
+def _filter(
+    logits,
+    vocab_size,
+    maxima,
+    lists,
+    top,
+    inverse,
+    limit,
+    mass,
+    top_k,
+    top_p,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """List the groups that may hold a candidate; within which distance these lie, what they weigh,
+    and how many groups are listed."""
+    is_cut = limit < _FARTHEST
+    top_p = top_p.to(tl.float64)
+    listed = tl.full([], 0, tl.int32)
+    near = _nearest_groups(
+        maxima, lists, top, inverse, limit, top_k, top_p * mass, top_k > 0,
+        (top_p < 1.0) & (limit == _FARTHEST), SIZE, GROUPS,
+    )  # fmt: skip
+    count = _list_groups(maxima, lists, top, inverse, near, SIZE, GROUPS)
+    if top_k > 0:
+        limit, _ = _threshold(
+            logits, vocab_size, lists, listed, count, top, inverse, tl.minimum(limit, near),
+            top_k.to(tl.float64), SIZE, False, GROUPS,
+        )  # fmt: skip
+    if (top_k > 0) | is_cut:
+        mass, _, _ = _sweep(
+            logits,
+            vocab_size,
+            lists,
+            listed,
+            count,
+            top,
+            inverse,
+            -1,
+            limit,
+            limit,
+            limit,
+            True,
+            GROUPS,
+        )
+    if top_p < 1.0:
+        wanted = top_p * mass
+        high = _farthest_needed(tl.minimum(limit, near), mass - wanted, vocab_size)
+        limit, mass = _threshold(
+            logits, vocab_size, lists, listed, count, top, inverse, high, wanted, SIZE, True, GROUPS
+        )
+    return limit, mass, count
 
 
 @triton.jit
-def _mass(logits, top, inverse, limit, vocab_size, WIDTH: tl.constexpr):
-    """What the tokens up to ``limit`` weigh together."""
-    total = tl.zeros([WIDTH], tl.float64)
-    for begin in range(0, vocab_size, WIDTH):
-        distance, key = _distances(logits, begin, top, inverse, vocab_size, WIDTH)
-        total += tl.where(key <= limit, tl.exp(-distance), 0.0).to(tl.float64)
-    return tl.sum(total, 0)
+def _nearest_groups(
+    maxima,
+    lists,
+    top,
+    inverse,
+    limit,
+    top_k,
+    wanted,
+    has_top_k,
+    has_top_p,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Within which distance the largest of a group that holds a candidate lies.
+
+    As soon as the largest of k groups are near enough, k tokens are; and where those of some groups
+    weigh as much as is wanted, so do the tokens that are no farther.
+    """
+    rows: tl.constexpr = (SIZE + _GROUP - 1) // _GROUP
+    near = limit
+    if has_top_k | has_top_p:
+        far, mass = _extent(maxima, SIZE, rows, top, inverse, limit, GROUPS)
+        if has_top_k:
+            found, reached = _threshold(
+                maxima, SIZE, lists, -1, rows, top, inverse, far, top_k.to(tl.float64), SIZE,
+                False, GROUPS,
+            )  # fmt: skip
+            near = tl.where(reached >= top_k, found, limit)
+        elif mass >= wanted:
+            high = _farthest_needed(far, mass - wanted, SIZE)
+            near, _ = _threshold(
+                maxima, SIZE, lists, -1, rows, top, inverse, high, wanted, SIZE, True, GROUPS
+            )
+    return near
+
+
+@triton.jit
+def _farthest_needed(limit, rest, size):
+    """A distance beyond which less than ``rest`` lies, with some room for rounding: none of
+    ``size`` tokens weighs more there than e to the power of minus it."""
+    rest = rest.to(tl.float32)
+    needed = tl.log(tl.maximum(size / rest, 1.0)) * 1.001 + 0.001
+    bits = tl.where(rest > 0.0, needed.to(tl.int32, bitcast=True), _FARTHEST)
+    return tl.minimum(limit, bits)
+
+
+@triton.jit
+def _quads(values, size, lists, listed, begin, count, top, inverse, GROUPS: tl.constexpr):
+    """Up to GROUPS groups, in fours: distances from ``top``, their bits, and where they are.
+
+    The groups are those from ``begin`` to ``count`` of the list at ``listed``; of all where that
+    is negative.
+    """
+    quads = tl.arange(0, GROUPS * _QUADS)
+    place = begin + quads // _QUADS
+    is_there = place < count
+    group = place
+    if listed >= 0:
+        group = tl.load(lists + listed + place, mask=is_there, other=0)
+    first = group * _GROUP + quads % _QUADS * 4
+    at = first[:, None] + tl.arange(0, 4)[None, :]
+    found = tl.load(values + at, mask=is_there[:, None] & (at < size), other=float("-inf"))
+    distances = (top - found) * inverse
+    return distances, distances.to(tl.int32, bitcast=True), at
+
+
+@triton.jit
+def _extent(values, size, count, top, inverse, limit, GROUPS: tl.constexpr):
+    """The largest distance that is within ``limit``, and what all of those weigh."""
+    far = tl.full([GROUPS * _QUADS], 0, tl.int32)
+    mass = tl.zeros([GROUPS * _QUADS], tl.float64)
+    for begin in range(0, count, GROUPS):
+        distances, keys, _ = _quads(values, size, values, -1, begin, count, top, inverse, GROUPS)
+        far = tl.maximum(far, tl.max(tl.where(keys <= limit, keys, 0), 1))
+        mass += tl.sum(tl.where(keys <= limit, tl.exp(-distances), 0.0), 1).to(tl.float64)
+    return tl.max(far, 0), tl.sum(mass, 0)
+
+
+@triton.jit
+def _sweep(
+    values,
+    size,
+    lists,
+    listed,
+    count,
+    top,
+    inverse,
+    low,
+    first,
+    second,
+    third,
+    WEIGHED: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """How many lie, or what they weigh, beyond ``low`` and within each of three distances.
+
+    Four at a time are summed in float32, those sums in float64.
+    """
+    one = tl.zeros([GROUPS * _QUADS], tl.float64)
+    two = tl.zeros([GROUPS * _QUADS], tl.float64)
+    three = tl.zeros([GROUPS * _QUADS], tl.float64)
+    for begin in range(0, count, GROUPS):
+        distances, keys, _ = _quads(values, size, lists, listed, begin, count, top, inverse, GROUPS)
+        ones = tl.full([GROUPS * _QUADS, 4], 1.0, tl.float32)
+        weights = tl.exp(-distances) if WEIGHED else ones
+        weights = tl.where(keys > low, weights, 0.0)
+        one += tl.sum(tl.where(keys <= first, weights, 0.0), 1).to(tl.float64)
+        two += tl.sum(tl.where(keys <= second, weights, 0.0), 1).to(tl.float64)
+        three += tl.sum(tl.where(keys <= third, weights, 0.0), 1).to(tl.float64)
+    return tl.sum(one, 0), tl.sum(two, 0), tl.sum(three, 0)
 
 
 @triton.jit
 def _threshold(
-    logits, top, inverse, limit, wanted, vocab_size, WEIGHED: tl.constexpr, WIDTH: tl.constexpr
+    values,
+    size,
+    lists,
+    listed,
+    count,
+    top,
+    inverse,
+    high,
+    wanted,
+    spare,
+    WEIGHED: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
-    """The smallest distance within which tokens up to ``limit`` number, or weigh, ``wanted``."""
-    found = tl.full([], 0, tl.int64)
-    for step in range(0, 16):
-        shift = 30 - 2 * step
-        low = tl.zeros([WIDTH], tl.float64)
-        middle = tl.zeros([WIDTH], tl.float64)
-        high = tl.zeros([WIDTH], tl.float64)
-        for begin in range(0, vocab_size, WIDTH):
-            distance, key = _distances(logits, begin, top, inverse, vocab_size, WIDTH)
-            weight = tl.full([WIDTH], 1.0, tl.float64)
-            if WEIGHED:
-                weight = tl.exp(-distance).to(tl.float64)
-            weight = tl.where(key <= limit, weight, 0.0)
-            # unsigned: the highest pair of bits has the sign's
-            place = (key.to(tl.uint32, bitcast=True) >> shift).to(tl.int64) - (found >> shift)
-            low += tl.where(place < 1, weight, 0.0)
-            middle += tl.where(place < 2, weight, 0.0)
-            high += tl.where(place < 3, weight, 0.0)
-        taken = (tl.sum(low, 0) < wanted).to(tl.int64)
-        taken += (tl.sum(middle, 0) < wanted).to(tl.int64)
-        taken += (tl.sum(high, 0) < wanted).to(tl.int64)
-        found = found + (taken << shift)
-    return tl.minimum(found, 0x7F7FFFFF).to(tl.int32)
+    """The smallest distance within which tokens number, or weigh, ``wanted``, and what they do.
+
+    It is ``high`` where even those within ``high`` don't. A list of groups too long for one look is
+    cut down, in ``lists`` at ``spare``, once few can hold it.
+    """
+    low = tl.full([], -1, tl.int32)
+    below = tl.full([], 0.0, tl.float64)
+    mass = tl.full([], -1.0, tl.float64)
+    rounds = 0
+    while (rounds < _EVEN_ROUNDS) & (high - low > 1):
+        near = tl.maximum(low, 0).to(tl.float32, bitcast=True)
+        step = (high.to(tl.float32, bitcast=True) - near) * 0.25
+        low, high, below, mass = _round(
+            values, size, lists, listed, count, top, inverse, low, high, below, mass, wanted,
+            (near + step).to(tl.int32, bitcast=True),
+            (near + 2.0 * step).to(tl.int32, bitcast=True),
+            (near + 3.0 * step).to(tl.int32, bitcast=True),
+            WEIGHED, GROUPS,
+        )  # fmt: skip
+        rounds += 1
+    if count > GROUPS:
+        count = _list_groups_between(
+            values, size, lists, listed, spare, count, top, inverse, low, high, GROUPS
+        )
+        listed = tl.full([], 0, tl.int32) + spare
+    while high - low > 1:
+        step = (high - low) // 4
+        low, high, below, mass = _round(
+            values, size, lists, listed, count, top, inverse, low, high, below, mass, wanted,
+            low + step, low + 2 * step, low + 3 * step,
+            WEIGHED, GROUPS,
+        )  # fmt: skip
+    if mass < 0.0:  # no round ended there
+        mass, _, _ = _sweep(
+            values, size, lists, listed, count, top, inverse, low, high, high, high, WEIGHED, GROUPS
+        )
+        mass += below
+    return high, mass
 
 
 @triton.jit
-def _find(logits, top, inverse, limit, target, vocab_size, WIDTH: tl.constexpr):
-    """The first token at which the running weight exceeds ``target``; at worst the last kept."""
-    before = tl.zeros([1], tl.float64)
-    chosen = vocab_size
-    last = 0
-    for begin in range(0, vocab_size, WIDTH):
-        distance, key = _distances(logits, begin, top, inverse, vocab_size, WIDTH)
-        at = begin + tl.arange(0, WIDTH)
-        is_kept = key <= limit
-        weight = tl.where(is_kept, tl.exp(-distance), 0.0).to(tl.float64)
-        running = before + tl.cumsum(weight, 0)
-        reached = tl.min(tl.where(is_kept & (running > target), at, vocab_size), 0)
-        chosen = tl.minimum(chosen, reached)
-        last = tl.maximum(last, tl.max(tl.where(is_kept, at, 0), 0))
-        before += tl.sum(weight, 0)
-    return tl.where(chosen < vocab_size, chosen, last)
+def _round(
+    values,
+    size,
+    lists,
+    listed,
+    count,
+    top,
+    inverse,
+    low,
+    high,
+    below,
+    mass,
+    wanted,
+    first,
+    second,
+    third,
+    WEIGHED: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Narrow a search from three places between its ends; at least by one."""
+    first = tl.minimum(tl.maximum(first, low + 1), high - 1)
+    second = tl.minimum(tl.maximum(second, first), high - 1)
+    third = tl.minimum(tl.maximum(third, second), high - 1)
+    one, two, three = _sweep(
+        values, size, lists, listed, count, top, inverse, low, first, second, third, WEIGHED, GROUPS
+    )
+    one += below
+    two += below
+    three += below
+    if one >= wanted:
+        high, mass = first, one
+    elif two >= wanted:
+        low, below, high, mass = first, one, second, two
+    elif three >= wanted:
+        low, below, high, mass = second, two, third, three
+    else:
+        low, below = third, three
+    return low, high, below, mass
+
+
+@triton.jit
+def _list_groups(maxima, lists, top, inverse, near, SIZE: tl.constexpr, GROUPS: tl.constexpr):
+    """List the groups whose largest is within ``near``; how many there are."""
+    width: tl.constexpr = GROUPS * _QUADS
+    count = tl.full([], 0, tl.int32)
+    for begin in range(0, SIZE, width):
+        groups = begin + tl.arange(0, width)
+        largest = tl.load(maxima + groups, mask=groups < SIZE, other=float("-inf"))
+        is_near = ((top - largest) * inverse).to(tl.int32, bitcast=True) <= near
+        count = _append(lists, groups, is_near, count)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _list_groups_between(
+    values, size, lists, listed, spare, count, top, inverse, low, high, GROUPS: tl.constexpr
+):
+    """List, at ``spare``, those groups of a list that have a token between two distances."""
+    found = tl.full([], 0, tl.int32)
+    for begin in range(0, count, GROUPS):
+        place = begin + tl.arange(0, GROUPS)
+        is_there = place < count
+        groups = place
+        if listed >= 0:
+            groups = tl.load(lists + listed + place, mask=is_there, other=0)
+        at = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        tokens = tl.load(values + at, mask=is_there[:, None] & (at < size), other=float("-inf"))
+        keys = ((top - tokens) * inverse).to(tl.int32, bitcast=True)
+        is_between = tl.max(((keys > low) & (keys <= high)).to(tl.int32), 1) > 0
+        found = _append(lists + spare, groups, is_between & is_there, found)
+    tl.debug_barrier()
+    return found
+
+
+@triton.jit
+def _append(lists, groups, is_wanted, count):
+    """Put the wanted ones behind the ``count`` that there are; how many there are then."""
+    until = tl.cumsum(is_wanted.to(tl.int32), 0)
+    tl.store(lists + count + until - 1, groups, mask=is_wanted)
+    return count + tl.sum(is_wanted.to(tl.int32), 0)
+
+
+@triton.jit
+def _find(
+    logits,
+    vocab_size,
+    lists,
+    listed,
+    begin,
+    count,
+    top,
+    inverse,
+    limit,
+    before,
+    target,
+    GROUPS: tl.constexpr,
+):
+    """The first token at which the running weight exceeds ``target``; at worst the last kept.
+
+    Args:
+        begin: the first group of the list that may hold it.
+        before: what the tokens of those before weigh.
+    """
+    last = tl.full([], -1, tl.int32)
+    chosen = tl.full([], -1, tl.int32)
+    while (begin < count) & (chosen < 0):
+        distances, keys, at = _quads(
+            logits, vocab_size, lists, listed, begin, count, top, inverse, GROUPS
+        )
+        is_kept = keys <= limit
+        weights = tl.where(is_kept, tl.exp(-distances), 0.0)
+        quads = tl.sum(weights, 1).to(tl.float64)
+        after = before + tl.sum(quads, 0)
+        last = tl.maximum(last, tl.max(tl.max(tl.where(is_kept, at, -1), 1), 0))
+        if after > target:
+            rest = (target - before - (tl.cumsum(quads, 0) - quads)).to(tl.float32)
+            exceeds = tl.cumsum(weights, 1) > rest[:, None]
+            reached = tl.where(is_kept & exceeds, at, vocab_size)
+            first = tl.min(tl.min(reached, 1), 0)
+            chosen = tl.where(first < vocab_size, first, last)
+        before = after
+        begin += GROUPS
+    return tl.maximum(tl.where(chosen >= 0, chosen, last), 0)
