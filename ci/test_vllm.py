@@ -243,7 +243,7 @@ def check_pair(
         for url, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
             wait_until_healthy(url, instance_log(role), timeout_s)
         proxy = stack.enter_context(proxying(prefill, decode, pair.flow))
-        run = Run(str(pair), prefill, decode, proxy, wanted)
+        run = Run(pair, prefill, decode, proxy, wanted)
         for check in CHECKS[pair.flow]:
             check(run)
     return run.problems
@@ -276,7 +276,7 @@ def instance_log(role: str) -> Path:
 class Run:
     """A pair that serves, and what has been wrong with it so far."""
 
-    name: str
+    pair: Pair
     prefill: str
     decode: str
     proxy: str
@@ -290,13 +290,11 @@ class Run:
 
     def expect(self, what: str, found: object, wanted: object) -> None:
         """Say whether something is as wanted."""
-        same = found == wanted
-        print(f"{self.name:13} {what:34} {'ok' if same else 'WRONG'}", flush=True)
+        same, name = found == wanted, str(self.pair)
+        print(f"{name:13} {what:34} {'ok' if same else 'WRONG'}", flush=True)
         if not same:
             print(f"{'':13} wanted {wanted!r:.200}\n{'':13} found  {found!r:.200}", flush=True)
-            self.problems.append(
-                f"{self.name} {what}: wanted {wanted!r:.200}, found {found!r:.200}"
-            )
+            self.problems.append(f"{name} {what}: wanted {wanted!r:.200}, found {found!r:.200}")
 
 
 def cases() -> dict[str, tuple[str, Json]]:
@@ -371,19 +369,19 @@ def through_a_sidecar(run: Run) -> None:
     answer = post(run.decode, COMPLETIONS, body | {"kv_transfer_params": params})
     run.expect("a sidecar's order of calls", token_ids(answer), wanted)
     run.expect("its KV was handed over", figure(run.decode, LOADS) - before, 1)
-    for url in (run.prefill, run.decode):
-        found = {name for name in PICKED if has_one_gauge(url, name)}
+    for url, size in ((run.prefill, run.pair.prefill), (run.decode, run.pair.decode)):
+        found = {name for name in PICKED if num_gauges(url, name) == size.dp}
         run.expect("an endpoint picker's gauges", found, {*PICKED})
-        [info] = [line for line in metrics(url) if line.startswith(f"{PICKED_INFO}{{")]
-        labels = {name for name in ("block_size", "num_gpu_blocks") if f'{name}="' in info}
-        run.expect("its facts of the cache", labels, {"block_size", "num_gpu_blocks"})
+        infos = [line for line in metrics(url) if line.startswith(f"{PICKED_INFO}{{")]
+        has_labels = ['block_size="' in info and 'num_gpu_blocks="' in info for info in infos]
+        run.expect("its facts of the cache", has_labels, [True] * size.dp)
 
 
-def has_one_gauge(url: str, name: str) -> bool:
-    """Whether a /metrics page has that gauge, and one series of it."""
+def num_gauges(url: str, name: str) -> int:
+    """How many series a gauge of a /metrics page has, one per data-parallel rank."""
     lines = metrics(url)
     series = [line for line in lines if line.partition("{")[0].partition(" ")[0] == name]
-    return f"# TYPE {name} gauge" in lines and len(series) == 1
+    return len(series) if f"# TYPE {name} gauge" in lines else 0
 
 
 def metrics(url: str) -> list[str]:
