@@ -50,6 +50,7 @@ from vllm_requests import (
     post,
     token_ids,
     tokens,
+    until_equal,
     until_zero,
 )
 from vllm_serving import (
@@ -67,8 +68,11 @@ from vllm_up_check import check_up
 LENGTHS = (1, 20, 127, 128, 129, 256, 300, 1000)
 """Of prompts: vLLM's blocks on a CPU have 128 tokens."""
 NUM_AT_ONCE = 16
+PATIENCE_S = 120.0
+"""For a transfer: where others work, too, a worker that got no processor once stood for 30 s."""
 PUSH_FAILURES = "vllm:mooncake_hal_push_failures_total"
 BYTES_SENT = "vllm:mooncake_hal_bytes_sent_total"
+BYTES_RECEIVED = "vllm:mooncake_hal_bytes_received_total"
 LOADS = "vllm:mooncake_hal_loads_total"
 PICKED = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
 PICKED_INFO = "vllm:cache_config_info"
@@ -239,7 +243,7 @@ def check_pair(
         for url, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
             wait_until_healthy(url, instance_log(role), timeout_s)
         proxy = stack.enter_context(proxying(prefill, decode, pair.flow))
-        run = Run(str(pair), prefill, decode, proxy, wanted)
+        run = Run(pair, prefill, decode, proxy, wanted)
         for check in CHECKS[pair.flow]:
             check(run)
     return run.problems
@@ -252,7 +256,7 @@ def instance(
     """A vLLM with our connector; its URL. Not necessarily up yet."""
     with serving(
         python,
-        transfer_config(role, flow, transports),
+        transfer_config(role, flow, transports, transfer_timeout_seconds=PATIENCE_S),
         cores(0 if role == "kv_producer" else 1, size.tp * size.pp * size.dp),
         instance_log(role),
         *(*size.words, "--max-num-batched-tokens", "256"),
@@ -272,7 +276,7 @@ def instance_log(role: str) -> Path:
 class Run:
     """A pair that serves, and what has been wrong with it so far."""
 
-    name: str
+    pair: Pair
     prefill: str
     decode: str
     proxy: str
@@ -286,13 +290,11 @@ class Run:
 
     def expect(self, what: str, found: object, wanted: object) -> None:
         """Say whether something is as wanted."""
-        same = found == wanted
-        print(f"{self.name:13} {what:34} {'ok' if same else 'WRONG'}", flush=True)
+        same, name = found == wanted, str(self.pair)
+        print(f"{name:13} {what:34} {'ok' if same else 'WRONG'}", flush=True)
         if not same:
             print(f"{'':13} wanted {wanted!r:.200}\n{'':13} found  {found!r:.200}", flush=True)
-            self.problems.append(
-                f"{self.name} {what}: wanted {wanted!r:.200}, found {found!r:.200}"
-            )
+            self.problems.append(f"{name} {what}: wanted {wanted!r:.200}, found {found!r:.200}")
 
 
 def cases() -> dict[str, tuple[str, Json]]:
@@ -367,19 +369,19 @@ def through_a_sidecar(run: Run) -> None:
     answer = post(run.decode, COMPLETIONS, body | {"kv_transfer_params": params})
     run.expect("a sidecar's order of calls", token_ids(answer), wanted)
     run.expect("its KV was handed over", figure(run.decode, LOADS) - before, 1)
-    for url in (run.prefill, run.decode):
-        found = {name for name in PICKED if has_one_gauge(url, name)}
+    for url, size in ((run.prefill, run.pair.prefill), (run.decode, run.pair.decode)):
+        found = {name for name in PICKED if num_gauges(url, name) == size.dp}
         run.expect("an endpoint picker's gauges", found, {*PICKED})
-        [info] = [line for line in metrics(url) if line.startswith(f"{PICKED_INFO}{{")]
-        labels = {name for name in ("block_size", "num_gpu_blocks") if f'{name}="' in info}
-        run.expect("its facts of the cache", labels, {"block_size", "num_gpu_blocks"})
+        infos = [line for line in metrics(url) if line.startswith(f"{PICKED_INFO}{{")]
+        has_labels = ['block_size="' in info and 'num_gpu_blocks="' in info for info in infos]
+        run.expect("its facts of the cache", has_labels, [True] * size.dp)
 
 
-def has_one_gauge(url: str, name: str) -> bool:
-    """Whether a /metrics page has that gauge, and one series of it."""
+def num_gauges(url: str, name: str) -> int:
+    """How many series a gauge of a /metrics page has, one per data-parallel rank."""
     lines = metrics(url)
     series = [line for line in lines if line.partition("{")[0].partition(" ")[0] == name]
-    return f"# TYPE {name} gauge" in lines and len(series) == 1
+    return len(series) if f"# TYPE {name} gauge" in lines else 0
 
 
 def metrics(url: str) -> list[str]:
@@ -430,8 +432,9 @@ def kv_was_pushed(run: Run) -> None:
     failures = figure(run.prefill, PUSH_FAILURES) - run.before[PUSH_FAILURES]
     run.expect("push failures", failures, 0)
     run.expect("load failures", figure(run.decode, "vllm:mooncake_hal_load_failures_total"), 0)
-    sent = figure(run.prefill, BYTES_SENT) - run.before[BYTES_SENT]
-    run.expect("bytes", figure(run.decode, "vllm:mooncake_hal_bytes_received_total"), sent)
+    received, before = figure(run.decode, BYTES_RECEIVED), run.before[BYTES_SENT]
+    sent = until_equal(run.prefill, BYTES_SENT, before + received) - before
+    run.expect("bytes", received, sent)
     run.expect("some bytes", sent > 0, True)
 
 

@@ -7,12 +7,11 @@ loads it within a step, takes that place.
 from __future__ import annotations
 
 import shutil
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from vllm_environment import CACHE, DidNotStart
-from vllm_pool_check import CHUNK, pool_config
+from vllm_pool_check import CHUNK, pool_config, until_saved
 from vllm_requests import figure, post, token_ids, until_zero
 from vllm_serving import (
     Json,
@@ -25,8 +24,6 @@ from vllm_serving import (
 
 FILES = CACHE / "vllm-example-connector"
 LOADS = "vllm:mooncake_hal_loads_total"
-POOL_SAVES = "vllm:mooncake_hal_pool_num_saves_total"
-SAVED_S = 60.0
 POOL_LOADS = "vllm:mooncake_hal_pool_num_loads_total"
 EXTERNAL = "vllm:external_prefix_cache_hits_total"
 ORDERS = (("pull", "pool"), ("pool", "pull"), ("pull", "example"))
@@ -103,13 +100,6 @@ def check_order(
                 problems.append(f"{name}: {case}: {found!r:.200}, parameters {params!r:.80}")
         problems += [f"{name}: {problem}" for problem in look(order, prefill, decode, len(cases))]
     return problems
-
-
-def until_saved(url: str, num_prompts: int) -> None:
-    """Wait until an instance has stored so many, or it takes too long."""
-    deadline = time.monotonic() + SAVED_S
-    while figure(url, POOL_SAVES) < num_prompts and time.monotonic() < deadline:
-        time.sleep(0.2)
 
 
 def multi_config(order: tuple[str, ...], role: str, pool: str) -> Json:

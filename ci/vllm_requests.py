@@ -85,9 +85,14 @@ def figure(url: str, name: str) -> float:
     return sum(float(found[2]) for line in lines if (found := pattern.match(line)))
 
 
-def until_zero(url: str, name: str) -> float:
-    """A gauge, once it is 0, or when that takes too long."""
+def until_equal(url: str, name: str, wanted: float) -> float:
+    """A figure, once it is as wanted, or when that takes too long: vLLM publishes with a step."""
     deadline = time.monotonic() + FREED_S
-    while (value := figure(url, name)) and time.monotonic() < deadline:
+    while (value := figure(url, name)) != wanted and time.monotonic() < deadline:
         time.sleep(0.5)
     return value
+
+
+def until_zero(url: str, name: str) -> float:
+    """A gauge, once it is 0, or when that takes too long."""
+    return until_equal(url, name, 0.0)

@@ -19,6 +19,9 @@ GAUGES = {
     "reservations": "Requests whose blocks are reserved for a peer's writes.",
     "pool_saves_under_way": "Requests whose blocks are kept until they are stored.",
 }
+ONE_SERVERS = {"multiprocess_mode": "mostrecent"}
+"""vLLM tells one of its API servers of a step, any of them, and publishes all servers' figures as
+one: counters are added, but a gauge is what the server has that was told last."""
 COUNTERS = {
     "leases_expired": "Prompts that were kept for a peer that did not read them in time.",
     "loads": "Prompts whose KV was to come from a peer.",
@@ -105,9 +108,9 @@ class HalPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {
             name: metric_types[kind](
-                name=f"{PREFIX}{name}", documentation=text, labelnames=labelnames
+                name=f"{PREFIX}{name}", documentation=text, labelnames=labelnames, **words
             )
-            for kind, table in ((Gauge, GAUGES), (Counter, COUNTERS))
+            for kind, table, words in ((Gauge, GAUGES, ONE_SERVERS), (Counter, COUNTERS, {}))
             for name, text in table.items()
             if name.startswith(POOL) is of_pool
         }

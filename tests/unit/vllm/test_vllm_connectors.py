@@ -191,7 +191,7 @@ def test_metrics_are_vllms_kinds(connectors: ModuleType) -> None:
     seen: list[tuple[str, str, float]] = []
 
     class Metric:
-        def __init__(self, name: str, documentation: str, labelnames: list[str]) -> None:
+        def __init__(self, name: str, documentation: str, labelnames: list[str], **_: str) -> None:
             self.name = name
 
         def labels(self, *values: object) -> Any:
@@ -209,13 +209,30 @@ def test_metrics_are_vllms_kinds(connectors: ModuleType) -> None:
     ]
 
 
+def test_a_gauge_is_what_the_api_server_that_was_told_last_has(connectors: ModuleType) -> None:
+    """vLLM tells one of its API servers of a step, any of them: what another one was told before
+    must not be added."""
+    modes: dict[str, dict[str, str]] = {"counter": {}, "gauge": {}}
+
+    def kind(name: str) -> Any:
+        def metric(**words: Any) -> None:
+            modes[name][words["name"]] = words.get("multiprocess_mode", "")
+
+        return metric
+
+    kinds = {name: kind(name) for name in modes}
+    connectors.HalPullConnector.build_prom_metrics(None, kinds, ["engine"], {0: ["0"]})
+    assert {*modes["gauge"].values()} == {"mostrecent"}
+    assert {*modes["counter"].values()} == {""}
+
+
 def test_a_connector_and_the_pools_publish_under_names_of_their_own(
     connectors: ModuleType,
 ) -> None:
     """vLLM's MultiConnector makes both, and Prometheus takes each name once."""
     names: list[str] = []
 
-    def metric(name: str, documentation: str, labelnames: list[str]) -> None:
+    def metric(name: str, documentation: str, labelnames: list[str], **_: str) -> None:
         names.append(name)
 
     kinds = {"counter": metric, "gauge": metric}
