@@ -11,10 +11,13 @@ from support.core_runs import random_prompt
 from support.pool_engine import CHUNK, POOL, SETTINGS, ask, engine, forget, two_turns
 from support.store_process import SECRET, StoreProcess
 
-from mooncake_engine.errors import ConfigError
+from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.models.catalog import kv_geometry, read_model_config
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling import pool_loads
+from mooncake_hal.errors import TransferError
 from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.errors import ConnectorDead, Fatal
 from mooncake_kv.pool import pool_stores
 from mooncake_kv.pool.pool_worker import PoolWorker, _RunningLoad
 from mooncake_kv.pool.step_progress import StepProgress
@@ -98,30 +101,54 @@ def test_a_step_that_begins_before_any_layer_is_there_waits_for_the_first(model,
     """No byte is read before the step wants the first layer; its tokens are right all the same."""
     with engine(model, None) as core:
         plain, _ = two_turns(core)
-    wanted, begun = threading.Event(), []
-    start, wait_for = PoolWorker._start, _RunningLoad.wait_for
+    begun, start = [], PoolWorker._start
 
     def start_late(self, plans, layers, moves, *, is_read):
-        if is_read:
-            begun.append(wanted.wait(20))
-            time.sleep(0.05)  # the step has looked for the layer, and waits
+        if is_read and not begun:
+            deadline = time.monotonic() + 20
+            while not moves._awaited and time.monotonic() < deadline:
+                time.sleep(0.001)
+            begun.append(dict(moves._awaited))
         return start(self, plans, layers, moves, is_read=is_read)
 
-    def tell(self, layer):
-        wanted.set()
-        wait_for(self, layer)
-
     monkeypatch.setattr(PoolWorker, "_start", start_late)
-    monkeypatch.setattr(_RunningLoad, "wait_for", tell)
-    name = "mooncake_engine.scheduling.pool_loads.layers_before_release"
-    monkeypatch.setattr(name, lambda *_: 0)
+    release_at_once(monkeypatch)
     with engine(model) as core:
         pooled, _ = two_turns(core)
         stats = core.stats().kv_pool
-    assert all(begun)
+    assert [list(awaited) for awaited in begun] == [[1]], "it waits for the first layer"
     assert pooled == plain
     assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
     assert stats.stalled_seconds > 0
+
+
+def release_at_once(monkeypatch):
+    """Steps begin before any layer is there, and loads have time on a busy machine, too."""
+    monkeypatch.setattr(pool_loads, "layers_before_release", lambda *_: 0)
+    monkeypatch.setattr(pool_loads, "MIN_PATIENCE_S", 60.0)
+
+
+def test_a_step_goes_on_when_its_load_can_be_ended_by_nobody_and_the_engine_dies(
+    model, monkeypatch
+):
+    with engine(model) as core:
+        two_turns(core)
+        forget(core)
+        start = PoolWorker._start
+
+        def fail(self, plans, layers, moves, *, is_read):
+            if is_read:
+                raise TransferError("the link is down")
+            return start(self, plans, layers, moves, is_read=is_read)
+
+        def stay(self):
+            raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, "the link does not answer")
+
+        monkeypatch.setattr(PoolWorker, "_start", fail)
+        monkeypatch.setattr(_RunningLoad, "drain", stay)
+        release_at_once(monkeypatch)
+        with pytest.raises(EngineDead, match="the link does not answer"):
+            ask(core, [random_prompt(1, 200)])
 
 
 def test_the_first_layer_is_loaded_while_an_ssd_reads_nothing_of_the_others(
