@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -17,13 +18,16 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling import pool_loads
 from mooncake_hal.errors import TransferError
 from mooncake_kv.config import KVTransferConfig
-from mooncake_kv.errors import ConnectorDead, Fatal
+from mooncake_kv.errors import ConnectorDead, Fatal, StoreIOError
 from mooncake_kv.pool import pool_stores
 from mooncake_kv.pool.pool_worker import PoolWorker, _RunningLoad
 from mooncake_kv.pool.step_progress import StepProgress
 from mooncake_kv.store import ssd_records
 from mooncake_kv.store.node_store import NodeStore
 from mooncake_kv.store.ssd_directory import SsdDirectory, SsdDirectoryConfig
+
+
+ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +93,8 @@ def test_a_layer_is_saved_while_those_after_it_are_computed(model, monkeypatch):
     monkeypatch.setattr(PoolWorker, "_start", start_and_tell)
     monkeypatch.setattr(StepProgress, "begin", begin_and_wait)
     prompt = random_prompt(5, 4 * CHUNK)
-    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     with engine(model) as core:
-        ask(core, [prompt], one)
+        ask(core, [prompt], ONE)
         stats = core.stats().kv_pool
     assert waited == [True]
     assert (stats.num_saved_chunks, stats.num_saves, stats.num_layerwise_saves) == (4, 1, 1)
@@ -156,7 +159,6 @@ def test_the_first_layer_is_loaded_while_an_ssd_reads_nothing_of_the_others(
 ):
     """An SSD gives the first layer of all chunks; what it has of the others it gives only when a
     rank has that layer."""
-    stores = small_drives(monkeypatch)
     first_layer, num_read, seen = threading.Event(), [], []
     read, arrived = SsdDirectory.read, _RunningLoad.arrived
 
@@ -172,27 +174,70 @@ def test_the_first_layer_is_loaded_while_an_ssd_reads_nothing_of_the_others(
             first_layer.set()
         arrived(self, stop)
 
-    prompt, other = random_prompt(5, 4 * CHUNK + 1), random_prompt(6, 4 * CHUNK + 1)
-    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    chunk_bytes = kv_geometry(read_model_config(model), torch.float32).token_bytes * CHUNK
-    drive = f"dram={4 * chunk_bytes},ssd={tmp_path}:4MiB,{SETTINGS}"
-    with engine(model, drive) as core:
-        plain, _ = ask(core, [prompt], one)
-        forget(core)
-        ask(core, [prompt], one)  # the second use: it goes to the SSD
-        await_chunks_on_ssd(stores[0], 4)
-        ask(core, [other], one)
-        forget(core)
+    with engine_with_prompt_on_ssd(model, monkeypatch, tmp_path) as (core, prompt, plain):
         before = core.stats().kv_pool
         monkeypatch.setattr(SsdDirectory, "read", read_late)
         monkeypatch.setattr(_RunningLoad, "arrived", tell)
-        pooled, cached = ask(core, [prompt], one)
+        pooled, cached = ask(core, [prompt], ONE)
         stats = core.stats().kv_pool.since(before)
     assert (pooled, cached) == (plain, [4 * CHUNK])
     assert seen[:1] == [0]
     assert len(num_read) >= 4
     assert stats.num_found_chunks["ssd"] == 4
     assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
+
+
+@pytest.mark.parametrize("fault", ["flipped", "refused"])
+def test_what_a_step_made_of_first_layers_is_not_used_when_a_later_one_comes_wrong(
+    model, monkeypatch, tmp_path, fault
+):
+    """The step has computed a layer on what came before the SSD fails."""
+    has_computed, faults = threading.Event(), []
+    read, wait_for = SsdDirectory.read, _RunningLoad.wait_for
+
+    def read_wrong(directory, location, start, buffers):
+        if start:
+            assert has_computed.wait(20)
+        read(directory, location, start, buffers)
+        if start and not faults:
+            faults.append(start)
+            if fault == "refused":
+                raise StoreIOError("an input/output error")
+            buffers[0][0] ^= 1
+
+    def tell(self, layer):
+        if layer:
+            has_computed.set()
+        wait_for(self, layer)
+
+    with engine_with_prompt_on_ssd(model, monkeypatch, tmp_path) as (core, prompt, plain):
+        before = core.stats().kv_pool
+        release_at_once(monkeypatch)
+        monkeypatch.setattr(SsdDirectory, "read", read_wrong)
+        monkeypatch.setattr(_RunningLoad, "wait_for", tell)
+        pooled, _ = ask(core, [prompt], ONE)
+        stats = core.stats().kv_pool.since(before)
+    assert pooled == plain
+    assert len(faults) == 1
+    assert (stats.num_loads, stats.num_failed_loads, stats.num_loaded_chunks) == (1, 1, 0)
+
+
+@contextmanager
+def engine_with_prompt_on_ssd(model, monkeypatch, tmp_path):
+    """An engine whose store has a prompt of four chunks and a token on its SSD alone, the prompt,
+    and its answer."""
+    stores = small_drives(monkeypatch)
+    prompt, other = random_prompt(5, 4 * CHUNK + 1), random_prompt(6, 4 * CHUNK + 1)
+    chunk_bytes = kv_geometry(read_model_config(model), torch.float32).token_bytes * CHUNK
+    drive = f"dram={4 * chunk_bytes},ssd={tmp_path}:4MiB,{SETTINGS}"
+    with engine(model, drive) as core:
+        plain, _ = ask(core, [prompt], ONE)
+        forget(core)
+        ask(core, [prompt], ONE)  # the second use: it goes to the SSD
+        await_chunks_on_ssd(stores[0], 4)
+        ask(core, [other], ONE)
+        forget(core)
+        yield core, prompt, plain
 
 
 def small_drives(monkeypatch):
@@ -221,18 +266,17 @@ def await_chunks_on_ssd(store, count):
 def test_what_came_from_another_store_is_copied_to_the_own_one_while_there_is_room(model, tmp_path):
     """A prompt comes from the other store once, and from the own one then."""
     prompts = [random_prompt(seed, 4 * CHUNK + 1) for seed in (7, 8)]
-    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     chunk_bytes = kv_geometry(read_model_config(model), torch.float32).token_bytes * CHUNK
     store = StoreProcess(tmp_path, "--dram", "64M")
     try:
         network = KVTransferConfig(secret=SECRET)
         elsewhere = f"connect=127.0.0.1:{store.port},{SETTINGS}"
         with engine(model, elsewhere, network) as core:
-            plain = [ask(core, [prompt], one)[0] for prompt in prompts]
+            plain = [ask(core, [prompt], ONE)[0] for prompt in prompts]
         with engine(model, f"dram={5 * chunk_bytes},{elsewhere}", network) as core:
             found = []
             for prompt in (prompts[0], prompts[0], prompts[1], prompts[0]):
-                answers, cached = ask(core, [prompt], one)
+                answers, cached = ask(core, [prompt], ONE)
                 assert (answers, cached) == (plain[prompts.index(prompt)], [4 * CHUNK])
                 forget(core)
                 found.append(dict(core.stats().kv_pool.num_found_chunks))
