@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import count
 
 from mooncake_kv.pool.pool_events import LoadRequest
 from mooncake_kv.store.chunk_store import ChunkStore, ReadHandle, Tier
@@ -70,7 +71,7 @@ async def pin_chunks(
     lease_s: float,
     first_bytes: int,
 ) -> PinnedChunks:
-    """Permission to read those of a load's chunks that there still are.
+    """Permission to read the leading ones of a load's chunks that there still are.
 
     Args:
         load: whose chunks.
@@ -92,4 +93,7 @@ async def pin_chunks(
         for position, handle in zip(wanted[number], granted, strict=True):
             if handle is not None:
                 handles[position] = (number, handle)
+    stop = next(p for p in count(load.first_chunk) if p not in handles)
+    behind = {p: handles.pop(p) for p in list(handles) if p > stop}
+    await PinnedChunks(stores, behind).release()  # of no use without the one before them
     return PinnedChunks(stores, handles)

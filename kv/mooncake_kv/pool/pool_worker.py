@@ -211,6 +211,8 @@ class PoolWorker:
             load.drain()
             self._forget_broken(order.runs, exc)
             raise
+        finally:
+            load.end()
 
     def _finish(
         self, load: _RunningLoad, stop: int, transfers: list[Transfer], release_after: int
@@ -336,7 +338,6 @@ class PoolWorker:
             error = f"it failed: {exc!r}"
         stalled_s = 0.0
         if isinstance(moves, _RunningLoad):
-            moves.end()
             stalled_s = moves.stalled_s
             with self._lock:
                 self._loads.pop(order_id, None)
@@ -369,6 +370,7 @@ class _RunningLoad(OrderTransfers):
         self._first_layer = first_layer
         self._num_in_store = 0 if order.are_arriving else NO_LAYER_AFTER
         self._has_ended = False
+        self._awaited: dict[int, float] = {}  # how many layers steps wait for, and since when
         self._changed = threading.Condition()
 
     def in_store(self, num_layers: int) -> None:
@@ -382,7 +384,7 @@ class _RunningLoad(OrderTransfers):
         waits.
 
         Raises:
-            TransferTimeout, TransferCancelled: it does not come.
+            TransferCancelled: it does not come.
         """
         start, stop = layers
         while start < stop:
@@ -394,11 +396,15 @@ class _RunningLoad(OrderTransfers):
             start = there
 
     def _await_store(self, layer: int) -> None:
+        left_s = max(self.deadline - time.monotonic(), 0.0)
         with self._changed:
-            while self._num_in_store <= layer and not self._is_cancelled:
-                self._changed.wait(self.time_left())
-        if self._is_cancelled:
-            raise TransferCancelled("nobody wants it any more")
+            self._changed.wait_for(
+                lambda: self._num_in_store > layer or self._is_cancelled, left_s
+            )
+            if self._is_cancelled:
+                raise TransferCancelled("nobody wants it any more")
+            if self._num_in_store <= layer:  # which is no fault of the connection
+                raise TransferCancelled("an SSD did not give its chunks in time")
 
     def cancel(self) -> None:
         super().cancel()
@@ -409,20 +415,30 @@ class _RunningLoad(OrderTransfers):
         """All layers before ``stop`` are there."""
         with self._changed:
             self.num_loaded = stop - self._first_layer
-            self._changed.notify_all()
+            self._wake()
 
     def end(self) -> None:
         """No step waits for it any more, whatever has come of it."""
         with self._changed:
             self._has_ended = True
-            self._changed.notify_all()
+            self._wake()
 
     def wait_for(self, layer: int) -> None:
         """Block until a layer is there, or the load has ended: it does within its deadline."""
         wanted = layer + 1 - self._first_layer
-        if self.num_loaded >= wanted or self._has_ended:
+        if self._is_there(wanted):
             return
-        began = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self.num_loaded >= wanted or self._has_ended)
-        self.stalled_s += time.monotonic() - began
+            if not self._is_there(wanted):
+                self._awaited.setdefault(wanted, time.monotonic())
+                self._changed.wait_for(lambda: self._is_there(wanted))
+
+    def _is_there(self, wanted: int) -> bool:
+        return self.num_loaded >= wanted or self._has_ended
+
+    def _wake(self) -> None:
+        """Count what steps have waited, here, since the load is reported before they run on."""
+        now = time.monotonic()
+        for wanted in [number for number in self._awaited if self._is_there(number)]:
+            self.stalled_s += now - self._awaited.pop(wanted)
+        self._changed.notify_all()

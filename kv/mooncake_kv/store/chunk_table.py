@@ -300,7 +300,7 @@ class ChunkTable:
 
     def drop(self, keys: Sequence[bytes], now: float) -> int:
         """Forget chunks, whoever reads them; returns how many were there."""
-        found = [self._index.get(key) for key in keys]
+        found = [self._index.get(key) for key in dict.fromkeys(keys)]
         ready = [e for e in found if e is not None and e.state is _READY]
         for entry in ready:
             self._evict(entry, "drop", now)

@@ -181,7 +181,9 @@ class TailFirstLRU:
             self._raise(oldest, youngest)
         # a sequence that is touched from its middle on takes those before along
         before = self._parents.get(keys[0]) if keys and keys[0] in self._older else None
-        while before is not None and before in self._older:
+        for _ in range(len(self._older)):  # no further, should a user's chunks follow each other
+            if before is None or before not in self._older:
+                break
             self._raise(before, before)
             before = self._parents.get(before)
 

@@ -84,15 +84,19 @@ class RecordRead:
         self._arrived = arrived
         self._ended = ended
         self._are_there = [False] * len(parts)
-        self._num_left = len(parts)
+        self._num_running = 0
         self._has_failed = False
         self._lock = threading.Lock()
 
     def run(self, index: int) -> None:
         """Read a part, unless another one has failed; once each."""
+        with self._lock:
+            if self._has_failed:  # what ran then has told of the end, or will
+                return
+            self._num_running += 1
         is_right = False
         try:
-            is_right = not self._has_failed and self._read(*self.parts[index])
+            is_right = self._read(*self.parts[index])
         finally:
             self._note(index, is_right)
 
@@ -100,9 +104,10 @@ class RecordRead:
         with self._lock:
             self._are_there[index] = is_right
             self._has_failed |= not is_right
-            self._num_left -= 1
+            self._num_running -= 1
             num_leading = (*self._are_there, False).index(False)
-            has_ended = not self._num_left
+            is_last = self._has_failed or all(self._are_there)
+            has_ended = is_last and not self._num_running
         if has_ended:
             self._ended(not self._has_failed)
         elif num_leading > index:  # this part was the first that was missing

@@ -161,13 +161,14 @@ class TierMoves:
         started = [self._read_of(key) for key in begun if key in self._loads]
         if first_bytes is not None:
             self._grant_early(request)
-        if request.missing:
+        is_granted = not request.missing  # else whoever ends its last load grants it
+        if not is_granted:
             self._requests.add(request)
 
         def begin() -> None:
             if started and self.tier is not None:
                 self.tier.read(started, first_bytes)
-            if not request.missing and not request.future.done():
+            if is_granted:
                 request.future.set_result(request.handles)
 
         return request.future, begin
@@ -302,9 +303,8 @@ class TierMoves:
         """The chunk that is to have more bytes; None if all have enough, or one won't."""
         while progress.num_seen < len(progress.handles):
             handle = progress.handles[progress.num_seen]
-            num_bytes = self._num_bytes(handle)
-            if num_bytes <= progress.beyond and self._comes(handle):
-                return handle.key
+            if self._num_bytes(handle) <= min(progress.beyond, handle.nbytes - 1):
+                return handle.key if self._comes(handle) else None
             progress.num_seen += 1
         return None
 

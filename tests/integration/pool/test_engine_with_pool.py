@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -11,16 +12,22 @@ from support.core_runs import random_prompt
 from support.pool_engine import CHUNK, POOL, SETTINGS, ask, engine, forget, two_turns
 from support.store_process import SECRET, StoreProcess
 
-from mooncake_engine.errors import ConfigError
+from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.models.catalog import kv_geometry, read_model_config
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling import pool_loads
+from mooncake_hal.errors import TransferError
 from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.errors import ConnectorDead, Fatal, StoreIOError
 from mooncake_kv.pool import pool_stores
 from mooncake_kv.pool.pool_worker import PoolWorker, _RunningLoad
 from mooncake_kv.pool.step_progress import StepProgress
 from mooncake_kv.store import ssd_records
 from mooncake_kv.store.node_store import NodeStore
 from mooncake_kv.store.ssd_directory import SsdDirectory, SsdDirectoryConfig
+
+
+ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +93,8 @@ def test_a_layer_is_saved_while_those_after_it_are_computed(model, monkeypatch):
     monkeypatch.setattr(PoolWorker, "_start", start_and_tell)
     monkeypatch.setattr(StepProgress, "begin", begin_and_wait)
     prompt = random_prompt(5, 4 * CHUNK)
-    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     with engine(model) as core:
-        ask(core, [prompt], one)
+        ask(core, [prompt], ONE)
         stats = core.stats().kv_pool
     assert waited == [True]
     assert (stats.num_saved_chunks, stats.num_saves, stats.num_layerwise_saves) == (4, 1, 1)
@@ -98,30 +104,54 @@ def test_a_step_that_begins_before_any_layer_is_there_waits_for_the_first(model,
     """No byte is read before the step wants the first layer; its tokens are right all the same."""
     with engine(model, None) as core:
         plain, _ = two_turns(core)
-    wanted, begun = threading.Event(), []
-    start, wait_for = PoolWorker._start, _RunningLoad.wait_for
+    begun, start = [], PoolWorker._start
 
     def start_late(self, plans, layers, moves, *, is_read):
-        if is_read:
-            begun.append(wanted.wait(20))
-            time.sleep(0.05)  # the step has looked for the layer, and waits
+        if is_read and not begun:
+            deadline = time.monotonic() + 20
+            while not moves._awaited and time.monotonic() < deadline:
+                time.sleep(0.001)
+            begun.append(dict(moves._awaited))
         return start(self, plans, layers, moves, is_read=is_read)
 
-    def tell(self, layer):
-        wanted.set()
-        wait_for(self, layer)
-
     monkeypatch.setattr(PoolWorker, "_start", start_late)
-    monkeypatch.setattr(_RunningLoad, "wait_for", tell)
-    name = "mooncake_engine.scheduling.pool_loads.layers_before_release"
-    monkeypatch.setattr(name, lambda *_: 0)
+    release_at_once(monkeypatch)
     with engine(model) as core:
         pooled, _ = two_turns(core)
         stats = core.stats().kv_pool
-    assert all(begun)
+    assert [list(awaited) for awaited in begun] == [[1]], "it waits for the first layer"
     assert pooled == plain
     assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
     assert stats.stalled_seconds > 0
+
+
+def release_at_once(monkeypatch):
+    """Steps begin before any layer is there, and loads have time on a busy machine, too."""
+    monkeypatch.setattr(pool_loads, "layers_before_release", lambda *_: 0)
+    monkeypatch.setattr(pool_loads, "MIN_PATIENCE_S", 60.0)
+
+
+def test_a_step_goes_on_when_its_load_can_be_ended_by_nobody_and_the_engine_dies(
+    model, monkeypatch
+):
+    with engine(model) as core:
+        two_turns(core)
+        forget(core)
+        start = PoolWorker._start
+
+        def fail(self, plans, layers, moves, *, is_read):
+            if is_read:
+                raise TransferError("the link is down")
+            return start(self, plans, layers, moves, is_read=is_read)
+
+        def stay(self):
+            raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, "the link does not answer")
+
+        monkeypatch.setattr(PoolWorker, "_start", fail)
+        monkeypatch.setattr(_RunningLoad, "drain", stay)
+        release_at_once(monkeypatch)
+        with pytest.raises(EngineDead, match="the link does not answer"):
+            ask(core, [random_prompt(1, 200)])
 
 
 def test_the_first_layer_is_loaded_while_an_ssd_reads_nothing_of_the_others(
@@ -129,7 +159,6 @@ def test_the_first_layer_is_loaded_while_an_ssd_reads_nothing_of_the_others(
 ):
     """An SSD gives the first layer of all chunks; what it has of the others it gives only when a
     rank has that layer."""
-    stores = small_drives(monkeypatch)
     first_layer, num_read, seen = threading.Event(), [], []
     read, arrived = SsdDirectory.read, _RunningLoad.arrived
 
@@ -145,27 +174,70 @@ def test_the_first_layer_is_loaded_while_an_ssd_reads_nothing_of_the_others(
             first_layer.set()
         arrived(self, stop)
 
-    prompt, other = random_prompt(5, 4 * CHUNK + 1), random_prompt(6, 4 * CHUNK + 1)
-    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    chunk_bytes = kv_geometry(read_model_config(model), torch.float32).token_bytes * CHUNK
-    drive = f"dram={4 * chunk_bytes},ssd={tmp_path}:4MiB,{SETTINGS}"
-    with engine(model, drive) as core:
-        plain, _ = ask(core, [prompt], one)
-        forget(core)
-        ask(core, [prompt], one)  # the second use: it goes to the SSD
-        await_chunks_on_ssd(stores[0], 4)
-        ask(core, [other], one)
-        forget(core)
+    with engine_with_prompt_on_ssd(model, monkeypatch, tmp_path) as (core, prompt, plain):
         before = core.stats().kv_pool
         monkeypatch.setattr(SsdDirectory, "read", read_late)
         monkeypatch.setattr(_RunningLoad, "arrived", tell)
-        pooled, cached = ask(core, [prompt], one)
+        pooled, cached = ask(core, [prompt], ONE)
         stats = core.stats().kv_pool.since(before)
     assert (pooled, cached) == (plain, [4 * CHUNK])
     assert seen[:1] == [0]
     assert len(num_read) >= 4
     assert stats.num_found_chunks["ssd"] == 4
     assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
+
+
+@pytest.mark.parametrize("fault", ["flipped", "refused"])
+def test_what_a_step_made_of_first_layers_is_not_used_when_a_later_one_comes_wrong(
+    model, monkeypatch, tmp_path, fault
+):
+    """The step has computed a layer on what came before the SSD fails."""
+    has_computed, faults = threading.Event(), []
+    read, wait_for = SsdDirectory.read, _RunningLoad.wait_for
+
+    def read_wrong(directory, location, start, buffers):
+        if start:
+            assert has_computed.wait(20)
+        read(directory, location, start, buffers)
+        if start and not faults:
+            faults.append(start)
+            if fault == "refused":
+                raise StoreIOError("an input/output error")
+            buffers[0][0] ^= 1
+
+    def tell(self, layer):
+        if layer:
+            has_computed.set()
+        wait_for(self, layer)
+
+    with engine_with_prompt_on_ssd(model, monkeypatch, tmp_path) as (core, prompt, plain):
+        before = core.stats().kv_pool
+        release_at_once(monkeypatch)
+        monkeypatch.setattr(SsdDirectory, "read", read_wrong)
+        monkeypatch.setattr(_RunningLoad, "wait_for", tell)
+        pooled, _ = ask(core, [prompt], ONE)
+        stats = core.stats().kv_pool.since(before)
+    assert pooled == plain
+    assert len(faults) == 1
+    assert (stats.num_loads, stats.num_failed_loads, stats.num_loaded_chunks) == (1, 1, 0)
+
+
+@contextmanager
+def engine_with_prompt_on_ssd(model, monkeypatch, tmp_path):
+    """An engine whose store has a prompt of four chunks and a token on its SSD alone, the prompt,
+    and its answer."""
+    stores = small_drives(monkeypatch)
+    prompt, other = random_prompt(5, 4 * CHUNK + 1), random_prompt(6, 4 * CHUNK + 1)
+    chunk_bytes = kv_geometry(read_model_config(model), torch.float32).token_bytes * CHUNK
+    drive = f"dram={4 * chunk_bytes},ssd={tmp_path}:4MiB,{SETTINGS}"
+    with engine(model, drive) as core:
+        plain, _ = ask(core, [prompt], ONE)
+        forget(core)
+        ask(core, [prompt], ONE)  # the second use: it goes to the SSD
+        await_chunks_on_ssd(stores[0], 4)
+        ask(core, [other], ONE)
+        forget(core)
+        yield core, prompt, plain
 
 
 def small_drives(monkeypatch):
@@ -194,18 +266,17 @@ def await_chunks_on_ssd(store, count):
 def test_what_came_from_another_store_is_copied_to_the_own_one_while_there_is_room(model, tmp_path):
     """A prompt comes from the other store once, and from the own one then."""
     prompts = [random_prompt(seed, 4 * CHUNK + 1) for seed in (7, 8)]
-    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     chunk_bytes = kv_geometry(read_model_config(model), torch.float32).token_bytes * CHUNK
     store = StoreProcess(tmp_path, "--dram", "64M")
     try:
         network = KVTransferConfig(secret=SECRET)
         elsewhere = f"connect=127.0.0.1:{store.port},{SETTINGS}"
         with engine(model, elsewhere, network) as core:
-            plain = [ask(core, [prompt], one)[0] for prompt in prompts]
+            plain = [ask(core, [prompt], ONE)[0] for prompt in prompts]
         with engine(model, f"dram={5 * chunk_bytes},{elsewhere}", network) as core:
             found = []
             for prompt in (prompts[0], prompts[0], prompts[1], prompts[0]):
-                answers, cached = ask(core, [prompt], one)
+                answers, cached = ask(core, [prompt], ONE)
                 assert (answers, cached) == (plain[prompts.index(prompt)], [4 * CHUNK])
                 forget(core)
                 found.append(dict(core.stats().kv_pool.num_found_chunks))

@@ -233,12 +233,15 @@ def test_a_store_that_can_not_be_says_why(started, tmp_path, case):
     assert "Traceback" not in done.stderr
 
 
-def test_an_operator_looks_into_a_store_and_drops(started):
+def test_an_operator_looks_into_a_store_and_drops(started, tmp_path):
     (metrics_port,) = free_range(1)
     options = ["--tenant-quota", "t=1M", "--eviction", "lru", "--metrics-port", metrics_port]
-    store = started(*options)
+    (tmp_path / "ssd").mkdir()
+    store = started(*options, "--ssd", f"{tmp_path / 'ssd'}:16M")
     rank = started.rank(store)
     assert rank.put([1, 2, 3]) == [True] * 3
+    assert rank.get([1, 2, 3]) == [True] * 3
+    await_ssd(rank, [1, 2, 3])
 
     def run(*words):
         command = [sys.executable, "-m", "mooncake_kv", *words, "--port", str(store.port)]
@@ -249,10 +252,13 @@ def test_an_operator_looks_into_a_store_and_drops(started):
     assert "mooncake_store_puts_total 3\n" in run("stats", "--prometheus").stdout
     with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=60) as page:
         assert b"mooncake_store_puts_total 3\n" in page.read()
-    lines = run("ls", "--tier", "dram").stdout.splitlines()
-    assert lines == [f"dram {chunk(n).key.hex()} 0 {CHUNK_BYTES} " for n in (1, 2, 3)]
+    for tier in ("dram", "ssd"):
+        lines = run("ls", "--tier", tier).stdout.splitlines()
+        assert lines == [f"{tier} {chunk(n).key.hex()} 0 {CHUNK_BYTES} " for n in (1, 2, 3)]
+    assert run("verify").stdout == "3 records are right, 0 were damaged and are forgotten\n"
     assert run("drop", "--key", chunk(2).key.hex()).stdout == "1 chunks dropped\n"
-    assert run("drop", "--all").stdout == "2 chunks dropped\n"
+    assert run("drop", "--all").stdout == "2 chunks dropped\n", "each is in two tiers"
+    assert run("ls").stdout == ""
     assert '"num_evicted": {\n    "drop": 3\n  }' in run("stats", "--json").stdout
 
 

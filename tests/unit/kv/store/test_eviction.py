@@ -42,6 +42,17 @@ def filled(name):
     return policy
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_users_that_name_no_sequence_harm_nobody(name):
+    """Chunks that follow each other or themselves, and batches that name one twice."""
+    policy = POLICIES[name]()
+    for item in (chunk("a", "b"), chunk("b", "a"), chunk("c", "c"), chunk("d")):
+        policy.add(item)
+    for batch in ([b"a"], [b"b", b"a", b"b"], [b"c"], [b"d", b"c", b"d", b"a", b"d"]):
+        policy.touch(batch)
+    assert set(policy.victims()) == {b"a", b"b", b"c", b"d"}
+
+
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [

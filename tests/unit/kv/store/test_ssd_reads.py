@@ -3,6 +3,7 @@ is not right."""
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,9 +25,10 @@ from mooncake_kv.store.ssd_records import (
     record_bytes,
     section_bytes,
 )
-from mooncake_kv.store.ssd_tier import SsdConfig
+from mooncake_kv.store.ssd_tier import SsdConfig, SsdTier
 from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_service import StoreAddress, StoreService
+from mooncake_kv.store.tier_moves import TierMoves
 
 WAIT_S = 60
 SHORT_S = 0.05
@@ -49,16 +51,16 @@ KEYS = [chunk(number).key for number in range(COUNT)]
 
 class Reads:
     """The reads of an SSD in their order; they wait for a gate, but those of records' beginnings
-    where that is said."""
+    where that is said, and but those of the record at ``free``."""
 
-    def __init__(self, monkeypatch, *, beginning=True):
+    def __init__(self, monkeypatch, *, beginning=True, free=0):
         self.gate = threading.Event()
         self.starts = []
         read = SsdDirectory.read
 
         def gated(directory, location, start, buffers):
             self.starts.append((start, location.offset))
-            if start or not beginning:
+            if (start or not beginning) and location.offset != free:
                 assert self.gate.wait(WAIT_S)
             read(directory, location, start, buffers)
 
@@ -75,7 +77,9 @@ def store(tmp_path):
     for number in range(COUNT):
         put(store, user, chunk(number), content(number))
         user.release(user.pin([chunk(number).key]).result())
-    await_level(store, lambda stats: stats.ssd_chunks == COUNT and not stats.num_pins)
+        is_written = partial(lambda count, stats: stats.ssd_chunks == count, number + 1)
+        await_level(store, is_written)  # one after the other: tests damage the one they mean
+    await_level(store, lambda stats: not stats.num_pins)
     others = [Chunk(bytes([99, number]), None, 0, NBYTES, 16) for number in range(COUNT)]
     for other in others:
         put(store, user, other, bytes(NBYTES))
@@ -187,6 +191,55 @@ def test_what_is_dropped_while_it_comes_in_is_not_found(store, monkeypatch):
     assert user.probe(KEYS[:1]).result() == [Residence.ABSENT]
 
 
+def test_who_waits_for_chunks_of_which_one_is_lost_does_not_wait_for_the_others(
+    store, tmp_path, monkeypatch
+):
+    (segment,) = tmp_path.glob("segment-*")
+    with segment.open("r+b") as file:
+        file.seek(PAGE)
+        file.write(bytes(PAGE))
+    reads, user = Reads(monkeypatch, free=PAGE), store.open_user()
+    handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
+    later = user.await_bytes(handles[1:], SECTION)
+    await_level(store, lambda stats: stats.num_ssd_corrupt)
+    assert user.await_bytes(handles, SECTION).result(WAIT_S) == 0
+    assert not later.done()
+    reads.gate.set()
+    assert later.result(WAIT_S) > SECTION
+    assert user.await_bytes(handles[1:], NBYTES - 1).result(WAIT_S) == NBYTES
+    assert user.release(handles).result() == [False, *[True] * (COUNT - 1)]
+
+
+def test_a_pin_that_is_granted_before_its_caller_has_it_is_granted_once(store, monkeypatch):
+    """All is read before ``pin`` returns; nobody else waits for longer then."""
+    has_returned, settled = threading.Event(), threading.Event()
+    finish, read = TierMoves._finish, SsdTier.read
+
+    def finish_late(moves, request):
+        answer = finish(moves, request)
+        settled.set()
+
+        def answer_late():
+            assert has_returned.wait(WAIT_S)
+            answer()
+
+        return answer_late
+
+    def read_and_wait(tier, wanted, first_bytes=None):
+        read(tier, wanted, first_bytes)
+        assert settled.wait(WAIT_S)
+
+    monkeypatch.setattr(TierMoves, "_finish", finish_late)
+    monkeypatch.setattr(SsdTier, "read", read_and_wait)
+    user = store.open_user()
+    pinned = user.pin(KEYS[:1])
+    assert not pinned.done()
+    has_returned.set()
+    (handle,) = pinned.result(WAIT_S)
+    assert is_right(store, handle, 0, NBYTES)
+    assert user.release([handle]).result() == [True]
+
+
 def test_readers_that_leave_or_are_late_hold_nothing_up(store, monkeypatch):
     """One leaves while its chunks come in, another one finds them; memory is nobody's then."""
     reads, user, other = Reads(monkeypatch), store.open_user(), store.open_user()
@@ -264,10 +317,15 @@ def test_after_a_part_that_is_wrong_no_other_is_read_and_the_end_comes_once():
 
     def read(start, stop):
         read_ranges.append(start)
+        if start == 20:  # while it runs, another one fails, and one is put off
+            record.run(1)
+            record.run(0)
+            assert not ended
         return start != 10
 
-    record = RecordRead([(0, 10), (10, 20), (20, 30)], read, lambda _: None, ended.append)
-    for index in (1, 0, 2):
-        assert not ended
-        record.run(index)
-    assert (read_ranges, ended) == ([10], [False])
+    parts = [(0, 10), (10, 20), (20, 30), (30, 40)]
+    record = RecordRead(parts, read, lambda _: None, ended.append)
+    record.run(2)
+    assert ended == [False]
+    record.run(3)
+    assert (read_ranges, ended) == ([20, 10], [False])
