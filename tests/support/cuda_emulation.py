@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,22 +17,24 @@ import triton
 from numpy.typing import NDArray
 from support.triton_interpreter import repair
 
-from mooncake_hal.backend import DeviceInfo
+from mooncake_hal.backend import DeviceInfo, GroupSpec
+from mooncake_hal.collectives import GroupFactory
 from mooncake_hal.host_copies import Addresses
 from mooncake_hal.native import compile_c
 from mooncake_hal.session.addressing import host_identity
 from mooncake_hal.transport import MemoryRegion
 from mooncake_hal.transports.staged.staged_transport import InnerTransport, StagedTransport
 from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
-from mooncake_hal_cpu.cpu_backend import CpuBackend
+from mooncake_hal_cpu.cpu_backend import CpuBackend, GlooCommunicator
 from mooncake_hal_cpu.cpu_device import CpuRuntime
-from mooncake_hal_cuda.cuda_backend import ROUNDING, TRANSPORTS
+from mooncake_hal_cuda.cuda_backend import ROUNDING, TRANSPORTS, OneShotCommunicator
 from mooncake_hal_cuda.cuda_ops import CudaOps
 from mooncake_hal_cuda.launch_tuning import Tuning
 from mooncake_hal_cuda.libcuda import CudaDriver
 from mooncake_hal_cuda.memory.cuda_memory import CudaMemory
 from mooncake_hal_cuda.memory.memory_kinds import DeviceSharing
 from mooncake_hal_cuda.memory.nvlink_domain import NvlinkFabric
+from mooncake_hal_cuda.one_shot_all_reduce import SmallAllReduce
 from mooncake_hal_cuda.transports import ipc_protocol
 from mooncake_hal_cuda.transports.cuda_host_copies import CudaHostCopies
 from mooncake_hal_cuda.transports.cuda_ipc import IpcTransport
@@ -51,6 +53,18 @@ class EmulatedRuntime(CpuRuntime):
         return (DEVICE,)
 
 
+class EmulatedCommunicator(OneShotCommunicator, GlooCommunicator):
+    """As on GPUs, with gloo for NCCL; ranks are processes that share the device's memory."""
+
+    def __init__(self, group: GroupSpec, generation: int, timeout_s: float | None = None) -> None:
+        super().__init__(group, generation)
+        self.small = SmallAllReduce(emulated_sharing(), timeout_s or group.timeout_s)
+
+    @property
+    def waited_s(self) -> Mapping[str, float]:
+        return {}
+
+
 class EmulatedBackend(CpuBackend):
     """Named as what it stands in for."""
 
@@ -62,6 +76,7 @@ def emulated_backend(processors: int = 132) -> EmulatedBackend:
     backend = device_without_kernels()
     tuning = Tuning(DEVICE.generation, processors)
     backend.ops = CudaOps(tuning)
+    backend._groups = GroupFactory(EmulatedCommunicator)
     backend.capabilities = replace(
         backend.capabilities,
         dtypes=DTYPES,

@@ -15,6 +15,7 @@ from mooncake_hal.latents import LatentRows
 from mooncake_hal.rope_writes import KVRows, QKNorms
 from mooncake_hal_cuda.cuda_ops import CudaOps
 from mooncake_hal_cuda.launch_tuning import Tuning
+from mooncake_hal_cuda.one_shot_all_reduce import OneShotAllReduce
 from mooncake_hal_cuda.transports.device_copier import HOST, launch_copy
 
 BLOCKS = 1024
@@ -187,6 +188,14 @@ def sample_rows(
     floats = torch.ones(rows, device=device)
     filters = SamplingMetadata(floats, floats.int(), floats, floats, floats.double())
     CudaOps(tuning).sample(torch.zeros(rows, vocab_size, device=device), filters)
+
+
+def sum_small(ranks: int, dtype: torch.dtype) -> None:
+    """Launch the all-reduce of small messages as the first of so many ranks, on no device."""
+    meta = torch.device("meta")
+    one_shot = OneShotAllReduce(0, [0] * ranks, meta, 60.0, lambda: None)
+    for elements in (8, 4096):
+        one_shot.run(torch.empty(elements, dtype=dtype, device=meta))
 
 
 def copy_pieces(*, aligned: bool) -> None:

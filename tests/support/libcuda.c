@@ -4,7 +4,8 @@
 // the order of calls and of their arguments is enforced, and that a device is current in the thread
 // that makes them; memory that nobody was given access to faults. EMULATED_CUDA_LACKS names what the
 // device can't do: vmm, fd, rdma, fabric; or what this process may not do, though the device's
-// attributes promise it: imex, pinning (memory for NICs), export. With peer there is a second device, out of its reach.
+// attributes promise it: imex, pinning (memory for NICs), export. With peer there is a second
+// device, out of its reach; with atomics one within it, joined by PCIe.
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <fcntl.h>
@@ -55,12 +56,16 @@ static CUresult finish(CUresult status) { return pthread_mutex_unlock(&lock), st
 // -- devices, contexts, streams -------------------------------------------------------------------
 
 CUresult cuInit(unsigned flags) { return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS; }
-static int devices(void) { return lacks("peer") ? 2 : 1; }
+static int devices(void) { return lacks("peer") || lacks("atomics") ? 2 : 1; }
 CUresult cuDeviceGetCount(int *count) { return *count = devices(), CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { return ordinal < 0 || ordinal >= devices() ? CUDA_ERROR_INVALID_DEVICE : (*device = ordinal, CUDA_SUCCESS); }
 // under the name that the library exports: the header maps to it from 13.0 on, and declares both before
 CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) { return memset(uuid, 7 + device, 16), CUDA_SUCCESS; }
 CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) { return *can = device != peer && !lacks("peer"), CUDA_SUCCESS; }
+CUresult cuDeviceGetP2PAttribute(int *value, CUdevice_P2PAttribute attribute, CUdevice device, CUdevice peer) {
+    if (attribute != CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED || device == peer || device >= devices() || peer >= devices()) return CUDA_ERROR_INVALID_VALUE;
+    return *value = !lacks("atomics"), CUDA_SUCCESS;
+}
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = (CUcontext)1, device >= devices() ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(CUcontext context) { return current = context, CUDA_SUCCESS; }
 CUresult cuCtxSynchronize(void) { return current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
@@ -405,6 +410,7 @@ long header_fact(const char *name) {
     FACT("POSIX_FILE_DESCRIPTOR", CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
     FACT("GPU_DIRECT_RDMA", CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
     FACT("FABRIC", CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED);
+    FACT("NATIVE_ATOMICS", CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED);
     FACT("HandleType.POSIX_FILE_DESCRIPTOR", CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     FACT("HandleType.FABRIC", CU_MEM_HANDLE_TYPE_FABRIC);
     return -1;

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from mooncake_hal.accelerator import AcceleratorRuntime
 from mooncake_hal.backend import Capabilities, Communicator, DeviceInfo, Graph, GroupSpec
-from mooncake_hal.collectives import DeviceCommunicator, GroupFactory, ProcessGroup
+from mooncake_hal.collectives import (
+    DeviceCommunicator,
+    GroupCommunicator,
+    GroupFactory,
+    ProcessGroup,
+)
 from mooncake_hal.errors import BackendUnavailable, CapabilityError
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal_cuda import cuda_env
@@ -22,6 +29,7 @@ from mooncake_hal_cuda.launch_tuning import Tuning
 from mooncake_hal_cuda.libcuda import CudaDriver
 from mooncake_hal_cuda.memory.cuda_memory import CudaMemory
 from mooncake_hal_cuda.memory.memory_kinds import DeviceSharing
+from mooncake_hal_cuda.one_shot_all_reduce import WAYS, SmallAllReduce
 
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
@@ -63,18 +71,42 @@ class CudaBackend:
             rounding=ROUNDING,
             quantization=tuning.quantization,
         )
-        self.memory = CudaMemory(DeviceSharing(CudaDriver()), devices)
-        self._groups = GroupFactory(NcclCommunicator)
+        sharing = DeviceSharing(CudaDriver())
+        self.memory = CudaMemory(sharing, devices)
+        way = cuda_env.all_reduce(WAYS)
+        self._groups = GroupFactory(partial(NcclCommunicator, sharing=sharing, way=way))
 
     def communicator(self, group: GroupSpec) -> Communicator:
         return self._groups.join(group)
 
 
-class NcclCommunicator(DeviceCommunicator):
-    """One rank of an NCCL group."""
+class OneShotCommunicator(GroupCommunicator):
+    """What sums small tensors over shared memory where all ranks can, and else as it would."""
 
-    def __init__(self, group: GroupSpec, generation: int) -> None:
+    small: SmallAllReduce
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x if self.small.reduce(self, x) else super().all_reduce(x)
+
+    def close(self) -> None:
+        self.small.close()
+        super().close()
+
+
+class NcclCommunicator(OneShotCommunicator, DeviceCommunicator):
+    """One rank of an NCCL group.
+
+    Args:
+        group, generation: see ``GroupCommunicator``.
+        sharing: the hardware, and how its memory is shared.
+        way: how small all-reduces run, one of ``WAYS``.
+    """
+
+    def __init__(
+        self, group: GroupSpec, generation: int, *, sharing: DeviceSharing, way: str
+    ) -> None:
         super().__init__(group, generation, _join, name="nccl", accelerator=torch.cuda)
+        self.small = SmallAllReduce(sharing, group.timeout_s, way)
 
 
 def _join(store: Store, group: GroupSpec) -> ProcessGroup:

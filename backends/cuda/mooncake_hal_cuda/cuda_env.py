@@ -33,6 +33,15 @@ def memory_kind(names: tuple[str, ...]) -> str:
     return _one_of("MOONCAKE_HAL_CUDA_MEMORY", names)
 
 
+def all_reduce(names: tuple[str, ...]) -> str:
+    """MOONCAKE_HAL_CUDA_ALL_REDUCE: how small all-reduces run, the first of ``names`` by default.
+
+    Raises:
+        HalError: it is none of them.
+    """
+    return _one_of("MOONCAKE_HAL_CUDA_ALL_REDUCE", names)
+
+
 def keep_kernels_in_project_cache() -> None:
     """Set TRITON_CACHE_DIR, if it is not set, to a folder beside our compiled helpers.
 

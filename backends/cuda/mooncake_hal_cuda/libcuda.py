@@ -33,6 +33,7 @@ _LAZY_PEER_ACCESS = 1
 _NON_BLOCKING = 1
 _WITHOUT_TIME = 2
 _FOR_EVERY_DEVICE = 3  # portable, and mapped
+NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class _IpcHandle(ctypes.Structure):
@@ -48,6 +49,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuDeviceGetUuid_v2": (c_ubyte * UUID_BYTES, c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetP2PAttribute": (POINTER(c_int), c_int, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(handle), c_int),
     "cuCtxSetCurrent": (handle,),
     "cuCtxSynchronize": (),
@@ -125,6 +127,14 @@ class CudaDriver:
         answer = c_int()
         devices = self.ordinal(index), self.ordinal(other)
         self.call("cuDeviceCanAccessPeer", byref(answer), *devices)
+        return bool(answer.value)
+
+    def has_atomics(self, index: int, other: int) -> bool:
+        """Whether atomic operations of a device on another one's memory are atomic there, as over
+        NVLink and not over PCIe."""
+        answer = c_int()
+        devices = self.ordinal(index), self.ordinal(other)
+        self.call("cuDeviceGetP2PAttribute", byref(answer), NATIVE_ATOMICS, *devices)
         return bool(answer.value)
 
     def memory_bytes(self) -> tuple[int, int]:

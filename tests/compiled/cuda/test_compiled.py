@@ -18,6 +18,7 @@ from support.cuda_shapes import (
     Shapes,
     copy_pieces,
     sample_rows,
+    sum_small,
 )
 
 from mooncake_hal_cuda.cuda_ops import CudaOps
@@ -36,6 +37,12 @@ TENSOR_COLUMNS = 512
 
 MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma", "sm_100": "tcgen05.mma"}
 
+
+REGISTERS = 64 << 10
+"""Of a processor."""
+
+PROGRAMS_PER_PROCESSOR = 2
+"""Of small all-reduces: 64 programs fit on every device that has 32 processors."""
 
 LATENT_PRODUCTS = (512 + 64) // 16 + 64 // 16
 """Of one group of four warps per 64 tokens: half of all scores, and half of all sums."""
@@ -190,6 +197,18 @@ def test_spans_are_compiled_before_the_first_transfer(generation: str) -> None:
         copy_pieces(aligned=True)
         copy_pieces(aligned=False)
     assert len(kernels) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_small_all_reduces(generation: str, dtype: str, ranks: int) -> None:
+    """Of all sizes by the same kernel, 16 bytes at a time; all programs of a rank run at once. One
+    rank is what compute-sanitizer looks at."""
+    with compiling(generation) as kernels:
+        sum_small(ranks, getattr(torch, dtype))
+    check(generation, kernels, {"one_shot_all_reduce"})
+    [kernel] = kernels
+    assert kernel.widest_access == 16
+    assert kernel.registers * 32 * kernel.warps * PROGRAMS_PER_PROCESSOR <= REGISTERS
 
 
 @pytest.mark.parametrize("vocab_size", [128_256, 151_936])

@@ -22,6 +22,7 @@ from mooncake_hal.negotiation import OpenedTransport, Transports
 from mooncake_hal.transport import EndpointOptions
 from mooncake_hal.transports.staged.staged_peer import StagingBuffer
 from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
+from mooncake_hal_cuda.libcuda import NATIVE_ATOMICS
 from mooncake_hal_cuda.memory import virtual_memory
 from mooncake_hal_cuda.memory.memory_kinds import MemoryKind
 from mooncake_hal_cuda.memory.virtual_memory import Attribute, HandleType, VirtualMemory
@@ -75,6 +76,7 @@ def test_numbers_are_those_of_the_header() -> None:
     assert all(attribute == header_fact(attribute.name) for attribute in Attribute)
     for kind in (HandleType.POSIX_FILE_DESCRIPTOR, HandleType.FABRIC):
         assert kind == header_fact(f"HandleType.{kind.name}")
+    assert header_fact("NATIVE_ATOMICS") == NATIVE_ATOMICS
 
 
 @pytest.mark.parametrize("nbytes", [1, 2 * MIB, 3 * MIB])
@@ -190,6 +192,21 @@ def test_staging_is_given_back_by_any_thread() -> None:
         thread.submit(copier.close).result()
         thread.submit(buffer.close).result()
     inner.close()
+
+
+@pytest.mark.parametrize(
+    ("lacks", "reason"),
+    [
+        ("peer", "cuda:0 has no peer access to cuda:1; see nvidia-smi topo"),
+        ("atomics", "no NVLink joins cuda:0 and cuda:1; see nvidia-smi topo"),
+    ],
+)
+def test_devices_without_atomics(monkeypatch: pytest.MonkeyPatch, lacks: str, reason: str) -> None:
+    monkeypatch.setenv("EMULATED_CUDA_LACKS", lacks)
+    sharing = emulated_sharing()
+    first, second = (sharing.driver.uuid(index) for index in (0, 1))
+    assert sharing.why_no_atomics(first, second) == reason
+    assert sharing.why_no_atomics(first, first) is None
 
 
 def test_without_a_channel_there_is_no_fabric() -> None:

@@ -8,6 +8,7 @@ import torch
 from support.cuda_shapes import EXPERTS, GROUPED, LATENT_HEADS, Shapes, sample_rows
 
 from mooncake_hal.backend import Backend
+from mooncake_hal_cuda.one_shot_all_reduce import BUFFER_BYTES, DTYPES, OneShotAllReduce
 from mooncake_hal_cuda.transports.device_copier import WITHIN, launch_copy
 
 pytestmark = pytest.mark.cuda
@@ -52,6 +53,19 @@ def test_narrow_kv(cuda: Backend) -> None:
 def test_drawing(cuda: Backend) -> None:
     sample_rows(device="cuda:0")
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_all_reduces(cuda: Backend, dtype: torch.dtype) -> None:
+    """Of a group of one, which meets itself: two calls of each of three sizes."""
+    buffer = cuda.memory.allocate(BUFFER_BYTES, 0)
+    start = buffer.region.address
+    one_shot = OneShotAllReduce(0, [start], torch.device("cuda:0"), 10.0, buffer.free)
+    for elements in (8, 20_000, 64) * 2:
+        x = torch.randn(elements, device="cuda:0").to(dtype)
+        expected = x.clone()
+        assert torch.equal(one_shot.run(x), expected)
+    one_shot.close()
 
 
 @pytest.mark.parametrize("nbytes", [4096, 4095])

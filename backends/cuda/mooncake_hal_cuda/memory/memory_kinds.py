@@ -186,6 +186,19 @@ class DeviceSharing:
             return None
         return f"cuda:{known[ours]} has no peer access to cuda:{known[theirs]}; see nvidia-smi topo"
 
+    def why_no_atomics(self, ours: bytes, theirs: bytes) -> str | None:
+        """Say why a device has no atomic operations on another one's memory, or None; by UUIDs."""
+        if theirs == ours:
+            return None
+        known = self._indices
+        if not {ours, theirs} <= known.keys():
+            return "CUDA_VISIBLE_DEVICES hides a peer's device, whose link can't be asked about"
+        if (reason := self.why_no_access(ours, theirs)) is not None:
+            return reason
+        if self.driver.has_atomics(known[ours], known[theirs]):
+            return None
+        return f"no NVLink joins cuda:{known[ours]} and cuda:{known[theirs]}; see nvidia-smi topo"
+
     @cached_property
     def _indices(self) -> dict[bytes, int]:
         """The devices' numbers by their UUIDs."""

@@ -1,0 +1,362 @@
+"""Small all-reduces by one kernel over memory that the ranks of one host map from each other.
+
+A library takes several kernels' worth of steps for what a decode sums, some ten KiB per layer. Here
+each rank copies its part into its own buffer, says so to all, waits for all, and reads everything:
+one exchange. Each reads as often as there are ranks, so that larger messages stay with NCCL.
+
+**Protocol.** Program p of a rank meets program p of the others and shares nothing with any other
+program. Its n-th all-reduce is its call n; ranks make the same calls in the same order, so that n
+is the same everywhere, whatever the sizes in between. In call n a program (1) writes its chunk to
+half n mod 2 of its own buffer, (2) adds 1 to the count of arrivals in every rank's buffer, which
+releases (1), (3) waits until the count in its own buffer is n times the number of ranks, which
+acquires, and (4) reads that half of every rank's buffer.
+
+*The count is a barrier.* While a rank has not arrived in call n, at most n - 1 of any count are
+its own, and n of each other rank's, as nobody adds for call n + 1 before passing call n. So the
+count is less than n times the ranks, and the first to pass call n can't do so before all have
+arrived. Who has passed sees all chunks: each addition releases what its rank had seen, through
+others too, and carries on those before it.
+
+*Two halves are enough.* A rank writes to half n mod 2 again in call n + 2, after it has passed
+call n + 1. All had arrived there by then, and each had read everything of call n before it did.
+
+``tests/unit/cuda/test_one_shot_protocol.py`` goes through all interleavings of small groups.
+
+**Graphs.** Calls are counted in the device's memory by the kernel: a replay goes on where the last
+call ended. Calls of one group must be ordered on the device, as those of NCCL on one stream.
+
+**A lost rank.** A program looks for the others a bounded number of times, for which it takes the
+group's timeout at least and a few times that at most; then the kernel ends with a message on
+standard error, ``all-reduce: a rank is lost``. The device is unusable for the process from then on:
+whatever waits for it raises, and the rank ends, as NCCL's watchdog ends one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from mooncake_hal.backend import Communicator
+from mooncake_hal.errors import DeviceError, HalError
+from mooncake_hal.session.addressing import host_identity
+from mooncake_hal_cuda.memory.memory_kinds import HANDLE_TYPES, DeviceSharing, MemoryKind
+from mooncake_hal_cuda.transports.ipc_peer import DescriptorMailbox, send_descriptor
+
+WAYS = ("auto", "nccl")
+"""What MOONCAKE_HAL_CUDA_ALL_REDUCE may be."""
+MOST_RANKS = 8
+"""GPUs of one host whose pairs are all joined; reading from more would take too long."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CHUNK_BYTES = 8 << 10
+"""Of a program: 16 bytes of each of 512 threads, so that all of a chunk is under way at once."""
+MOST_PROGRAMS = 64
+"""All must run at once, since each waits for one of every other rank. A processor has room for two
+at least, so that 32 processors would do; whatever else runs there ends without waiting for us."""
+MOST_BYTES = MOST_PROGRAMS * CHUNK_BYTES
+MOST_BYTES_OF_MANY = MOST_BYTES // 2
+"""With more than two ranks: seven others' 256 KiB take about 4 us over NVLink at 450 GB/s, less
+than what one exchange saves; with twice as much nothing would be left of it."""
+
+WORD_BYTES = 16
+_WARPS = 16
+_LINE_BYTES = 128
+_CALLS = MOST_PROGRAMS * _LINE_BYTES
+_HALVES = 2 * _CALLS
+BUFFER_BYTES = _HALVES + 2 * MOST_BYTES
+_POLLS_PER_SECOND = 5_000_000
+"""One takes at least a fifth of a microsecond: a read of L2 past L1, and two barriers."""
+_MAILBOX_SECONDS = 10.0
+_NOTICE_BYTES = 4096
+_LENGTH_BYTES = 4
+_MOST_OF_REASON = 500
+
+logger = logging.getLogger(__name__)
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """Where a rank runs.
+
+    Args:
+        host: see ``host_identity``.
+        device: UUID of its device.
+    """
+
+    host: str
+    device: bytes
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank can do.
+
+    Args:
+        refusal: why it can't take part; empty if it can.
+        mailboxes: by rank, (name, token) of what takes that rank's descriptor.
+    """
+
+    refusal: str = ""
+    mailboxes: tuple[tuple[str, bytes], ...] = ()
+
+
+Notice = TypeVar("Notice", Seat, Offer)
+
+
+class OneShotAllReduce:
+    """The small all-reduces of one rank, of a group in which all ranks can do the same.
+
+    Args:
+        rank: this process.
+        buffers: where each rank's buffer begins here.
+        device: of this rank.
+        timeout_s: how long to wait for the others at least.
+        release: gives everything back.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        buffers: Sequence[int],
+        device: torch.device,
+        timeout_s: float,
+        release: Callable[[], None],
+    ) -> None:
+        self._rank = rank
+        self._buffers = torch.tensor(buffers, dtype=torch.int64, device=device)
+        self._max_polls = int(timeout_s * _POLLS_PER_SECOND)
+        self._release = release
+        self.most_bytes = most_bytes(len(buffers))
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether ``run`` sums such tensors; depends on what is the same on every rank."""
+        return takes(x, self.most_bytes)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Enqueue the sum over all ranks on the current stream, in place; returns x."""
+        from mooncake_hal_cuda.kernels.all_reduce_kernel import one_shot_all_reduce
+
+        dense = x.contiguous()
+        if dense.data_ptr() % WORD_BYTES:
+            dense = dense.clone()
+        num_bytes = dense.numel() * dense.element_size()
+        world_size = len(self._buffers)
+        one_shot_all_reduce[(-(-num_bytes // CHUNK_BYTES),)](
+            dense,
+            self._buffers,
+            self._rank,
+            num_bytes // WORD_BYTES,
+            self._max_polls,
+            WORLD_SIZE=world_size,
+            WORLD_PADDED=1 << (world_size - 1).bit_length(),
+            WORD=WORD_BYTES // dense.element_size(),
+            CHUNK=CHUNK_BYTES // dense.element_size(),
+            LINE=_LINE_BYTES,
+            CALLS=_CALLS,
+            HALVES=_HALVES,
+            HALF_BYTES=MOST_BYTES,
+            num_warps=_WARPS,
+            debug=True,  # which device_assert needs
+            sanitize_overflow=False,  # and would bring along
+        )
+        return x if dense is x else x.copy_(dense)
+
+    def close(self) -> None:
+        """Wait for the device and unmap everything; call it once. Memory that others still read
+        lives on until they have unmapped it."""
+        try:
+            self._release()
+        except DeviceError as exc:
+            logger.warning("the buffers of all-reduces are left to the end of the process: %s", exc)
+
+
+class SmallAllReduce:
+    """Opens ``OneShotAllReduce`` at a group's first all-reduce, which is the same on all ranks and
+    comes before anything is captured; for what it does not take the caller has another way.
+
+    Args:
+        sharing: the hardware, and how its memory is shared.
+        timeout_s: see ``OneShotAllReduce``.
+        way: one of ``WAYS``.
+    """
+
+    def __init__(self, sharing: DeviceSharing, timeout_s: float, way: str = WAYS[0]) -> None:
+        self._sharing = sharing
+        self._timeout_s = timeout_s
+        self._way = way
+        self._is_decided = False
+        self._opened: OneShotAllReduce | None = None
+
+    def reduce(self, group: Communicator, x: Tensor) -> bool:
+        """Sum ``x`` over the group, in place, or return False."""
+        if not self._is_decided:
+            self._is_decided = True
+            self._opened = self._open(group, x.device)
+        if self._opened is None or not self._opened.takes(x):
+            return False
+        self._opened.run(x)
+        return True
+
+    def _open(self, group: Communicator, device: torch.device) -> OneShotAllReduce | None:
+        """Map all ranks' buffers if every rank can; else None on every rank, and why not is logged
+        by the first one."""
+        with ExitStack() as undo:
+            asked = "it was asked for (MOONCAKE_HAL_CUDA_ALL_REDUCE)" if self._way == "nccl" else ""
+            refusal, buffers = _Opening(group, self._sharing, device, undo).agree(asked)
+            if refusal:
+                if group.rank == 0:
+                    logger.warning("all-reduces of all sizes run on NCCL: %s", refusal)
+                return None
+            release = undo.pop_all().close
+        opened = OneShotAllReduce(group.rank, buffers, device, self._timeout_s, release)
+        if group.rank == 0:
+            logger.info(
+                "all-reduces of up to %d KiB are one exchange of %d ranks over shared memory",
+                opened.most_bytes >> 10,
+                group.world_size,
+            )
+        return opened
+
+    def close(self) -> None:
+        """Give the memory back; idempotent."""
+        opened, self._opened, self._is_decided = self._opened, None, True
+        if opened is not None:
+            opened.close()
+
+
+def most_bytes(world_size: int) -> int:
+    """Of a message among so many ranks."""
+    return MOST_BYTES if world_size == 2 else MOST_BYTES_OF_MANY
+
+
+def takes(x: Tensor, limit: int) -> bool:
+    """Whether the kernel sums such tensors: floating, whole words, at most ``limit`` bytes."""
+    num_bytes = x.numel() * x.element_size()
+    return x.dtype in DTYPES and 0 < num_bytes <= limit and num_bytes % WORD_BYTES == 0
+
+
+def why_not(sharing: DeviceSharing, rank: int, seats: Sequence[Seat]) -> str:
+    """Say why a rank can't exchange with the others over memory, or an empty text."""
+    if len(seats) > MOST_RANKS:
+        return f"{len(seats)} ranks are more than {MOST_RANKS}"
+    if len({seat.host for seat in seats}) > 1:
+        return "the ranks are on different hosts or in different network namespaces"
+    for seat in seats:
+        if reason := sharing.why_no_atomics(seats[rank].device, seat.device):
+            return reason
+    return ""
+
+
+class _Opening:
+    """What the ranks tell each other until all of them have mapped all buffers.
+
+    Args:
+        group, sharing, device: see ``SmallAllReduce``.
+        undo: gets what gives everything back.
+    """
+
+    def __init__(
+        self, group: Communicator, sharing: DeviceSharing, device: torch.device, undo: ExitStack
+    ) -> None:
+        self._group = group
+        self._sharing = sharing
+        self._device = device
+        self._index = device.index or 0
+        self._undo = undo
+        self._mailboxes: dict[int, DescriptorMailbox] = {}
+        self._own = 0
+
+    def agree(self, refusal: str) -> tuple[str, list[int]]:
+        """(why not, where the ranks' buffers begin here): the same reason on all ranks, and only
+        where it is empty are there buffers.
+
+        Args:
+            refusal: why this rank does not want to.
+        """
+        driver = self._sharing.driver
+        driver.bind(self._index)
+        seats = self._gather(Seat(host_identity(), driver.uuid(self._index)))
+        refusal = refusal or why_not(self._sharing, self._group.rank, seats)
+        buffers: list[int] = []
+        with ExitStack() as mailboxes:
+            try:
+                offer = Offer(refusal) if refusal else self._offer(mailboxes)
+            except (HalError, OSError) as exc:
+                offer = Offer(str(exc)[:_MOST_OF_REASON])
+            offers = self._gather(offer)
+            if refusal := _first_refusal(offers):
+                return refusal, []
+            try:
+                buffers, offer = self._map(offers), Offer()
+            except (HalError, OSError) as exc:
+                offer = Offer(str(exc)[:_MOST_OF_REASON])
+            return _first_refusal(self._gather(offer)), buffers
+
+    def _offer(self, mailboxes: ExitStack) -> Offer:
+        """Allocate the own buffer, and wait for the others' descriptors."""
+        sharing, index = self._sharing, self._index
+        if (decided := sharing.of(index)).kind is MemoryKind.IPC:
+            # such memory must not be freed before every rank has unmapped it, and ranks that end
+            # do not wait for each other
+            return Offer(f"memory can't be shared by descriptor: {decided.reason}")
+        types = HANDLE_TYPES[MemoryKind.DESCRIPTOR]
+        mapped = sharing.virtual.allocate(BUFFER_BYTES, index, types, is_rdma=False)
+        self._undo.callback(mapped.close)
+        self._own = mapped.address
+        named = [("", b"")] * self._group.world_size
+        for rank in self._others():
+            mailbox = self._mailboxes[rank] = DescriptorMailbox()
+            mailboxes.callback(mailbox.close)
+            named[rank] = mailbox.name, mailbox.token
+        return Offer(mailboxes=tuple(named))
+
+    def _map(self, offers: Sequence[Offer]) -> list[int]:
+        """Give the own buffer's descriptor to everyone, and map everyone's."""
+        sharing, index, rank = self._sharing, self._index, self._group.rank
+        descriptor = sharing.virtual.export_descriptor(self._own)
+        try:
+            for other in self._others():
+                send_descriptor(*offers[other].mailboxes[rank], descriptor)
+        finally:
+            os.close(descriptor)
+        _, nbytes = sharing.driver.allocation_of(self._own)
+        buffers = [self._own] * self._group.world_size
+        for other in self._others():
+            received = self._mailboxes[other].receive(_MAILBOX_SECONDS)
+            try:
+                mapped = sharing.virtual.open_descriptor(received, nbytes, index)
+            finally:
+                os.close(received)
+            self._undo.callback(mapped.close)
+            buffers[other] = mapped.address
+        self._undo.callback(sharing.driver.synchronize)  # unmapping does not wait for kernels
+        self._undo.callback(sharing.driver.bind, index)
+        return buffers
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._group.world_size) if rank != self._group.rank]
+
+    def _gather(self, notice: Notice) -> list[Notice]:
+        """What every rank says."""
+        said, row = msgspec.msgpack.encode(notice), bytearray(_NOTICE_BYTES)
+        row[:_LENGTH_BYTES] = len(said).to_bytes(_LENGTH_BYTES, "little")
+        row[_LENGTH_BYTES : _LENGTH_BYTES + len(said)] = said
+        mine = torch.frombuffer(row, dtype=torch.uint8).to(self._device).view(1, -1)
+        rows = self._group.all_gather(mine, dim=0).cpu().numpy()
+        lengths = (int.from_bytes(row[:_LENGTH_BYTES].tobytes(), "little") for row in rows)
+        return [
+            msgspec.msgpack.decode(
+                row[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes(), type=type(notice)
+            )
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+
+
+def _first_refusal(offers: Sequence[Offer]) -> str:
+    """Of the first rank that has one."""
+    refused = ((rank, offer.refusal) for rank, offer in enumerate(offers) if offer.refusal)
+    return next((f"rank {rank}: {refusal}" for rank, refusal in refused), "")
