@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic
 
 import msgspec
@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from mooncake_engine.errors import EngineError, GrammarFailed, InvalidRequest
 from mooncake_engine.messages import FinishReason, TokenLogprobs, TokenUpdate
-from mooncake_engine.server.guarded_connection import WRITE_CHUNK, WriteChunk
+from mooncake_engine.server.guarded_connection import WRITE_CHUNK
 from mooncake_engine.server.kv_transfer_requests import kv_transfer_response
 from mooncake_engine.server.live_requests import (
     ClientGone,
@@ -25,7 +25,6 @@ from mooncake_engine.server.live_requests import (
     until_disconnect,
 )
 from mooncake_engine.server.openai_protocol import (
-    ApiError,
     RequestType,
     decode_request,
     to_api_error,
@@ -40,6 +39,7 @@ from mooncake_engine.server.response_builders import (
     chunk,
     sse,
 )
+from mooncake_engine.server.response_sender import ResponseSender, StepWrites
 from mooncake_engine.text.completion_output import (
     ChoiceStream,
     EngineClient,
@@ -52,8 +52,6 @@ from mooncake_kv.params import KVTransferDict
 
 log = logging.getLogger(__name__)
 
-_JSON = b"application/json"
-_EVENTS = b"text/event-stream; charset=utf-8"
 Headers = Mapping[str, str]
 """By names in lower case."""
 
@@ -67,6 +65,7 @@ class GenerationHandler:
         metrics: counts requests, tokens and times.
         max_body_bytes: longer bodies are not read.
         tracing: records spans; None for none.
+        step_writes: of all its streams.
     """
 
     engine: EngineClient
@@ -74,6 +73,7 @@ class GenerationHandler:
     metrics: ServerMetrics
     max_body_bytes: int
     tracing: Tracing | None = None
+    step_writes: StepWrites = field(default_factory=StepWrites)
 
     async def complete(self, context: RequestContext, builder: ResponseBuilder) -> bytes:
         """The body of a response that is not streamed.
@@ -105,14 +105,14 @@ class GenerationHandler:
         return msgspec.json.encode(body)
 
     async def stream(
-        self, context: RequestContext, builder: ResponseBuilder, write: Callable[[bytes], None]
+        self, context: RequestContext, builder: ResponseBuilder, sender: ResponseSender
     ) -> None:
-        """Write the events of a streamed response. The first one comes when the engine has
+        """Send the events of a streamed response. The first one comes when the engine has
         generated something, so that errors before it have a status of their own; raises like
         ``complete``."""
-        writer = _ChunkWriter(context, builder, write)
+        writer = _ChunkWriter(context, builder, sender)
         await self._generate(context, writer.show, writer)
-        write(writer.closing())
+        sender.write(writer.closing())
 
     async def _generate(
         self,
@@ -276,7 +276,7 @@ class _PlainTokens:
         self._running = running
         self._note_token = running.metrics.note_token
         self._template = writer.templates[choice.index]
-        self._write = writer.write
+        self._write = writer.sender.write_with_step
 
     def take(self, token_id: int) -> None:
         """The next token of the choice."""
@@ -294,13 +294,13 @@ class _ChunkWriter:
     Args:
         context: of the request.
         builder: how they look.
-        write: takes them.
+        sender: takes them.
     """
 
     def __init__(
-        self, context: RequestContext, builder: ResponseBuilder, write: Callable[[bytes], None]
+        self, context: RequestContext, builder: ResponseBuilder, sender: ResponseSender
     ) -> None:
-        self.write = write
+        self.sender = sender
         self.templates = [ChunkTemplate(builder, context, c.index) for c in context.choices]
         self._context = context
         self._builder = builder
@@ -316,7 +316,7 @@ class _ChunkWriter:
     def show(self, choice: GeneratedChoice, update: TextUpdate) -> None:
         """Write the events of one update, if anything is certain."""
         if events := self._encode(choice, update):
-            self.write(events)
+            self.sender.write(events)
 
     def _encode(self, choice: GeneratedChoice, update: TextUpdate) -> bytes:
         # Not output.add(): of what was streamed only the counts are needed again.
@@ -392,83 +392,6 @@ def _finished_update(choice: GeneratedChoice) -> TokenUpdate:
     )
 
 
-class ResponseSender:
-    """Sends one HTTP response over ASGI, whole or event by event. Its status goes with its first
-    bytes, so that an error before them has a status of its own.
-
-    Args:
-        send: of the ASGI connection.
-        request_id: in the response's headers.
-        write_chunk: the connection's short way for bytes of a body that has begun; None where it
-            has none.
-    """
-
-    def __init__(self, send: Send, request_id: str, write_chunk: WriteChunk | None = None) -> None:
-        self._send = send
-        self._request_id = request_id.encode()
-        self._write_chunk = write_chunk
-        self._is_streaming = False
-        self._pending: list[bytes] = []
-        self._flushing: asyncio.Task[None] | None = None
-
-    async def whole(self, body: bytes) -> None:
-        """A complete response in JSON."""
-        await self._start(
-            200, [(b"content-type", _JSON), (b"content-length", str(len(body)).encode())]
-        )
-        await self._send({"type": "http.response.body", "body": body})
-
-    def write(self, events: bytes) -> None:
-        """Events of a stream; the first ones send status 200. They go at once, or in order as soon
-        as the client takes more: a request's length bounds what waits."""
-        if self._flushing is None and self._is_streaming:
-            write_chunk = self._write_chunk
-            if write_chunk is not None and write_chunk(events):
-                return
-        self._pending.append(events)
-        if self._flushing is None:
-            self._flushing = asyncio.create_task(self._flush())
-
-    async def end(self) -> None:
-        """The stream is complete."""
-        await self._settle()
-        await self._send({"type": "http.response.body", "body": b""})
-
-    def close(self) -> None:
-        """The client is gone: nothing more is sent."""
-        if self._flushing is not None:
-            self._flushing.cancel()
-
-    async def _settle(self) -> None:
-        if self._flushing is not None:
-            await self._flushing
-
-    async def _flush(self) -> None:
-        while self._pending:
-            events = b"".join(self._pending)
-            self._pending.clear()
-            if not self._is_streaming:
-                self._is_streaming = True
-                unbuffered = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-                await self._start(200, [(b"content-type", _EVENTS), *unbuffered])
-            await self._send({"type": "http.response.body", "body": events, "more_body": True})
-        self._flushing = None
-
-    async def fail(self, error: ApiError) -> None:
-        """An error: with its own status, or as the last event of a stream that has begun."""
-        if self._is_streaming or self._flushing is not None:
-            self.write(b"data: " + error.body + b"\n\n")
-            await self.end()
-            return
-        response = error.response()
-        await self._start(error.status, response.raw_headers)
-        await self._send({"type": "http.response.body", "body": error.body})
-
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        headers = [*headers, (b"x-request-id", self._request_id)]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """All of a request's body.
 
@@ -511,7 +434,7 @@ class GenerationEndpoint(Generic[RequestType]):
         request = Request(scope, receive)
         request_id = request_id_from(request.headers.get("x-request-id"))
         write_chunk = scope.get("extensions", {}).get(WRITE_CHUNK)
-        sender = ResponseSender(send, request_id, write_chunk)
+        sender = ResponseSender(send, request_id, self.handler.step_writes, write_chunk)
         try:
             body = await read_body(request, self.handler.max_body_bytes)
             with self.live.tracking(request_id) as ending:
@@ -536,5 +459,5 @@ class GenerationEndpoint(Generic[RequestType]):
         if not context.is_streamed:
             await sender.whole(await self.handler.complete(context, self.builder))
             return
-        await self.handler.stream(context, self.builder, sender.write)
+        await self.handler.stream(context, self.builder, sender)
         await sender.end()

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import uvicorn
 
-from mooncake_engine.server.generation_handler import ResponseSender
 from mooncake_engine.server.guarded_connection import (
     WRITE_CHUNK,
     ConnectionLimits,
     GuardedConnection,
 )
+from mooncake_engine.server.response_sender import ResponseSender, StepWrites
 
 PATIENT = ConnectionLimits(head_s=300.0, body_s=300.0, stalled_s=300.0)
 SHORT_S = 0.2
@@ -59,9 +59,10 @@ NUM_EVENTS = 1500
 
 async def send_events(scope: dict[str, Any], send: Any) -> None:
     """More than sockets hold, and without waiting for who reads them."""
-    sender = ResponseSender(send, "r", scope["extensions"][WRITE_CHUNK])
+    sender = ResponseSender(send, "r", StepWrites(), scope["extensions"][WRITE_CHUNK])
     for index in range(NUM_EVENTS):
-        sender.write(event(index))
+        write = sender.write if index % 3 else sender.write_with_step
+        write(event(index))
         if index % 500 == 0:
             await asyncio.sleep(0)
     await sender.end()
