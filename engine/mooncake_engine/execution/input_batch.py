@@ -141,10 +141,8 @@ def lay_out(
     """
     rows, starts, counts = scheduled
     contexts = [start + count for start, count in zip(starts, counts, strict=True)]
-    query_start = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=query_start[1:])
     block_tables = tables.gather(np.array(rows, dtype=np.int64), -(-max(contexts) // block_size))
-    owners, positions = _positions(np.array(counts), np.array(starts), query_start)
+    query_start, owners, positions = _positions(counts, np.array(starts))
     on_device = to_device(
         device,
         (
@@ -205,12 +203,17 @@ def _leading_ones(counts: list[int]) -> int:
 
 
 def _positions(
-    counts: NDArray[np.int64], starts: NDArray[np.int64], query_start: NDArray[np.int32]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Which sequence each token belongs to, and its position in it."""
-    owners = np.repeat(np.arange(len(counts)), counts)
-    positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[owners]
-    return owners, positions
+    counts: list[int], starts: NDArray[np.int64]
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Where each sequence's tokens begin and end, which sequence each token belongs to, and its
+    position in it."""
+    every = np.arange(len(counts))
+    if counts.count(1) == len(counts):  # as in a step of decodes
+        return np.arange(len(counts) + 1, dtype=np.int32), every, starts
+    query_start = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    owners = np.repeat(every, counts)
+    return query_start, owners, np.arange(query_start[-1]) + (starts - query_start[:-1])[owners]
 
 
 def _slots(
