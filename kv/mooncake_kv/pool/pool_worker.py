@@ -398,9 +398,7 @@ class _RunningLoad(OrderTransfers):
     def _await_store(self, layer: int) -> None:
         left_s = max(self.deadline - time.monotonic(), 0.0)
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._num_in_store > layer or self._is_cancelled, left_s
-            )
+            self._changed.wait_for(lambda: self._num_in_store > layer or self._is_cancelled, left_s)
             if self._is_cancelled:
                 raise TransferCancelled("nobody wants it any more")
             if self._num_in_store <= layer:  # which is no fault of the connection

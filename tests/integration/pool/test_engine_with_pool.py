@@ -26,7 +26,6 @@ from mooncake_kv.store import ssd_records
 from mooncake_kv.store.node_store import NodeStore
 from mooncake_kv.store.ssd_directory import SsdDirectory, SsdDirectoryConfig
 
-
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
