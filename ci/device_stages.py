@@ -80,6 +80,7 @@ RUNS: Mapping[str, tuple[Stage, ...]] = {
         )),
         Stage("pairs", "prefill and decode apart", (f"{_CUDA}/test_pd.py",)),
         Stage("transports", "cuda_ipc and staged", (f"{_CUDA}/test_transport.py",)),
+        Stage("ranks", "small all-reduces of two GPUs", (f"{_CUDA}/test_small_all_reduces.py",)),
         _sanitizer("memcheck"),
         _sanitizer("racecheck"),
         _sanitizer("synccheck"),
@@ -96,6 +97,7 @@ RUNS: Mapping[str, tuple[Stage, ...]] = {
         )),
         Stage("transfer", "KV from GPU to GPU beside a copy", (f"{_BENCH}/test_kv_transfer.py",)),
         Stage("model", "decode steps of an 8 B shape", (f"{_BENCH}/test_engine.py",)),
+        Stage("ranks", "small all-reduces beside NCCL's", (f"{_BENCH}/test_all_reduce.py",)),
     ),
     "test-ascend": (
         Stage("conformance", "every op beside the reference", (_SUITE, "-k", "ascend")),
