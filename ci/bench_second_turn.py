@@ -239,58 +239,74 @@ class Visible:
         load: of all of a prompt's beginning, while nothing is computed.
         compute: until the first token with the beginning in the device's cache.
         both: until the first token where the beginning comes in layer by layer meanwhile.
-        cpu: of the computing thread in ``both`` by that in ``compute``: no wait counts, and nothing
-            that another process does to the host.
+        load_beside, compute_beside: the same as ``load`` and ``compute``, of two prompts that have
+            nothing to do with each other, at the same time.
     """
 
     load: float
     compute: float
     both: float
-    cpu: float
+    load_beside: float
+    compute_beside: float
 
     @property
     def ratio(self) -> float:
-        """Of both by the longer of the two, in the same round."""
+        """Of both by the longer of the two, in the same round, side by side: what the load and the
+        computation take from each other on this host, where they share memory and its caches, no
+        order of them would give back."""
+        return self.both / max(self.load_beside, self.compute_beside)
+
+    @property
+    def ratio_alone(self) -> float:
+        """Of both by the longer of the two, each alone."""
         return self.both / max(self.load, self.compute)
 
 
 def visible_load(model: Path, prefix: int, *, threads: int) -> Figure:
     """What a first token waits for where its prompt's beginning comes in layer by layer while the
-    rest is computed, by the longer of the two. Each round measures all three, from memory that no
+    rest is computed, by the longer of the two. Each round measures all of them, from memory that no
     core has in its caches, and is a ratio of its own: what else the host does comes to all."""
-    first = random_prompt(next(_numbers), prefix)
+    first, other = (random_prompt(next(_numbers), prefix) for _ in range(2))
     options = {"dtype": "float32", "threads": threads, "swap_space_bytes": 0}
-    options["num_kv_blocks"] = 2 * prefix // BLOCK
+    options["num_kv_blocks"] = 3 * prefix // BLOCK
     pool = f"dram=1GiB,chunk={WIDE_CHUNK},load=always"
     with core_of_its_own() as take_core, engine(model, pool, **options) as core:
         take_core()
-        serve(core, [first])
-        rounds = [visible_round(core, first) for _ in range(VISIBLE_ROUNDS + WARM_UP)][WARM_UP:]
-    load, both, compute = (
-        1e3 * statistics.median(getattr(each, name) for each in rounds)
-        for name in ("load", "both", "compute")
+        serve(core, [first, other])
+        rounds = [visible_round(core, first, other) for _ in range(VISIBLE_ROUNDS + WARM_UP)]
+    load, compute, both, load_beside, compute_beside, alone, ratio = (
+        statistics.median(getattr(each, name) for each in rounds[WARM_UP:])
+        for name in (
+            *("load", "compute", "both", "load_beside", "compute_beside"),
+            *("ratio_alone", "ratio"),
+        )
     )
-    cpu = statistics.median(each.cpu for each in rounds)
-    where = f"{prefix} tokens: {both:.1f} ms; load {load:.1f}, compute {compute:.1f}; CPU {cpu:.2f}"
-    ratio = statistics.median(each.ratio for each in rounds)
+    where = (
+        f"{prefix} tokens: {1e3 * both:.1f} ms; side by side load {1e3 * load_beside:.1f}, compute "
+        f"{1e3 * compute_beside:.1f}; alone {1e3 * load:.1f} and {1e3 * compute:.1f}, {alone:.2f} "
+        "times"
+    )
     return Figure("visible, by the longer of load and compute", ratio, 1.1, "times", False, where)
 
 
-def visible_round(core: EngineCore, first: Prompt) -> Visible:
+def visible_round(core: EngineCore, first: Prompt, other: Prompt) -> Visible:
     """One round of ``visible_load``."""
-    turns = [(*first, *random_prompt(next(_numbers), WIDE_REST)) for _ in range(3)]
     forget(core)
     spoil_caches()
-    load = whole_load_s(core, turns[0])
+    load = whole_load_s(core, next_turn(first))
     forget(core)
     spoil_caches()
-    began = time.thread_time()
-    both = first_token_s(core, turns[1])[0]
-    cpu = time.thread_time() - began
+    both = first_token_s(core, next_turn(first))[0]
     spoil_caches()
-    began = time.thread_time()
-    compute = first_token_s(core, turns[2])[0]
-    return Visible(load, compute, both, cpu / (time.thread_time() - began))
+    compute = first_token_s(core, next_turn(first))[0]
+    spoil_caches()
+    load_beside, compute_beside = side_by_side_s(core, next_turn(other), next_turn(first))
+    return Visible(load, compute, both, load_beside, compute_beside)
+
+
+def next_turn(first: Prompt) -> Prompt:
+    """A prompt with that beginning, and little more."""
+    return (*first, *random_prompt(next(_numbers), WIDE_REST))
 
 
 def spoil_caches() -> None:
@@ -315,13 +331,37 @@ def whole_load_s(core: EngineCore, prompt: Prompt) -> float:
     """Seconds to load a prompt's beginning while nothing is computed: steps of a prompt that
     several answers share begin when all of it is there."""
     before = pool_stats(core).load_seconds
-    group = f"b{next(_names)}"
-    for number in range(2):
-        core.post(AddRequest(EngineRequest(f"{group}-{number}", prompt, ONE, group=group)))
-    num_running = 2
-    while num_running:
-        num_running -= sum(update.finish is not None for update in core.step())
+    finish(core, post(core, prompt, num_answers=2))
     return pool_stats(core).load_seconds - before
+
+
+def side_by_side_s(core: EngineCore, loaded: Prompt, computed: Prompt) -> tuple[float, float]:
+    """Seconds of ``whole_load_s``, and until the first token of a prompt whose beginning the device
+    has, while the other one's is loaded."""
+    before = pool_stats(core).load_seconds
+    names = [*post(core, loaded, num_answers=2), *post(core, computed)]
+    seconds = finish(core, names)
+    return pool_stats(core).load_seconds - before, seconds[names[-1]]
+
+
+def post(core: EngineCore, prompt: Prompt, *, num_answers: int = 1) -> list[str]:
+    """Ask for answers of one token; returns the requests' names."""
+    group = f"b{next(_names)}"
+    names = [f"{group}-{number}" for number in range(num_answers)]
+    for name in names:
+        shared = group if num_answers > 1 else None
+        core.post(AddRequest(EngineRequest(name, prompt, ONE, group=shared)))
+    return names
+
+
+def finish(core: EngineCore, names: Sequence[str]) -> dict[str, float]:
+    """Step until these requests have ended; seconds that each took from now."""
+    began, ended = time.perf_counter(), dict[str, float]()
+    while len(ended) < len(names):
+        for update in core.step():
+            if update.finish is not None:
+                ended[update.request_id] = time.perf_counter() - began
+    return ended
 
 
 def pool_stats(core: EngineCore) -> PoolStats:

@@ -204,7 +204,13 @@ class NodeStore:
         self, chunks: Sequence[Chunk], user: int, lease_s: float, copy: CopyTerms | None = None
     ) -> list[WriteHandle | PutRefusal]:
         with self._lock:
-            return self._table.reserve(chunks, user, lease_s, self._clock(), copy)
+            found = self._table.reserve(chunks, user, lease_s, self._clock(), copy)
+            self._moves.touched(
+                chunk.key
+                for chunk, outcome in zip(chunks, found, strict=True)
+                if outcome is PutRefusal.PRESENT
+            )
+        return found
 
     def end_writes(
         self, handles: Sequence[WriteHandle], user: int, *, are_complete: bool

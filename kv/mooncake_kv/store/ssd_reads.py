@@ -44,20 +44,30 @@ def read_part(
     start: int,
     payload: memoryview,
 ) -> bool:
-    """Read a part of a chunk's bytes from a record that is held; whether they are right.
+    """Read a part of a chunk's bytes from a record that is held; whether they are right. What the
+    record's page says is known, and its checksums are what counts: the page is not read again.
 
     Args:
         directory, location: of the record.
         header: as it was written or found at start.
-        start: of the part; at 0 the record's page is read, too, and has to be the same still.
+        start: of the part.
         payload: the part, whole sections.
 
     Raises:
         StoreIOError: it can't be read.
     """
-    if start:
-        directory.read(location, PAGE + start, [payload])
-        return are_sections_right(header, start, payload)
+    directory.read(location, PAGE + start, [payload])
+    return are_sections_right(header, start, payload)
+
+
+def read_record(
+    directory: SsdDirectory, location: RecordLocation, header: RecordHeader, payload: memoryview
+) -> bool:
+    """Read all of a record that is held, with its page; whether both are right.
+
+    Raises:
+        StoreIOError: it can't be read.
+    """
     page = aligned_buffer(PAGE)
     directory.read(location, 0, [page, payload])
     return read_page(page) == header and are_sections_right(header, 0, payload)

@@ -34,7 +34,7 @@ RECORD_VERSION = 2
 MIN_SECTION_BYTES = 64 << 10
 """A request for fewer bytes hardly costs a drive less."""
 MIN_PART_BYTES = 256 << 10
-"""Of a record's parts behind the first, which steps wait for."""
+"""Of a record's parts behind the first ones, which steps wait for."""
 MAX_SECTIONS = 128
 """Their checksums fit into a record's page."""
 MAX_PARTS = 32
@@ -100,7 +100,9 @@ def section_bytes(nbytes: int) -> int:
 
 
 def parts_to_read(nbytes: int, first_bytes: int | None) -> list[tuple[int, int]]:
-    """Ranges of a chunk's bytes, in the order in which they are read; whole sections.
+    """Ranges of a chunk's bytes, in the order in which they are read; whole sections. Behind the
+    first one each has as many bytes as there are before it, up to MIN_PART_BYTES: a model with
+    small layers computes the first ones while no more than the next ones are read.
 
     Args:
         nbytes: of the chunk.
@@ -113,7 +115,7 @@ def parts_to_read(nbytes: int, first_bytes: int | None) -> list[tuple[int, int]]
     stop = min(max(-(-first_bytes // section), 1) * section, end)
     parts = [(0, stop)]
     while stop < end:
-        start, stop = stop, min(stop + size, end)
+        start, stop = stop, min(stop + min(stop, size), end)
         parts.append((start, stop))
     return parts
 

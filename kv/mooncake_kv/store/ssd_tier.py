@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from mooncake_kv.store.ssd_directory import (
     SsdDirectoryConfig,
     aligned_buffer,
 )
-from mooncake_kv.store.ssd_reads import ChunkRead, RecordRead, read_part
+from mooncake_kv.store.ssd_reads import ChunkRead, RecordRead, read_part, read_record
 from mooncake_kv.store.ssd_records import (
     PAGE,
     RecordHeader,
@@ -91,10 +91,30 @@ class _Drive:
         self.reads = ThreadPoolExecutor(config.read_threads, f"ssd-read-{number}")
         self.writes = ThreadPoolExecutor(config.write_threads, f"ssd-write-{number}")
         self.num_queued_writes = 0
+        self._num_readers = config.read_threads
+        self._is_closed = False
         self.keys_of_use: dict[bytes, dict[bytes, None]] = {}
         self.collecting = threading.Lock()
 
+    def read_all(self, parts: Sequence[tuple[RecordRead, int]]) -> None:
+        """Read parts of records, in this order, behind those of earlier calls. A task per thread
+        and not one per part: whoever asks waits for the first part, not for queueing hundreds."""
+        following = iter(parts)
+        for _ in range(min(len(parts), self._num_readers)):
+            self.reads.submit(self._read_following, following)
+
+    def _read_following(self, parts: Iterator[tuple[RecordRead, int]]) -> None:
+        """Top of a reading thread."""
+        for read, index in parts:
+            if self._is_closed:
+                return
+            try:
+                read.run(index)
+            except Exception:  # the part counts as wrong; those behind it are others' chunks
+                logger.exception("%s: reading failed", self.directory.config.path)
+
     def close(self) -> None:
+        self._is_closed = True
         self.writes.shutdown(wait=True, cancel_futures=True)
         self.reads.shutdown(wait=True, cancel_futures=True)
         self.directory.close()
@@ -228,17 +248,19 @@ class SsdTier:
             first_bytes: so many of each are read before any more of one, and so on in small parts;
                 None: each is read whole.
         """
-        running: list[tuple[_Drive, RecordRead]] = []
+        running: dict[_Drive, list[RecordRead]] = {}
         for each in wanted:
             record = self._records.get(each.key)
             if record is None or not record.drive.directory.hold(record.location):
                 each.ended(False)
             else:
-                running.append((record.drive, self._reading(record, each, first_bytes)))
-        for index in range(max((len(read.parts) for _, read in running), default=0)):
-            for drive, read in running:
-                if index < len(read.parts):
-                    drive.reads.submit(read.run, index)
+                reads = running.setdefault(record.drive, [])
+                reads.append(self._reading(record, each, first_bytes))
+        for drive, reads in running.items():
+            most = max(len(read.parts) for read in reads)
+            drive.read_all(
+                [(read, n) for n in range(most) for read in reads if n < len(read.parts)]
+            )
 
     def _reading(self, record: _Record, wanted: ChunkRead, first_bytes: int | None) -> RecordRead:
         """The read of a record that is held."""
@@ -336,21 +358,25 @@ class SsdTier:
             return False
         is_right = False
         try:
-            is_right = self._read(record, 0, payload)
+            is_right = self._read(record, None, payload)
         finally:
             self._end_read(record, is_right=is_right)
         return is_right
 
-    def _read(self, record: _Record, start: int, payload: memoryview) -> bool:
-        """Read a part of a record that is held; whether it is right."""
-        directory = record.drive.directory
+    def _read(self, record: _Record, start: int | None, payload: memoryview) -> bool:
+        """Read a part of a record that is held, or, without a ``start``, all of it, its page, too;
+        whether it is right."""
+        directory, location, header = record.drive.directory, record.location, record.header
         try:
-            is_right = read_part(directory, record.location, record.header, start, payload)
+            if start is None:
+                is_right = read_record(directory, location, header, payload)
+            else:
+                is_right = read_part(directory, location, header, start, payload)
         except StoreIOError as exc:
             self._failed(exc)
             return False
         with self._lock:
-            self._stats.ssd_read_bytes += len(payload) + (0 if start else PAGE)
+            self._stats.ssd_read_bytes += len(payload) + (PAGE if start is None else 0)
             self._stats.num_ssd_corrupt += not is_right
         if not is_right:
             logger.warning("%s: a record is damaged", directory.config.path)
