@@ -111,12 +111,8 @@ class Turns:
 
 def first_token_s(core: EngineCore, prompt: Prompt) -> tuple[float, int]:
     """Seconds until a prompt's first token, and how many of its tokens were not computed."""
-    core.post(AddRequest(EngineRequest(f"b{next(_names)}", prompt, ONE)))
-    began = time.perf_counter()
-    while True:
-        for update in core.step():
-            if update.finish is not None:
-                return time.perf_counter() - began, update.num_cached_tokens
+    (name,) = post(core, prompt)
+    return finish(core, [name])[name]
 
 
 def serve(core: EngineCore, prompts: Sequence[Prompt]) -> None:
@@ -340,8 +336,8 @@ def side_by_side_s(core: EngineCore, loaded: Prompt, computed: Prompt) -> tuple[
     has, while the other one's is loaded."""
     before = pool_stats(core).load_seconds
     names = [*post(core, loaded, num_answers=2), *post(core, computed)]
-    seconds = finish(core, names)
-    return pool_stats(core).load_seconds - before, seconds[names[-1]]
+    compute, _ = finish(core, names)[names[-1]]
+    return pool_stats(core).load_seconds - before, compute
 
 
 def post(core: EngineCore, prompt: Prompt, *, num_answers: int = 1) -> list[str]:
@@ -354,13 +350,15 @@ def post(core: EngineCore, prompt: Prompt, *, num_answers: int = 1) -> list[str]
     return names
 
 
-def finish(core: EngineCore, names: Sequence[str]) -> dict[str, float]:
-    """Step until these requests have ended; seconds that each took from now."""
-    began, ended = time.perf_counter(), dict[str, float]()
+def finish(core: EngineCore, names: Sequence[str]) -> dict[str, tuple[float, int]]:
+    """Step until these requests have ended; seconds that each took from now, and how many of its
+    tokens were not computed."""
+    began, ended = time.perf_counter(), dict[str, tuple[float, int]]()
     while len(ended) < len(names):
         for update in core.step():
             if update.finish is not None:
-                ended[update.request_id] = time.perf_counter() - began
+                seconds = time.perf_counter() - began
+                ended[update.request_id] = seconds, update.num_cached_tokens
     return ended
 
 

@@ -195,10 +195,11 @@ class PoolWorker:
         release_after = self._own_layers(order.release_layers or 0)
         try:
             plans = self._plans(order.runs, order.block_ids)
+            groups = list(self._groups(order.runs))
             if order.are_arriving:  # the first layer is planned while an SSD gives it
                 for _, plan in plans:
-                    plan.spans(next(self._groups(order.runs)))
-            for group in self._groups(order.runs):
+                    plan.spans(groups[0])
+            for group in groups:
                 for start, stop in load.arriving(group):
                     if start == stop:  # nothing to begin: what moves may be there
                         while moving:

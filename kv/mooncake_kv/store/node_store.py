@@ -205,11 +205,7 @@ class NodeStore:
     ) -> list[WriteHandle | PutRefusal]:
         with self._lock:
             found = self._table.reserve(chunks, user, lease_s, self._clock(), copy)
-            self._moves.touched(
-                chunk.key
-                for chunk, outcome in zip(chunks, found, strict=True)
-                if outcome is PutRefusal.PRESENT
-            )
+            self._moves.touched(chunk.key for chunk in chunks)
         return found
 
     def end_writes(

@@ -111,7 +111,7 @@ def parts_to_read(nbytes: int, first_bytes: int | None) -> list[tuple[int, int]]
     section, end = section_bytes(nbytes), rounded_up(nbytes)
     if first_bytes is None:
         return [(0, end)]
-    size = section * -(-max(MIN_PART_BYTES, -(-end // MAX_PARTS)) // section)
+    size = section * -(-max(MIN_PART_BYTES, -(-end // (MAX_PARTS - 1))) // section)
     stop = min(max(-(-first_bytes // section), 1) * section, end)
     parts = [(0, stop)]
     while stop < end:

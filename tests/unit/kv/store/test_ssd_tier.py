@@ -190,6 +190,17 @@ def test_a_flipped_bit_is_a_miss_and_the_record_is_forgotten(opened, tmp_path):
     assert second.user.stats().result().num_ssd_corrupt == 1
 
 
+def test_a_damaged_page_is_found_by_verifying_and_takes_nothing_from_reads(opened, tmp_path):
+    """What a read needs of the page is known; what was read is compared with its checksums."""
+    store = opened(capacity=3)
+    store.save(range(0, 60, 10))
+    (segment,) = tmp_path.glob("segment-*")
+    flip(segment, PAGE + 20)  # in the header of the first record
+    assert store.get([0]) == [Tier.SSD]
+    assert store.store.verify() == (5, 1)
+    assert store.user.stats().result().num_ssd_corrupt == 1
+
+
 @pytest.mark.parametrize("left", [0, PAGE, 3 * PAGE, 2 * record_bytes(NBYTES)])
 def test_a_truncated_segment_while_it_is_in_use_is_a_miss(opened, tmp_path, left):
     store = opened(capacity=3)
