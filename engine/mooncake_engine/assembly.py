@@ -65,7 +65,9 @@ from mooncake_kv.config import KVTransferConfig, LoadFailurePolicy
 from mooncake_kv.connector_worker import transports_wanted
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.handshake import InstanceMetadata
-from mooncake_kv.kv_events import KVEventEndpoints, KVEventLog, KVEventPublisher
+from mooncake_kv.kv_event_publisher import KVEventPublisher
+from mooncake_kv.kv_events import KVEventLog
+from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.model_fingerprint import ModelFingerprint, model_fingerprint
 from mooncake_kv.numerics import Numerics
 from mooncake_kv.store.chunk_keys import KVIdentity
@@ -150,7 +152,7 @@ def start_engine(
     with ExitStack() as cleanup:
         open_pool = None
         if config.kv_pool is not None:
-            stores = open_stores(config.kv_pool, registry, engine_id)
+            stores = open_stores(config.kv_pool, registry, engine_id, _store_events(config))
             cleanup.callback(stores.close)
             open_pool = partial(
                 SchedulerPool,
@@ -375,6 +377,11 @@ def _block_bytes(plan: EnginePlan) -> int:
     return sum(block_bytes((plan.geometry,), (shard,), tokens) for shard in shards)
 
 
+def _store_events(config: EngineConfig) -> KVEventsConfig | None:
+    """Of the store in this instance: at the ports behind those of the last data-parallel rank."""
+    return None if config.kv_events is None else config.kv_events.of_dp_rank(config.dp_size)
+
+
 def _make_kv_events(config: EngineConfig, block_size: int, dp_rank: int) -> KVEventLog | None:
     """What the pool of blocks of a data-parallel rank reports to.
 
@@ -384,8 +391,8 @@ def _make_kv_events(config: EngineConfig, block_size: int, dp_rank: int) -> KVEv
     if config.kv_events is None or not config.kv_events.is_published:
         return None
     publisher = KVEventPublisher(config.kv_events, dp_rank=dp_rank)
-    logger.info("KV events at %s", publisher.endpoint)
-    endpoints = KVEventEndpoints(publisher.endpoint, publisher.replay_endpoint)
+    endpoints = publisher.endpoints
+    logger.info("KV events at %s", endpoints.endpoint)
     return KVEventLog(publisher.publish, block_size, publisher.close, endpoints)
 
 

@@ -473,6 +473,7 @@ class EngineConfig:
             self.num_all_ranks,
             {"--executor ray": self.executor is ExecutorKind.RAY, "--kv-pool": bool(self.kv_pool)},
         )
+        self._check_kv_events()
         self._check_data_parallel()
         is_placing = self.redundant_experts or self.expert_load or self.eplb_step_interval
         if self.ep_size == 1 and is_placing:
@@ -497,11 +498,15 @@ class EngineConfig:
                 "one stage, and tensor parallelism for more ranks"
             )
 
+    def _check_kv_events(self) -> None:
+        has_store = self.kv_pool is not None and self.kv_pool.dram_bytes > 0
+        num_publishers = self.dp_size + has_store
+        if self.kv_events is not None and (why := self.kv_events.why_crowded(num_publishers)):
+            raise ConfigError(why)
+
     def _check_data_parallel(self) -> None:
         if self.dp_size == 1:
             return
-        if self.kv_events is not None and (why := self.kv_events.why_crowded(self.dp_size)):
-            raise ConfigError(why)
         per_node = self.num_ranks_per_node
         if per_node % self.tp_size and self.tp_size % per_node:
             raise ConfigError(

@@ -226,6 +226,7 @@ class EngineCore:
             experts=self._executor.expert_load,
             waited_s=tuple(self._executor.waited_s),
             pool_home=None if pool is None else pool.home_location,
+            pool_kv_events=None if pool is None else pool.kv_event_endpoints,
         )
 
     def pairing(self) -> CompatibilityReport | None:

@@ -9,6 +9,7 @@ from enum import Enum
 import msgspec
 
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.params import NO_KV_TRANSFER, KVTransferDict, KVTransferParams
 from mooncake_kv.pool.pool_events import PoolStats, StoreLocation
 
@@ -263,6 +264,7 @@ class EngineStats:
         waited_s: by rank, what its host has waited in collectives; empty where there is one, and of
             all data-parallel ranks together.
         pool_home: where other instances find what this one saves there; None if they can't.
+        pool_kv_events: where what is saved there is published; None if it is not.
         by_dp_rank: the same of each data-parallel rank; empty if there is one.
     """
 
@@ -286,6 +288,7 @@ class EngineStats:
     experts: ExpertLoad | None = None
     waited_s: tuple[WaitedSeconds, ...] = ()
     pool_home: StoreLocation | None = None
+    pool_kv_events: KVEventEndpoints | None = None
     by_dp_rank: tuple[EngineStats, ...] = ()
 
 
@@ -311,6 +314,7 @@ def total_stats(parts: Sequence[EngineStats]) -> EngineStats:
         kv_pool=_total_pool([part.kv_pool for part in parts if part.kv_pool]),
         experts=_total_experts([part.experts for part in parts if part.experts]),
         pool_home=parts[0].pool_home,
+        pool_kv_events=parts[0].pool_kv_events,
         by_dp_rank=tuple(parts),
     )
 

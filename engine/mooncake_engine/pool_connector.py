@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.worker_extension import ExtensionContext, LayerDone
 from mooncake_engine.kv_connector import engine_errors, rank_context
@@ -16,6 +18,8 @@ from mooncake_engine.scheduling.step_plan import StepPlan
 from mooncake_hal.kv.geometry import KVGeometry
 from mooncake_hal.registry import Registry
 from mooncake_kv.connector import ConnectorFailed
+from mooncake_kv.kv_events import KVEventEndpoints
+from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.pool.pool_client import PoolClient
 from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_kv.pool.pool_events import PoolEvent, StoreLocation
@@ -41,14 +45,16 @@ def check_pool(config: KVPoolConfig, block_size: int) -> None:
         )
 
 
-def open_stores(config: KVPoolConfig, registry: Registry, name: str) -> PoolStores:
-    """The stores of an instance of that name.
+def open_stores(
+    config: KVPoolConfig, registry: Registry, name: str, kv_events: KVEventsConfig | None
+) -> PoolStores:
+    """The stores of an instance of that name; its own one publishes KV events as told.
 
     Raises:
         ConfigError: a store can't be had as asked.
     """
     with engine_errors():
-        return PoolStores(config, registry, name)
+        return PoolStores(config, registry, name, kv_events)
 
 
 class SchedulerPool:
@@ -78,7 +84,7 @@ class SchedulerPool:
         self.transfer_timeout_s = config.network.transfer_timeout_s
         self._identity = identity
         self._client = client = PoolClient(
-            stores, geometry, config.chunk_tokens, self.transfer_timeout_s, num_ranks
+            stores, geometry, identity, self.transfer_timeout_s, num_ranks
         )
         self.chunk_bytes = client.chunk_bytes
         self.stats = client.stats
@@ -95,6 +101,15 @@ class SchedulerPool:
     @property
     def home_location(self) -> StoreLocation | None:
         return self._stores.home_location
+
+    @property
+    def publishes_saves(self) -> bool:
+        return self._stores.home_kv_events is not None
+
+    @property
+    def kv_event_endpoints(self) -> KVEventEndpoints | None:
+        found = self._stores.home_kv_events
+        return found and msgspec.structs.replace(found, namespace=self._identity.root().hex())
 
     def start(
         self,

@@ -31,6 +31,7 @@ from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.addresses import settle_addresses
 from mooncake_kv.config import KVTransferConfig, read_secret
 from mooncake_kv.errors import KVConfigError, KVError
+from mooncake_kv.kv_events_config import KVEventsConfig, read_kv_events_config
 from mooncake_kv.pool.pool_config import ssd_directory
 from mooncake_kv.store.chunk_store import Tier
 from mooncake_kv.store.eviction import DEFAULT_POLICY, POLICIES
@@ -127,6 +128,19 @@ class StoreOptions:
             help="what a file system keeps free for others: no file is added that leaves less",
         ),
     )
+    kv_events: KVEventsConfig | None = field(
+        default=None,
+        metadata=option(
+            "--kv-events-config",
+            parse=str,
+            to_field=read_kv_events_config,
+            default=None,
+            metavar="JSON",
+            help="tell routers which chunks are held in memory and on SSDs, in vLLM's format and "
+            'with its field names, such as {"enable_kv_cache_events": true, '
+            '"replay_endpoint": "tcp://*:5558"}',
+        ),
+    )
     log_format: str = field(
         default="text",
         metadata=option(
@@ -142,7 +156,14 @@ class StoreOptions:
             for path, size in self.ssd
         )
         ssd = SsdConfig(directories, self.ssd_write_bytes_per_day) if directories else None
-        return NodeStoreConfig(self.dram, self.policy, self.quarantine_s, dict(self.quotas), ssd)
+        return NodeStoreConfig(
+            self.dram,
+            self.policy,
+            self.quarantine_s,
+            dict(self.quotas),
+            ssd,
+            kv_events=self.kv_events,
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -59,7 +59,8 @@ class KVEventsConfig:
         return self.enable_kv_cache_events and self.publisher is not EventPublisherKind.NULL
 
     def of_dp_rank(self, dp_rank: int) -> KVEventsConfig:
-        """The same for a data-parallel rank, with addresses of its own, as vLLM numbers them."""
+        """The same for a data-parallel rank, with addresses of its own, as vLLM numbers them; the
+        store in an instance comes behind the last rank."""
         replay = self.replay_endpoint
         return replace(
             self,
@@ -67,15 +68,15 @@ class KVEventsConfig:
             replay_endpoint=None if replay is None else _of_dp_rank(replay, dp_rank),
         )
 
-    def why_crowded(self, dp_size: int) -> str | None:
-        """What is wrong with ports that two of so many ranks would take; None if none are."""
+    def why_crowded(self, num_publishers: int) -> str | None:
+        """What is wrong with ports that two of so many would take; None if none are."""
         first, second = _port(self.endpoint), _port(self.replay_endpoint or "")
-        if first is None or second is None or abs(int(first) - int(second)) >= dp_size:
+        if first is None or second is None or abs(int(first) - int(second)) >= num_publishers:
             return None
         return (
             f"--kv-events-config has endpoint at port {first} and replay_endpoint at {second}, and "
-            f"each of {dp_size} data-parallel ranks takes the next port of both: keep them "
-            f"{dp_size} apart"
+            f"each data-parallel rank and the store of --kv-pool take the next port of both: keep "
+            f"them {num_publishers} apart"
         )
 
 

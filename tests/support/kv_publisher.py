@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 import zmq
@@ -23,11 +25,20 @@ class FaultyPublisher:
         seed: of its faults.
         loss: share of live batches that are lost, as many are repeated and sent one too late.
         num_kept: batches for a replay; None: no replay is answered.
+        has_snapshots: says all that it holds to whom asks.
     """
 
-    def __init__(self, seed: int, *, loss: float = 0.2, num_kept: int | None = 10_000) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        loss: float = 0.2,
+        num_kept: int | None = 10_000,
+        has_snapshots: bool = False,
+    ) -> None:
         self._rng = random.Random(seed)
         self._loss, self._num_kept = loss, num_kept
+        self._has_snapshots = has_snapshots
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self.port = self._pub.bind_to_random_port("tcp://127.0.0.1")
@@ -38,7 +49,7 @@ class FaultyPublisher:
         self._late: list[tuple[int, bytes]] = []
         self.held: dict[int, tuple[tuple[int, ...], int | None]] = {}
         self._stop = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._answer_replays, daemon=True)
         self._thread.start()
 
@@ -52,18 +63,9 @@ class FaultyPublisher:
         for end in range(BLOCK, len(ids) + 1, BLOCK):
             name = _name(ids[:end])
             if name not in self.held:
-                self.held[name] = (tuple(ids[:end]), parent)
-                stored = {
-                    "type": "BlockStored",
-                    "block_hashes": [name],
-                    "block_size": BLOCK,
-                    "parent_block_hash": parent,
-                    "token_ids": ids[end - BLOCK : end],
-                    "lora_id": None,
-                    "medium": "GPU",
-                    "lora_name": None,
-                }
-                self._publish([stored])
+                with self._lock:
+                    self.held[name] = (tuple(ids[:end]), parent)
+                    self._publish([_stored(name, ids[:end], parent)])
             parent = name
 
     def evict(self, count: int) -> None:
@@ -73,13 +75,15 @@ class FaultyPublisher:
             leaf = next((name for name in self.held if name not in parents), None)
             if leaf is None:
                 return
-            del self.held[leaf]
-            self._publish([{"type": "BlockRemoved", "block_hashes": [leaf], "medium": "GPU"}])
+            with self._lock:
+                del self.held[leaf]
+                self._publish([{"type": "BlockRemoved", "block_hashes": [leaf], "medium": "GPU"}])
 
     def clear(self) -> None:
         """It has reset its prefix cache."""
-        self.held.clear()
-        self._publish([{"type": "AllBlocksCleared"}])
+        with self._lock:
+            self.held.clear()
+            self._publish([{"type": "AllBlocksCleared"}])
 
     def restart(self) -> None:
         """A new epoch at the same address: it counts from 0 and holds nothing."""
@@ -119,6 +123,15 @@ class FaultyPublisher:
                 self._send(each)
             self._late.clear()
 
+    def _snapshot(self) -> list[tuple[int, bytes]]:
+        """All that it holds, a message per block."""
+        if not self._has_snapshots:
+            return []
+        held = [_stored(name, *what) for name, what in self.held.items()]
+        events = [{"type": "AllBlocksCleared"}, *held]
+        now = time.time()
+        return [(self._next, msgspec.msgpack.encode([now, [event], 0])) for event in events]
+
     def _send(self, message: tuple[int, bytes]) -> None:
         sequence, payload = message
         self._pub.send_multipart((b"", sequence.to_bytes(8, "big"), payload))
@@ -131,12 +144,26 @@ class FaultyPublisher:
             if self._num_kept is None:
                 continue
             with self._lock:
-                kept = list(self._sent)
+                kept = self._snapshot() if start == b"snapshot" else list(self._sent)
             for sequence, payload in kept:
-                if sequence >= int.from_bytes(start, "big"):
+                if start == b"snapshot" or sequence >= int.from_bytes(start, "big"):
                     number = sequence.to_bytes(8, "big")
                     self._router.send_multipart((client, empty, b"", number, payload))
             self._router.send_multipart((client, empty, b"", END, b""))
+
+
+def _stored(name: int, prefix: Sequence[int], parent: int | None) -> dict[str, Any]:
+    """The event of a prompt's last block."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": [name],
+        "block_size": BLOCK,
+        "parent_block_hash": parent,
+        "token_ids": list(prefix[-BLOCK:]),
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
 
 
 def _name(prefix: list[int]) -> int:

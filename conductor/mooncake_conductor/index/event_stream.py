@@ -1,8 +1,9 @@
-"""Events of one publisher, brought into order; gaps heal by replay, or by starting afresh."""
+"""Events of one publisher, brought into order; gaps heal by a replay, else by a snapshot, else by
+starting afresh."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -41,6 +42,14 @@ class ReplayRequest:
     start: int
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotRequest:
+    """The caller has to ask the publisher for all that it holds."""
+
+
+Question = ReplayRequest | SnapshotRequest
+
+
 @dataclass(slots=True)
 class StreamStats:
     """What happened to a stream so far."""
@@ -51,6 +60,7 @@ class StreamStats:
     num_gaps: int = 0
     num_restarts: int = 0
     num_fresh_starts: int = 0
+    num_snapshots: int = 0
     num_skipped: int = 0
 
 
@@ -76,8 +86,9 @@ class ChunkHoldings(Protocol):
 class EventStream:
     """Applies one publisher's batches to the index, each once and in order.
 
-    Lost batches are asked for again. If the publisher no longer has them, what it was believed to
-    hold is forgotten: afterwards the index may miss chunks, but it claims none that are gone. That
+    Lost batches are asked for again. If the publisher no longer has them, it is asked for all that
+    it holds. One that can't say that either is forgotten: afterwards the index may miss chunks, but
+    it claims none that are gone. That
     a publisher counts anew shows by a number that was there before, with a later time, live or
     replayed. Only if exactly as many batches as were known are lost at once, nothing shows it.
 
@@ -85,7 +96,8 @@ class EventStream:
         index: to apply them to.
         slot: of the instance that publishes.
         blocks: turns its hashes into keys; None if these are the index's own.
-        num_asked: replays that the publisher has been asked for already.
+        asks_snapshots: the publisher may be able to say what it holds, and has been asked for it.
+        namespace: blocks of any other are not the instance's; empty: all are.
     """
 
     def __init__(
@@ -93,21 +105,30 @@ class EventStream:
         index: ChunkHoldings,
         slot: int,
         blocks: PublishedBlocks | None = None,
-        num_asked: int = 0,
+        *,
+        asks_snapshots: bool = False,
+        namespace: str = "",
     ) -> None:
         self.state = StreamState.HEALTHY
         self.stats = StreamStats()
         self._index = index
         self._slot = slot
         self._blocks = blocks
+        self._namespace = namespace
         self._expected = 0
-        self._asked_from = 0
-        self._num_asked = num_asked
+        self._asked_from = -1
+        self._num_asked = int(asks_snapshots)
+        self._asks_snapshots = self._awaits_snapshot = asks_snapshots
         # Of these: asked of an epoch that has ended. Its batches may come after those of the next.
         self._num_asked_before = 0
         self._last_published = float("-inf")
         self._early: dict[int, EventBatch] = {}
         self._windowed: set[int] = set()
+
+    @property
+    def num_orphans(self) -> int:
+        """Events whose blocks are left out, as what comes before them is not known."""
+        return 0 if self._blocks is None else self._blocks.num_orphans
 
     @property
     def expected(self) -> int:
@@ -116,7 +137,7 @@ class EventStream:
 
     def receive(
         self, sequence: int, batch: EventBatch, is_replayed: bool = False
-    ) -> ReplayRequest | None:
+    ) -> Question | None:
         """Take a batch, live or replayed; returns what to ask the publisher for, if anything. Each
         of the two kinds has to come in the order in which it was sent."""
         if is_replayed and self._is_outdated(sequence, batch):
@@ -134,33 +155,79 @@ class EventStream:
         self._apply_early()
         return None
 
-    def replay_ended(self) -> ReplayRequest | None:
+    def replay_ended(self) -> Question | None:
         """The publisher has sent all that it had when it was asked. What to ask it for next, if
         more was lost meanwhile; what it sent nothing of stays missing."""
-        self._num_asked -= 1
-        if self._num_asked_before:
-            self._num_asked_before -= 1
-            return None
-        if not self._early or self._num_asked > 0:
+        if self._is_answer_outdated() or not self._early or self._num_asked > 0:
             return None
         if self._expected > self._asked_from:
             return self._ask()
-        self._start_afresh(min(self._early))
-        self._apply_early()
-        return self._ask() if self._early else None
+        if self._asks_snapshots:
+            return self.ask_snapshot()
+        return self._skip_the_gap()
+
+    def snapshot_ended(
+        self, next_sequence: int, batches: Sequence[EventBatch]
+    ) -> ReplayRequest | None:
+        """The publisher has said all that it holds.
+
+        Args:
+            next_sequence: of the live batch that follows.
+            batches: what it holds; none if it can't say that.
+
+        Returns:
+            What to ask it for next, if anything.
+        """
+        self._awaits_snapshot = False
+        if self._is_answer_outdated():
+            return None
+        if not batches:
+            self._asks_snapshots = False
+            if self._expected > self._asked_from:
+                return self._ask()
+            return self._skip_the_gap() if self._early else None
+        if not self._is_superseded(next_sequence, batches[0]):
+            self.stats.num_snapshots += 1
+            self._start_afresh(next_sequence)
+            self._last_published = batches[0].published_at
+            for batch in batches:
+                self._apply_events(batch)
+            self._early = {at: each for at, each in self._early.items() if at >= next_sequence}
+            self._apply_early()
+        return self._ask() if self._early and not self._num_asked else None
+
+    def ask_snapshot(self) -> SnapshotRequest:
+        """Have the publisher say all that it holds."""
+        self._num_asked += 1
+        self._awaits_snapshot = True
+        return SnapshotRequest()
 
     def _ask(self) -> ReplayRequest:
         self._asked_from = self._expected
         self._num_asked += 1
         return ReplayRequest(max(self._expected - 1, 0))
 
-    def snapshot(self, sequence: int, held: Iterable[tuple[Tier, Iterable[int]]]) -> None:
-        """Replace all that is known of the instance with what it holds after ``sequence``."""
-        self._start_afresh(sequence + 1)
-        for tier, keys in held:
-            self._index.stored(self._slot, tier, keys)
-        self._early = {at: batch for at, batch in self._early.items() if at > sequence}
+    def _is_answer_outdated(self) -> bool:
+        """One of those that are awaited is there; whether it was asked of an epoch that ended."""
+        self._num_asked -= 1
+        if not self._num_asked_before:
+            return False
+        self._num_asked_before -= 1
+        return True
+
+    def _is_superseded(self, next_sequence: int, first: EventBatch) -> bool:
+        """Whether a snapshot is older than what is known, or of an epoch that has ended: a batch
+        that it claims to follow was published after it."""
+        is_older = next_sequence < self._expected
+        return is_older or (
+            next_sequence > self._expected and first.published_at < self._last_published
+        )
+
+    def _skip_the_gap(self) -> ReplayRequest | None:
+        """What was lost can't be had: forget what was known before it."""
+        self._start_afresh(min(self._early))
         self._apply_early()
+        return self._ask() if self._early else None
 
     def matches_digest(self, tier: Tier, num_chunks: int, xor: int) -> bool:
         """Whether the index agrees with what the instance says of itself.
@@ -188,14 +255,12 @@ class EventStream:
         is_new_gap = self.state is StreamState.HEALTHY
         self._early[sequence] = batch
         if len(self._early) > MAX_EARLY_BATCHES:
-            self._start_afresh(min(self._early))
-            self._apply_early()
-            return self._ask() if self._early else None
+            return self._skip_the_gap()
         if not is_new_gap:
             return None
         self.stats.num_gaps += 1
         self._enter(StreamState.GAP)
-        return self._ask()
+        return None if self._awaits_snapshot else self._ask()
 
     def _apply_early(self) -> None:
         while (batch := self._early.pop(self._expected, None)) is not None:
@@ -231,6 +296,9 @@ class EventStream:
         self._expected += 1
         self._last_published = max(self._last_published, batch.published_at)
         self.stats.num_applied += 1
+        self._apply_events(batch)
+
+    def _apply_events(self, batch: EventBatch) -> None:
         self.stats.num_skipped += batch.num_skipped
         for event in batch.events:
             match event:
@@ -246,6 +314,9 @@ class EventStream:
 
     def _store(self, event: BlocksStored) -> None:
         """Blocks of a sliding window are no prefix that a prompt could begin with."""
+        if self._namespace and event.namespace != self._namespace:
+            self.stats.num_skipped += 1
+            return
         if not event.is_full_attention:
             if event.group is not None:
                 self._windowed.add(event.group)

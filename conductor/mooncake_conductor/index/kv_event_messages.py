@@ -18,7 +18,10 @@ from mooncake_conductor.index.holder_sets import Tier
 
 KEY_MASK = (1 << 64) - 1
 REPLAY_END = (-1).to_bytes(8, "big", signed=True)
-"""The sequence number that ends a replay."""
+"""The sequence number that ends a replay, and a snapshot."""
+SNAPSHOT_QUESTION = b"snapshot"
+"""Asks a publisher for all that it holds (vLLM's pull request 50134). To one that does not know it
+it is a sequence number that no batch has: the answer is empty."""
 
 _TIERS = {
     None: Tier.DEVICE,
@@ -52,6 +55,7 @@ class BlocksStored:
         group: of layers with one kind of cache; None if the model has one.
         is_full_attention: whether a prefix of them can be reused as such.
         cache_salt: of the tenant whose prompt it is.
+        namespace: of a store that several models use: whose blocks they are; empty if not said.
     """
 
     keys: tuple[int, ...]
@@ -63,6 +67,7 @@ class BlocksStored:
     group: int | None = None
     is_full_attention: bool = True
     cache_salt: str = ""
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +197,7 @@ def _stored(fields: Mapping[str, Any]) -> BlocksStored:
         fields.get("group_idx"),
         kind is None or kind in ("full_attention", "mla_attention"),
         salt or "",
+        fields.get("namespace") or "",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -39,15 +40,48 @@ class _Block:
     chunks: list[int] = field(default_factory=list)
 
 
+MAX_NAMES = 1 << 20
+
+
+class BlockNames:
+    """Where blocks end in their prompts' chains, for publishers that call the same blocks by the
+    same hashes: of a prompt that several stores have parts of, a part's parent is another's.
+
+    Args:
+        capacity: the oldest are forgotten.
+    """
+
+    def __init__(self, capacity: int = MAX_NAMES) -> None:
+        self._capacity = capacity
+        self._ends: OrderedDict[int, tuple[bytes, int]] = OrderedDict()
+
+    def put(self, hash_: int, link: bytes, end_link: int) -> None:
+        """A block ends at that link, the so many-th of its prompt."""
+        self._ends[hash_] = link, end_link
+        self._ends.move_to_end(hash_)
+        if len(self._ends) > self._capacity:
+            self._ends.popitem(last=False)
+
+    def end(self, hash_: int) -> tuple[bytes, int] | None:
+        """The link where that block ends, and how many it has before and in it."""
+        return self._ends.get(hash_)
+
+
 class PublishedBlocks:
     """Turns a publisher's hashes into keys of the index.
 
     A chunk is held in a tier while all blocks are that it consists of. Blocks whose size is no
     multiple of 16 tokens, or whose parent is not known, are counted and left out: the index claims
     less then, and nothing wrong.
+
+    Args:
+        names: of blocks that other publishers may have said; None: nobody calls blocks alike.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: BlockNames | None = None) -> None:
+        self._names = names
+        self.num_orphans = 0
+        """Events since it was last cleared whose first block's parent was not known."""
         self._blocks: dict[int, _Block] = {}
         # Key of a chunk -> hashes of its blocks; more than once where prompts part behind the
         # chunk and inside of a block.
@@ -86,6 +120,7 @@ class PublishedBlocks:
 
     def clear(self) -> None:
         """The publisher holds nothing."""
+        self.num_orphans = 0
         self._blocks.clear()
         self._parts.clear()
 
@@ -98,9 +133,10 @@ class PublishedBlocks:
         """Place new blocks in their prompts' chains."""
         if event.parent is None:
             link, num_links = chain_root(event.lora_name or "", event.cache_salt), 0
-        elif (before := self._blocks.get(event.parent)) is not None:
-            link, num_links = before.link, before.end_link
+        elif (end := self._end(event.parent)) is not None:
+            link, num_links = end
         else:
+            self.num_orphans += 1
             return
         size, parent = event.block_size, event.parent
         if size % LINK_TOKENS or len(event.token_ids) != size * len(event.keys):
@@ -110,11 +146,19 @@ class PublishedBlocks:
         for index, hash_ in enumerate(event.keys):
             own = links[index * per_block : (index + 1) * per_block]
             if hash_ not in self._blocks:
-                end = num_links + per_block
-                self._blocks[hash_] = _Block(parent, own[-1], num_links, end)
+                last = num_links + per_block
+                self._blocks[hash_] = _Block(parent, own[-1], num_links, last)
+                if self._names is not None:
+                    self._names.put(hash_, own[-1], last)
                 self._end_chunks(hash_, num_links, own)
             num_links += per_block
             parent = hash_
+
+    def _end(self, hash_: int) -> tuple[bytes, int] | None:
+        block = self._blocks.get(hash_)
+        if block is not None:
+            return block.link, block.end_link
+        return None if self._names is None else self._names.end(hash_)
 
     def _end_chunks(self, hash_: int, num_links: int, links: list[bytes]) -> None:
         """Chunks that end in this block, which begins after so many links of its prompt."""

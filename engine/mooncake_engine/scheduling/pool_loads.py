@@ -439,8 +439,8 @@ class PoolLoads:
         refetch_s = pool.load_costs.seconds(load.sources[position], pool.chunk_bytes, now)
         recompute_s = self._prefill.seconds(position * size, (position + 1) * size, now)
         terms = CopyTerms(1, max(refetch_s, MIN_COST_S), max(recompute_s, MIN_COST_S))
-        salt = load.request.spec.cache_salt
-        self._saves.offer_copies(load.keys[:num_chunks], position, load.blocks, salt, terms)
+        keys = load.keys[:num_chunks]
+        self._saves.offer_copies(load.request, keys, position, load.blocks, terms)
 
     def _is_loading(self, load: _Load) -> bool:
         request = load.request

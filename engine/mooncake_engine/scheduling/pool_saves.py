@@ -83,31 +83,41 @@ class PoolSaves:
         block_ids = tuple(request.block_ids[: stop * size // self._blocks.block_size])
         handed_out = HandedOut.now(block_ids, self._blocks.pool)
         keys, salt = self._pool.keys(request, stop), request.spec.cache_salt
-        save = SaveRequest(f"save#{next(self._ids)}", keys, first, block_ids, salt, step)
+        tokens = self._published_tokens(request, first, stop)
+        save_id = f"save#{next(self._ids)}"
+        save = SaveRequest(save_id, keys, first, block_ids, salt, step, token_ids=tokens)
         self._begin(save, handed_out)
 
     def offer_copies(
         self,
+        request: Request,
         keys: Sequence[bytes],
         first: int,
         handed_out: HandedOut,
-        salt: str,
         terms: CopyTerms,
     ) -> None:
         """Chunks have been loaded from another store: the own one may keep a copy.
 
         Args:
+            request: that they were loaded for.
             keys: of all leading chunks of the sequence up to the last one.
             first: the first one that came from elsewhere.
             handed_out: the sequence's blocks, when the load began.
-            salt: of the request.
             terms: on which the store decides.
         """
         num_blocks = len(keys) * self._pool.chunk_tokens // self._blocks.block_size
         block_ids = tuple(handed_out.block_ids[:num_blocks])
         save_id = f"copy#{next(self._ids)}"
-        save = SaveRequest(save_id, keys, first, block_ids, salt, copy=terms)
+        tokens, salt = self._published_tokens(request, first, len(keys)), request.spec.cache_salt
+        save = SaveRequest(save_id, keys, first, block_ids, salt, copy=terms, token_ids=tokens)
         self._begin(save, handed_out)
+
+    def _published_tokens(self, request: Request, first: int, stop: int) -> Sequence[int]:
+        """Of these chunks; none where nobody is told of them."""
+        if not self._pool.publishes_saves:
+            return ()
+        size = self._pool.chunk_tokens
+        return request.token_ids[first * size : stop * size]
 
     def _begin(self, save: SaveRequest, handed_out: HandedOut) -> None:
         first = save.first_chunk * self._pool.chunk_tokens // self._blocks.block_size

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from mooncake_engine.scheduling.request import Request
 from mooncake_kv.config import LoadFailurePolicy
+from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.params import KVTransferDict, PrefixSource
 from mooncake_kv.pool.pool_costs import LoadCosts
 from mooncake_kv.pool.pool_events import (
@@ -129,6 +130,16 @@ class ChunkPool(Protocol):
     @property
     def home_location(self) -> StoreLocation | None:
         """Where other instances find what this one saves; None if they can't."""
+        ...
+
+    @property
+    def publishes_saves(self) -> bool:
+        """Whether what is saved is published, and so has to be told with its tokens."""
+        ...
+
+    @property
+    def kv_event_endpoints(self) -> KVEventEndpoints | None:
+        """Where it is published; None if it is not."""
         ...
 
     def keys(self, request: Request, num_chunks: int) -> list[bytes]:

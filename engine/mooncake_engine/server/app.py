@@ -276,6 +276,8 @@ class PlainEndpoints:
             peers["kv_pool"] = {"saved": pool.num_saved_chunks, "found": pool.num_found_chunks}
             if stats.pool_home is not None:
                 peers["kv_pool"]["store"] = asdict(stats.pool_home)
+            if stats.pool_kv_events is not None:
+                peers["kv_pool"]["kv_events"] = msgspec.to_builtins(stats.pool_kv_events)
         peers["data_parallel_size"] = engine.info.dp_size
         if stats.by_dp_rank:
             peers["data_parallel_ranks"] = [

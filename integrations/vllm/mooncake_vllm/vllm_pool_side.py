@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 
@@ -134,9 +134,9 @@ class PoolSchedulerSide:
                 f"{unit}: use chunk=N with a multiple, the same for all who share KV"
             )
         self._identity = pool_identity(instance.model, info.geometry, config.chunk_tokens)
-        stores = PoolStores(config, Registry.discover(), instance.engine_id)
+        self._stores = PoolStores(config, Registry.discover(), instance.engine_id)
         client = PoolClient(
-            stores, info.geometry, config.chunk_tokens, self._timeout_s, len(self._ranks)
+            self._stores, info.geometry, self._identity, self._timeout_s, len(self._ranks)
         )
         try:
             self._ranks.listen(client.on_rank_message)
@@ -275,8 +275,12 @@ class PoolSchedulerSide:
         salt = request.cache_salt or ""
         tenant = salt if len(salt.encode()) <= MAX_TENANT_BYTES else ""
         blocks = expand_blocks(block_ids, self._pages)
+        save = SaveRequest(request.request_id, keys, num_known, blocks, tenant)
+        if self._stores.home_kv_events is not None and tenant == salt:
+            size = self._chunk_tokens
+            save = replace(save, token_ids=tokens[num_known * size : num_whole * size])
         self._saving.add(request.request_id)
-        if self._client.save(SaveRequest(request.request_id, keys, num_known, blocks, tenant)):
+        if self._client.save(save):
             return True
         self._saving.discard(request.request_id)
         return False

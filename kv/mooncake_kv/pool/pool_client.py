@@ -15,6 +15,7 @@ import asyncio
 import logging
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -58,11 +59,13 @@ from mooncake_kv.pool.pool_messages import (
 )
 from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.ranks import SendToRank
+from mooncake_kv.store.chunk_keys import KVIdentity
 from mooncake_kv.store.chunk_layout import chunk_bytes
 from mooncake_kv.store.chunk_store import (
     MAX_TENANT_BYTES,
     ArenaInfo,
     Chunk,
+    ChunkContent,
     ChunkStore,
     Residence,
     Tier,
@@ -109,7 +112,7 @@ class PoolClient:
     Args:
         stores: what to use; closed with this object.
         geometry: of the model's KV.
-        chunk_tokens: tokens per chunk.
+        identity: of the same.
         transfer_timeout_s: of one load or save.
         num_ranks: of the instance.
     """
@@ -118,15 +121,16 @@ class PoolClient:
         self,
         stores: PoolStores,
         geometry: KVGeometry,
-        chunk_tokens: int,
+        identity: KVIdentity,
         transfer_timeout_s: float,
         num_ranks: int,
     ) -> None:
         self.stats = PoolStats()
         self.load_costs = LoadCosts()
         self._stores = stores
-        self._chunk_tokens = chunk_tokens
-        self.chunk_bytes = chunk_bytes(geometry, chunk_tokens)
+        self._chunk_tokens = identity.chunk_tokens
+        self._namespace = identity.root()
+        self.chunk_bytes = chunk_bytes(geometry, identity.chunk_tokens)
         self._layer_bytes = self.chunk_bytes // geometry.layers
         self._timeout_s = transfer_timeout_s
         self._num_ranks = num_ranks
@@ -459,18 +463,7 @@ class PoolClient:
             copy = replace(copy, num_copies=num_copies)
         if not missing:
             return [], ()
-        is_named = len(save.tenant.encode()) <= MAX_TENANT_BYTES
-        chunks = [
-            Chunk(
-                keys[position],
-                keys[position - 1] if position else None,
-                position,
-                self.chunk_bytes,
-                self._chunk_tokens,
-                save.tenant if is_named else "",
-            )
-            for position in missing
-        ]
+        chunks = [self._chunk(save, position) for position in missing]
         lease_s = self._timeout_s + LEASE_MARGIN_S
         future = self._stores.home.reserve(chunks, lease_s=lease_s, copy=copy)
         grants = await asyncio.wrap_future(future)
@@ -484,6 +477,24 @@ class PoolClient:
             else:
                 self._refuse(grant.value, 1)
         return handles, tuple(consecutive_runs(placed))
+
+    def _chunk(self, save: SaveRequest, position: int) -> Chunk:
+        """What is saved, as the store is told."""
+        is_named = len(save.tenant.encode()) <= MAX_TENANT_BYTES
+        content, size = None, self._chunk_tokens
+        if save.token_ids and is_named:
+            start = (position - save.first_chunk) * size
+            token_ids = array("I", save.token_ids[start : start + size])
+            content = ChunkContent(self._namespace, token_ids.tobytes())
+        return Chunk(
+            save.keys[position],
+            save.keys[position - 1] if position else None,
+            position,
+            self.chunk_bytes,
+            size,
+            save.tenant if is_named else "",
+            content,
+        )
 
     async def _held_elsewhere(self, keys: Sequence[bytes]) -> Counter[bytes]:
         """How many other stores have each, or are being given it."""

@@ -82,6 +82,7 @@ class SaveRequest:
         step: see ``SaveRuns``.
         copy: they came from another store, and are saved where they are worth that; else what
             another store has is not saved again. ``num_copies`` is counted by the pool client.
+        token_ids: of the chunks to save; only where ``PoolStores.home_kv_events`` is something.
     """
 
     save_id: str
@@ -91,6 +92,7 @@ class SaveRequest:
     tenant: str = ""
     step: int | None = None
     copy: CopyTerms | None = None
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

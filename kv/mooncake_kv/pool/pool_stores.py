@@ -13,6 +13,8 @@ from mooncake_hal.session.addressing import is_loopback
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
+from mooncake_kv.kv_events import KVEventEndpoints
+from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.pool.device_staging import host_transports
 from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_kv.pool.pool_events import StoreLocation
@@ -33,13 +35,14 @@ CONNECT_S = 10.0
 MIN_QUARANTINE_S = 30.0
 
 
-def own_store(config: KVPoolConfig) -> NodeStoreConfig:
+def own_store(config: KVPoolConfig, kv_events: KVEventsConfig | None = None) -> NodeStoreConfig:
     """The store in this instance. Freed memory rests for as long as a transfer may take."""
     directories = tuple(SsdDirectoryConfig(path, size) for path, size in config.ssd)
     return NodeStoreConfig(
         config.dram_bytes,
         quarantine_s=_quarantine_s(config.network),
         ssd=SsdConfig(directories) if directories else None,
+        kv_events=kv_events,
     )
 
 
@@ -54,12 +57,19 @@ class PoolStores:
         config: which.
         registry: of transports.
         name: of this instance, for the stores' logs.
+        kv_events: where the store in this instance publishes what it holds.
 
     Raises:
         KVConfigError: the store in this instance can't be had as asked.
     """
 
-    def __init__(self, config: KVPoolConfig, registry: Registry, name: str) -> None:
+    def __init__(
+        self,
+        config: KVPoolConfig,
+        registry: Registry,
+        name: str,
+        kv_events: KVEventsConfig | None = None,
+    ) -> None:
         self._undo = ExitStack()
         self._secret = config.network.secret.encode()
         self._name = name
@@ -72,7 +82,7 @@ class PoolStores:
             if config.mooncake_store:
                 self.all.append(_open_mooncake_store(config, registry, undo))
             elif config.dram_bytes:
-                self.all.append(self._open_own(config, registry, undo))
+                self.all.append(self._open_own(config, own_store(config, kv_events), registry, undo))
             clients = [self.connect(host, port) for host, port in config.connect]
             for client, (host, port) in zip(clients, config.connect, strict=True):
                 undo.callback(client.close)
@@ -99,6 +109,12 @@ class PoolStores:
             return None
         return StoreLocation(*self._listens, arena.epoch)
 
+    @property
+    def home_kv_events(self) -> KVEventEndpoints | None:
+        """Where ``home`` publishes what it holds; None: nowhere, or it can't be reached now."""
+        arena = self.home.arena
+        return None if arena is None else arena.kv_events
+
     def connect(self, host: str, port: int) -> StoreClient:
         """A client of a store of this deployment, which its caller closes."""
         return StoreClient(StoreAddress(host, port, self._secret), self._name)
@@ -107,9 +123,11 @@ class PoolStores:
         """Leave all stores; the own one ends. Idempotent."""
         self._undo.close()
 
-    def _open_own(self, config: KVPoolConfig, registry: Registry, undo: ExitStack) -> ChunkStore:
+    def _open_own(
+        self, config: KVPoolConfig, wanted: NodeStoreConfig, registry: Registry, undo: ExitStack
+    ) -> ChunkStore:
         network = config.network
-        store = NodeStore(own_store(config))
+        store = NodeStore(wanted)
         undo.callback(store.close)
         with _reachable():
             transports = _open_transports(network, registry)

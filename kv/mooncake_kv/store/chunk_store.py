@@ -30,6 +30,7 @@ import msgspec
 
 from mooncake_hal.kv.geometry import KVGeometry
 from mooncake_hal.kv.transfer_plan import KVShardSpec
+from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.store.chunk_layout import stored_layout
 
 DEFAULT_LEASE_S = 10.0
@@ -77,6 +78,18 @@ class PutRefusal(str, Enum):
     """The store did not reply."""
 
 
+class ChunkContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a chunk is the KV of, for stores that publish KV events.
+
+    Args:
+        namespace: whose KV, ``KVIdentity.root`` without a salt: stores hold that of many models.
+        token_ids: of the chunk, 4 bytes each, little-endian.
+    """
+
+    namespace: bytes
+    token_ids: bytes
+
+
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """What is put. A Struct, as handles are: a batch makes a thousand of them.
 
@@ -86,7 +99,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
         position: how many chunks are before it.
         nbytes: ``chunk_layout.chunk_bytes`` of the model.
         num_tokens: tokens per chunk.
-        tenant: whose quota it counts against; empty for none.
+        tenant: whose quota it counts against, the ``cache_salt`` of its requests; empty for none.
+        content: where the store publishes KV events and the salt is the tenant.
 
     Raises:
         ValueError: a number or a length that can't be.
@@ -98,6 +112,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     nbytes: int
     num_tokens: int
     tenant: str = ""
+    content: ChunkContent | None = None
 
     def __post_init__(self) -> None:
         if self.nbytes < 1 or self.position < 0 or self.num_tokens < 1:
@@ -110,6 +125,11 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
             raise ValueError(f"keys have 1 to {MAX_KEY_BYTES} bytes, not {lengths[:2]}")
         if lengths[2] > MAX_TENANT_BYTES:
             raise ValueError(f"a tenant's name has {lengths[2]} bytes of {MAX_TENANT_BYTES}")
+        if self.content is not None and len(self.content.token_ids) != 4 * self.num_tokens:
+            raise ValueError(
+                f"{self.num_tokens} tokens have {4 * self.num_tokens} bytes, not "
+                f"{len(self.content.token_ids)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +212,8 @@ class ArenaInfo:
         nbytes: its length.
         endpoints: opaque address by transport, for ``Transports.connect``.
         index: what processes of the same host may probe by themselves.
+        kv_events: where the store publishes what it holds, a wildcard meaning its host; chunks that
+            are put there say what they are the KV of.
     """
 
     epoch: str
@@ -199,6 +221,7 @@ class ArenaInfo:
     nbytes: int
     endpoints: Mapping[str, bytes] = field(default_factory=dict)
     index: IndexInfo | None = None
+    kv_events: KVEventEndpoints | None = None
 
     def layout(self, geometry: KVGeometry, chunk_tokens: int) -> KVShardSpec:
         """The arena as a rank to plan against; see ``chunk_layout.plan_chunks``."""
@@ -264,22 +287,18 @@ class StoreStats:
 
 
 class StoreObserver(Protocol):
-    """Follows what a store holds, tier by tier: the seam for KV events.
+    """Follows what a store holds, tier by tier; see ``StoreEventLog``.
 
     Called under the store's lock, in the order in which things happened: quick, and never back into
     the store.
     """
 
-    def stored(self, tier: Tier, chunk: Chunk) -> None:
-        """The tier has the chunk now."""
+    def stored(self, tier: Tier, chunks: Sequence[Chunk]) -> None:
+        """The tier has these now."""
         ...
 
     def removed(self, tier: Tier, keys: Sequence[bytes]) -> None:
         """The tier has these no longer."""
-        ...
-
-    def cleared(self, tier: Tier) -> None:
-        """The tier is empty."""
         ...
 
 

@@ -89,7 +89,7 @@ class TableObserver(StoreObserver, Protocol):
         ...
 
     def committed(self, chunks: Sequence[Chunk]) -> None:
-        """These are stored in memory now: ``stored`` for each of them."""
+        """These are stored in memory now: ``stored`` is not said of them besides."""
         ...
 
 
@@ -105,13 +105,10 @@ class NoObserver:
     def committed(self, chunks: Sequence[Chunk]) -> None:
         """Nobody follows."""
 
-    def stored(self, tier: Tier, chunk: Chunk) -> None:
+    def stored(self, tier: Tier, chunks: Sequence[Chunk]) -> None:
         """Nobody follows."""
 
     def removed(self, tier: Tier, keys: Sequence[bytes]) -> None:
-        """Nobody follows."""
-
-    def cleared(self, tier: Tier) -> None:
         """Nobody follows."""
 
 

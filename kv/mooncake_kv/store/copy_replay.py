@@ -75,18 +75,15 @@ class _Follower:
         """Nothing could be fetched."""
 
     def committed(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            self.stored(Tier.DRAM, chunk)
+        self.stored(Tier.DRAM, chunks)
 
-    def stored(self, tier: Tier, chunk: Chunk) -> None:
-        self._holders.setdefault(chunk.key, set()).add(self._number)
+    def stored(self, tier: Tier, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self._holders.setdefault(chunk.key, set()).add(self._number)
 
     def removed(self, tier: Tier, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._holders[key].discard(self._number)
-
-    def cleared(self, tier: Tier) -> None:
-        """Tables never are."""
 
 
 def read_timed_trace(

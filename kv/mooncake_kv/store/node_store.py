@@ -16,11 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mooncake_hal.negotiation import Transports
+from mooncake_kv.kv_event_publisher import KVEventPublisher
+from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.store.arena_memory import ArenaMemory
 from mooncake_kv.store.chunk_store import (
     DEFAULT_LEASE_S,
@@ -39,6 +42,7 @@ from mooncake_kv.store.chunk_table import ChunkTable, NoObserver, TableSettings
 from mooncake_kv.store.eviction import DEFAULT_POLICY, make_policy
 from mooncake_kv.store.residence_index import IndexObserver, ResidenceIndex
 from mooncake_kv.store.ssd_tier import SsdConfig, SsdTier
+from mooncake_kv.store.store_events import StoreEventLog
 from mooncake_kv.store.tier_moves import TierMoves
 
 TIMER_S = 0.25
@@ -59,6 +63,7 @@ class NodeStoreConfig:
         quotas: bytes of memory by tenant.
         ssd: the SSD tier, or None.
         load_timeout_s: how long a pin waits for SSDs before what is missing is a miss.
+        kv_events: where it publishes what its tiers hold; None: nowhere.
     """
 
     dram_bytes: int
@@ -67,6 +72,7 @@ class NodeStoreConfig:
     quotas: Mapping[str, int] = field(default_factory=dict)
     ssd: SsdConfig | None = None
     load_timeout_s: float = 10.0
+    kv_events: KVEventsConfig | None = None
 
 
 class NodeStore:
@@ -74,7 +80,7 @@ class NodeStore:
 
     Args:
         config: see there.
-        observer: told what each tier holds.
+        observer: told what tiers hold, in place of those who read KV events.
         clock: seconds, from any origin, never backwards.
 
     Raises:
@@ -92,18 +98,29 @@ class NodeStore:
             lambda: make_policy(config.policy), config.quarantine_s, config.quotas
         )
         settings.make_policy()  # a wrong name is an error now
-        self.memory = ArenaMemory(config.dram_bytes)
         self.epoch = secrets.token_hex(8)
-        self._shared_index = self._open_index(config)
-        followers = IndexObserver(self._shared_index, observer or NoObserver())
-        self._table = ChunkTable(config.dram_bytes, settings, followers)
         self._clock = clock
         self._lock = threading.Lock()
-        self._moves = TierMoves(self._table, self._lock, clock, config.load_timeout_s)
         self._stop = threading.Event()
         self._timer: threading.Thread | None = None
-        if config.ssd is not None:
-            self._open_ssds(config.ssd)
+        with ExitStack() as undo:
+            self.memory = ArenaMemory(config.dram_bytes)
+            undo.callback(self.memory.close)
+            shared_index = ResidenceIndex(_capacity(config), self.epoch)
+            undo.callback(shared_index.close)
+            self._publisher = None
+            if config.kv_events is not None and config.kv_events.is_published:
+                self._publisher = KVEventPublisher(config.kv_events)
+                undo.callback(self._publisher.close)
+                observer = StoreEventLog(self._publisher.publish)
+            self._index_info = shared_index.info
+            self._table = ChunkTable(
+                config.dram_bytes, settings, IndexObserver(shared_index, observer or NoObserver())
+            )
+            self._moves = TierMoves(self._table, self._lock, clock, config.load_timeout_s)
+            if config.ssd is not None:
+                self._open_ssds(config.ssd)
+            self._undo = undo.pop_all()
         self._endpoints: dict[str, bytes] = {}
         self._last_user = 0
         self._is_closed = False
@@ -120,8 +137,14 @@ class NodeStore:
     @property
     def arena(self) -> ArenaInfo:
         """Where the memory is."""
-        where = self.memory.address, self.memory.nbytes
-        return ArenaInfo(self.epoch, *where, self._endpoints, self._shared_index.info)
+        return ArenaInfo(
+            self.epoch,
+            self.memory.address,
+            self.memory.nbytes,
+            self._endpoints,
+            self._index_info,
+            None if self._publisher is None else self._publisher.endpoints,
+        )
 
     def open_user(self) -> StoreUser:
         """Access for one user: one instance, or one session of another process."""
@@ -141,8 +164,7 @@ class NodeStore:
         if self._moves.tier is not None:
             self._moves.tier.close()
         self._end_late_pins(math.inf)
-        self._shared_index.close()
-        self.memory.close()
+        self._undo.close()
 
     def chunks(self) -> dict[Tier, list[Chunk]]:
         """All that each tier has."""
@@ -252,27 +274,12 @@ class NodeStore:
         for finish in finished:
             finish()
 
-    def _open_index(self, config: NodeStoreConfig) -> ResidenceIndex:
-        directories = config.ssd.directories if config.ssd is not None else ()
-        capacity = config.dram_bytes + sum(each.capacity_bytes for each in directories)
-        try:
-            return ResidenceIndex(capacity, self.epoch)
-        except BaseException:
-            self.memory.close()
-            raise
-
     # -- SSDs -----------------------------------------------------------------------------------
 
     def _open_ssds(self, config: SsdConfig) -> None:
-        try:
-            tier = SsdTier(config, self.memory.view, self._clock, self._ssd_removed)
-        except BaseException:
-            self._shared_index.close()
-            self.memory.close()
-            raise
+        tier = SsdTier(config, self.memory.view, self._clock, self._ssd_removed)
         self._moves.tier = tier
-        for chunk in tier.chunks():
-            self._table.observer.stored(Tier.SSD, chunk)
+        self._table.observer.stored(Tier.SSD, tier.chunks())
         self._timer = threading.Thread(target=self._keep_time, name="store-timer", daemon=True)
         self._timer.start()
 
@@ -353,6 +360,12 @@ class StoreUser:
             is_drained: nothing of it moves any more; else its memory rests for a while.
         """
         self._store.end_user(self._user, is_drained=is_drained)
+
+
+def _capacity(config: NodeStoreConfig) -> int:
+    """Bytes of all tiers."""
+    directories = config.ssd.directories if config.ssd is not None else ()
+    return config.dram_bytes + sum(each.capacity_bytes for each in directories)
 
 
 def done(result: Result) -> Future[Result]:

@@ -198,20 +198,17 @@ class IndexObserver:
 
     def committed(self, chunks: Sequence[Chunk]) -> None:
         self._index.settle([chunk.key for chunk in chunks])
-        for chunk in chunks:
-            self._after.stored(Tier.DRAM, chunk)
+        self._after.stored(Tier.DRAM, chunks)
 
-    def stored(self, tier: Tier, chunk: Chunk) -> None:
-        self._index.mark(chunk.key, Residence(tier.value))
-        self._after.stored(tier, chunk)
+    def stored(self, tier: Tier, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self._index.mark(chunk.key, Residence(tier.value))
+        self._after.stored(tier, chunks)
 
     def removed(self, tier: Tier, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._index.mark(key, Residence(tier.value), False)
         self._after.removed(tier, keys)
-
-    def cleared(self, tier: Tier) -> None:
-        self._after.cleared(tier)
 
 
 class ResidenceView:

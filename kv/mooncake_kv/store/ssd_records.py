@@ -26,7 +26,7 @@ from mooncake_hal import native
 from mooncake_hal.errors import NativeUnavailable
 from mooncake_kv.store.arena_allocator import GRANULE, rounded_up
 from mooncake_kv.store.chunk_keys import KEY_VERSION
-from mooncake_kv.store.chunk_store import Chunk
+from mooncake_kv.store.chunk_store import Chunk, ChunkContent
 
 PAGE = GRANULE
 RECORD_VERSION = 2
@@ -37,6 +37,9 @@ MIN_PART_BYTES = 256 << 10
 """Of a record's parts behind the first ones, which steps wait for."""
 MAX_SECTIONS = 128
 """Their checksums fit into a record's page."""
+MAX_CONTENT_BYTES = 2048
+"""Of tokens, in a record's page beside checksums and tenant; of larger chunks it does not say them,
+and after a restart their KV events don't."""
 MAX_PARTS = 32
 """That a record is read in: with more there is little to hide, and each costs a request."""
 _MAGIC = b"mcakekv1"
@@ -75,11 +78,18 @@ class RecordHeader(msgspec.Struct, frozen=True, array_like=True, tag="record"):
     nbytes: int
     num_tokens: int
     tenant: str
+    content: ChunkContent | None = None
 
     def chunk(self) -> Chunk:
         """What is stored."""
         return Chunk(
-            self.key, self.parent, self.position, self.nbytes, self.num_tokens, self.tenant
+            self.key,
+            self.parent,
+            self.position,
+            self.nbytes,
+            self.num_tokens,
+            self.tenant,
+            self.content,
         )
 
 
@@ -142,6 +152,9 @@ def record_header(chunk: Chunk, use: bytes, payload: memoryview) -> RecordHeader
         use: of the segment that it goes to.
         payload: its bytes, padded to whole pages.
     """
+    content = chunk.content
+    if content is not None and len(content.token_ids) > MAX_CONTENT_BYTES:
+        content = None
     return RecordHeader(
         use,
         section_checksums(payload, section_bytes(chunk.nbytes)),
@@ -151,6 +164,7 @@ def record_header(chunk: Chunk, use: bytes, payload: memoryview) -> RecordHeader
         chunk.nbytes,
         chunk.num_tokens,
         chunk.tenant,
+        content,
     )
 
 

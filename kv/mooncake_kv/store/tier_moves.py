@@ -354,6 +354,6 @@ class TierMoves:
                 self._table.release([handle.handle_id], SSD_USER, self._clock())
                 # dropped or collected in between, it was said to be gone before
                 if is_stored and self.has(chunk.key):
-                    self._table.observer.stored(Tier.SSD, chunk)
+                    self._table.observer.stored(Tier.SSD, [chunk])
 
         self.tier.write(chunk, handle.offset, is_held, ended)

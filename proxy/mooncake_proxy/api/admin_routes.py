@@ -228,6 +228,7 @@ class AdminHandlers:
             rows(lambda i: i.total_prompt_tokens),
         )
         yield from self._rank_gauges(prefix, instances)
+        yield from self._held_gauges(prefix)
         yield from self._load_gauges(prefix)
         yield from gauge_lines(
             f"{prefix}running", "Requests being served.", [({}, self._process.num_running)]
@@ -254,6 +255,19 @@ class AdminHandlers:
                 "Requests in the queue of a data-parallel rank.",
                 [(labels, rank.queue.waiting) for labels, rank in labelled],
             )
+
+    def _held_gauges(self, prefix: str) -> Iterator[str]:
+        """What the conductor knows of instances, by their events and those of their stores."""
+        held = [
+            ({"instance": instance.name, "role": instance.spec.role.value, "tier": tier}, number)
+            for router in self._routers
+            if router.conductor is not None
+            for fleet in (router.conductor.pairs, router.conductor.whole)
+            for instance, tier, number in fleet.holdings.num_tokens()
+        ]
+        if held:
+            text = "Tokens whose KV an instance holds on its devices, in its store and on SSDs."
+            yield from gauge_lines(f"{prefix}instance_held_tokens", text, held)
 
     def _load_gauges(self, prefix: str) -> Iterator[str]:
         """What autoscalers go by, where the conductor has an objective for the first token."""

@@ -91,6 +91,8 @@ class KVEventEndpoints(Struct, frozen=True):
     replay_endpoint: str | None = None
     # Of its data-parallel ranks from the second one on.
     other_dp_ranks: tuple[KVEventEndpoints, ...] = ()
+    # Of a store: which of its events are of the instance's model.
+    namespace: str | None = None
 
     def seen_from(self, host: str) -> KVEventEndpoints:
         """The same for somebody who reaches the instance at `host`."""
@@ -99,6 +101,7 @@ class KVEventEndpoints(Struct, frozen=True):
             _WILDCARD.sub(host, self.endpoint),
             None if replay is None else _WILDCARD.sub(host, replay),
             tuple(rank.seen_from(host) for rank in self.other_dp_ranks),
+            self.namespace,
         )
 
 
@@ -112,9 +115,11 @@ class StoreLocation(Struct, frozen=True):
 
 
 class PoolUse(Struct, frozen=True):
-    """An instance uses the KVCache pool. `store` is None where others can't read what it saves."""
+    """An instance uses the KVCache pool. `store` is None where others can't read what it saves,
+    `kv_events` where that is not published."""
 
     store: StoreLocation | None = None
+    kv_events: KVEventEndpoints | None = None
 
 
 class Compatibility(Struct, frozen=True):
@@ -208,8 +213,7 @@ class Instance(RequestLoad):
     @property
     def kv_events(self) -> KVEventEndpoints | None:
         """Where its KV events are, as far as is known."""
-        spec, host = self.spec, self.spec.origin.host
-        host = f"[{host}]" if ":" in host else host
+        spec, host = self.spec, _in_url(self.spec.origin.host)
         if spec.kv_events_port is not None:
             replay = spec.kv_events_replay_port
             return KVEventEndpoints(
@@ -218,6 +222,15 @@ class Instance(RequestLoad):
             )
         published = self.compatibility.kv_events
         return None if published is None else published.seen_from(host)
+
+    @property
+    def store_kv_events(self) -> KVEventEndpoints | None:
+        """Where the store that it saves to publishes what it holds, if it does."""
+        use = self.compatibility.kv_pool
+        if use is None or use.kv_events is None:
+            return None
+        host = self.spec.origin.host if use.store is None else use.store.host
+        return use.kv_events.seen_from(_in_url(host))
 
     def is_compatible(self, peer: Instance) -> bool:
         """Whether neither of the two has refused to exchange KV with the other, or would."""
@@ -525,3 +538,7 @@ class InstancePool:
             return f"no {role.value} instance is configured, and none has registered ({how})"
         facts = "; ".join(f"{i.name} {i.state.value} {i.error}".rstrip() for i in wanted)
         return f"no live {role.value} instance: {facts}"
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,7 +1,8 @@
-"""Follows the KV events of instances: one thread with a ZMQ socket for each, batches to the loop.
+"""Follows the KV events of instances and stores: one thread with a ZMQ socket for each, batches to
+the loop.
 
-vLLM, SGLang and mooncake-engine publish alike. What a publisher still has is asked for when it is
-first followed, and whenever a batch is missing.
+vLLM, SGLang, mooncake-engine and mooncake-kv publish alike. What a publisher holds is asked for
+when it is first followed; what it still has, whenever a batch is missing.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import zmq
 
 from mooncake_conductor.errors import MalformedEvent
 from mooncake_conductor.index.kv_event_messages import (
     REPLAY_END,
+    SNAPSHOT_QUESTION,
     EventBatch,
     decode_batch,
     decode_sequence,
@@ -34,15 +38,29 @@ RECEIVE_HWM = 100_000
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a publisher said that it holds; no batches: it can't say that, or did not answer."""
+
+    # Of the live batch that follows.
+    next_sequence: int = 0
+    batches: tuple[EventBatch, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class KVEventDelivery:
-    """What came of one instance: batches by sequence number, live or replayed, and how many replays
-    that were asked for have ended behind them, with all that the publisher has or without an
-    answer."""
+    """What came of one publisher: batches by sequence number, live or replayed, and which of the
+    questions that it was asked have ended behind them, with an answer or without."""
 
     name: str
     batches: list[tuple[int, EventBatch]]
     is_replayed: bool = False
     num_replays_ended: int = 0
+    snapshots: tuple[Snapshot, ...] = ()
+
+
+class _Question(Enum):
+    REPLAY = auto()
+    SNAPSHOT = auto()
 
 
 @dataclass(slots=True)
@@ -50,7 +68,10 @@ class _Followed:
     name: str
     live: zmq.Socket[bytes]
     replay: zmq.Socket[bytes] | None
-    num_replays: int = 0
+    # Those that await an answer, in the order in which they were asked, and so are answered.
+    asked: deque[_Question] = field(default_factory=deque)
+    # What has come of the snapshot that is being answered.
+    snapshot: list[tuple[int, EventBatch]] = field(default_factory=list)
     # When those that run are given up.
     replay_until: float = 0.0
     num_malformed: int = 0
@@ -80,7 +101,12 @@ class KVEventFeed:
 
     def replay(self, name: str, start: int) -> None:
         """Ask for everything from a sequence number on."""
-        self._orders.put(lambda: self._ask(name, start))
+        number = start.to_bytes(8, "big")
+        self._orders.put(lambda: self._ask(name, _Question.REPLAY, number))
+
+    def snapshot(self, name: str) -> None:
+        """Ask for all that is held."""
+        self._orders.put(lambda: self._ask(name, _Question.SNAPSHOT, SNAPSHOT_QUESTION))
 
     def poll(self) -> None:
         """Raise what ended the thread: the index must not grow old unseen."""
@@ -105,8 +131,8 @@ class KVEventFeed:
                         self._receive(followed)
                     if followed.replay is not None and followed.replay in ready:
                         self._receive_replay(followed)
-                    elif followed.num_replays and followed.replay_until < time.monotonic():
-                        self._end_replays(followed, [], followed.num_replays)
+                    elif followed.asked and followed.replay_until < time.monotonic():
+                        self._give_up(followed)
         except (zmq.ZMQError, OSError) as exc:
             logger.exception("the thread that follows KV events has died")
             self._failure = exc
@@ -147,7 +173,7 @@ class KVEventFeed:
             return
         self._followed[name] = _Followed(name, live, replay)
         if replay is not None:
-            self._ask(name, 0)
+            self._ask(name, _Question.SNAPSHOT, SNAPSHOT_QUESTION)
 
     def _end(self, name: str) -> None:
         followed = self._followed.pop(name, None)
@@ -156,16 +182,16 @@ class KVEventFeed:
             if followed.replay is not None:
                 followed.replay.close(linger=0)
 
-    def _ask(self, name: str, start: int) -> None:
+    def _ask(self, name: str, question: _Question, text: bytes) -> None:
         followed = self._followed.get(name)
         if followed is None:
             return
+        followed.asked.append(question)
         if followed.replay is None:
-            self._send(KVEventDelivery(name, [], num_replays_ended=1))
+            self._give_up(followed)
             return
-        followed.num_replays += 1
         followed.replay_until = time.monotonic() + REPLAY_TIMEOUT_S
-        followed.replay.send_multipart((b"", start.to_bytes(8, "big")), zmq.DONTWAIT)
+        followed.replay.send_multipart((b"", text), zmq.DONTWAIT)
 
     def _receive(self, followed: _Followed) -> None:
         """Frames: topic, sequence number, payload."""
@@ -188,19 +214,37 @@ class KVEventFeed:
                 frames = followed.replay.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 break
+            followed.replay_until = time.monotonic() + REPLAY_TIMEOUT_S
             if len(frames) >= 2 and frames[-2][:8] == REPLAY_END:
-                self._end_replays(followed, batches, min(followed.num_replays, 1))
+                self._end_answer(followed, batches)
                 return
-            batches += self._decoded(followed, frames[-2:])
-        followed.replay_until = time.monotonic() + REPLAY_TIMEOUT_S
-        self._send(KVEventDelivery(followed.name, batches, is_replayed=True))
+            is_snapshot = followed.asked and followed.asked[0] is _Question.SNAPSHOT
+            (followed.snapshot if is_snapshot else batches).extend(
+                self._decoded(followed, frames[-2:])
+            )
+        if batches:
+            self._send(KVEventDelivery(followed.name, batches, is_replayed=True))
 
-    def _end_replays(
-        self, followed: _Followed, batches: list[tuple[int, EventBatch]], count: int
-    ) -> None:
-        followed.num_replays -= count
-        followed.replay_until = time.monotonic() + REPLAY_TIMEOUT_S
-        self._send(KVEventDelivery(followed.name, batches, True, count))
+    def _end_answer(self, followed: _Followed, batches: list[tuple[int, EventBatch]]) -> None:
+        """The answer to the oldest question is complete."""
+        name, question = followed.name, followed.asked.popleft() if followed.asked else None
+        if question is not _Question.SNAPSHOT:
+            num_ended = int(question is _Question.REPLAY)
+            self._send(KVEventDelivery(name, batches, True, num_ended))
+            return
+        held, followed.snapshot = followed.snapshot, []
+        next_sequence = held[0][0] if held else 0
+        snapshot = Snapshot(next_sequence, tuple(batch for _, batch in held))
+        self._send(KVEventDelivery(name, [], snapshots=(snapshot,)))
+
+    def _give_up(self, followed: _Followed) -> None:
+        """What was asked is not answered."""
+        num_snapshots = followed.asked.count(_Question.SNAPSHOT)
+        num_replays = len(followed.asked) - num_snapshots
+        followed.asked.clear()
+        followed.snapshot.clear()
+        snapshots = (Snapshot(),) * num_snapshots
+        self._send(KVEventDelivery(followed.name, [], True, num_replays, snapshots))
 
     def _decoded(self, followed: _Followed, frames: list[bytes]) -> list[tuple[int, EventBatch]]:
         """A batch that can't be read is as good as lost: its number is missing."""

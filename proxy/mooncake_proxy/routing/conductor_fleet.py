@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -22,29 +22,19 @@ from mooncake_conductor.cost.link_calendar import Fetch
 from mooncake_conductor.cost.online_fit import RunningQuantile
 from mooncake_conductor.errors import ConductorConfigError
 from mooncake_conductor.fleet import Fleet, InstanceSpec, Role as FleetRole
-from mooncake_conductor.index.event_stream import ChunkHoldings, EventStream
-from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, Keys
-from mooncake_conductor.index.published_blocks import PublishedBlocks
-from mooncake_conductor.index.rank_holdings import RankHoldings
 from mooncake_conductor.policies.situation import RoutingRequest
 from mooncake_conductor.reservations import ReservationEvent
 from mooncake_conductor.shared_reservations import ReservationChange, ReservationExchange
-from mooncake_conductor.simulator.engine_models import ChunkCache
 from mooncake_conductor.slo_admission import AdmissionMode, Objectives, Verdict, objective
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.pool.device_classes import costs_of
-from mooncake_proxy.pool.instances import (
-    Instance,
-    InstancePool,
-    KVEventEndpoints,
-    Role,
-    StoreLocation,
-)
+from mooncake_proxy.pool.instances import Instance, InstancePool, Role, StoreLocation
+from mooncake_proxy.routing.fleet_holdings import FleetHoldings
 
 if TYPE_CHECKING:
-    from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, KVEventFeed
+    from mooncake_proxy.pool.kv_event_feed import KVEventFeed
 
 logger = logging.getLogger(__name__)
 MAX_INSTANCES = 1024
@@ -99,13 +89,6 @@ class _SlotEntry:
 
     instance: Instance
     role: Role
-    # What it is believed to hold, until it publishes events.
-    believed: ChunkCache | None
-    # What it publishes, once it does, by the name of the publisher: its own, and those of its
-    # further data-parallel ranks.
-    streams: dict[str, EventStream] = field(default_factory=dict)
-    # What each of them holds, if there are several.
-    ranks: RankHoldings | None = None
     # When it last answered a prefill: what it took for the next began no sooner.
     free_at: float = 0.0
 
@@ -123,8 +106,6 @@ class ConductorFleet:
         rng: Random,
     ) -> None:
         self._pool = pool
-        # Begins with the first instance that publishes.
-        self._feed = feed
         self._config = config
         self._roles = (Role.BOTH,) if is_coupled else (Role.PREFILL, Role.DECODE)
         self._cold, fleet = _costs(config)
@@ -139,8 +120,8 @@ class ConductorFleet:
         self.conductor = Conductor(fleet, settings, rng)
         self._entries: dict[int, _SlotEntry] = {}
         self._slots: dict[str, int] = {}
-        # Whose events are followed, by the name of the publisher.
-        self._publishers: dict[str, int] = {}
+        num_chunks = config.kv_tokens // CHUNK_TOKENS
+        self.holdings = FleetHoldings(self.conductor.index, feed, num_chunks)
         self._names: dict[int, str] = {}
         self._version = -1
         self.exchange = ReservationExchange(
@@ -177,35 +158,13 @@ class ConductorFleet:
             self.conductor.fleet.share_prefixes(
                 slot, sends=use is not None and use.store is not None, fetches=use is not None
             )
-            endpoints = entry.instance.kv_events
-            if endpoints is not None and not entry.streams:
-                self._follow_events(slot, entry, endpoints)
-
-    def take_events(self, delivery: KVEventDelivery) -> None:
-        """Apply what an instance has published."""
-        slot = self._publishers.get(delivery.name)
-        if slot is None:
-            return  # it has left meanwhile
-        entry = self._entries[slot]
-        stream = entry.streams[delivery.name]
-        if delivery.batches and entry.believed is not None:
-            entry.believed = None  # known from now on
-            self.conductor.index.cleared(slot)
-        wanted = [
-            stream.receive(sequence, batch, delivery.is_replayed)
-            for sequence, batch in delivery.batches
-        ]
-        wanted += [stream.replay_ended() for _ in range(delivery.num_replays_ended)]
-        for request in wanted:
-            if request is not None:
-                self._feed().replay(delivery.name, request.start)
+            self.holdings.follow(slot, now)
 
     def cached_on_ranks(self, instance: Instance, keys: Keys) -> list[int]:
         """By data-parallel rank, how many of a prompt's first tokens it has, as far as ranks
         publish it; empty if they don't."""
         slot = self._slots.get(instance.name)
-        ranks = None if slot is None else self._entries[slot].ranks
-        return [] if ranks is None else [n * CHUNK_TOKENS for n in ranks.leading_chunks(keys)]
+        return [] if slot is None else self.holdings.cached_on_ranks(slot, keys)
 
     def place(
         self,
@@ -266,14 +225,14 @@ class ConductorFleet:
         if slot is not None:
             routed.decode_slot = slot
         routed.outcome["prefilled_at"] = now
-        self._remember(routed.decision.prefill.slot, routed.request.keys)
+        self.holdings.remember(routed.decision.prefill.slot, routed.request.keys)
         return verdict
 
     def pushed(self, routed: RoutedRequest, now: float) -> None:
         """Its prefill is done; where it decodes was settled before."""
         self.conductor.book.prefilled(routed.request.request_id, now)
         routed.outcome["prefilled_at"] = now
-        self._remember(routed.decision.prefill.slot, routed.request.keys)
+        self.holdings.remember(routed.decision.prefill.slot, routed.request.keys)
 
     def measure_prefill(
         self, instance: Instance, num_tokens: int, num_cached: int, began: float, now: float
@@ -291,7 +250,7 @@ class ConductorFleet:
         """It decodes."""
         self.conductor.joined(routed.request.request_id, now)
         routed.outcome.setdefault("decoding_at", now)
-        self._remember(routed.decode_slot, routed.request.keys)
+        self.holdings.remember(routed.decode_slot, routed.request.keys)
 
     def finished(
         self, routed: RoutedRequest, num_tokens: int, seconds_per_token: float | None, now: float
@@ -319,14 +278,15 @@ class ConductorFleet:
         self.follow_pool(now)
         for made, event in self.exchange.follow(owner, changes, now, is_snapshot=is_snapshot):
             if event is ReservationEvent.PREFILLED:
-                self._remember(made.choice.slot, made.request.keys)
+                self.holdings.remember(made.choice.slot, made.request.keys)
             elif event is ReservationEvent.JOINED:
-                self._remember(made.decode_slot, made.request.keys)
+                self.holdings.remember(made.decode_slot, made.request.keys)
 
     def sweep(self, now: float) -> None:
         """Release what is overdue, forget what nobody holds."""
         self.follow_pool(now)
         self.conductor.book.sweep(now)
+        self.holdings.sweep(now)
         self.conductor.index.collect(1)
 
     def _route(self, request: RoutingRequest, now: float) -> RoutedRequest:
@@ -389,23 +349,9 @@ class ConductorFleet:
         except ConductorConfigError as exc:
             instance.warn_once("no_slot", f"gets no requests from the conductor: {exc}")
             return
-        believed = ChunkCache(self._config.kv_tokens // CHUNK_TOKENS)
-        self._entries[slot] = _SlotEntry(instance, role, believed)
+        self._entries[slot] = _SlotEntry(instance, role)
+        self.holdings.join(slot, instance)
         self._slots[instance.name] = slot
-
-    def _follow_events(self, slot: int, entry: _SlotEntry, endpoints: KVEventEndpoints) -> None:
-        """Begin with all that an instance publishes."""
-        published = (endpoints, *endpoints.other_dp_ranks)
-        holdings: Sequence[ChunkHoldings] = (self.conductor.index,)
-        if len(published) > 1:
-            entry.ranks = RankHoldings(self.conductor.index, len(published))
-            holdings = entry.ranks.ranks
-        for number, (each, held) in enumerate(zip(published, holdings, strict=True)):
-            name = f"{entry.instance.name}#{number}" if number else entry.instance.name
-            num_asked = int(each.replay_endpoint is not None)
-            entry.streams[name] = EventStream(held, slot, PublishedBlocks(), num_asked)
-            self._publishers[name] = slot
-            self._feed().follow(name, each)
 
     def _expect_costs(self, instance: Instance) -> None:
         """Those of its devices, once it has published what it runs on: a fleet may mix classes."""
@@ -418,21 +364,10 @@ class ConductorFleet:
 
     def _leave(self, slot: int, now: float) -> None:
         entry = self._entries.pop(slot)
-        for name in entry.streams:
-            self._feed().leave(name)
-            del self._publishers[name]
+        self.holdings.leave(slot)
         del self._slots[entry.instance.name]
         lost = self.conductor.remove(slot, now)
         logger.info("%s is gone: %d reservations released", entry.instance.name, len(lost))
-
-    def _remember(self, slot: int, keys: Sequence[int]) -> None:
-        """Without events: it holds now what it has just worked on, and no more than fits."""
-        entry = self._entries.get(slot)
-        if entry is None or entry.believed is None:
-            return
-        new, evicted = entry.believed.insert(keys)
-        self.conductor.index.stored(slot, Tier.DEVICE, new)
-        self.conductor.index.removed(slot, Tier.DEVICE, evicted)
 
 
 def _objectives(config: ConductorConfig) -> Objectives:

@@ -235,8 +235,8 @@ class ConductorRouting:
         return self._feed
 
     def _deliver(self, delivery: KVEventDelivery) -> None:
-        self.pairs.take_events(delivery)
-        self.whole.take_events(delivery)
+        self.pairs.holdings.take(delivery)
+        self.whole.holdings.take(delivery)
 
     def _note(self, context: RequestContext, routed: RoutedRequest) -> None:
         context.routed = routed

@@ -116,3 +116,37 @@ def test_a_prefix_is_fetched_from_the_store_that_the_conductor_names() -> None:
         loaded = sum(counted(url, "mooncake:kv_pool_num_loaded_chunks") for url in prefills)
         assert loaded >= PREFIX // 64
         assert not any(counted(url, "mooncake:kv_pool_num_failed_loads") for url in prefills)
+
+
+@pytest.mark.timeout(300)
+def test_a_conversation_returns_to_the_store_that_has_it_whatever_the_devices_forgot() -> None:
+    """Prefill instances forget what their devices hold, and say so; what their stores hold is
+    published, too, and known even to a proxy that comes later."""
+    events = '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:*", "replay_endpoint": '
+    pool = ("--kv-pool", "dram=64MiB,chunk=64,load=always", "--kv-events-config")
+    with ExitStack() as stack:
+        start = stack.enter_context
+        prefills = [
+            start(serving(TINY_LLAMA, "prefill", *pool, events + '"tcp://127.0.0.1:*"}')).url
+            for _ in range(2)
+        ]
+        decode = start(serving(TINY_LLAMA, "decode")).url
+        argv = ["--port", "0", "--policy", "cost", "--costs", SLOW, "--decode", decode]
+        argv += [part for url in prefills for part in ("--prefill", url)]
+        prompts = [prompt_of(seed, PREFIX) for seed in range(6)]
+        for number, prompt in enumerate(prompts):  # each has a home
+            complete(prefills[number % 2], prompt)
+        wait_until_saved(*prefills)
+        for url in prefills:
+            assert httpx.post(f"{url}/reset_prefix_cache").status_code == 200
+        proxy = start(running("mooncake_proxy", *argv)).wait_for("listens on").split()[-1]
+        while counted(proxy, "mooncake_proxy_instance_held_tokens", "host") < 6 * PREFIX:
+            time.sleep(0.05)
+        for number, prompt in enumerate(prompts):
+            home = prefills[number % 2]
+            loaded = counted(home, "mooncake:kv_pool_num_loaded_chunks")
+            complete(proxy, (*prompt, *prompt_of(100 + number, TAIL)), f"turn-{number}")
+            placed = explain(proxy, f"turn-{number}")
+            assert placed is not None
+            assert placed["instance"] == home, placed
+            assert counted(home, "mooncake:kv_pool_num_loaded_chunks") == loaded + PREFIX // 64

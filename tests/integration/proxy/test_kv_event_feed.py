@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace as replace_field
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -16,8 +18,12 @@ from support.proxy_conductor import conductor_of, settings
 from support.proxy_fakes import Stand, stand
 from support.proxy_fakes_client import BODY, post
 
+from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.prompt_keys import token_keys
-from mooncake_proxy.pool.instances import Compatibility, KVEventEndpoints
+from mooncake_kv.kv_events_config import KVEventsConfig
+from mooncake_kv.store.chunk_store import Chunk, ChunkContent, WriteHandle
+from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
+from mooncake_proxy.pool.instances import Compatibility, KVEventEndpoints, PoolUse
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet
 
 
@@ -108,6 +114,87 @@ def test_without_a_replay_it_claims_nothing_that_is_gone() -> None:
                 await until(lambda: claimed(fleet, s.prefill.url, known) <= publisher.keys())
 
     uvloop.run(main())
+
+
+@pytest.mark.parametrize("seed", [8, 9])
+def test_with_snapshots_it_is_the_truth_without_any_replay(seed: int) -> None:
+    async def main() -> None:
+        with closing(FaultyPublisher(seed, num_kept=0, has_snapshots=True)) as publisher:
+            publisher.store([5] * 300)  # before anybody listens
+            async with stand(1, 1, **settings()) as s:
+                fleet, known = follow(s, s.prefill.url, publisher), publisher.keys()
+                for number in range(30):
+                    publisher.store([number % 4] * 200 + [number] * 100)
+                    known |= publisher.keys()
+                    publisher.evict(10)
+                    await asyncio.sleep(0.002)
+                publisher.settle()
+                held = publisher.keys()
+                await until(lambda: claimed(fleet, s.prefill.url, known) == held)
+
+    uvloop.run(main())
+
+
+def test_what_its_store_holds_is_the_instances_whatever_its_devices_forget(tmp_path: Path) -> None:
+    """A store publishes for itself; what devices hold goes on to be believed."""
+    ids, path = list(range(2000, 2640)), f"ipc://{tmp_path}"
+    events = KVEventsConfig(True, None, f"{path}/events", f"{path}/replay")
+
+    async def main() -> None:
+        with closing(NodeStore(NodeStoreConfig(1 << 20, kv_events=events))) as store:
+            async with stand(3, 1, **settings()) as s:
+                url = s.prefills[2].url
+                fleet = follow_store(s, url, store)
+                device = set(token_keys(list(range(64))))
+                slot = fleet.slot(s.app.router.pool.get(url))
+                assert slot is not None
+                put(store, ids)
+                held = set(token_keys(ids))
+                await until(lambda: claimed(fleet, url, held) == held)
+                fleet.holdings.remember(slot, tuple(device))
+                assert claimed(fleet, url, held | device) == held | device
+                for _ in range(4):
+                    assert (await post(s, BODY | {"prompt": ids})).status_code == 200
+                assert [len(fake.generated) for fake in s.prefills] == [0, 0, 4]
+                store.drop([chunk.key for found in store.chunks().values() for chunk in found])
+                index = fleet.conductor.index
+                await until(lambda: not index.digest(slot, Tier.HOST)[0])
+                assert index.digest(slot, Tier.DEVICE)[0] == len(held | device)
+
+    uvloop.run(main())
+
+
+def follow_store(s: Stand, url: str, store: NodeStore) -> ConductorFleet:
+    """Have the proxy follow the store of that instance, as its health would say."""
+    pool, fleet = s.app.router.pool, conductor_of(s).pairs
+    found = store.arena.kv_events
+    assert found is not None
+    endpoints = KVEventEndpoints(found.endpoint, found.replay_endpoint, (), "6d")
+    instance = pool.get(url)
+    known = instance.compatibility
+    use = PoolUse(None, endpoints)
+    pool.note_compatibility(instance, replace(known, engine_id=known.engine_id or url, kv_pool=use))
+    fleet.follow_pool(s.app.router.now())
+    return fleet
+
+
+def put(store: NodeStore, ids: list[int]) -> None:
+    """Have a store hold a prompt, in chunks of 128 tokens."""
+    names = [b"chunk-%d" % at for at in range(0, len(ids), 128)]
+    chunks = [
+        Chunk(
+            name,
+            names[number - 1] if number else None,
+            number,
+            1 << 12,
+            128,
+            content=ChunkContent(b"m", array("I", ids[number * 128 :][:128]).tobytes()),
+        )
+        for number, name in enumerate(names)
+    ]
+    user = store.open_user()
+    user.commit([each for each in user.reserve(chunks).result() if isinstance(each, WriteHandle)])
+    user.close()
 
 
 def test_a_prompt_goes_to_whom_published_it_though_another_proxy_sent_it_there() -> None:

@@ -106,6 +106,7 @@ def test_no_reports_make_a_cost_negative(reports) -> None:
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=40))
+@settings(deadline=None)
 def test_a_running_quantile_is_that_of_the_last_reports(values) -> None:
     quantile = RunningQuantile(0.5, initial=7.0, window=8)
     assert quantile.value == 7.0

@@ -6,7 +6,12 @@ from hypothesis import assume, given, settings, strategies as st
 
 from mooncake_conductor.index import event_stream
 from mooncake_conductor.index.chunk_index import ChunkIndex
-from mooncake_conductor.index.event_stream import EventStream, ReplayRequest, StreamState
+from mooncake_conductor.index.event_stream import (
+    EventStream,
+    ReplayRequest,
+    SnapshotRequest,
+    StreamState,
+)
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.kv_event_messages import (
     AllCleared,
@@ -35,11 +40,19 @@ class Publisher:
         return self.sent[-1]
 
 
+    def snapshot(self) -> tuple[int, list[EventBatch]]:
+        """All that it holds, and the number of the batch that follows."""
+        events = AllCleared(), BlocksStored(tuple(self.held), None, 16, Tier.DEVICE)
+        return len(self.sent), [EventBatch(self.clock, events)]
+
+
 def deliver(stream: EventStream, publisher: Publisher, message, num_kept: int) -> None:
     asked = [stream.receive(*message)]
     while asked:
         wanted = asked.pop(0)
-        if wanted is not None:
+        if isinstance(wanted, SnapshotRequest):
+            asked.append(stream.snapshot_ended(*publisher.snapshot()))
+        elif wanted is not None:
             kept = [sent for sent in publisher.sent[-num_kept:] if sent[0] >= wanted.start]
             asked += [stream.receive(*sent, is_replayed=True) for sent in kept]
             asked.append(stream.replay_ended())
@@ -193,17 +206,70 @@ def test_what_waits_for_a_missing_batch_is_bounded(monkeypatch) -> None:
     assert index.match([2, 3, 4, 5], now=0.0).local[0] == 4
 
 
+@given(st.lists(st.tuples(changes, fates), max_size=60), st.integers(1, 4))
+@settings(deadline=None, max_examples=300)
+def test_with_snapshots_the_index_is_the_truth_however_short_replays_are(done, kept) -> None:
+    index = ChunkIndex(1)
+    stream, publisher = EventStream(index, 0, asks_snapshots=True), Publisher()
+    stream.snapshot_ended(*publisher.snapshot())
+    for change, fate in done:
+        if fate == "restart":
+            publisher = Publisher(publisher.clock)
+        message = publisher.change(*change)
+        if fate != "lost":
+            deliver(stream, publisher, message, kept)
+        if fate == "twice":
+            deliver(stream, publisher, message, kept)
+    for _ in range(2):
+        deliver(stream, publisher, publisher.change(set(), set(), False), kept)
+    assert stream.state is StreamState.HEALTHY
+    known = {key for key in range(1, 21) if index.num_copies(key)}
+    assert known == publisher.held
+    assert index.digest(0, Tier.DEVICE)[0] == len(known)
+
+
 def test_a_snapshot_replaces_what_was_known() -> None:
     index = ChunkIndex(1)
     stream, publisher = EventStream(index, 0), Publisher()
     stream.receive(*publisher.change({9}, set(), False))
     publisher.change({1}, {9}, False)
+    early = publisher.snapshot()
     late = publisher.change({2}, set(), False)
-    stream.receive(*late)
-    stream.snapshot(1, [(Tier.DEVICE, [1])])
+    assert stream.receive(*late) == ReplayRequest(0)
+    assert stream.ask_snapshot() == SnapshotRequest()
+    assert stream.snapshot_ended(*early) is None
     assert stream.matches_digest(Tier.DEVICE, 2, 1 ^ 2)
     assert not stream.matches_digest(Tier.DEVICE, 2, 0)
     assert stream.state is StreamState.HEALTHY
+
+
+def test_who_can_not_say_what_it_holds_is_asked_for_a_replay() -> None:
+    index = ChunkIndex(1)
+    stream, publisher = EventStream(index, 0, asks_snapshots=True), Publisher()
+    for number in range(3):
+        publisher.change({number}, set(), False)
+    assert stream.receive(*publisher.sent[2]) is None, "the snapshot is awaited"
+    assert stream.snapshot_ended(0, []) == ReplayRequest(0)
+    for sent in publisher.sent:
+        stream.receive(*sent, is_replayed=True)
+    assert stream.replay_ended() is None
+    assert stream.matches_digest(Tier.DEVICE, 3, 0 ^ 1 ^ 2)
+
+
+def test_a_snapshot_of_an_epoch_that_has_ended_is_not_taken() -> None:
+    index = ChunkIndex(1)
+    stream = EventStream(index, 0)
+    old, new = Publisher(), Publisher(clock=100.0)
+    for number in range(5):
+        old.change({number}, set(), False)
+    stream.receive(*new.change({7}, set(), False))
+    stream.ask_snapshot()
+    assert stream.snapshot_ended(*old.snapshot()) is None
+    assert stream.matches_digest(Tier.DEVICE, 1, 7)
+    stream.ask_snapshot()
+    new.change({8}, set(), False)
+    assert stream.snapshot_ended(*new.snapshot()) is None
+    assert stream.matches_digest(Tier.DEVICE, 2, 7 ^ 8)
 
 
 def test_blocks_of_a_sliding_window_are_no_prefix() -> None:

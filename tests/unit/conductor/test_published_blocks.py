@@ -18,7 +18,7 @@ from mooncake_conductor.index.kv_event_messages import (
     decode_batch,
 )
 from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, chain_root, token_keys
-from mooncake_conductor.index.published_blocks import PublishedBlocks
+from mooncake_conductor.index.published_blocks import BlockNames, PublishedBlocks
 
 
 class Cache:
@@ -90,6 +90,23 @@ def test_a_chunk_is_held_while_one_of_two_blocks_that_begin_with_it_is() -> None
     assert key not in blocks.removed((1,), Tier.DEVICE)
     assert key in blocks.removed((2,), Tier.DEVICE)
     assert len(blocks) == 0
+
+
+def test_a_part_of_a_prompt_follows_on_what_another_publisher_has() -> None:
+    ids, names = list(range(2 * CHUNK_TOKENS)), BlockNames(capacity=2)
+    keys = token_keys(ids)
+    first, second = PublishedBlocks(names), PublishedBlocks(names)
+    head = BlocksStored((1,), None, CHUNK_TOKENS, Tier.HOST, tuple(ids[:CHUNK_TOKENS]))
+    tail = BlocksStored((2,), 1, CHUNK_TOKENS, Tier.HOST, tuple(ids[CHUNK_TOKENS:]))
+    assert second.stored(tail) == ()
+    assert second.num_orphans == 1
+    assert first.stored(head) == keys[:1]
+    assert second.stored(tail) == keys[1:]
+    second.clear()
+    assert second.num_orphans == 0
+    for name in (3, 4):
+        first.stored(BlocksStored((name,), None, CHUNK_TOKENS, Tier.HOST, (name,) * CHUNK_TOKENS))
+    assert second.stored(tail) == (), "what is known of others has a bound"
 
 
 def test_a_copy_in_host_memory_needs_no_tokens() -> None:

@@ -12,6 +12,7 @@ from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream, ReplayRequest
 from mooncake_conductor.index.kv_event_messages import (
     REPLAY_END,
+    SNAPSHOT_QUESTION,
     AllCleared,
     BlocksRemoved,
     BlocksStored,
@@ -19,7 +20,8 @@ from mooncake_conductor.index.kv_event_messages import (
     decode_sequence,
 )
 from mooncake_kv.errors import KVConfigError
-from mooncake_kv.kv_events import KVEventLog, KVEventPublisher, event_key
+from mooncake_kv.kv_event_publisher import KVEventPublisher
+from mooncake_kv.kv_events import KVEventLog, event_key
 from mooncake_kv.kv_events_config import KVEventsConfig
 
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -34,7 +36,7 @@ def published(**fields) -> Iterator[tuple[KVEventPublisher, zmq.Socket]]:
     publisher = KVEventPublisher(config, clock=iter(range(1000)).__next__)
     context = zmq.Context()
     subscriber = context.socket(zmq.SUB)
-    subscriber.connect(publisher.endpoint)
+    subscriber.connect(publisher.endpoints.endpoint)
     subscriber.subscribe(b"")
     subscriber.rcvtimeo = 200
     try:
@@ -100,13 +102,50 @@ def test_a_lost_batch_is_replayed() -> None:
         context = zmq.Context()
         question = context.socket(zmq.DEALER)
         question.rcvtimeo = 20_000
-        question.connect(publisher.replay_endpoint)
+        question.connect(publisher.endpoints.replay_endpoint)
         question.send_multipart((b"", b"not eight bytes"))
         question.send_multipart((b"", asked.start.to_bytes(8, "big")))
         while (frames := question.recv_multipart())[2] != REPLAY_END:
             stream.receive(decode_sequence(frames[2]), decode_batch(frames[3]))
         stream.replay_ended()
         context.destroy(linger=0)
+    assert index.match(KEYS, now=0.0).local[0] == 5
+
+
+def ask_for_snapshot(publisher: KVEventPublisher) -> list:
+    context = zmq.Context()
+    question = context.socket(zmq.DEALER)
+    question.rcvtimeo = 20_000
+    question.connect(publisher.endpoints.replay_endpoint)
+    question.send_multipart((b"", SNAPSHOT_QUESTION))
+    found = []
+    while (frames := question.recv_multipart())[2] != REPLAY_END:
+        found.append((decode_sequence(frames[2]), decode_batch(frames[3])))
+    context.destroy(linger=0)
+    return found
+
+
+def test_a_latecomer_is_told_all_that_is_held_though_no_replay_reaches_back() -> None:
+    with published(buffer_steps=1) as (publisher, subscriber):
+        index = ChunkIndex(1)
+        stream = EventStream(index, 0, asks_snapshots=True)
+        log = KVEventLog(publisher.publish, 2)
+        for digest in DIGESTS:
+            log.stored([digest], None, [1, 2])
+            log.flush()
+        log.removed(DIGESTS[0])
+        log.flush()
+        for _ in range(6):
+            _, last, _ = receive(subscriber)
+        found = ask_for_snapshot(publisher)
+        assert {sequence for sequence, _ in found} == {last + 1}
+        assert stream.snapshot_ended(last + 1, [batch for _, batch in found]) is None
+        log.stored(DIGESTS[:1], None, [1, 2])
+        log.flush()
+        _, sequence, batch = receive(subscriber)
+        assert index.match(KEYS[1:], now=0.0).local[0] == 4
+        assert index.match(KEYS, now=0.0).local[0] == 0
+        assert stream.receive(sequence, batch) is None
     assert index.match(KEYS, now=0.0).local[0] == 5
 
 
@@ -133,13 +172,14 @@ def test_a_full_queue_drops_and_leaves_a_gap(monkeypatch) -> None:
             if publisher.num_dropped == dropped:
                 break
         _, found, _ = receive(subscriber)
+        assert ask_for_snapshot(publisher) == [], "what is held is not known any more"
     assert publisher.num_dropped >= 1
     assert found > sequence
 
 
 def test_an_address_in_use_is_told_with_what_to_do() -> None:
     with published() as (publisher, _):
-        taken = publisher.endpoint.replace("tcp://", "tcp://*:").rsplit(":", 1)[1]
+        taken = publisher.endpoints.endpoint.replace("tcp://", "tcp://*:").rsplit(":", 1)[1]
         with pytest.raises(KVConfigError, match="name free addresses"):
             KVEventPublisher(
                 KVEventsConfig(True, endpoint=LOOPBACK, replay_endpoint=f"tcp://127.0.0.1:{taken}")

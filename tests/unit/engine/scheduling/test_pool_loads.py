@@ -37,6 +37,7 @@ class Pool:
     def __init__(self, answers_at_once=True):
         self.chunk_tokens, self.chunk_bytes, self.num_layers = CHUNK, 1000, 4
         self.transfer_timeout_s, self.always_loads = 30.0, False
+        self.publishes_saves = False
         self.stats = PoolStats()
         self.load_costs = LoadCosts()
         self.stored = set()

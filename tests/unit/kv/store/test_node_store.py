@@ -83,14 +83,12 @@ def test_an_observer_follows_what_memory_holds():
     seen = []
 
     class Observer:
-        def stored(self, tier, what):
-            seen.append(("stored", tier, what.key, what.parent, what.num_tokens))
+        def stored(self, tier, chunks):
+            for what in chunks:
+                seen.append(("stored", tier, what.key, what.parent, what.num_tokens))
 
         def removed(self, tier, keys):
             seen.append(("removed", tier, *keys))
-
-        def cleared(self, tier):
-            seen.append(("cleared", tier))
 
     store = NodeStore(NodeStoreConfig(dram_bytes=CHUNK_BYTES), observer=Observer())
     user = store.open_user()

@@ -170,22 +170,17 @@ def test_who_follows_a_store_is_told_the_same(index):
     told = []
 
     class Follower:
-        def stored(self, tier, chunk):
-            told.append(("stored", tier, chunk.key))
+        def stored(self, tier, chunks):
+            told.append(("stored", tier, *(chunk.key for chunk in chunks)))
 
         def removed(self, tier, keys):
             told.append(("removed", tier, *keys))
 
-        def cleared(self, tier):
-            told.append(("cleared", tier))
-
     observer = IndexObserver(index, Follower())
-    observer.stored(Tier.DRAM, Chunk(key(1), None, 0, 1, 1))
+    observer.stored(Tier.DRAM, [Chunk(key(n), None, 0, 1, 1) for n in (1, 2)])
     observer.removed(Tier.DRAM, [key(1)])
-    observer.cleared(Tier.SSD)
     expected = [
-        ("stored", Tier.DRAM, key(1)),
+        ("stored", Tier.DRAM, key(1), key(2)),
         ("removed", Tier.DRAM, key(1)),
-        ("cleared", Tier.SSD),
     ]
     assert told == expected

@@ -53,15 +53,13 @@ class Stored:
         )
         self.user = self.store.open_user()
 
-    def stored(self, tier, what):
-        self._note("stored", tier, what.key)
+    def stored(self, tier, chunks):
+        for what in chunks:
+            self._note("stored", tier, what.key)
 
     def removed(self, tier, gone):
         for key in gone:
             self._note("removed", tier, key)
-
-    def cleared(self, tier):
-        self._note("cleared", tier, b"")
 
     def _note(self, *event):
         with self.changed:

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.holder_sets import Tier
-from mooncake_conductor.index.rank_holdings import RankHoldings
+from mooncake_conductor.index.publisher_holdings import PublisherHoldings
 
 NUM_RANKS, SLOT = 3, 2
 changes = st.tuples(
@@ -21,10 +21,10 @@ changes = st.tuples(
 @settings(deadline=None)
 def test_a_chunk_is_the_instances_from_its_first_rank_to_its_last(done) -> None:
     index = ChunkIndex(4)
-    holdings = RankHoldings(index, NUM_RANKS)
+    holdings = PublisherHoldings(index, NUM_RANKS)
     held = {(rank, tier): set() for rank in range(NUM_RANKS) for tier in Tier}
     for rank, tier, change, keys in done:
-        one = holdings.ranks[rank]
+        one = holdings.publishers[rank]
         if change == "cleared":
             one.cleared(SLOT)
             held |= {(rank, each): set() for each in Tier}
@@ -38,12 +38,12 @@ def test_a_chunk_is_the_instances_from_its_first_rank_to_its_last(done) -> None:
         assert index.digest(SLOT, tier)[0] == len(union)
         for rank in range(NUM_RANKS):
             assert set(holdings.held_by(rank, tier)) == held[rank, tier]
-            assert holdings.ranks[rank].digest(SLOT, tier)[0] == len(held[rank, tier])
+            assert holdings.publishers[rank].digest(SLOT, tier)[0] == len(held[rank, tier])
 
 
 def test_each_rank_has_its_own_beginning_of_a_prompt() -> None:
-    holdings = RankHoldings(ChunkIndex(4), NUM_RANKS)
-    first, second, third = holdings.ranks
+    holdings = PublisherHoldings(ChunkIndex(4), NUM_RANKS)
+    first, second, third = holdings.publishers
     first.stored(SLOT, Tier.DEVICE, [5, 6])
     second.stored(SLOT, Tier.DEVICE, [5, 6, 7, 9])
     third.stored(SLOT, Tier.DEVICE, [6, 7, 8])
@@ -54,9 +54,21 @@ def test_each_rank_has_its_own_beginning_of_a_prompt() -> None:
     assert holdings.leading_chunks([5, 6, 7]) == [2, 1, 0]
 
 
+def test_a_store_is_no_rank_and_outlives_what_devices_forget() -> None:
+    index = ChunkIndex(4)
+    holdings = PublisherHoldings(index, 1, num_stores=1)
+    rank, store = holdings.publishers
+    rank.stored(SLOT, Tier.DEVICE, [5, 6])
+    store.stored(SLOT, Tier.HOST, [5, 6, 7])
+    rank.cleared(SLOT)
+    assert holdings.leading_chunks([5, 6, 7]) == [0]
+    found = index.match([5, 6, 7], 0.0)
+    assert (found.device[SLOT], found.local[SLOT]) == (0, 3)
+
+
 def test_an_instance_is_as_healthy_as_its_worst_rank() -> None:
     index = ChunkIndex(4)
-    first, second, _ = RankHoldings(index, NUM_RANKS).ranks
+    first, second, _ = PublisherHoldings(index, NUM_RANKS).publishers
     first.stored(SLOT, Tier.DEVICE, [5])
     for rank, is_healthy in ((first, False), (second, False), (first, True)):
         rank.set_healthy(SLOT, is_healthy)

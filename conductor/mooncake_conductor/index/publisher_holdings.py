@@ -1,0 +1,110 @@
+"""Which of an instance's publishers holds what; the index knows the instance alone.
+
+Data-parallel ranks publish apart, and so does the store that the instance saves to: a chunk is the
+instance's from the first of them that holds it to the last. Which rank a prompt's beginning is on
+decides where in the instance the prompt is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import xor
+
+from mooncake_conductor.index.event_stream import ChunkHoldings
+from mooncake_conductor.index.holder_sets import Tier
+
+
+class PublisherHoldings:
+    """The publishers of one instance: its ranks, and behind them its store, if that publishes.
+
+    Args:
+        index: where the instance has a slot.
+        num_ranks: of the instance.
+        num_stores: 0 or 1.
+    """
+
+    def __init__(self, index: ChunkHoldings, num_ranks: int, num_stores: int = 0) -> None:
+        self._index = index
+        self._num_ranks = num_ranks
+        # By tier, from a chunk's key to the publishers that hold it, as bits.
+        self._holders: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
+        self._unhealthy = 0
+        self.publishers = tuple(
+            OnePublisher(self, number) for number in range(num_ranks + num_stores)
+        )
+
+    def leading_chunks(self, keys: Iterable[int]) -> list[int]:
+        """By rank, how many of a prompt's first chunks it has in its device's memory."""
+        held, still = self._holders[Tier.DEVICE], (1 << self._num_ranks) - 1
+        leading = [0] * self._num_ranks
+        for number, key in enumerate(keys, 1):
+            still &= held.get(key, 0)
+            if not still:
+                break
+            for rank in range(len(leading)):
+                if still >> rank & 1:
+                    leading[rank] = number
+        return leading
+
+    def stored(self, publisher: int, slot: int, tier: Tier, keys: Iterable[int]) -> None:
+        """One holds these chunks now."""
+        held, bit, first = self._holders[tier], 1 << publisher, []
+        for key in keys:
+            if key not in held:
+                first.append(key)
+            held[key] = held.get(key, 0) | bit
+        self._index.stored(slot, tier, first)
+
+    def removed(self, publisher: int, slot: int, tier: Tier, keys: Iterable[int]) -> None:
+        """One no longer holds these chunks in that tier."""
+        held, bit, last = self._holders[tier], 1 << publisher, []
+        for key in keys:
+            if (others := held.get(key, 0) & ~bit) != held.get(key, 0):
+                if others:
+                    held[key] = others
+                else:
+                    del held[key]
+                    last.append(key)
+        self._index.removed(slot, tier, last)
+
+    def cleared(self, publisher: int, slot: int) -> None:
+        """One holds nothing any more."""
+        for tier in Tier:
+            self.removed(publisher, slot, tier, self.held_by(publisher, tier))
+        if not any(self._holders):
+            self._index.cleared(slot)
+
+    def set_healthy(self, publisher: int, slot: int, is_healthy: bool) -> None:
+        """Whether one's events have arrived without a gap: the instance is as its worst one."""
+        bit = 1 << publisher
+        self._unhealthy = self._unhealthy & ~bit if is_healthy else self._unhealthy | bit
+        self._index.set_healthy(slot, not self._unhealthy)
+
+    def held_by(self, publisher: int, tier: Tier) -> Sequence[int]:
+        """Keys of all chunks that one holds in that tier."""
+        return [key for key, held in self._holders[tier].items() if held >> publisher & 1]
+
+
+class OnePublisher(ChunkHoldings):
+    """What one publisher's events are applied to."""
+
+    def __init__(self, holdings: PublisherHoldings, number: int) -> None:
+        self._holdings = holdings
+        self._number = number
+
+    def stored(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
+        self._holdings.stored(self._number, slot, tier, keys)
+
+    def removed(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
+        self._holdings.removed(self._number, slot, tier, keys)
+
+    def cleared(self, slot: int) -> None:
+        self._holdings.cleared(self._number, slot)
+
+    def set_healthy(self, slot: int, is_healthy: bool) -> None:
+        self._holdings.set_healthy(self._number, slot, is_healthy)
+
+    def digest(self, slot: int, tier: Tier) -> tuple[int, int]:
+        keys = self._holdings.held_by(self._number, tier)
+        return len(keys), reduce(xor, keys, 0)

@@ -1,0 +1,185 @@
+"""Publishes KV events over ZeroMQ, and tells latecomers what they have missed.
+
+A PUB socket sends three frames: topic, sequence number (8 bytes, big-endian), batch. A ROUTER
+socket answers two questions, each of 8 bytes, with frames of the same kind and an end mark:
+
+    a sequence number   the last batches from there on, again
+    b"snapshot"         all that is held: batches that begin with AllBlocksCleared; each has the
+                        sequence number of the next live batch (vLLM's pull request 50134)
+
+To vLLM's own publisher the second is a sequence number that no batch has reached, and its answer is
+empty. Each data-parallel rank has both sockets for itself, at ports that its number is added to.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import zmq
+
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.kv_events import KVEvent, KVEventEndpoints, encode_batch
+from mooncake_kv.kv_events_config import KVEventsConfig
+from mooncake_kv.published_state import PublishedState
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_QUESTION = b"snapshot"
+
+_POLL_S = 0.05
+_SNAPSHOT_EVENTS = 64
+"""Of one message; each event tells of many blocks where prompts are long."""
+_REPLAY_END = (-1).to_bytes(8, "big", signed=True)
+
+
+class _Batch(NamedTuple):
+    sequence: int
+    published_at: float
+    events: list[KVEvent]
+
+
+class KVEventPublisher:
+    """A thread with a PUB and a ROUTER socket.
+
+    Events are never waited for: a full queue drops a batch, whose sequence number is then missing.
+    What is held is not known any more from then on: no snapshot is sent.
+
+    Args:
+        config: where to publish.
+        clock: seconds since the epoch, for the batches' time stamps.
+        dp_rank: the data-parallel rank whose blocks they are.
+
+    Raises:
+        KVConfigError: an address can't be used.
+    """
+
+    def __init__(
+        self, config: KVEventsConfig, clock: Callable[[], float] = time.time, dp_rank: int = 0
+    ) -> None:
+        config = config.of_dp_rank(dp_rank)
+        self._dp_rank = dp_rank
+        self.num_dropped = 0
+        self._topic = config.topic.encode()
+        self._clock = clock
+        self._queue: queue.Queue[_Batch] = queue.Queue(config.max_queue_size)
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._sequence = 0
+        # of the thread: what subscribers know that is held, and which number comes next
+        self._held = PublishedState()
+        self._next_sequence = 0
+        self._failure: Exception | None = None
+        self._stop = threading.Event()
+        self._context = zmq.Context()
+        try:
+            self._pub = self._open(zmq.PUB, config.hwm, config.endpoint, _is_bound(config.endpoint))
+            self._replay: zmq.Socket[bytes] | None = None
+            if config.replay_endpoint is not None:
+                hwm = 2 * (config.buffer_steps + 1)
+                self._replay = self._open(zmq.ROUTER, hwm, config.replay_endpoint, True)
+        except zmq.ZMQError as exc:
+            self._context.destroy(linger=0)
+            raise KVConfigError(
+                f"KV events can't use {config.endpoint} with replay at {config.replay_endpoint}: "
+                f"{exc}; name free addresses in --kv-events-config"
+            ) from exc
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    @property
+    def endpoints(self) -> KVEventEndpoints:
+        """Where the sockets listen, with the ports that wildcards got."""
+        replay = self._replay
+        return KVEventEndpoints(
+            self._pub.getsockopt_string(zmq.LAST_ENDPOINT),
+            None if replay is None else replay.getsockopt_string(zmq.LAST_ENDPOINT),
+        )
+
+    def publish(self, events: list[KVEvent]) -> None:
+        """Send a batch soon. From one thread at a time.
+
+        Raises:
+            KVConfigError: the publisher's thread has died; says of what.
+        """
+        if self._failure is not None:
+            raise KVConfigError(f"KV events can't be published: {self._failure}")
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        try:
+            self._queue.put_nowait(_Batch(sequence, self._clock(), events))
+        except queue.Full:
+            self.num_dropped += 1
+            if self.num_dropped == 1:
+                logger.warning("KV events are dropped: %d batches wait", self._queue.maxsize)
+
+    def close(self) -> None:
+        """Send what is queued, then stop. Idempotent."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+    def _open(self, kind: int, hwm: int, endpoint: str, is_bound: bool) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.set_hwm(hwm)
+        if is_bound:
+            socket.bind(endpoint)
+        else:
+            socket.connect(endpoint)
+        return socket
+
+    def _run(self) -> None:
+        try:
+            while not (self._stop.is_set() and self._queue.empty()):
+                if self._replay is not None and self._replay.poll(0):
+                    self._answer(self._replay)
+                try:
+                    batch = self._queue.get(timeout=_POLL_S)
+                except queue.Empty:
+                    continue
+                payload = encode_batch(batch.events, batch.published_at, self._dp_rank)
+                if self._replay is not None:
+                    self._buffer.append((batch.sequence, payload))
+                    self._held.apply(batch.events)
+                self._next_sequence = batch.sequence + 1
+                number = batch.sequence.to_bytes(8, "big")
+                self._pub.send_multipart((self._topic, number, payload))
+        except zmq.ZMQError as exc:
+            logger.exception("the thread that publishes KV events has died")
+            self._failure = exc
+        finally:
+            self._context.destroy(linger=200)
+
+    def _answer(self, replay: zmq.Socket[bytes]) -> None:
+        """Frames of a question: client, empty, first sequence number that is wanted."""
+        frames = replay.recv_multipart()
+        if len(frames) != 3 or len(frames[2]) != 8:
+            logger.warning("a question for KV events that is none: %d frames", len(frames))
+            return
+        client, wanted = frames[0], frames[2]
+        found = self._snapshot() if wanted == SNAPSHOT_QUESTION else self._replayed(wanted)
+        for number, payload in found:
+            replay.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
+        replay.send_multipart((client, b"", b"", _REPLAY_END, b""))
+
+    def _replayed(self, start: bytes) -> Iterator[tuple[int, bytes]]:
+        """The last batches from a number on."""
+        first = int.from_bytes(start, "big")
+        return (sent for sent in self._buffer if sent[0] >= first)
+
+    def _snapshot(self) -> Iterator[tuple[int, bytes]]:
+        """All that is held, in batches under the number that comes next; none if that is not
+        known."""
+        if self.num_dropped:
+            return
+        published_at = self._clock()
+        held = self._held.snapshot()
+        while events := list(islice(held, _SNAPSHOT_EVENTS)):
+            yield self._next_sequence, encode_batch(events, published_at, self._dp_rank)
+
+
+def _is_bound(endpoint: str) -> bool:
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))

@@ -1,0 +1,180 @@
+"""A store publishes what its tiers hold; the conductor's index agrees, after a restart too."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from mooncake_conductor.index.chunk_index import ChunkIndex
+from mooncake_conductor.index.event_stream import EventStream
+from mooncake_conductor.index.holder_sets import Tier as IndexTier
+from mooncake_conductor.index.kv_event_messages import (
+    REPLAY_END,
+    SNAPSHOT_QUESTION,
+    decode_batch,
+    decode_sequence,
+)
+from mooncake_conductor.index.prompt_keys import chain_root, token_keys
+from mooncake_conductor.index.published_blocks import PublishedBlocks
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.kv_events import BlockRemoved, BlockStored, event_key
+from mooncake_kv.kv_events_config import KVEventsConfig
+from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys
+from mooncake_kv.store.chunk_store import Chunk, ChunkContent, Tier, WriteHandle
+from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
+from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
+from mooncake_kv.store.ssd_tier import SsdConfig
+from mooncake_kv.store.store_events import StoreEventLog
+
+IDENTITY = KVIdentity("llama", "float32", chunk_tokens=64)
+NAMESPACE = IDENTITY.root()
+CHUNK_BYTES = 1 << 16
+
+
+def chunks_of(ids: list[int], salt: str = "", identity: KVIdentity = IDENTITY) -> list[Chunk]:
+    """The chunks of a prompt, as a pool client puts them."""
+    keys = chunk_keys(identity, ids, tenant_salt=salt)
+    tokens = np.asarray(ids, "<u4")
+    size = identity.chunk_tokens
+    return [
+        Chunk(
+            key,
+            keys[at - 1] if at else None,
+            at,
+            CHUNK_BYTES,
+            size,
+            salt,
+            ChunkContent(identity.root(), tokens[at * size : (at + 1) * size].tobytes()),
+        )
+        for at, key in enumerate(keys)
+    ]
+
+
+def put(store: NodeStore, chunks: list[Chunk]) -> None:
+    user = store.open_user()
+    granted = user.reserve(chunks).result()
+    user.commit([grant for grant in granted if isinstance(grant, WriteHandle)])
+    user.close()
+
+
+class Reader:
+    """Follows a store over its sockets, as the conductor does."""
+
+    def __init__(self, store: NodeStore) -> None:
+        events = store.arena.kv_events
+        assert events is not None
+        assert events.replay_endpoint is not None
+        self._context = zmq.Context()
+        self._question = self._context.socket(zmq.DEALER)
+        self._question.rcvtimeo = 20_000
+        self._question.connect(events.replay_endpoint)
+        self.index = ChunkIndex(1)
+        blocks = PublishedBlocks()
+        self.stream = EventStream(
+            self.index, 0, blocks, asks_snapshots=True, namespace=NAMESPACE.hex()
+        )
+
+    def snapshot(self) -> None:
+        self._question.send_multipart((b"", SNAPSHOT_QUESTION))
+        found = []
+        while (frames := self._question.recv_multipart())[2] != REPLAY_END:
+            found.append((decode_sequence(frames[2]), decode_batch(frames[3])))
+        assert self.stream.snapshot_ended(found[0][0], [batch for _, batch in found]) is None
+        self.stream.ask_snapshot()
+
+    def until(self, tier: IndexTier, keys: tuple[int, ...]) -> None:
+        """Ask until the index has these in a tier, and no others: events take a moment."""
+        wanted = (len(keys), int(np.bitwise_xor.reduce(np.array(keys or (0,), np.uint64))))
+        while self.index.digest(0, tier) != wanted:
+            self.snapshot()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def config(path: Path, num_chunks: int = 8, **more) -> NodeStoreConfig:
+    events = KVEventsConfig(True, None, f"ipc://{path}/events", f"ipc://{path}/replay")
+    return NodeStoreConfig(num_chunks * CHUNK_BYTES, kv_events=events, **more)
+
+
+def test_the_index_holds_what_memory_holds(tmp_path: Path) -> None:
+    store = NodeStore(config(tmp_path, num_chunks=4))
+    reader = Reader(store)
+    first, second = [1] * 192, [2] * 128
+    put(store, chunks_of(first))
+    reader.until(IndexTier.HOST, token_keys(first))
+    put(store, chunks_of(second))  # the tail of the first makes room
+    reader.until(IndexTier.HOST, token_keys(first)[:2] + token_keys(second))
+    user = store.open_user()
+    user.drop([chunk.key for chunk in chunks_of(first)]).result()
+    reader.until(IndexTier.HOST, token_keys(second))
+    reader.close()
+    store.close()
+
+
+def test_tenants_and_models_are_told_apart(tmp_path: Path) -> None:
+    store = NodeStore(config(tmp_path))
+    reader, ids = Reader(store), [3] * 128
+    put(store, chunks_of(ids, identity=KVIdentity("qwen", "float32", chunk_tokens=64)))
+    put(store, chunks_of(ids, salt="team-a"))
+    reader.until(IndexTier.HOST, token_keys(ids, chain_root("", "team-a")))
+    assert reader.stream.stats.num_skipped
+    reader.close()
+    store.close()
+
+
+def test_a_restarted_store_says_what_its_ssds_hold(tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    directory = SsdDirectoryConfig(tmp_path / "ssd", 64 << 20, 16 << 20, min_free_bytes=0)
+    wanted = config(tmp_path, ssd=SsdConfig((directory,)))
+    ids = list(range(256))
+    store = NodeStore(wanted)
+    reader = Reader(store)
+    put(store, chunks_of(ids))
+    put(store, chunks_of(ids))  # used again: worth an SSD
+    reader.until(IndexTier.DISK, token_keys(ids))
+    reader.until(IndexTier.HOST, token_keys(ids))
+    reader.close()
+    store.close()
+    store = NodeStore(wanted)
+    reader = Reader(store)
+    reader.until(IndexTier.DISK, token_keys(ids))
+    reader.until(IndexTier.HOST, ())
+    user = store.open_user()
+    handles = user.pin([chunk.key for chunk in chunks_of(ids)]).result(20)
+    assert None not in handles
+    reader.until(IndexTier.HOST, token_keys(ids))
+    user.close()
+    reader.close()
+    store.close()
+
+
+def test_one_event_tells_of_a_run_and_names_its_salt() -> None:
+    batches: list = []
+    log = StoreEventLog(batches.append)
+    chunks = chunks_of([5] * 192, salt="team-a")
+    log.stored(Tier.DRAM, [*chunks[:2], chunks_of([6] * 64)[0]])
+    log.removed(Tier.SSD, [])
+    log.removed(Tier.SSD, [chunks[0].key])
+    (run, alone), (removed,) = batches
+    assert isinstance(run, BlockStored)
+    assert run.block_hashes == [event_key(chunk.key) for chunk in chunks[:2]]
+    assert (run.medium, run.extra_keys, len(run.token_ids)) == ("CPU", [["team-a"], None], 128)
+    assert (run.namespace, alone.extra_keys) == (NAMESPACE.hex(), None)
+    assert removed == BlockRemoved([event_key(chunks[0].key)], "DISK")
+
+
+def test_a_publisher_that_has_died_costs_the_store_nothing(caplog) -> None:
+    def publish(events: list) -> None:
+        raise KVConfigError("the thread is gone")
+
+    log = StoreEventLog(publish)
+    with caplog.at_level(logging.ERROR):
+        log.stored(Tier.DRAM, chunks_of([7] * 64))
+        log.stored(Tier.DRAM, chunks_of([8] * 64))
+    assert [record.message for record in caplog.records] == [
+        "this store's KV events end here: the thread is gone"
+    ]
