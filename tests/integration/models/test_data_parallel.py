@@ -35,6 +35,7 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.speculative_config import SpeculativeConfig
 from mooncake_engine.step_watchdog import StepWatch, StepWatchdog
 from mooncake_kv.kv_events_config import KVEventsConfig
+from mooncake_kv.pool.pool_config import KVPoolConfig
 
 LOOPBACK = "tcp://127.0.0.1:*"
 EVERY_STEP, PROMPTS = 1, 20
@@ -343,6 +344,13 @@ def test_a_killed_rank_ends_all_with_its_reason(checkpoints: dict[str, Path], ep
         ({"eplb_step_interval": 9}, "they need an ep_size above 1"),
         (
             {"dp_size": 2, "kv_events": KVEventsConfig(True, replay_endpoint="tcp://*:5558")},
+            "keep them 2 apart",
+        ),
+        (
+            {
+                "kv_events": KVEventsConfig(True, replay_endpoint="tcp://*:5558"),
+                "kv_pool": KVPoolConfig(dram_bytes=1 << 20),
+            },
             "keep them 2 apart",
         ),
     ],

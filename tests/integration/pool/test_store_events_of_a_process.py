@@ -1,0 +1,75 @@
+"""A store in a process of its own publishes what engines save there, with tokens and tenants."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+from support.checkpoints import random_model, write_checkpoint
+from support.core_runs import random_prompt, serve_all
+from support.pool_engine import engine, settle
+from support.store_process import SECRET, StoreProcess
+
+from mooncake_conductor.index.chunk_index import ChunkIndex
+from mooncake_conductor.index.event_stream import EventStream
+from mooncake_conductor.index.holder_sets import Tier
+from mooncake_conductor.index.kv_event_messages import (
+    REPLAY_END,
+    SNAPSHOT_QUESTION,
+    decode_batch,
+    decode_sequence,
+)
+from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, chain_root, token_keys
+from mooncake_conductor.index.published_blocks import PublishedBlocks
+from mooncake_engine.messages import EngineRequest
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_kv.config import KVTransferConfig
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+
+
+def snapshot(endpoint: str, namespace: str) -> ChunkIndex:
+    """What a router that comes late knows of the store."""
+    index, context = ChunkIndex(1), zmq.Context()
+    stream = EventStream(index, 0, PublishedBlocks(), asks_snapshots=True, namespace=namespace)
+    question = context.socket(zmq.DEALER)
+    question.rcvtimeo = 60_000
+    question.connect(endpoint)
+    question.send_multipart((b"", SNAPSHOT_QUESTION))
+    found = []
+    while (frames := question.recv_multipart())[2] != REPLAY_END:
+        found.append((decode_sequence(frames[2]), decode_batch(frames[3])))
+    context.destroy(linger=0)
+    stream.snapshot_ended(found[0][0], [batch for _, batch in found])
+    return index
+
+
+@pytest.mark.timeout(300)
+def test_prompts_and_answers_that_engines_save_are_published(tmp_path: Path) -> None:
+    model = write_checkpoint(random_model("llama"), tmp_path / "llama")
+    replay = f"ipc://{tmp_path}/replay"
+    events = '{"enable_kv_cache_events": true, "endpoint": "ipc://%s/events", ' % tmp_path
+    events += '"replay_endpoint": "%s"}' % replay
+    store = StoreProcess(tmp_path, "--dram", "32M", "--kv-events-config", events)
+    try:
+        pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK_TOKENS},load=always"
+        with engine(model, pool, network=KVTransferConfig(secret=SECRET)) as core:
+            prompt = random_prompt(1, 3 * CHUNK_TOKENS + 10)
+            request = EngineRequest("r", prompt, GREEDY, cache_salt="team-a")
+            answer = serve_all(core, [request]).answers["r"]
+            settle(core)
+            endpoints = core.stats().pool_kv_events
+            assert endpoints is not None
+            assert endpoints.replay_endpoint == replay
+            keys = token_keys((*prompt, *answer), chain_root("", "team-a"))[:4]
+            deadline = time.monotonic() + 60
+            while snapshot(replay, endpoints.namespace or "").digest(0, Tier.HOST)[0] < len(keys):
+                assert time.monotonic() < deadline
+            index = snapshot(replay, endpoints.namespace or "")
+            assert index.match(keys, 0.0).local[0] == len(keys)
+            assert not snapshot(replay, "another model's").digest(0, Tier.HOST)[0]
+    finally:
+        store.end(signal.SIGKILL)
