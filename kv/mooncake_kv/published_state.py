@@ -1,4 +1,4 @@
-"""What a publisher of KV events has said that it holds, so that it can say all of it again. Pure."""
+"""What a publisher of KV events has said that it holds, to be said again at once. Pure."""
 
 from __future__ import annotations
 

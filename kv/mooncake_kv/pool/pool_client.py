@@ -15,7 +15,6 @@ import asyncio
 import logging
 import threading
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -62,10 +61,7 @@ from mooncake_kv.ranks import SendToRank
 from mooncake_kv.store.chunk_keys import KVIdentity
 from mooncake_kv.store.chunk_layout import chunk_bytes
 from mooncake_kv.store.chunk_store import (
-    MAX_TENANT_BYTES,
     ArenaInfo,
-    Chunk,
-    ChunkContent,
     ChunkStore,
     Residence,
     Tier,
@@ -463,7 +459,8 @@ class PoolClient:
             copy = replace(copy, num_copies=num_copies)
         if not missing:
             return [], ()
-        chunks = [self._chunk(save, position) for position in missing]
+        size = self._chunk_tokens, self.chunk_bytes
+        chunks = [save.chunk(position, *size, self._namespace) for position in missing]
         lease_s = self._timeout_s + LEASE_MARGIN_S
         future = self._stores.home.reserve(chunks, lease_s=lease_s, copy=copy)
         grants = await asyncio.wrap_future(future)
@@ -477,24 +474,6 @@ class PoolClient:
             else:
                 self._refuse(grant.value, 1)
         return handles, tuple(consecutive_runs(placed))
-
-    def _chunk(self, save: SaveRequest, position: int) -> Chunk:
-        """What is saved, as the store is told."""
-        is_named = len(save.tenant.encode()) <= MAX_TENANT_BYTES
-        content, size = None, self._chunk_tokens
-        if save.token_ids and is_named:
-            start = (position - save.first_chunk) * size
-            token_ids = array("I", save.token_ids[start : start + size])
-            content = ChunkContent(self._namespace, token_ids.tobytes())
-        return Chunk(
-            save.keys[position],
-            save.keys[position - 1] if position else None,
-            position,
-            self.chunk_bytes,
-            size,
-            save.tenant if is_named else "",
-            content,
-        )
 
     async def _held_elsewhere(self, keys: Sequence[bytes]) -> Counter[bytes]:
         """How many other stores have each, or are being given it."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from mooncake_kv.store.chunk_store import CopyTerms, Tier
+from mooncake_kv.store.chunk_store import (
+    MAX_TENANT_BYTES,
+    Chunk,
+    ChunkContent,
+    CopyTerms,
+    Tier,
+)
 
 
 class ChunkSource(NamedTuple):
@@ -93,6 +100,31 @@ class SaveRequest:
     step: int | None = None
     copy: CopyTerms | None = None
     token_ids: Sequence[int] = ()
+
+    def chunk(self, position: int, num_tokens: int, nbytes: int, namespace: bytes) -> Chunk:
+        """What a store is told of one of them. A tenant whose name is too long for stores has no
+        quota there, and what is saved for it is not published.
+
+        Args:
+            position: of the chunk.
+            num_tokens, nbytes: that chunks have.
+            namespace: see ``ChunkContent``.
+        """
+        is_named = len(self.tenant.encode()) <= MAX_TENANT_BYTES
+        content = None
+        if self.token_ids and is_named:
+            start = (position - self.first_chunk) * num_tokens
+            token_ids = array("I", self.token_ids[start : start + num_tokens])
+            content = ChunkContent(namespace, token_ids.tobytes())
+        return Chunk(
+            self.keys[position],
+            self.keys[position - 1] if position else None,
+            position,
+            nbytes,
+            num_tokens,
+            self.tenant if is_named else "",
+            content,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,9 @@ class PoolStores:
             if config.mooncake_store:
                 self.all.append(_open_mooncake_store(config, registry, undo))
             elif config.dram_bytes:
-                self.all.append(self._open_own(config, own_store(config, kv_events), registry, undo))
+                self.all.append(
+                    self._open_own(config, own_store(config, kv_events), registry, undo)
+                )
             clients = [self.connect(host, port) for host, port in config.connect]
             for client, (host, port) in zip(clients, config.connect, strict=True):
                 undo.callback(client.close)

@@ -49,7 +49,7 @@ class StoreEventLog:
             self._publish(events)
         except KVConfigError as exc:
             self._is_dead = True
-            logger.error("this store's KV events end here: %s", exc)
+            logger.warning("this store's KV events end here: %s", exc)
 
 
 def _runs(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:

@@ -1,4 +1,4 @@
-"""What the instances of a conductor hold: what they publish, else what they are believed to hold."""
+"""What a conductor's instances hold: what they publish, else what they are believed to hold."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ class FleetHoldings:
     """Fills the conductor's index. `feed` begins with the first instance that publishes; instances
     without events are believed to hold up to `num_chunks`."""
 
-    def __init__(
-        self, index: ChunkIndex, feed: Callable[[], KVEventFeed], num_chunks: int
-    ) -> None:
+    def __init__(self, index: ChunkIndex, feed: Callable[[], KVEventFeed], num_chunks: int) -> None:
         self._index = index
         self._feed = feed
         self._num_chunks = num_chunks
@@ -88,7 +86,8 @@ class FleetHoldings:
         self._index.cleared(slot)
         held.ranks, held.store = ranks, store
         held.believed = ChunkCache(self._num_chunks)
-        held.by_publisher, publishers = None, (self._index,)
+        held.by_publisher = None
+        publishers: Sequence[ChunkHoldings] = (self._index,)
         num_ranks = max(1, len(ranks))
         if num_ranks > 1 or store is not None:
             held.by_publisher = PublisherHoldings(self._index, num_ranks, int(store is not None))

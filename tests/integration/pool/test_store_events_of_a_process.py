@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -51,9 +52,12 @@ def snapshot(endpoint: str, namespace: str) -> ChunkIndex:
 def test_prompts_and_answers_that_engines_save_are_published(tmp_path: Path) -> None:
     model = write_checkpoint(random_model("llama"), tmp_path / "llama")
     replay = f"ipc://{tmp_path}/replay"
-    events = '{"enable_kv_cache_events": true, "endpoint": "ipc://%s/events", ' % tmp_path
-    events += '"replay_endpoint": "%s"}' % replay
-    store = StoreProcess(tmp_path, "--dram", "32M", "--kv-events-config", events)
+    events = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{tmp_path}/events",
+        "replay_endpoint": replay,
+    }
+    store = StoreProcess(tmp_path, "--dram", "32M", "--kv-events-config", json.dumps(events))
     try:
         pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK_TOKENS},load=always"
         with engine(model, pool, network=KVTransferConfig(secret=SECRET)) as core:

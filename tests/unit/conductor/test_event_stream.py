@@ -39,7 +39,6 @@ class Publisher:
         self.sent.append((len(self.sent), EventBatch(self.clock, tuple(events))))
         return self.sent[-1]
 
-
     def snapshot(self) -> tuple[int, list[EventBatch]]:
         """All that it holds, and the number of the batch that follows."""
         events = AllCleared(), BlocksStored(tuple(self.held), None, 16, Tier.DEVICE)

@@ -22,7 +22,10 @@ def stored(number: int, medium: str, *, follows: bool, tells: bool = True) -> Bl
 
 steps = st.one_of(
     st.builds(
-        stored, st.integers(1, 12), st.sampled_from(MEDIUMS), follows=st.booleans(), tells=st.just(True)
+        stored,
+        st.integers(1, 12),
+        st.sampled_from(MEDIUMS),
+        follows=st.booleans(),
     ),
     st.builds(BlockRemoved, st.lists(st.integers(1, 12), max_size=4), st.sampled_from(MEDIUMS)),
     st.just(AllBlocksCleared()),
@@ -38,7 +41,7 @@ def held(state: PublishedState) -> dict[int, tuple]:
 
 @given(st.lists(steps, max_size=40), st.integers(1, 4))
 @settings(deadline=None, max_examples=200)
-def test_a_snapshot_rebuilds_the_state_and_names_parents_first(events: list[KVEvent], limit) -> None:
+def test_a_snapshot_rebuilds_all_and_names_parents_first(events: list[KVEvent], limit) -> None:
     known, rebuilt = PublishedState(), PublishedState()
     known.apply(events)
     before, published_state.MAX_EVENT_BLOCKS = published_state.MAX_EVENT_BLOCKS, limit
