@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch_npu
+from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import run_load
 from support.npu import ON_NPU, write_family
 from support.pd import prompt_of
+from support.pool_engine import engine, two_turns
 
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
@@ -59,3 +61,26 @@ def test_replayed_steps_say_what_launched_ones_say(
     assert decoded.answers == launched.answers
     assert replayed.answers == launched.answers
     assert fed.answers == launched.answers
+
+
+def test_layers_come_from_the_pool_and_go_there_between_pieces(
+    tmp_path: Path, replays: Counter[str]
+) -> None:
+    """A step whose layers are awaited, or saved, is replayed piece by piece like any other."""
+    model = write_checkpoint(random_model("llama"), tmp_path / "llama")
+    options: dict[str, Any] = {**ON_NPU, "dtype": "auto", "max_num_batched_tokens": 160}
+    options["piecewise_graph_max_tokens"] = None
+    with engine(model, None, **options) as core:
+        plain, _ = two_turns(core)
+    replays.clear()
+    with engine(model, "dram=64M,chunk=128,load=always", **options) as core:
+        pooled, num_cached = two_turns(core)
+        stats = core.stats().kv_pool
+        core.check_integrity()
+    assert replays["replays"]
+    assert pooled == plain
+    assert num_cached >= 128
+    assert stats is not None
+    assert (stats.num_failed_loads, stats.num_loads > 0) == (0, True)
+    assert stats.num_layerwise_saves
+    assert stats.hideable_seconds, "no step waited for layers while it ran"

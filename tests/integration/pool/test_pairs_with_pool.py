@@ -53,7 +53,17 @@ async def _until_saved(of, num_chunks):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("way", "tp"),
-    [("pulled", (1, 1)), ("pulled early", (1, 1)), ("pushed", (1, 1)), ("pulled", (2, 1))],
+    [
+        ("pulled", (1, 1)),
+        ("pulled", (1, 2)),
+        ("pulled", (2, 1)),
+        pytest.param("pulled", (2, 2), marks=pytest.mark.slow),
+        ("pulled early", (1, 1)),
+        ("pushed", (1, 1)),
+        pytest.param("pushed", (1, 2), marks=pytest.mark.slow),
+        pytest.param("pushed", (2, 1), marks=pytest.mark.slow),
+        ("pushed", (2, 2)),
+    ],
 )
 def test_what_one_of_a_pair_saves_the_other_loads(model, store, way, tp):
     make_pair, ask_both = WAYS[way]
