@@ -74,6 +74,7 @@ class KVEventPublisher:
         # of the thread: what subscribers know that is held, and which number comes next
         self._held = PublishedState()
         self._next_sequence = 0
+        self._last_published = clock()
         self._failure: Exception | None = None
         self._stop = threading.Event()
         self._context = zmq.Context()
@@ -145,6 +146,7 @@ class KVEventPublisher:
                     self._buffer.append((batch.sequence, payload))
                     self._held.apply(batch.events)
                 self._next_sequence = batch.sequence + 1
+                self._last_published = batch.published_at
                 number = batch.sequence.to_bytes(8, "big")
                 self._pub.send_multipart((self._topic, number, payload))
         except zmq.ZMQError as exc:
@@ -171,14 +173,13 @@ class KVEventPublisher:
         return (sent for sent in self._buffer if sent[0] >= first)
 
     def _snapshot(self) -> Iterator[tuple[int, bytes]]:
-        """All that is held, in batches under the number that comes next; none if that is not
-        known."""
+        """All that is held, in batches under the number that comes next and of the time of the one
+        before; none if it is not known."""
         if self.num_dropped:
             return
-        published_at = self._clock()
         held = self._held.snapshot()
         while events := list(islice(held, _SNAPSHOT_EVENTS)):
-            yield self._next_sequence, encode_batch(events, published_at, self._dp_rank)
+            yield self._next_sequence, encode_batch(events, self._last_published, self._dp_rank)
 
 
 def _is_bound(endpoint: str) -> bool:

@@ -26,6 +26,7 @@ class FaultyPublisher:
         loss: share of live batches that are lost, as many are repeated and sent one too late.
         num_kept: batches for a replay; None: no replay is answered.
         has_snapshots: says all that it holds to whom asks.
+        delay_s: before it answers.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class FaultyPublisher:
         loss: float = 0.2,
         num_kept: int | None = 10_000,
         has_snapshots: bool = False,
+        delay_s: float = 0.0,
     ) -> None:
         self._rng = random.Random(seed)
         self._loss, self._num_kept = loss, num_kept
         self._has_snapshots = has_snapshots
+        self.delay_s = delay_s
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self.port = self._pub.bind_to_random_port("tcp://127.0.0.1")
@@ -46,6 +49,7 @@ class FaultyPublisher:
         self.replay_port = self._router.bind_to_random_port("tcp://127.0.0.1")
         self._sent: list[tuple[int, bytes]] = []
         self._next = 0
+        self._published_at = time.time()
         self._late: list[tuple[int, bytes]] = []
         self.held: dict[int, tuple[tuple[int, ...], int | None]] = {}
         self._stop = threading.Event()
@@ -92,6 +96,7 @@ class FaultyPublisher:
             self._sent.clear()
             self._late.clear()
             self._next = 0
+            self._published_at = time.time()
 
     def settle(self) -> None:
         """One last batch that arrives, so that whatever is missing is missed."""
@@ -106,8 +111,9 @@ class FaultyPublisher:
         self._context.destroy(linger=0)
 
     def _publish(self, events: list[dict]) -> None:
-        payload = msgspec.msgpack.encode([time.time(), events, 0])
         with self._lock:
+            self._published_at = time.time()
+            payload = msgspec.msgpack.encode([self._published_at, events, 0])
             message = (self._next, payload)
             self._next += 1
             self._sent.append(message)
@@ -129,8 +135,8 @@ class FaultyPublisher:
             return []
         held = [_stored(name, *what) for name, what in self.held.items()]
         events = [{"type": "AllBlocksCleared"}, *held]
-        now = time.time()
-        return [(self._next, msgspec.msgpack.encode([now, [event], 0])) for event in events]
+        at = self._published_at
+        return [(self._next, msgspec.msgpack.encode([at, [event], 0])) for event in events]
 
     def _send(self, message: tuple[int, bytes]) -> None:
         sequence, payload = message
@@ -141,6 +147,7 @@ class FaultyPublisher:
             if not self._router.poll(10):
                 continue
             client, empty, start = self._router.recv_multipart()
+            time.sleep(self.delay_s)
             if self._num_kept is None:
                 continue
             with self._lock:

@@ -87,16 +87,16 @@ class EventStream:
     """Applies one publisher's batches to the index, each once and in order.
 
     Lost batches are asked for again. If the publisher no longer has them, it is asked for all that
-    it holds. One that can't say that either is forgotten: afterwards the index may miss chunks, but
-    it claims none that are gone. That
-    a publisher counts anew shows by a number that was there before, with a later time, live or
-    replayed. Only if exactly as many batches as were known are lost at once, nothing shows it.
+    it holds. If it can't say that either, what it was believed to hold is forgotten: afterwards the
+    index may miss chunks, but it claims none that are gone. That a publisher counts anew shows by a
+    number that was there before, with a later time, live or replayed. Only if exactly as many
+    batches as were known are lost at once, nothing shows it.
 
     Args:
         index: to apply them to.
         slot: of the instance that publishes.
         blocks: turns its hashes into keys; None if these are the index's own.
-        asks_snapshots: the publisher may be able to say what it holds, and has been asked for it.
+        asks_snapshots: the publisher may be able to say what it holds, and has been asked now.
         namespace: blocks of any other are not the instance's; empty: all are.
     """
 
@@ -140,7 +140,7 @@ class EventStream:
     ) -> Question | None:
         """Take a batch, live or replayed; returns what to ask the publisher for, if anything. Each
         of the two kinds has to come in the order in which it was sent."""
-        if is_replayed and self._is_outdated(sequence, batch):
+        if self._is_outdated(sequence, batch, is_replayed):
             self.stats.num_outdated += 1
             return None
         if self._shows_a_new_epoch(sequence, batch):
@@ -173,7 +173,7 @@ class EventStream:
 
         Args:
             next_sequence: of the live batch that follows.
-            batches: what it holds; none if it can't say that.
+            batches: what it holds; none if it can't say that, or has not answered.
 
         Returns:
             What to ask it for next, if anything.
@@ -181,19 +181,22 @@ class EventStream:
         self._awaits_snapshot = False
         if self._is_answer_outdated():
             return None
-        if not batches:
-            self._asks_snapshots = False
-            if self._expected > self._asked_from:
+        published_at = batches[0].published_at if batches else 0.0
+        if not batches or self._is_superseded(next_sequence, published_at):
+            if self._expected > self._asked_from and (self._early or not batches):
                 return self._ask()
             return self._skip_the_gap() if self._early else None
-        if not self._is_superseded(next_sequence, batches[0]):
-            self.stats.num_snapshots += 1
-            self._start_afresh(next_sequence)
-            self._last_published = batches[0].published_at
-            for batch in batches:
-                self._apply_events(batch)
-            self._early = {at: each for at, each in self._early.items() if at >= next_sequence}
-            self._apply_early()
+        self.stats.num_snapshots += 1
+        self._start_afresh(next_sequence)
+        self._last_published = published_at
+        for batch in batches:
+            self._apply_events(batch)
+        self._early = {
+            at: batch
+            for at, batch in self._early.items()
+            if at >= next_sequence and batch.published_at >= published_at
+        }
+        self._apply_early()
         return self._ask() if self._early and not self._num_asked else None
 
     def ask_snapshot(self) -> SnapshotRequest:
@@ -215,13 +218,18 @@ class EventStream:
         self._num_asked_before -= 1
         return True
 
-    def _is_superseded(self, next_sequence: int, first: EventBatch) -> bool:
-        """Whether a snapshot is older than what is known, or of an epoch that has ended: a batch
-        that it claims to follow was published after it."""
-        is_older = next_sequence < self._expected
-        return is_older or (
-            next_sequence > self._expected and first.published_at < self._last_published
-        )
+    def _is_superseded(self, next_sequence: int, published_at: float) -> bool:
+        """Whether a snapshot is older than what is known, or of an epoch that has ended. It has the
+        time of the batch before ``next_sequence``, so a lower number with a later time is of a new
+        epoch, as with batches."""
+        if any(
+            at < next_sequence and batch.published_at > published_at
+            for at, batch in self._early.items()
+        ):
+            return True
+        if next_sequence < self._expected:
+            return published_at <= self._last_published
+        return published_at < self._last_published
 
     def _skip_the_gap(self) -> ReplayRequest | None:
         """What was lost can't be had: forget what was known before it."""
@@ -243,11 +251,11 @@ class EventStream:
         last = max(self._early, default=-1)
         return sequence <= last and batch.published_at > self._early[last].published_at
 
-    def _is_outdated(self, sequence: int, batch: EventBatch) -> bool:
-        """Whether a replayed batch is of an epoch that has ended: that one was asked for it, or
-        what came before it was published later."""
+    def _is_outdated(self, sequence: int, batch: EventBatch, is_replayed: bool) -> bool:
+        """Whether a batch is of an epoch that has ended: that one was asked to replay it, or what
+        came before it was published later."""
         is_next = sequence == self._expected
-        return bool(self._num_asked_before) or (
+        return (is_replayed and bool(self._num_asked_before)) or (
             is_next and batch.published_at < self._last_published
         )
 
@@ -275,6 +283,7 @@ class EventStream:
         self.stats.num_restarts += 1
         self._early.clear()
         self._start_afresh(0)
+        self._awaits_snapshot = False
         self._enter(StreamState.HEALTHY)  # a gap of this epoch is asked for anew
 
     def _start_afresh(self, expected: int) -> None:

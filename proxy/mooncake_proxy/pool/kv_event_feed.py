@@ -68,6 +68,7 @@ class _Followed:
     name: str
     live: zmq.Socket[bytes]
     replay: zmq.Socket[bytes] | None
+    replay_endpoint: str
     # Those that await an answer, in the order in which they were asked, and so are answered.
     asked: deque[_Question] = field(default_factory=deque)
     # What has come of the snapshot that is being answered.
@@ -85,6 +86,7 @@ class KVEventFeed:
         self._deliver = deliver
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._followed: dict[str, _Followed] = {}
+        self._has_other_sockets = False
         self._stop = threading.Event()
         self._failure: Exception | None = None
         self._context = zmq.Context()
@@ -141,7 +143,7 @@ class KVEventFeed:
 
     def _obey(self, poller: zmq.Poller) -> None:
         """Carry out orders; the poller then has the sockets that there are."""
-        if self._orders.empty():
+        if self._orders.empty() and not self._has_other_sockets:
             return
         while True:
             try:
@@ -149,6 +151,7 @@ class KVEventFeed:
             except queue.Empty:
                 break
             order()
+        self._has_other_sockets = False
         for socket, _ in tuple(poller.sockets):
             poller.unregister(socket)
         for followed in self._followed.values():
@@ -163,17 +166,20 @@ class KVEventFeed:
             live.set_hwm(RECEIVE_HWM)
             live.setsockopt(zmq.SUBSCRIBE, b"")
             live.connect(endpoints.endpoint)
-            replay = None
-            if endpoints.replay_endpoint:
-                replay = self._context.socket(zmq.DEALER)
-                replay.set_hwm(RECEIVE_HWM)
-                replay.connect(endpoints.replay_endpoint)
+            where = endpoints.replay_endpoint or ""
+            replay = self._open_replay(where) if where else None
         except zmq.ZMQError as exc:
             logger.warning("KV events of %s are not followed: %s: %s", name, endpoints, exc)
             return
-        self._followed[name] = _Followed(name, live, replay)
+        self._followed[name] = _Followed(name, live, replay, where)
         if replay is not None:
             self._ask(name, _Question.SNAPSHOT, SNAPSHOT_QUESTION)
+
+    def _open_replay(self, endpoint: str) -> zmq.Socket[bytes]:
+        replay: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        replay.set_hwm(RECEIVE_HWM)
+        replay.connect(endpoint)
+        return replay
 
     def _end(self, name: str) -> None:
         followed = self._followed.pop(name, None)
@@ -214,31 +220,33 @@ class KVEventFeed:
                 frames = followed.replay.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 break
+            if not followed.asked:
+                continue  # nobody has asked for it
             followed.replay_until = time.monotonic() + REPLAY_TIMEOUT_S
             if len(frames) >= 2 and frames[-2][:8] == REPLAY_END:
                 self._end_answer(followed, batches)
                 return
-            is_snapshot = followed.asked and followed.asked[0] is _Question.SNAPSHOT
-            (followed.snapshot if is_snapshot else batches).extend(
-                self._decoded(followed, frames[-2:])
-            )
+            answer = followed.snapshot if followed.asked[0] is _Question.SNAPSHOT else batches
+            answer += self._decoded(followed, frames[-2:])
         if batches:
             self._send(KVEventDelivery(followed.name, batches, is_replayed=True))
 
     def _end_answer(self, followed: _Followed, batches: list[tuple[int, EventBatch]]) -> None:
         """The answer to the oldest question is complete."""
-        name, question = followed.name, followed.asked.popleft() if followed.asked else None
-        if question is not _Question.SNAPSHOT:
-            num_ended = int(question is _Question.REPLAY)
-            self._send(KVEventDelivery(name, batches, True, num_ended))
+        if followed.asked.popleft() is _Question.REPLAY:
+            self._send(KVEventDelivery(followed.name, batches, True, num_replays_ended=1))
             return
         held, followed.snapshot = followed.snapshot, []
         next_sequence = held[0][0] if held else 0
         snapshot = Snapshot(next_sequence, tuple(batch for _, batch in held))
-        self._send(KVEventDelivery(name, [], snapshots=(snapshot,)))
+        self._send(KVEventDelivery(followed.name, [], snapshots=(snapshot,)))
 
     def _give_up(self, followed: _Followed) -> None:
-        """What was asked is not answered."""
+        """What was asked is not answered; nor later, when it could be taken for another answer."""
+        if followed.replay is not None:
+            followed.replay.close(linger=0)
+            followed.replay = self._open_replay(followed.replay_endpoint)
+            self._has_other_sockets = True
         num_snapshots = followed.asked.count(_Question.SNAPSHOT)
         num_replays = len(followed.asked) - num_snapshots
         followed.asked.clear()

@@ -23,6 +23,7 @@ from mooncake_conductor.index.prompt_keys import token_keys
 from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.store.chunk_store import Chunk, ChunkContent, WriteHandle
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
+from mooncake_proxy.pool import kv_event_feed
 from mooncake_proxy.pool.instances import Compatibility, KVEventEndpoints, PoolUse
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet
 
@@ -272,5 +273,28 @@ def test_ports_that_are_given_go_before_what_is_published() -> None:
             instance.become(replace_field(instance.spec, kv_events_replay_port=5558))
             assert instance.kv_events is not None
             assert instance.kv_events.replay_endpoint == "tcp://127.0.0.1:5558"
+
+    uvloop.run(main())
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A snapshot under the number of the next batch is no replay of that batch."""
+    monkeypatch.setattr(kv_event_feed, "REPLAY_TIMEOUT_S", 0.1)
+
+    async def main() -> None:
+        publisher = FaultyPublisher(10, loss=0.0, has_snapshots=True, delay_s=0.5)
+        with closing(publisher):
+            publisher.store([1] * 300)
+            async with stand(1, 1, **settings()) as s:
+                fleet, url = follow(s, s.prefill.url, publisher), s.prefill.url
+                await asyncio.sleep(0.8)  # given up, and answered
+                publisher.delay_s = 0.0
+                known = publisher.keys()
+                publisher.clear()
+                publisher.store([2] * 300)
+                known |= publisher.keys()
+                await until(lambda: claimed(fleet, url, known) == publisher.keys())
 
     uvloop.run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from mooncake_conductor.index import event_stream
@@ -70,7 +71,7 @@ def test_the_index_never_claims_what_is_gone_and_a_whole_replay_restores_all(don
     stream, publisher = EventStream(index, 0), Publisher()
     for change, fate in done:
         if fate == "restart":
-            publisher = Publisher(publisher.clock)
+            publisher = Publisher(publisher.clock + 0.5)
         message = publisher.change(*change)
         if fate != "lost":
             deliver(stream, publisher, message, kept)
@@ -88,19 +89,23 @@ def test_the_index_never_claims_what_is_gone_and_a_whole_replay_restores_all(don
 
 class Line:
     """A publisher's two sockets: what is live and what is replayed arrive in order, each of them
-    whenever it does. A replay is answered by whoever is there when it is read."""
+    whenever it does. A question is answered by whoever is there when it is read.
 
-    def __init__(self, stream: EventStream) -> None:
+    ``kept`` batches are left for a replay.
+    """
+
+    def __init__(self, stream: EventStream, has_snapshots: bool, kept: int = 1000) -> None:
         self.stream, self.publisher = stream, Publisher()
+        self.has_snapshots, self.kept = has_snapshots, kept
         self.restarts: list[float] = []
         self.live: list[tuple[int, EventBatch]] = []
         self.began = 0.0
-        self.asked: list[int] = []
-        self.replayed: list[tuple[int, EventBatch] | None] = []
+        self.asked: list[ReplayRequest | SnapshotRequest] = []
+        self.replayed: list[tuple[int, EventBatch | list[EventBatch]] | None] = []
 
     def restart(self) -> None:
         self.restarts.append(self.publisher.clock)
-        self.publisher = Publisher(self.publisher.clock)
+        self.publisher = Publisher(self.publisher.clock + 0.5)
 
     def publish(self, change, is_lost: bool) -> None:
         message = self.publisher.change(*change)
@@ -108,27 +113,47 @@ class Line:
             self.live.append(message)
 
     def answer(self) -> None:
-        if self.asked:
-            start = self.asked.pop(0)
-            self.replayed += [sent for sent in self.publisher.sent if sent[0] >= start]
-            self.replayed.append(None)
+        match self.asked.pop(0) if self.asked else None:
+            case SnapshotRequest():
+                answer = self.publisher.snapshot() if self.has_snapshots else (0, [])
+                self.replayed.append(answer)
+            case ReplayRequest(start):
+                kept = self.publisher.sent[-self.kept :]
+                self.replayed += [sent for sent in kept if sent[0] >= start]
+                self.replayed.append(None)
 
     def deliver(self, line: list) -> None:
         if line:
             message = line.pop(0)
             if line is self.live:
                 self._assume_distinguishable(*message)
-            wanted = (
-                self.stream.replay_ended()
-                if message is None
-                else self.stream.receive(*message, is_replayed=line is self.replayed)
-            )
+            if message is None:
+                wanted = self.stream.replay_ended()
+            elif isinstance(message[1], list):
+                number, batches = message
+                if batches:
+                    self._assume_followed(number, batches[0])
+                wanted = self.stream.snapshot_ended(number, batches)
+            else:
+                self._assume_followed(message[0] + 1, message[1])
+                wanted = self.stream.receive(*message, is_replayed=line is self.replayed)
             if wanted is not None:
-                self.asked.append(wanted.start)
+                self.asked.append(wanted)
+
+    def _epoch(self, batch: EventBatch) -> float:
+        """When the publisher of a batch began."""
+        return max((at for at in self.restarts if at < batch.published_at), default=0.0)
+
+    def _assume_followed(self, sequence: int, batch: EventBatch) -> None:
+        """Nor does anything show that what comes next by its number is of a later epoch."""
+        following = self.stream._early.get(sequence)
+        if following is not None and following.published_at >= batch.published_at:
+            assume(self._epoch(following) == self._epoch(batch))
+            self.began = self._epoch(following)
 
     def _assume_distinguishable(self, sequence: int, batch: EventBatch) -> None:
         """Where just as many batches are lost as were known, a new epoch looks like the old one."""
-        began = max((at for at in self.restarts if at < batch.published_at), default=0.0)
+        began = self._epoch(batch)
         behind = max(self.stream._early, default=-1) + 1
         assume(
             began == self.began or sequence not in (self.stream.expected, behind) or not sequence
@@ -136,10 +161,13 @@ class Line:
         self.began = began
 
     def drain(self) -> None:
-        while self.live or self.asked or self.replayed:
+        for _ in range(1000):
+            if not (self.live or self.asked or self.replayed):
+                return
             self.answer()
             self.deliver(self.live)
             self.deliver(self.replayed)
+        raise AssertionError(f"it asks without end: {self.asked}")
 
 
 steps = st.one_of(
@@ -149,11 +177,19 @@ steps = st.one_of(
 
 
 # The same ones every time: one of a few hundred thousand has a restart that nothing shows.
-@given(st.lists(steps, max_size=120))
+@pytest.mark.parametrize(
+    ("asks", "has", "kept"),
+    [(False, False, 1000), (True, False, 1000), (True, True, 1000), (True, True, 2)],
+    ids=["never asked", "can't say", "says", "says, hardly replays"],
+)
+@given(done=st.lists(steps, max_size=120))
 @settings(deadline=None, max_examples=1000, derandomize=True)
-def test_replays_that_come_late_leave_nothing_of_an_epoch_that_has_ended(done) -> None:
+def test_answers_that_come_late_leave_nothing_of_an_epoch_that_has_ended(
+    done, asks: bool, has: bool, kept: int
+) -> None:
     index = ChunkIndex(1)
-    line = Line(EventStream(index, 0))
+    line = Line(EventStream(index, 0, asks_snapshots=asks), has, kept)
+    line.asked += [SnapshotRequest()] * asks
     for step in done:
         match step:
             case ["publish", change, is_lost]:
@@ -173,7 +209,7 @@ def test_replays_that_come_late_leave_nothing_of_an_epoch_that_has_ended(done) -
     known = {key for key in range(1, 21) if index.num_copies(key)}
     assert known <= line.publisher.held
     stats = line.stream.stats
-    if stats.num_fresh_starts == stats.num_restarts:  # nothing was given up
+    if has or stats.num_fresh_starts == stats.num_restarts:  # nothing was given up
         assert known == line.publisher.held
 
 
@@ -213,7 +249,7 @@ def test_with_snapshots_the_index_is_the_truth_however_short_replays_are(done, k
     stream.snapshot_ended(*publisher.snapshot())
     for change, fate in done:
         if fate == "restart":
-            publisher = Publisher(publisher.clock)
+            publisher = Publisher(publisher.clock + 0.5)
         message = publisher.change(*change)
         if fate != "lost":
             deliver(stream, publisher, message, kept)
@@ -253,6 +289,22 @@ def test_who_can_not_say_what_it_holds_is_asked_for_a_replay() -> None:
         stream.receive(*sent, is_replayed=True)
     assert stream.replay_ended() is None
     assert stream.matches_digest(Tier.DEVICE, 3, 0 ^ 1 ^ 2)
+
+
+def test_a_gap_is_asked_for_though_a_snapshot_of_the_epoch_before_is_awaited() -> None:
+    index = ChunkIndex(1)
+    stream = EventStream(index, 0, asks_snapshots=True)
+    old, new = Publisher(), Publisher(clock=100.0)
+    for number in range(3):
+        old.change({number}, set(), False)
+        new.change({10 + number}, set(), False)
+    stream.receive(*old.sent[0])
+    assert stream.receive(*new.sent[0]) is None
+    assert stream.receive(*new.sent[2]) == ReplayRequest(0)
+    assert stream.snapshot_ended(0, []) is None, "nobody could say it then"
+    stream.receive(*new.sent[1], is_replayed=True)
+    assert stream.replay_ended() is None
+    assert stream.matches_digest(Tier.DEVICE, 3, 10 ^ 11 ^ 12)
 
 
 def test_a_snapshot_of_an_epoch_that_has_ended_is_not_taken() -> None:
