@@ -32,9 +32,9 @@ from support.store_process import StoreProcess  # noqa: E402
 from mooncake_engine.errors import EngineError  # noqa: E402
 
 SIDES = ("cpu", "cpu/128:2", "cpu:2x1", "cuda", "cuda/128:2", "npu", "npu:2")
-OVERRIDES = {"mla": {"first_k_dense_replace": 2}}
-"""All of its layers are dense: between two tokens' experts a writer's rounding may decide, and a
-reader goes on from there."""
+OVERRIDES = {"moe": {"num_experts_per_tok": 6}, "mla": {"first_k_dense_replace": 2}}
+"""Tokens choose no experts: all six of them, or dense layers. Between two experts a writer's
+rounding may decide, and a reader of another kind goes on from there."""
 PAIR_TIMEOUT_S = 300.0
 FAILURES = (AssertionError, EngineError, asyncio.TimeoutError, OSError)
 
