@@ -130,10 +130,11 @@ class BlockManager:
     def grow(self, request: Request, num_tokens: int) -> Growth | None:
         """Make a table hold ``num_tokens``, its own from ``num_scheduled`` on; None if it can't."""
         table = request.block_ids
+        block_size = self.block_size
         # as _writes_shared does, without a call: this runs for every decode
-        written = (request.num_computed + request.num_in_flight) // self.block_size
-        is_shared = written < len(table) and self.pool.references(table[written]) > 1
-        wanted = -(-num_tokens // self.block_size) - len(table) + is_shared
+        written = (request.num_computed + request.num_in_flight) // block_size
+        is_shared = written < len(table) and self.pool.references[table[written]] > 1
+        wanted = -(-num_tokens // block_size) - len(table) + is_shared
         if wanted <= 0:
             return NO_GROWTH
         fresh = self.pool.allocate(wanted)
@@ -208,7 +209,7 @@ class BlockManager:
 
     def _share_equal(self, request: Request, index: int, known: int) -> None:
         block_id = request.block_ids[index]
-        if request.sends_kv or self.pool.references(block_id) > 1:
+        if request.sends_kv or self.pool.references[block_id] > 1:
             return  # it is being sent, or is a sibling's, too
         self.pool.share((known,))
         request.block_ids[index] = known
@@ -299,7 +300,7 @@ class BlockManager:
         """Whether the next token goes to a block that other tables have, too."""
         table = request.block_ids
         written = (request.num_computed + request.num_in_flight) // self.block_size
-        return written < len(table) and self.pool.references(table[written]) > 1
+        return written < len(table) and self.pool.references[table[written]] > 1
 
     def _find_prefix(self, request: Request, cacheable: int) -> list[int]:
         if not self.prefix_caching:

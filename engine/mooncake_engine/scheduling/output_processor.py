@@ -84,6 +84,9 @@ class OutputProcessor:
         if asked is not None:
             longest = min(longest, request.num_prompt_tokens + asked)
         request.max_num_tokens = longest
+        request.min_num_tokens = request.num_prompt_tokens + request.sampling.min_tokens
+        stops = frozenset() if request.sampling.ignore_eos else self._limits.eos_token_ids
+        request.stop_token_ids = stops.union(request.sampling.stop_token_ids)
         if request.expiry is not None:
             self._with_limit.push(request)
 
@@ -111,8 +114,24 @@ class OutputProcessor:
             self.fail(request, result.grammar_failed[name], FinishReason.GRAMMAR)
         elif name in result.failed:
             self.fail(request, result.failed[name])
+        elif len(tokens := result.tokens[name]) == 1:
+            self._append_token(request, tokens)
         else:
-            self.append(request, result.tokens[name])
+            self.append(request, tokens)
+
+    def _append_token(self, request: Request, tokens: tuple[SampledToken]) -> None:
+        """``append`` of a single token, of which mostly nothing is to be told but itself: in one go,
+        as there is one per running request and step."""
+        token = tokens[0]
+        token_ids, token_id, logprobs = request.token_ids, token.token_id, token.logprobs
+        token_ids.append(token_id)
+        request.last_logprobs = logprobs
+        num_tokens = len(token_ids)
+        is_last = num_tokens >= request.max_num_tokens or token_id in request.stop_token_ids
+        if is_last or logprobs is not None or num_tokens <= request.num_prompt_tokens + 2:
+            self._report(request, tokens, self._finish_reason(request, token_id))
+        else:
+            self._updates.append(TokenUpdate(request.request_id, (token_id,)))
 
     def append(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
         """Append sampled tokens, up to the one that ends the request: the rest is dropped."""
@@ -230,11 +249,9 @@ class OutputProcessor:
         self._blocks.pool.release(self._leased.pop(request_id, []))
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        sampling, num_tokens = request.sampling, len(request.token_ids)
-        if num_tokens - request.num_prompt_tokens >= sampling.min_tokens:
-            is_eos = token_id in self._limits.eos_token_ids and not sampling.ignore_eos
-            if is_eos or token_id in sampling.stop_token_ids:
-                return FinishReason.STOP
+        num_tokens = len(request.token_ids)
+        if num_tokens >= request.min_num_tokens and token_id in request.stop_token_ids:
+            return FinishReason.STOP
         return FinishReason.LENGTH if num_tokens >= request.max_num_tokens else None
 
     def _free(self, request: Request) -> None:

@@ -334,7 +334,8 @@ class Scheduler:
             if not is_running and not request.num_in_flight:
                 self._outputs.complete(request)
             return
-        self.blocks.publish(request)
+        if stop // self.blocks.block_size > request.num_published:
+            self.blocks.publish(request)
         if self._pool is not None and stop >= request.num_saved + self._pool.chunk_tokens:
             self._pool.saves.offer(request, request.num_computed)
         if result.prompt_logprobs:
@@ -393,17 +394,22 @@ class Scheduler:
 
     def _schedule_single(self, request: Request, step: StepBuilder, prompts: list[Request]) -> None:
         """Schedule a request without siblings if it decodes; else put it off to ``prompts``."""
-        # as _count does, without a call: this runs for every decode
+        # as _count and _may_run_ahead do, without calls: this runs for every decode
         start = request.num_computed + request.num_in_flight
         num_output_placeholders = request.num_output_placeholders
-        num_pending = len(request.token_ids) + num_output_placeholders - start
-        if num_pending > 1:
+        num_tokens = len(request.token_ids) + num_output_placeholders
+        if num_tokens - start > 1:
             prompts.append(request)
             return
-        if not num_pending or not step.budget or request.state is not RequestStatus.RUNNING:
+        if num_tokens == start or not step.budget or request.state is not RequestStatus.RUNNING:
             return
-        is_ahead = num_output_placeholders and not self._may_run_ahead(request)
-        if is_ahead or request.has_wrong_kv:
+        if num_output_placeholders and (
+            num_tokens >= request.max_num_tokens
+            or request.is_unproven
+            or not self.limits.uses_async_scheduling
+        ):
+            return
+        if request.has_wrong_kv:
             return
         while (growth := self.blocks.grow(request, start + 1)) is None:
             if not self._preempt_for(request.group, step):

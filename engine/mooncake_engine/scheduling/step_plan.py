@@ -282,17 +282,19 @@ class StepBuilder:
         if request.changed_at is not None:
             self.add(request, 1, growth)
             return
-        at = growth.at if growth.block_ids else None
         start = request.num_computed + request.num_in_flight
-        self._decodes.append(
-            ScheduledSequence(request.request_id, start, 1, growth.block_ids, True, at)
-        )
+        if growth is NO_GROWTH:
+            sequence = ScheduledSequence(request.request_id, start, 1)
+        else:
+            sequence = ScheduledSequence(
+                request.request_id, start, 1, growth.block_ids, True, growth.at
+            )
+            self.copy(growth)
+        self._decodes.append(sequence)
         self._decoding.append(request)
         request.num_in_flight += 1
         request.num_output_placeholders += 1
         self.budget -= 1
-        if growth.copied is not None:
-            self.copy(growth)
 
     @property
     def decodes(self) -> Sequence[ScheduledSequence]:

@@ -154,8 +154,9 @@ class GuardedConnection(HttpToolsProtocol):
         """See ``WRITE_CHUNK``. Responses without a length are chunked, as uvicorn's are."""
         if self.flow.write_paused:
             return False
-        if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        transport = self.transport
+        if not transport.is_closing():
+            transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
 
     def _take_place(self) -> bool:

@@ -208,7 +208,11 @@ class ServerMetrics:
         gap = now - (stats.last_token or now)
         stats.last_token = now
         stats.num_tokens += 1
-        self._note_gap(stats, gap)
+        # as _note_gap does, without a call: this runs for every token
+        stats.num_gaps += 1
+        if self._tbt_s is not None and gap > self._tbt_s:
+            stats.num_late_gaps += 1
+        self._between_tokens.observe(gap)
 
     def _note_gap(self, stats: ChoiceStats, gap: float) -> None:
         self._between_tokens.observe(gap)

@@ -45,6 +45,17 @@ class ResponseSender:
             has none.
     """
 
+    __slots__ = (
+        "_flushing",
+        "_held",
+        "_is_streaming",
+        "_pending",
+        "_request_id",
+        "_send",
+        "_step_writes",
+        "_write_chunk",
+    )
+
     def __init__(
         self,
         send: Send,
@@ -71,15 +82,8 @@ class ResponseSender:
     def write(self, events: bytes) -> None:
         """Events of a stream; the first ones send status 200. They go at once, or in order as soon
         as the client takes more: a request's length bounds what waits."""
-        if self._held:
-            self.release()
-        if self._flushing is None and self._is_streaming:
-            write_chunk = self._write_chunk
-            if write_chunk is not None and write_chunk(events):
-                return
-        self._pending.append(events)
-        if self._flushing is None:
-            self._flushing = asyncio.create_task(self._flush())
+        self._held += events
+        self.release()
 
     def write_with_step(self, events: bytes) -> None:
         """The same, but with those of all other streams that get a token of the same step."""
@@ -89,9 +93,16 @@ class ResponseSender:
 
     def release(self) -> None:
         """Write what is held for the step's other streams."""
-        held, self._held = self._held, b""
-        if held:
-            self.write(held)
+        events, self._held = self._held, b""
+        if not events:
+            return
+        if self._flushing is None and self._is_streaming:
+            write_chunk = self._write_chunk
+            if write_chunk is not None and write_chunk(events):
+                return
+        self._pending.append(events)
+        if self._flushing is None:
+            self._flushing = asyncio.create_task(self._flush())
 
     async def end(self) -> None:
         """The stream is complete."""
