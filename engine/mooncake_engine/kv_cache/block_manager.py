@@ -150,6 +150,13 @@ class BlockManager:
         table.extend(fresh)
         return growth
 
+    def owns_next_slot(self, request: Request, position: int) -> bool:
+        """Whether a table has the block of a position for itself alone: ``grow`` up to there would
+        change nothing."""
+        table = request.block_ids
+        index = position // self.block_size
+        return index < len(table) and self.pool.references[table[index]] == 1
+
     def num_free_tokens(self, request: Request) -> int:
         """How many tokens beyond those that it has a table could take, with all free blocks."""
         num_blocks = len(request.block_ids) + self.pool.num_free

@@ -18,6 +18,8 @@ from mooncake_engine.scheduling.scheduler_interface import (
 from mooncake_engine.scheduling.step_plan import SampledToken, StepResult
 
 PromptLogprobs = tuple[TokenLogprobs, ...]
+_NUM_TIMED = 2
+"""Times are told with so many tokens: a peer's first one comes before the load."""
 
 
 class OutputProcessor:
@@ -108,30 +110,31 @@ class OutputProcessor:
             self._updates.append(TokenUpdate(request.request_id, prompt_logprobs=fresh))
 
     def take_sampled(self, request: Request, result: StepResult) -> None:
-        """A step has sampled for a request, or has failed to."""
+        """A step has sampled for a request, or has failed to. Mostly that is a single token, of
+        which nothing is to be told but itself: it is appended and reported right here, as there is
+        one per running request and step."""
         name = request.request_id
         if name in result.grammar_failed:
             self.fail(request, result.grammar_failed[name], FinishReason.GRAMMAR)
-        elif name in result.failed:
+            return
+        if name in result.failed:
             self.fail(request, result.failed[name])
-        elif len(tokens := result.tokens[name]) == 1:
-            self._append_token(request, tokens)
-        else:
+            return
+        tokens = result.tokens[name]
+        token, token_ids = tokens[0], request.token_ids
+        token_id, num_tokens = token.token_id, len(token_ids) + 1
+        if (
+            len(tokens) > 1
+            or token.logprobs is not None
+            or num_tokens >= request.max_num_tokens
+            or token_id in request.stop_token_ids
+            or num_tokens <= request.num_prompt_tokens + _NUM_TIMED
+        ):
             self.append(request, tokens)
-
-    def _append_token(self, request: Request, tokens: tuple[SampledToken]) -> None:
-        """``append`` of a single token, of which mostly nothing is to be told but itself: in one go,
-        as there is one per running request and step."""
-        token = tokens[0]
-        token_ids, token_id, logprobs = request.token_ids, token.token_id, token.logprobs
+            return
         token_ids.append(token_id)
-        request.last_logprobs = logprobs
-        num_tokens = len(token_ids)
-        is_last = num_tokens >= request.max_num_tokens or token_id in request.stop_token_ids
-        if is_last or logprobs is not None or num_tokens <= request.num_prompt_tokens + 2:
-            self._report(request, tokens, self._finish_reason(request, token_id))
-        else:
-            self._updates.append(TokenUpdate(request.request_id, (token_id,)))
+        request.last_logprobs = None
+        self._updates.append(TokenUpdate(name, (token_id,)))
 
     def append(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
         """Append sampled tokens, up to the one that ends the request: the rest is dropped."""
@@ -158,9 +161,8 @@ class OutputProcessor:
         """Tell of the newest tokens, and end the request if they are the last."""
         last = tokens[-1]
         token_ids = tuple([token.token_id for token in tokens])
-        # until after the second token: a peer's first one comes before the load
         num_output_tokens = len(request.token_ids) - request.num_prompt_tokens
-        is_timed = num_output_tokens <= len(tokens) + 1
+        is_timed = num_output_tokens < len(tokens) + _NUM_TIMED
         if finish is None and last.logprobs is None and not is_timed:  # as most updates are
             self._updates.append(TokenUpdate(request.request_id, token_ids))
             return

@@ -12,9 +12,8 @@ A peer is not bound to that order: it sees only what completed steps have writte
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import takewhile
 from math import ceil
-from operator import attrgetter
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import FinishReason, TokenUpdate
@@ -43,9 +42,6 @@ from mooncake_engine.scheduling.step_plan import (
 from mooncake_engine.scheduling.steps_in_flight import InFlightStep, StepsInFlight
 from mooncake_kv.params import FirstToken
 from mooncake_kv.pool.pool_events import PoolEvent
-
-_group_of = attrgetter("group")
-
 
 class Scheduler:
     """Admission, growth and budgets; the parts beside it hold queues, outputs, loads, preemption.
@@ -362,11 +358,14 @@ class Scheduler:
         """
         before = self._preemption.num_preemptions
         prompts: list[Request] = []
-        for group, members in groupby(list(self._queues.running), _group_of):
+        running = list(self._queues.running)
+        for index, request in enumerate(running):
+            group = request.group
             if len(group.members) == 1:
-                self._schedule_single(next(members), step, prompts)
-            else:
-                self._schedule_group(group, list(members), step, prompts)
+                self._schedule_single(request, step, prompts)
+            elif not index or running[index - 1].group is not group:  # its first one
+                members = list(takewhile(lambda r: r.group is group, running[index:]))  # noqa: B023
+                self._schedule_group(group, members, step, prompts)
             if self._waits_for_steps:
                 return False
         if self._preemption.num_preemptions == before:
@@ -411,12 +410,15 @@ class Scheduler:
             return
         if request.has_wrong_kv:
             return
+        if self.blocks.owns_next_slot(request, start) and request.changed_at is None:
+            step.add_decode(request, start)
+            return
         while (growth := self.blocks.grow(request, start + 1)) is None:
             if not self._preempt_for(request.group, step):
                 return
             if request.state is not RequestStatus.RUNNING:
                 return
-        step.add_decode(request, growth)
+        step.add(request, 1, growth)
 
     def _schedule_prompt(self, request: Request, step: StepBuilder) -> bool:
         """Run the next tokens of a prompt in what the decodes have left; False to plan no more.

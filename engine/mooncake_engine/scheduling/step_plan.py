@@ -276,21 +276,10 @@ class StepBuilder:
         if growth.copied is not None:
             self.copy(growth)
 
-    def add_decode(self, request: Request, growth: Growth) -> None:
-        """``add`` for a request that runs its last token, without siblings: what a step mostly
-        does."""
-        if request.changed_at is not None:
-            self.add(request, 1, growth)
-            return
-        start = request.num_computed + request.num_in_flight
-        if growth is NO_GROWTH:
-            sequence = ScheduledSequence(request.request_id, start, 1)
-        else:
-            sequence = ScheduledSequence(
-                request.request_id, start, 1, growth.block_ids, True, growth.at
-            )
-            self.copy(growth)
-        self._decodes.append(sequence)
+    def add_decode(self, request: Request, start: int) -> None:
+        """``add`` for a request that runs its last token, at ``start``, in a table that the workers
+        have as it is: what a step mostly does."""
+        self._decodes.append(ScheduledSequence(request.request_id, start, 1))
         self._decoding.append(request)
         request.num_in_flight += 1
         request.num_output_placeholders += 1
