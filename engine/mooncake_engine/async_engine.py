@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace

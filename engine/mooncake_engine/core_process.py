@@ -187,10 +187,7 @@ class CoreProcess:
 
     def _publish(self, core: Core, updates: list[TokenUpdate]) -> None:
         """Send a step's updates to those who serve their requests."""
-        if len(self._fronts) == 1:
-            batches = {self._parent: updates}
-        else:
-            batches = self._by_front(updates)
+        batches = {self._parent: updates} if len(self._fronts) == 1 else self._by_front(updates)
         names = [update.request_id for update in updates if update.finish is not None]
         ended = {self._served_by.pop(name) for name in names}
         if ended:  # before a client knows that its request has ended, the figures have it

@@ -350,9 +350,7 @@ class _LaunchThread:
         bind: called first.
     """
 
-    def __init__(
-        self, launch: Callable[[StepPlan], PendingStep], bind: Callable[[], None]
-    ) -> None:
+    def __init__(self, launch: Callable[[StepPlan], PendingStep], bind: Callable[[], None]) -> None:
         self._launch = launch
         self._bind = bind
         self._steps: SimpleQueue[_LaunchedStep | None] = SimpleQueue()

@@ -43,6 +43,7 @@ from mooncake_engine.scheduling.steps_in_flight import InFlightStep, StepsInFlig
 from mooncake_kv.params import FirstToken
 from mooncake_kv.pool.pool_events import PoolEvent
 
+
 class Scheduler:
     """Admission, growth and budgets; the parts beside it hold queues, outputs, loads, preemption.
 
@@ -127,8 +128,6 @@ class Scheduler:
         """What blocks are held for now."""
         return count_held(self._queues, self._outputs, self.blocks)
 
-    # --- requests come and go ------------------------------------------------------------
-
     def add(self, request: Request) -> None:
         """Take a request in. Its id is not in use, its prompt fits the model."""
         self._queues.add(request)
@@ -196,8 +195,6 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; refused, with False, while any block is in use."""
         return self.blocks.reset_prefix_cache()
-
-    # --- one step --------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """Plan the next step; an empty plan need not be run.
@@ -346,8 +343,6 @@ class Scheduler:
             assert self._connector is not None, "a request that sends its KV needs a connector"
             self._connector.prefill_advanced(request)
 
-    # --- running ---------------------------------------------------------------------------
-
     def _schedule_running(self, step: StepBuilder) -> bool:
         """Give running requests their tokens, decodes first (as Sarathi-Serve and vLLM v1 do): one
         long prompt, whatever its priority, must not hold up the next token of all others.
@@ -360,8 +355,7 @@ class Scheduler:
         prompts: list[Request] = []
         running = list(self._queues.running)
         for index, request in enumerate(running):
-            group = request.group
-            if len(group.members) == 1:
+            if len((group := request.group).members) == 1:
                 self._schedule_single(request, step, prompts)
             elif not index or running[index - 1].group is not group:  # its first one
                 members = list(takewhile(lambda r: r.group is group, running[index:]))  # noqa: B023
@@ -402,13 +396,9 @@ class Scheduler:
             return
         if num_tokens == start or not step.budget or request.state is not RequestStatus.RUNNING:
             return
-        if num_output_placeholders and (
-            num_tokens >= request.max_num_tokens
-            or request.is_unproven
-            or not self.limits.uses_async_scheduling
-        ):
-            return
-        if request.has_wrong_kv:
+        is_last = num_tokens >= request.max_num_tokens or not self.limits.uses_async_scheduling
+        is_ahead = num_output_placeholders and (is_last or request.is_unproven)
+        if is_ahead or request.has_wrong_kv:
             return
         if self.blocks.owns_next_slot(request, start) and request.changed_at is None:
             step.add_decode(request, start)
@@ -513,8 +503,6 @@ class Scheduler:
             step.add_new_request(follower)
         self._queues.release_followers(leader)
         return taken
-
-    # --- admitting -------------------------------------------------------------------------
 
     def _schedule_new(self, step: StepBuilder) -> None:
         """Those with blocks go first; then the most urgent one, swapped out or without blocks."""

@@ -19,16 +19,15 @@ class StepWrites:
     of them wakes up once and not for each, and takes less from who writes."""
 
     def __init__(self) -> None:
-        self._senders: list[ResponseSender] = []
+        self.senders: list[ResponseSender] = []
+        """Who has something to write; the first one calls ``release_soon``."""
 
-    def add(self, sender: ResponseSender) -> None:
-        """Release it when the event loop is done with what it does now."""
-        if not self._senders:
-            asyncio.get_running_loop().call_soon(self._release)
-        self._senders.append(sender)
+    def release_soon(self) -> None:
+        """Release them when the event loop is done with what it does now."""
+        asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
-        senders, self._senders = self._senders, []
+        senders, self.senders = self.senders, []
         for sender in senders:
             sender.release()
 
@@ -88,7 +87,10 @@ class ResponseSender:
     def write_with_step(self, events: bytes) -> None:
         """The same, but with those of all other streams that get a token of the same step."""
         if not self._held:
-            self._step_writes.add(self)
+            waiting = self._step_writes.senders
+            if not waiting:
+                self._step_writes.release_soon()
+            waiting.append(self)
         self._held += events
 
     def release(self) -> None:

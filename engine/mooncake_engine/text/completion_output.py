@@ -315,10 +315,17 @@ class ChoiceStream:
             if isinstance(update, EngineDead):
                 raise type(update)(str(update)) from update.__cause__
             take_plain_token = self._take_plain_token
-            if take_plain_token is not None and is_plain_token(update):
-                take_plain_token(update.token_ids[0])
-            else:
+            if (
+                take_plain_token is None
+                or update.finish is not None
+                or update.times is not None
+                or update.logprobs
+                or update.prompt_logprobs
+                or len(update.token_ids) != 1
+            ):
                 self._advance(update)
+            else:
+                take_plain_token(update.token_ids[0])
         except Exception as exc:  # noqa: BLE001  the door of a request: others get their updates
             self.close()
             self._on_error(exc)
@@ -339,12 +346,6 @@ class ChoiceStream:
                 text_update = replace(text_update, kv_transfer_params=None)
             self.close()
         self._on_text(text_update)
-
-
-def is_plain_token(update: TokenUpdate) -> bool:
-    """Whether an update says nothing but a token."""
-    is_more = update.finish or update.times or update.logprobs or update.prompt_logprobs
-    return not is_more and len(update.token_ids) == 1
 
 
 def without_shown(update: TextUpdate) -> TextUpdate:
