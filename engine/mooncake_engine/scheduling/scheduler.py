@@ -358,7 +358,7 @@ class Scheduler:
             if len((group := request.group).members) == 1:
                 self._schedule_single(request, step, prompts)
             elif not index or running[index - 1].group is not group:  # its first one
-                members = list(takewhile(lambda r: r.group is group, running[index:]))  # noqa: B023
+                members = list(takewhile(lambda r: r.group is group, running[index:]))
                 self._schedule_group(group, members, step, prompts)
             if self._waits_for_steps:
                 return False
