@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -51,6 +51,9 @@ class _Stream:
 
     loop: asyncio.AbstractEventLoop
     on_update: OnUpdate
+
+
+_Batch = list[tuple[OnUpdate, TokenUpdate | EngineDead]]
 
 
 class AsyncEngine:
@@ -313,17 +316,19 @@ class AsyncEngine:
         """Hand a step's updates to their streams, with one call per event loop."""
         if not updates:
             return
-        batches: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Stream, TokenUpdate]]] = (
-            defaultdict(list)
-        )
+        batches: defaultdict[asyncio.AbstractEventLoop, _Batch] = defaultdict(list)
+        loop: asyncio.AbstractEventLoop | None = None
         with self._lock:
             for update in updates:
-                name = update.request_id
-                stream = self._streams.get(name)
-                if stream is not None:
-                    batches[stream.loop].append((stream, update))
-                    if update.finish is not None:
-                        del self._streams[name]
+                stream = self._streams.get(update.request_id)
+                if stream is None:
+                    continue
+                if stream.loop is not loop:  # mostly it is the same for all
+                    loop = stream.loop
+                    batch = batches[loop]
+                batch.append((stream.on_update, update))
+                if update.finish is not None:
+                    del self._streams[update.request_id]
             self._count()
         for loop, batch in batches.items():
             _call(loop, batch)
@@ -337,7 +342,7 @@ class AsyncEngine:
         for answer in asked:
             answer.set_exception(EngineDead(str(failure)))
         for stream in streams:
-            _call(stream.loop, [(stream, failure)])
+            _call(stream.loop, [(stream.on_update, failure)])
 
 
 def is_core_apart(config: EngineConfig) -> bool:
@@ -348,15 +353,13 @@ def is_core_apart(config: EngineConfig) -> bool:
     return bool(Registry.discover().device_type(config.backend))
 
 
-def _call(
-    loop: asyncio.AbstractEventLoop, batch: Sequence[tuple[_Stream, TokenUpdate | EngineDead]]
-) -> None:
+def _call(loop: asyncio.AbstractEventLoop, batch: _Batch) -> None:
     try:
         loop.call_soon_threadsafe(_deliver, batch)
     except RuntimeError:  # the consumer's loop is closed: its requests are gone
         logger.debug("dropped %d updates of a closed event loop", len(batch))
 
 
-def _deliver(batch: Sequence[tuple[_Stream, TokenUpdate | EngineDead]]) -> None:
-    for stream, update in batch:
-        stream.on_update(update)
+def _deliver(batch: _Batch) -> None:
+    for on_update, update in batch:
+        on_update(update)

@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -186,23 +187,21 @@ class CoreProcess:
 
     def _publish(self, core: Core, updates: list[TokenUpdate]) -> None:
         """Send a step's updates to those who serve their requests."""
-        batches: dict[FrontEnd, list[TokenUpdate]] = {}
-        ended: set[FrontEnd] = set()
-        for update in updates:
-            name = update.request_id
-            front = self._served_by[name]
-            if (batch := batches.get(front)) is None:
-                batch = batches[front] = []
-            batch.append(update)
-            if update.finish is not None:
-                del self._served_by[name]
-                ended.add(front)
+        batches = {self._parent: updates} if len(self._fronts) == 1 else self._by_front(updates)
+        names = [update.request_id for update in updates if update.finish is not None]
+        ended = {self._served_by.pop(name) for name in names}
         if ended:  # before a client knows that its request has ended, the figures have it
             report = _report_of(core)
             for front in ended:
                 front.report(report)
         for front, batch in batches.items():
             front.send(UPDATES, encode_updates(batch))
+
+    def _by_front(self, updates: list[TokenUpdate]) -> dict[FrontEnd, list[TokenUpdate]]:
+        batches: dict[FrontEnd, list[TokenUpdate]] = defaultdict(list)
+        for update in updates:
+            batches[self._served_by[update.request_id]].append(update)
+        return batches
 
     def _take_orders(self) -> None:
         """Top of a thread: act on what the parent says, until it is gone."""

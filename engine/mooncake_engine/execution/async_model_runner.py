@@ -46,18 +46,16 @@ class SampledTokenBuffer:
         self.depth = depth
         self._device = device
         self._newest = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._stored: Sequence[CachedRequest] = ()
-        self._stored_rows = self._newest[:0]
+        self._last: Sequence[CachedRequest] = ()
+        self._last_rows: list[int] = []
+        self._last_tokens = self._newest[:0]
 
     def store(self, states: Sequence[CachedRequest], token_ids: Tensor) -> None:
-        """Keep what was sampled: [states] int64."""
-        if self._stored != states:  # mostly the requests of the step before
-            rows = [state.row for state in states]
-            missing = max(rows) + 1 - len(self._newest)
-            if missing > 0:
-                self._newest = torch.cat((self._newest, self._newest.new_zeros(missing)))
-            self._stored, self._stored_rows = states, self._on_device(rows)
-        self._newest.index_copy_(0, self._stored_rows, token_ids)
+        """Keep what was sampled: [states] int64, not to be changed any more."""
+        if self._last != states:  # mostly the requests of the step before
+            self._settle()
+            self._last, self._last_rows = states, [state.row for state in states]
+        self._last_tokens = token_ids
 
     def fill(self, token_ids: Tensor, at: Sequence[int], states: Sequence[CachedRequest]) -> None:
         """Put the newest tokens of some requests into a step's tokens, in place.
@@ -67,14 +65,23 @@ class SampledTokenBuffer:
             at: where each of the requests' tokens belongs; rising.
             states: the requests.
         """
-        rows = self._stored_rows
-        if self._stored != states:
-            rows = self._on_device([state.row for state in states])
-        newest = self._newest.index_select(0, rows)
+        newest = self._last_tokens
+        if self._last != states:
+            self._settle()
+            newest = self._newest[self._on_device([state.row for state in states])]
         if at[-1] == len(at) - 1:  # the first tokens of the step, all of them
             token_ids[: len(at)] = newest
         else:
             token_ids.index_copy_(0, self._on_device(at), newest)
+
+    def _settle(self) -> None:
+        """Bring the tokens of the last batch to their rows: another one wants some of them."""
+        if not self._last_rows:
+            return
+        missing = max(self._last_rows) + 1 - len(self._newest)
+        if missing > 0:
+            self._newest = torch.cat((self._newest, self._newest.new_zeros(missing)))
+        self._newest.index_copy_(0, self._on_device(self._last_rows), self._last_tokens)
 
     def _on_device(self, indexes: Sequence[int]) -> Tensor:
         return torch.tensor(indexes, dtype=torch.int64).to(self._device, non_blocking=True)
@@ -98,19 +105,21 @@ class EnqueuedStep:
     sampled: Event
     is_copying: bool
     grammar_failed: dict[str, str]
-    _known: list[SampledToken] | None = None
+    _known: tuple[list[SampledToken], list[int]] | None = None
 
     def result(self) -> StepResult:
-        known = self._wait()
+        known, token_ids = self._wait()
         pairs = zip(self.states, known, strict=True)
         tokens: dict[str, tuple[SampledToken, ...]] = {
             state.request_id: (token,) for state, token in pairs
         }
-        failed = {
-            state.request_id: NO_FINITE_LOGIT
-            for state, token in zip(self.states, known, strict=True)
-            if token.token_id == NO_TOKEN
-        }
+        failed = {}
+        if NO_TOKEN in token_ids:
+            failed = {
+                state.request_id: NO_FINITE_LOGIT
+                for state, token_id in zip(self.states, token_ids, strict=True)
+                if token_id == NO_TOKEN
+            }
         return StepResult(
             self.step,
             tokens,
@@ -121,17 +130,18 @@ class EnqueuedStep:
 
     def complete(self) -> None:
         """Fill the requests' placeholders; in the thread that runs steps."""
-        token_ids = [token.token_id for token in self._wait()]
+        _, token_ids = self._wait()
         if NO_TOKEN in token_ids:  # of a request that fails: any token
             token_ids = [max(token_id, 0) for token_id in token_ids]
         fill_placeholders(self.states, token_ids)
 
-    def _wait(self) -> list[SampledToken]:
-        """The tokens; two threads ask, each of which may be the first."""
+    def _wait(self) -> tuple[list[SampledToken], list[int]]:
+        """The tokens, and their ids; two threads ask, each of which may be the first."""
         known = self._known
         if known is None:
             self.sampled.synchronize()
-            self._known = known = self.chosen.tokens()
+            tokens = self.chosen.tokens()
+            self._known = known = (tokens, [token.token_id for token in tokens])
         return known
 
 

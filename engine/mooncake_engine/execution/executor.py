@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from mooncake_engine.core_messages import ProgressHandler
@@ -236,11 +236,10 @@ class InProcessExecutor(Executor):
             handlers=RankHandlers(options.progress, self._emit, self._extension_died),
         )
         self._info = executor_info(plan, (rank_kv_info(0, self._worker),))
-        self._steps: ThreadPoolExecutor | None = None
+        self._steps: _LaunchThread | None = None
         self._caller = threading.local()
         if plan.config.steps_in_flight > 1:
-            bind = self._worker.bind_thread
-            self._steps = ThreadPoolExecutor(1, "engine-steps", initializer=bind)
+            self._steps = _LaunchThread(self._launch, self._worker.bind_thread)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -258,8 +257,7 @@ class InProcessExecutor(Executor):
         self._bind_caller()
         if self._steps is None:
             return CompletedStep(self._attempt(plan.step, self._launch(plan).result))
-        launched = self._steps.submit(self._launch, plan)
-        return _LaunchedStep(launched, partial(self._attempt, plan.step))
+        return self._steps.submit(plan, partial(self._attempt, plan.step))
 
     def prepare_grammar(self, grammar: Grammar, on_ready: Callable[[], None]) -> None:
         on_ready()  # whoever checked it has compiled it, in this process
@@ -300,7 +298,7 @@ class InProcessExecutor(Executor):
 
     def close(self) -> None:
         if self._steps is not None:
-            self._steps.shutdown(cancel_futures=True)
+            self._steps.close()
         self._worker.close()
 
     def _emit(self, message: bytes) -> None:
@@ -311,15 +309,82 @@ class InProcessExecutor(Executor):
         self._failure.record("the worker extension of rank 0 died", cause)
 
 
-@dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A step that the executor's own thread launches; ``attempt`` guards the wait for its end."""
+    """A step that the executor's own thread launches.
 
-    launched: Future[PendingStep]
-    attempt: Callable[[Callable[[], StepResult]], StepResult]
+    Args:
+        plan: of it.
+        attempt: guards the wait for its end.
+    """
+
+    __slots__ = ("_attempt", "_is_launched", "_pending", "plan")
+
+    def __init__(
+        self, plan: StepPlan, attempt: Callable[[Callable[[], StepResult]], StepResult]
+    ) -> None:
+        self.plan = plan
+        self._attempt = attempt
+        self._is_launched = threading.Lock()  # at a tenth of what a Future's condition costs
+        self._is_launched.acquire()
+        self._pending: PendingStep | BaseException | None = None
+
+    def launched(self, pending: PendingStep | BaseException) -> None:
+        """It was launched, or could not be."""
+        self._pending = pending
+        self._is_launched.release()
 
     def result(self) -> StepResult:
-        return self.attempt(self.launched.result().result)
+        with self._is_launched:
+            pending = self._pending
+        assert pending is not None, "a step is launched before it can end"
+        if isinstance(pending, BaseException):
+            raise pending
+        return self._attempt(pending.result)
+
+
+class _LaunchThread:
+    """Launches steps one behind the other, while its caller plans the next ones.
+
+    Args:
+        launch: does it.
+        bind: called first.
+    """
+
+    def __init__(self, launch: Callable[[StepPlan], PendingStep], bind: Callable[[], None]) -> None:
+        self._launch = launch
+        self._bind = bind
+        self._steps: SimpleQueue[_LaunchedStep | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, plan: StepPlan, attempt: Callable[[Callable[[], StepResult]], StepResult]
+    ) -> _LaunchedStep:
+        """Have it launch a step behind those before; see ``_LaunchedStep``."""
+        step = _LaunchedStep(plan, attempt)
+        self._steps.put(step)
+        return step
+
+    def close(self) -> None:
+        """End the thread, after the steps that it has. Idempotent."""
+        self._steps.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Top of a thread."""
+        broken: BaseException | None = None
+        try:
+            self._bind()
+        except Exception as exc:  # noqa: BLE001  the top of a thread: every step says so
+            broken = exc
+        while (step := self._steps.get()) is not None:
+            if broken is not None:
+                step.launched(broken)
+                continue
+            try:
+                step.launched(self._launch(step.plan))
+            except BaseException as exc:  # noqa: BLE001  whoever waits for the step raises it
+                step.launched(exc)
 
 
 def rank_kv_info(rank: int, worker: Worker) -> RankKVInfo:

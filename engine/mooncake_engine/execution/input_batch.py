@@ -140,14 +140,16 @@ def lay_out(
         device: of the tensors.
     """
     rows, starts, counts = scheduled
-    contexts = [start + count for start, count in zip(starts, counts, strict=True)]
+    firsts = np.array(starts, dtype=np.int64)
+    ends = firsts + counts
+    contexts: list[int] = ends.tolist()
     block_tables = tables.gather(np.array(rows, dtype=np.int64), -(-max(contexts) // block_size))
-    query_start, owners, positions = _positions(counts, np.array(starts))
+    query_start, owners, positions = _positions(counts, firsts)
     on_device = to_device(
         device,
         (
             query_start,
-            np.array(contexts, dtype=np.int32),
+            ends.astype(np.int32),
             block_tables,
             _slots(block_tables, owners, positions, block_size),
             np.array(token_ids, dtype=np.int64),

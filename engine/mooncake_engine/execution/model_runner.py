@@ -188,10 +188,11 @@ class ModelRunner:
     def _collect(self, plan: StepPlan) -> Batch:
         """The step's requests, whose block tables get the step's new blocks, and their drafts."""
         states = self._requests.find([sequence.request_id for sequence in plan.sequences])
-        for sequence, state in zip(plan.sequences, states, strict=True):
-            if sequence.new_block_ids:
-                tables = self._requests.tables
-                tables.extend(state.row, sequence.new_block_ids, sequence.new_blocks_at)
+        tables = self._requests.tables
+        for index, block_ids in enumerate([s.new_block_ids for s in plan.sequences]):
+            if block_ids:
+                at = plan.sequences[index].new_blocks_at
+                tables.extend(states[index].row, block_ids, at)
         if self._proposer is None:
             return Batch(plan.sequences, states, NO_DRAFTS)
         return Batch(plan.sequences, states, propose_drafts(self._proposer, plan, states))

@@ -290,9 +290,10 @@ def _choose(
 
 def _argmax(logits: Tensor) -> Tensor:
     """The token of the largest logit of each row: [rows] int64."""
-    token_ids = logits.argmax(dim=-1)  # a NaN counts as largest
-    largest = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-    return token_ids.masked_fill_(~largest.isfinite(), NO_TOKEN)
+    token_ids = logits.argmax(dim=-1, keepdim=True)  # a NaN counts as largest
+    largest = logits.gather(1, token_ids)
+    # a number less itself is zero, unless it is not finite: two ops, where isfinite takes four
+    return token_ids.masked_fill_(largest - largest != 0, NO_TOKEN).squeeze(1)
 
 
 def _apply_rejection(

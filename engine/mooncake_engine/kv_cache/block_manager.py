@@ -130,10 +130,11 @@ class BlockManager:
     def grow(self, request: Request, num_tokens: int) -> Growth | None:
         """Make a table hold ``num_tokens``, its own from ``num_scheduled`` on; None if it can't."""
         table = request.block_ids
+        block_size = self.block_size
         # as _writes_shared does, without a call: this runs for every decode
-        written = (request.num_computed + request.num_in_flight) // self.block_size
-        is_shared = written < len(table) and self.pool.references(table[written]) > 1
-        wanted = -(-num_tokens // self.block_size) - len(table) + is_shared
+        written = (request.num_computed + request.num_in_flight) // block_size
+        is_shared = written < len(table) and self.pool.references[table[written]] > 1
+        wanted = -(-num_tokens // block_size) - len(table) + is_shared
         if wanted <= 0:
             return NO_GROWTH
         fresh = self.pool.allocate(wanted)
@@ -148,6 +149,13 @@ class BlockManager:
         growth = Growth(len(table), tuple(fresh), copied)
         table.extend(fresh)
         return growth
+
+    def owns_next_slot(self, request: Request, position: int) -> bool:
+        """Whether a table has the block of a position for itself alone: ``grow`` up to there would
+        change nothing."""
+        table = request.block_ids
+        index = position // self.block_size
+        return index < len(table) and self.pool.references[table[index]] == 1
 
     def num_free_tokens(self, request: Request) -> int:
         """How many tokens beyond those that it has a table could take, with all free blocks."""
@@ -208,7 +216,7 @@ class BlockManager:
 
     def _share_equal(self, request: Request, index: int, known: int) -> None:
         block_id = request.block_ids[index]
-        if request.sends_kv or self.pool.references(block_id) > 1:
+        if request.sends_kv or self.pool.references[block_id] > 1:
             return  # it is being sent, or is a sibling's, too
         self.pool.share((known,))
         request.block_ids[index] = known
@@ -299,7 +307,7 @@ class BlockManager:
         """Whether the next token goes to a block that other tables have, too."""
         table = request.block_ids
         written = (request.num_computed + request.num_in_flight) // self.block_size
-        return written < len(table) and self.pool.references(table[written]) > 1
+        return written < len(table) and self.pool.references[table[written]] > 1
 
     def _find_prefix(self, request: Request, cacheable: int) -> list[int]:
         if not self.prefix_caching:

@@ -95,7 +95,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, events: BlockEvents | None = None) -> None:
         self.num_blocks = num_blocks
         self._events = events
-        self._references = [0] * num_blocks
+        self.references = [0] * num_blocks
+        """How many tables own each block."""
         self._num_uses = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -112,10 +113,6 @@ class BlockPool:
         """Owned share of the pool, 0 to 1."""
         return 1.0 - self.num_free / self.num_blocks
 
-    def references(self, block_id: int) -> int:
-        """How many tables own the block."""
-        return self._references[block_id]
-
     def uses(self, block_ids: Iterable[int]) -> list[int]:
         """How often each block was handed out: as long as that stays, a full block holds what it
         held, whoever owns it."""
@@ -130,9 +127,9 @@ class BlockPool:
     def share(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each block; a free one with content is owned again."""
         for block_id in block_ids:
-            if self._references[block_id] == 0:
+            if self.references[block_id] == 0:
                 del self._cached[block_id]
-            self._references[block_id] += 1
+            self.references[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block of a table, its tail first.
@@ -140,9 +137,9 @@ class BlockPool:
         The tail of a chain of prefixes is worth less than its head, so it is evicted sooner.
         """
         for block_id in reversed(block_ids):
-            count = self._references[block_id] - 1
+            count = self.references[block_id] - 1
             assert count >= 0, f"block {block_id} released more often than it was owned"
-            self._references[block_id] = count
+            self.references[block_id] = count
             if count == 0 and block_id in self._content:
                 self._cached[block_id] = None
             elif count == 0:
@@ -172,7 +169,7 @@ class BlockPool:
 
     def count_free(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks are free: sharing them lowers ``num_free`` by that much."""
-        return sum(1 for block_id in block_ids if self._references[block_id] == 0)
+        return sum(1 for block_id in block_ids if self.references[block_id] == 0)
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Forget what these free blocks hold."""
@@ -201,7 +198,7 @@ class BlockPool:
         """
         owned = Counter(block_id for table in tables for block_id in table)
         for block_id in range(self.num_blocks):
-            wanted, found = owned[block_id], self._references[block_id]
+            wanted, found = owned[block_id], self.references[block_id]
             assert wanted == found, f"block {block_id}: {wanted} owners, {found} references"
         free = Counter(self._empty) + Counter(self._cached.keys())
         assert not free or free.most_common(1)[0][1] == 1, "a block is free twice"
@@ -218,6 +215,6 @@ class BlockPool:
             del self._index[digest]
             if self._events is not None:
                 self._events.removed(digest)
-        self._references[block_id] = 1
+        self.references[block_id] = 1
         self._num_uses[block_id] += 1
         return block_id

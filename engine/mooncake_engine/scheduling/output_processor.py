@@ -18,6 +18,8 @@ from mooncake_engine.scheduling.scheduler_interface import (
 from mooncake_engine.scheduling.step_plan import SampledToken, StepResult
 
 PromptLogprobs = tuple[TokenLogprobs, ...]
+_NUM_TIMED = 2
+"""Times are told with so many tokens: a peer's first one comes before the load."""
 
 
 class OutputProcessor:
@@ -84,6 +86,9 @@ class OutputProcessor:
         if asked is not None:
             longest = min(longest, request.num_prompt_tokens + asked)
         request.max_num_tokens = longest
+        request.min_num_tokens = request.num_prompt_tokens + request.sampling.min_tokens
+        stops = frozenset() if request.sampling.ignore_eos else self._limits.eos_token_ids
+        request.stop_token_ids = stops.union(request.sampling.stop_token_ids)
         if request.expiry is not None:
             self._with_limit.push(request)
 
@@ -105,14 +110,31 @@ class OutputProcessor:
             self._updates.append(TokenUpdate(request.request_id, prompt_logprobs=fresh))
 
     def take_sampled(self, request: Request, result: StepResult) -> None:
-        """A step has sampled for a request, or has failed to."""
+        """A step has sampled for a request, or has failed to. Mostly that is a single token, of
+        which nothing is to be told but itself: it is appended and reported right here, as there is
+        one per running request and step."""
         name = request.request_id
         if name in result.grammar_failed:
             self.fail(request, result.grammar_failed[name], FinishReason.GRAMMAR)
-        elif name in result.failed:
+            return
+        if name in result.failed:
             self.fail(request, result.failed[name])
-        else:
-            self.append(request, result.tokens[name])
+            return
+        tokens = result.tokens[name]
+        token, token_ids = tokens[0], request.token_ids
+        token_id, num_tokens = token.token_id, len(token_ids) + 1
+        if (
+            len(tokens) > 1
+            or token.logprobs is not None
+            or num_tokens >= request.max_num_tokens
+            or token_id in request.stop_token_ids
+            or num_tokens <= request.num_prompt_tokens + _NUM_TIMED
+        ):
+            self.append(request, tokens)
+            return
+        token_ids.append(token_id)
+        request.last_logprobs = None
+        self._updates.append(TokenUpdate(name, (token_id,)))
 
     def append(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
         """Append sampled tokens, up to the one that ends the request: the rest is dropped."""
@@ -139,9 +161,8 @@ class OutputProcessor:
         """Tell of the newest tokens, and end the request if they are the last."""
         last = tokens[-1]
         token_ids = tuple([token.token_id for token in tokens])
-        # until after the second token: a peer's first one comes before the load
         num_output_tokens = len(request.token_ids) - request.num_prompt_tokens
-        is_timed = num_output_tokens <= len(tokens) + 1
+        is_timed = num_output_tokens < len(tokens) + _NUM_TIMED
         if finish is None and last.logprobs is None and not is_timed:  # as most updates are
             self._updates.append(TokenUpdate(request.request_id, token_ids))
             return
@@ -230,11 +251,9 @@ class OutputProcessor:
         self._blocks.pool.release(self._leased.pop(request_id, []))
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        sampling, num_tokens = request.sampling, len(request.token_ids)
-        if num_tokens - request.num_prompt_tokens >= sampling.min_tokens:
-            is_eos = token_id in self._limits.eos_token_ids and not sampling.ignore_eos
-            if is_eos or token_id in sampling.stop_token_ids:
-                return FinishReason.STOP
+        num_tokens = len(request.token_ids)
+        if num_tokens >= request.min_num_tokens and token_id in request.stop_token_ids:
+            return FinishReason.STOP
         return FinishReason.LENGTH if num_tokens >= request.max_num_tokens else None
 
     def _free(self, request: Request) -> None:

@@ -40,7 +40,7 @@ class ReceivedBlocks:
     def drop_freed(self) -> None:
         """Forget those that were given up before any plan, with what they hold: they are handed out
         to peers again now."""
-        references = self._blocks.pool.references
+        references = self._blocks.pool.references.__getitem__
         freed = [block_id for block_id in self._pending if not references(block_id)]
         if freed:
             self._blocks.pool.forget(freed)

@@ -94,6 +94,8 @@ class Request:
         group: its own or its siblings'; set when it comes to the scheduler.
         leader: the sibling whose prompt is on its way and will be this one's, too.
         max_num_tokens: it ends when it is that long; set when it comes to the scheduler.
+        min_num_tokens: it ends with one of ``stop_token_ids`` when it is that long; set then, too.
+        stop_token_ids: its own and, unless it ignores them, the model's.
         num_computed: tokens whose KV is there.
         num_preemptions: how often it has lost its blocks.
         num_in_flight: those behind them whose KV will be, once the steps in flight are over.
@@ -120,6 +122,8 @@ class Request:
     group: SequenceGroup = field(init=False)
     leader: Request | None = None
     max_num_tokens: int = field(init=False)
+    min_num_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
     token_ids: list[int] = field(init=False)
     block_ids: list[int] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)

@@ -12,9 +12,8 @@ A peer is not bound to that order: it sees only what completed steps have writte
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import takewhile
 from math import ceil
-from operator import attrgetter
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import FinishReason, TokenUpdate
@@ -43,8 +42,6 @@ from mooncake_engine.scheduling.step_plan import (
 from mooncake_engine.scheduling.steps_in_flight import InFlightStep, StepsInFlight
 from mooncake_kv.params import FirstToken
 from mooncake_kv.pool.pool_events import PoolEvent
-
-_group_of = attrgetter("group")
 
 
 class Scheduler:
@@ -131,8 +128,6 @@ class Scheduler:
         """What blocks are held for now."""
         return count_held(self._queues, self._outputs, self.blocks)
 
-    # --- requests come and go ------------------------------------------------------------
-
     def add(self, request: Request) -> None:
         """Take a request in. Its id is not in use, its prompt fits the model."""
         self._queues.add(request)
@@ -200,8 +195,6 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; refused, with False, while any block is in use."""
         return self.blocks.reset_prefix_cache()
-
-    # --- one step --------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """Plan the next step; an empty plan need not be run.
@@ -334,7 +327,8 @@ class Scheduler:
             if not is_running and not request.num_in_flight:
                 self._outputs.complete(request)
             return
-        self.blocks.publish(request)
+        if stop // self.blocks.block_size > request.num_published:
+            self.blocks.publish(request)
         if self._pool is not None and stop >= request.num_saved + self._pool.chunk_tokens:
             self._pool.saves.offer(request, request.num_computed)
         if result.prompt_logprobs:
@@ -349,8 +343,6 @@ class Scheduler:
             assert self._connector is not None, "a request that sends its KV needs a connector"
             self._connector.prefill_advanced(request)
 
-    # --- running ---------------------------------------------------------------------------
-
     def _schedule_running(self, step: StepBuilder) -> bool:
         """Give running requests their tokens, decodes first (as Sarathi-Serve and vLLM v1 do): one
         long prompt, whatever its priority, must not hold up the next token of all others.
@@ -361,11 +353,13 @@ class Scheduler:
         """
         before = self._preemption.num_preemptions
         prompts: list[Request] = []
-        for group, members in groupby(list(self._queues.running), _group_of):
-            if len(group.members) == 1:
-                self._schedule_single(next(members), step, prompts)
-            else:
-                self._schedule_group(group, list(members), step, prompts)
+        running = list(self._queues.running)
+        for index, request in enumerate(running):
+            if len((group := request.group).members) == 1:
+                self._schedule_single(request, step, prompts)
+            elif not index or running[index - 1].group is not group:  # its first one
+                members = list(takewhile(lambda r: r.group is group, running[index:]))
+                self._schedule_group(group, members, step, prompts)
             if self._waits_for_steps:
                 return False
         if self._preemption.num_preemptions == before:
@@ -393,24 +387,28 @@ class Scheduler:
 
     def _schedule_single(self, request: Request, step: StepBuilder, prompts: list[Request]) -> None:
         """Schedule a request without siblings if it decodes; else put it off to ``prompts``."""
-        # as _count does, without a call: this runs for every decode
+        # as _count and _may_run_ahead do, without calls: this runs for every decode
         start = request.num_computed + request.num_in_flight
         num_output_placeholders = request.num_output_placeholders
-        num_pending = len(request.token_ids) + num_output_placeholders - start
-        if num_pending > 1:
+        num_tokens = len(request.token_ids) + num_output_placeholders
+        if num_tokens - start > 1:
             prompts.append(request)
             return
-        if not num_pending or not step.budget or request.state is not RequestStatus.RUNNING:
+        if num_tokens == start or not step.budget or request.state is not RequestStatus.RUNNING:
             return
-        is_ahead = num_output_placeholders and not self._may_run_ahead(request)
+        is_last = num_tokens >= request.max_num_tokens or not self.limits.uses_async_scheduling
+        is_ahead = num_output_placeholders and (is_last or request.is_unproven)
         if is_ahead or request.has_wrong_kv:
+            return
+        if self.blocks.owns_next_slot(request, start) and request.changed_at is None:
+            step.add_decode(request, start)
             return
         while (growth := self.blocks.grow(request, start + 1)) is None:
             if not self._preempt_for(request.group, step):
                 return
             if request.state is not RequestStatus.RUNNING:
                 return
-        step.add_decode(request, growth)
+        step.add(request, 1, growth)
 
     def _schedule_prompt(self, request: Request, step: StepBuilder) -> bool:
         """Run the next tokens of a prompt in what the decodes have left; False to plan no more.
@@ -505,8 +503,6 @@ class Scheduler:
             step.add_new_request(follower)
         self._queues.release_followers(leader)
         return taken
-
-    # --- admitting -------------------------------------------------------------------------
 
     def _schedule_new(self, step: StepBuilder) -> None:
         """Those with blocks go first; then the most urgent one, swapped out or without blocks."""

@@ -276,23 +276,14 @@ class StepBuilder:
         if growth.copied is not None:
             self.copy(growth)
 
-    def add_decode(self, request: Request, growth: Growth) -> None:
-        """``add`` for a request that runs its last token, without siblings: what a step mostly
-        does."""
-        if request.changed_at is not None:
-            self.add(request, 1, growth)
-            return
-        at = growth.at if growth.block_ids else None
-        start = request.num_computed + request.num_in_flight
-        self._decodes.append(
-            ScheduledSequence(request.request_id, start, 1, growth.block_ids, True, at)
-        )
+    def add_decode(self, request: Request, start: int) -> None:
+        """``add`` for a request that runs its last token, at ``start``, in a table that the workers
+        have as it is: what a step mostly does."""
+        self._decodes.append(ScheduledSequence(request.request_id, start, 1))
         self._decoding.append(request)
         request.num_in_flight += 1
         request.num_output_placeholders += 1
         self.budget -= 1
-        if growth.copied is not None:
-            self.copy(growth)
 
     @property
     def decodes(self) -> Sequence[ScheduledSequence]:

@@ -79,5 +79,5 @@ class StepsInFlight:
             self._blocks.pool.release(self._replaced.popleft()[1])
 
     def _reaches_freed(self, plan: StepPlan) -> bool:
-        references = self._blocks.pool.references
+        references = self._blocks.pool.references.__getitem__
         return plan.reads_freed_blocks or not all(map(references, plan.received_blocks))

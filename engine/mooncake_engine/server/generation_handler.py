@@ -37,6 +37,7 @@ from mooncake_engine.server.response_builders import (
     ChunkTemplate,
     ResponseBuilder,
     chunk,
+    encode_text,
     sse,
 )
 from mooncake_engine.server.response_sender import ResponseSender, StepWrites
@@ -254,11 +255,12 @@ class _PlainTokens:
     """
 
     __slots__ = (
+        "_head",
         "_note_token",
+        "_over",
         "_push_token",
-        "_running",
         "_stats",
-        "_template",
+        "_tail",
         "_token_ids",
         "_write",
     )
@@ -273,19 +275,20 @@ class _PlainTokens:
         self._stats = choice.stats
         self._token_ids = choice.output.token_ids
         self._push_token = processor.push_token
-        self._running = running
+        self._over = running.over
         self._note_token = running.metrics.note_token
-        self._template = writer.templates[choice.index]
+        template = writer.templates[choice.index]
+        self._head, self._tail = template.head, template.tail
         self._write = writer.sender.write_with_step
 
     def take(self, token_id: int) -> None:
         """The next token of the choice."""
-        if self._running.over.done():
+        if self._over.done():
             return
         self._note_token(self._stats, time.monotonic())
         self._token_ids.append(token_id)
         if text := self._push_token(token_id):
-            self._write(self._template.encode(text))
+            self._write(self._head + encode_text(text) + self._tail)
 
 
 class _ChunkWriter:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,31 @@ class ConnectionLimits:
         return replace(limits, connections=min(limits.connections, soft // 2))
 
 
+class _BodyWriter:
+    """What streaming needs of a connection, which has much more: each token of each stream reads it
+    anew from memory.
+
+    Args:
+        flow: whether its client takes more.
+        transport: its socket.
+    """
+
+    __slots__ = ("_flow", "_transport")
+
+    def __init__(self, flow: FlowControl, transport: asyncio.Transport) -> None:
+        self._flow = flow
+        self._transport = transport
+
+    def write_chunk(self, body: bytes) -> bool:
+        """See ``WRITE_CHUNK``. Responses without a length are chunked, as uvicorn's are."""
+        if self._flow.write_paused:
+            return False
+        transport = self._transport
+        if not transport.is_closing():
+            transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
+
 class GuardedConnection(HttpToolsProtocol):
     """A connection within ``limits``, which are the same for all of a server."""
 
@@ -99,7 +125,8 @@ class GuardedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         super().on_message_begin()
-        extensions: Any = {WRITE_CHUNK: self._write_chunk}  # ASGI types hold none but its own
+        write_chunk = _BodyWriter(self.flow, self.transport).write_chunk
+        extensions: Any = {WRITE_CHUNK: write_chunk}  # ASGI types hold none but its own
         self.scope["extensions"] = extensions
         self._idle_since = None
         self._num_fields = 0
@@ -149,14 +176,6 @@ class GuardedConnection(HttpToolsProtocol):
         """It does again."""
         self._stop_write_timer()
         super().resume_writing()
-
-    def _write_chunk(self, body: bytes) -> bool:
-        """See ``WRITE_CHUNK``. Responses without a length are chunked, as uvicorn's are."""
-        if self.flow.write_paused:
-            return False
-        if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-        return True
 
     def _take_place(self) -> bool:
         """Close the connection that is idle for longest; False if none is."""

@@ -96,6 +96,14 @@ class Histogram:
         own[bisect_left(self._bounds, value)] += 1.0
         own[-1] += value
 
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Count values in that came together, and are mostly alike."""
+        own, bounds = self._own, self._bounds
+        indexes = [bisect_left(bounds, value) for value in values]
+        for index in set(indexes):
+            own[index] += indexes.count(index)
+        own[-1] += sum(values)
+
     def collect(self) -> Metric:
         """What Prometheus gets."""
         *counts, total = self._cells.totals()

@@ -53,6 +53,19 @@ class ChoiceStats:
         num_prompt_tokens: of its prompt.
     """
 
+    __slots__ = (
+        "finish",
+        "first_token",
+        "last_token",
+        "num_cached_tokens",
+        "num_gaps",
+        "num_late_gaps",
+        "num_prompt_tokens",
+        "num_tokens",
+        "started",
+        "times",
+    )
+
     def __init__(self, num_prompt_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0

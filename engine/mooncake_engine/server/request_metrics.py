@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import re
@@ -162,6 +163,7 @@ class ServerMetrics:
             for name, (metric, words, buckets) in _HISTOGRAMS.items()
         }
         self._between_tokens = self._histograms["between_tokens"]
+        self._gaps: list[float] = []  # of the step that is being delivered
         reasons = [reason.value for reason in FinishReason]
         self._finished = Counter(
             "vllm:request_success",
@@ -208,7 +210,17 @@ class ServerMetrics:
         gap = now - (stats.last_token or now)
         stats.last_token = now
         stats.num_tokens += 1
-        self._note_gap(stats, gap)
+        stats.num_gaps += 1
+        if self._tbt_s is not None and gap > self._tbt_s:
+            stats.num_late_gaps += 1
+        if not self._gaps:
+            asyncio.get_running_loop().call_soon(self._count_gaps)
+        self._gaps.append(gap)
+
+    def _count_gaps(self) -> None:
+        """Count a step's in, all at once."""
+        gaps, self._gaps = self._gaps, []
+        self._between_tokens.observe_all(gaps)
 
     def _note_gap(self, stats: ChoiceStats, gap: float) -> None:
         self._between_tokens.observe(gap)

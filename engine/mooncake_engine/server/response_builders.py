@@ -14,6 +14,8 @@ from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate
 
 _MARK = "\x00"
 _ENCODED_MARK = msgspec.json.encode(_MARK)
+encode_text = msgspec.json.Encoder().encode
+"""A text as JSON."""
 DONE = b"data: [DONE]\n\n"
 """The event that ends a stream in good order."""
 TokenBytes = Callable[[int], bytes]
@@ -233,11 +235,11 @@ class ChunkTemplate:
     def __init__(self, builder: ResponseBuilder, context: RequestContext, index: int) -> None:
         choice = builder.plain_delta(index, _MARK)
         whole = sse(chunk(builder, context, [choice]))
-        self._head, _, self._tail = whole.rpartition(_ENCODED_MARK)
+        self.head, _, self.tail = whole.rpartition(_ENCODED_MARK)
 
     def encode(self, text: str) -> bytes:
         """The event that adds ``text``."""
-        return self._head + msgspec.json.encode(text) + self._tail
+        return self.head + encode_text(text) + self.tail
 
 
 def chunk(

@@ -19,16 +19,15 @@ class StepWrites:
     of them wakes up once and not for each, and takes less from who writes."""
 
     def __init__(self) -> None:
-        self._senders: list[ResponseSender] = []
+        self.senders: list[ResponseSender] = []
+        """Who has something to write; the first one calls ``release_soon``."""
 
-    def add(self, sender: ResponseSender) -> None:
-        """Release it when the event loop is done with what it does now."""
-        if not self._senders:
-            asyncio.get_running_loop().call_soon(self._release)
-        self._senders.append(sender)
+    def release_soon(self) -> None:
+        """Release them when the event loop is done with what it does now."""
+        asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
-        senders, self._senders = self._senders, []
+        senders, self.senders = self.senders, []
         for sender in senders:
             sender.release()
 
@@ -44,6 +43,17 @@ class ResponseSender:
         write_chunk: the connection's short way for bytes of a body that has begun; None where it
             has none.
     """
+
+    __slots__ = (
+        "_flushing",
+        "_held",
+        "_is_streaming",
+        "_pending",
+        "_request_id",
+        "_send",
+        "_step_writes",
+        "_write_chunk",
+    )
 
     def __init__(
         self,
@@ -71,8 +81,23 @@ class ResponseSender:
     def write(self, events: bytes) -> None:
         """Events of a stream; the first ones send status 200. They go at once, or in order as soon
         as the client takes more: a request's length bounds what waits."""
-        if self._held:
-            self.release()
+        self._held += events
+        self.release()
+
+    def write_with_step(self, events: bytes) -> None:
+        """The same, but with those of all other streams that get a token of the same step."""
+        if not self._held:
+            waiting = self._step_writes.senders
+            if not waiting:
+                self._step_writes.release_soon()
+            waiting.append(self)
+        self._held += events
+
+    def release(self) -> None:
+        """Write what is held for the step's other streams."""
+        events, self._held = self._held, b""
+        if not events:
+            return
         if self._flushing is None and self._is_streaming:
             write_chunk = self._write_chunk
             if write_chunk is not None and write_chunk(events):
@@ -80,18 +105,6 @@ class ResponseSender:
         self._pending.append(events)
         if self._flushing is None:
             self._flushing = asyncio.create_task(self._flush())
-
-    def write_with_step(self, events: bytes) -> None:
-        """The same, but with those of all other streams that get a token of the same step."""
-        if not self._held:
-            self._step_writes.add(self)
-        self._held += events
-
-    def release(self) -> None:
-        """Write what is held for the step's other streams."""
-        held, self._held = self._held, b""
-        if held:
-            self.write(held)
 
     async def end(self) -> None:
         """The stream is complete."""

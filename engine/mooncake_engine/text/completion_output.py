@@ -158,10 +158,8 @@ class TextOutputProcessor:
         self._parser = parser
         self.is_plain = parser is None and not sampling.stop
         """Whether nothing is looked for in the text, as in most answers."""
-
-    def push_token(self, token_id: int) -> str:
+        self.push_token = self._detokenizer.push_token
         """The text that one more token makes certain; only where ``is_plain``."""
-        return self._detokenizer.push_token(token_id)
 
     def advance(self, update: TokenUpdate) -> TextUpdate:
         """The text that an update makes certain.
@@ -265,6 +263,19 @@ class ChoiceStream:
             takes a shorter way. Only where the processor ``is_plain``.
     """
 
+    __slots__ = (
+        "_engine",
+        "_is_first_delivered",
+        "_is_over",
+        "_name",
+        "_on_error",
+        "_on_plain_token",
+        "_on_text",
+        "_processor",
+        "_request",
+        "_take_plain_token",
+    )
+
     def __init__(
         self,
         engine: EngineClient,
@@ -283,7 +294,7 @@ class ChoiceStream:
         self._on_error = on_error
         self._is_first_delivered = is_first_delivered
         self._on_plain_token = on_plain_token
-        self._has_begun = False
+        self._take_plain_token: Callable[[int], None] | None = None  # from the first tokens on
         self._name: str | None = None
         self._is_over = False
 
@@ -303,10 +314,18 @@ class ChoiceStream:
         try:
             if isinstance(update, EngineDead):
                 raise type(update)(str(update)) from update.__cause__
-            if self._has_begun and self._on_plain_token is not None and is_plain_token(update):
-                self._on_plain_token(update.token_ids[0])
-            else:
+            take_plain_token = self._take_plain_token
+            if (
+                take_plain_token is None
+                or update.finish is not None
+                or update.times is not None
+                or update.logprobs
+                or update.prompt_logprobs
+                or len(update.token_ids) != 1
+            ):
                 self._advance(update)
+            else:
+                take_plain_token(update.token_ids[0])
         except Exception as exc:  # noqa: BLE001  the door of a request: others get their updates
             self.close()
             self._on_error(exc)
@@ -319,19 +338,14 @@ class ChoiceStream:
             if not update.token_ids and update.finish is None:
                 return
         text_update = self._processor.advance(update)
-        self._has_begun = self._has_begun or bool(update.token_ids)
+        if update.token_ids:
+            self._take_plain_token = self._on_plain_token
         if text_update.finish is not None:
             if update.finish is not text_update.finish:
                 _release_kept_kv(self._engine, update)
                 text_update = replace(text_update, kv_transfer_params=None)
             self.close()
         self._on_text(text_update)
-
-
-def is_plain_token(update: TokenUpdate) -> bool:
-    """Whether an update says nothing but a token."""
-    is_more = update.finish or update.times or update.logprobs or update.prompt_logprobs
-    return not is_more and len(update.token_ids) == 1
 
 
 def without_shown(update: TextUpdate) -> TextUpdate:

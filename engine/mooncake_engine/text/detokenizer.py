@@ -95,11 +95,26 @@ class IncrementalDetokenizer:
         shown: special tokens that are part of the text all the same.
     """
 
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_is_between",
+        "_is_stop_kept",
+        "_min_tokens",
+        "_skipped_ids",
+        "_stops",
+        "_token_bytes",
+        "_token_texts",
+        "num_characters",
+        "num_tokens",
+        "stop_string",
+    )
+
     def __init__(
         self, tokenizer: Tokenizer, sampling: SamplingParams, shown: Sequence[str] = ()
     ) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._token_text = tokenizer.token_text
+        self._token_texts = tokenizer.token_texts
         self._is_between = True  # characters: no bytes of an incomplete one are held
         self._skipped_ids = tokenizer.special_ids if sampling.skip_special_tokens else frozenset()
         if shown and self._skipped_ids:
@@ -132,9 +147,9 @@ class IncrementalDetokenizer:
         self.num_tokens += 1
         text = ""
         if token_id not in self._skipped_ids:
-            whole = self._token_text(token_id) if self._is_between else None
+            whole = self._token_texts[token_id] if self._is_between else None
             text = self._decode_bytes(token_id) if whole is None else whole
-        self.num_characters += len(text)
+            self.num_characters += len(text)
         return text if self._stops is None else self._release(text)
 
     def finish(self) -> str:

@@ -94,6 +94,26 @@ def leave_torch_out() -> None:
         sys.modules["torch"] = None  # type: ignore[assignment]  # Python: it is not there
 
 
+class _TokenTexts(dict[int, str | None]):
+    """Texts by token id, found when they are first wanted: a lookup per streamed token.
+
+    Args:
+        token_bytes: of a token.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+
 class Tokenizer:
     """Text to token ids and back. Use ``Tokenizer.load``."""
 
@@ -104,7 +124,8 @@ class Tokenizer:
         self._backend.no_padding()
         self._to_bytes: TokenToBytes = token_to_bytes(json.loads(self._backend.to_str())["decoder"])
         self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str | None] = {}
+        self.token_texts: Mapping[int, str | None] = _TokenTexts(self.token_bytes)
+        """The text of each token that consists of whole characters; None for one that does not."""
         self.fingerprint = fingerprint
         self.special_ids: frozenset[int] = frozenset(hf_tokenizer.all_special_ids) | frozenset(
             token_id
@@ -177,18 +198,6 @@ class Tokenizer:
             token = self._backend.id_to_token(token_id)
             found = self._bytes[token_id] = b"" if token is None else self._to_bytes(token)
         return found
-
-    def token_text(self, token_id: int) -> str | None:
-        """The text of one token where it consists of whole characters; None where it does not."""
-        try:
-            return self._texts[token_id]
-        except KeyError:
-            try:
-                text = self.token_bytes(token_id).decode()
-            except UnicodeDecodeError:
-                text = None
-            self._texts[token_id] = text
-            return text
 
     def render_chat(
         self,

@@ -44,6 +44,16 @@ def test_a_value_counts_in_the_first_bucket_that_holds_it() -> None:
     }
 
 
+def test_values_that_come_together_count_as_if_one_by_one() -> None:
+    values = [0.25, 0.5, 0.75, 2.5, 40.0, 0.25]
+    single, together = histogram(MetricCells()), histogram(MetricCells())
+    for value in values:
+        single.observe(value)
+    together.observe_all(values)
+    together.observe_all([])
+    assert shown(together.collect()) == shown(single.collect())
+
+
 def test_counts_are_shown_by_their_labels_once_there_are_any() -> None:
     calls = counter(MetricCells())
     assert not calls.collect().samples
