@@ -263,10 +263,9 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @guarded(_nothing)
     def get_kv_connector_stats(self) -> HalStats | None:
-        if self._scheduler is None:
-            return None
-        errors = f"{POOL if self.is_pool else ''}hook_errors"
-        figures = self._scheduler.stats() | {errors: float(self.num_errors)}
+        """Of a rank, only the errors of its hooks; vLLM adds the ranks' and the scheduler's."""
+        figures = {} if self._scheduler is None else self._scheduler.stats()
+        figures[f"{POOL if self.is_pool else ''}hook_errors"] = float(self.num_errors)
         changed = self._differences.take(figures)
         return HalStats(data=changed) if changed else None
 

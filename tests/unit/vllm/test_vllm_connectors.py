@@ -160,6 +160,19 @@ def test_figures_are_differences(connectors: ModuleType) -> None:
     assert made.get_kv_connector_stats().data == {"loads": 3.0, "leases_held": 0.0}
 
 
+def test_a_ranks_hook_errors_are_counted_beside_the_schedulers(connectors: ModuleType) -> None:
+    rank = connector(connectors, worker=Broken(RuntimeError("a defect")))
+    assert rank.get_kv_connector_stats() is None
+    rank.wait_for_save()
+    found = rank.get_kv_connector_stats()
+    assert found.data == {"hook_errors": 1.0}
+    scheduler = connector(connectors, scheduler=SimpleNamespace(stats=lambda: {"loads": 2.0}))
+    scheduler.num_errors = 1
+    both = found.aggregate(scheduler.get_kv_connector_stats())
+    assert both.data == {"hook_errors": 2.0, "loads": 2.0}
+    assert rank.get_kv_connector_stats() is None
+
+
 def test_every_figure_of_the_connectors_is_published(connectors: ModuleType) -> None:
     from mooncake_kv.config import KVTransferConfig
     from mooncake_kv.connector import find_connector
