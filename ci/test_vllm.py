@@ -4,15 +4,16 @@
 
 Parts: unit is tests/vllm, vLLM's own scheduler and views without a server; up what make up
 ENGINE=vllm starts; pool the pool's connector; multi vLLM's MultiConnector with ours in it; mixed P
-on vLLM with D on our own engine, and back; pairs what follows.
+on vLLM with D on our own engine, and back, also by the pool; fleet two Ps, of which the proxy's
+conductor chooses and one dies; pairs what follows.
 
 A pair is P's and D's tensor-parallel size (1x2: with two pipeline stages; 1d2: with two
-data-parallel ranks), the transport, and who moves KV. First one vLLM answers
-alone; then, for each pair, P and D with our connector answer the same, in fp32: token for token the
-same, directly and through the proxy, whole and streamed, 16 at once. Then what goes wrong on
-purpose: parameters that are used twice, contradict the prompt or name nobody; clients that leave.
-In the end every block is free on both sides, and the figures say that KV came over. A P stays up
-for all pairs that it is part of; each D is a new one.
+data-parallel ranks), the transport, who moves KV, and vLLM's kv_load_failure_policy (recompute).
+First one vLLM answers alone; then, for each pair, P and D with our connector answer the same, in
+fp32: token for token the same, directly and through the proxy, whole and streamed, 16 at once. Then
+what goes wrong on purpose: parameters that are used twice, contradict the prompt or name nobody;
+clients that leave. In the end every block is free on both sides, and the figures say that KV came
+over. A P stays up for all pairs that it is part of; each D is a new one.
 
 Exit 0: all as wanted; 1: something was not; 77: "skipped: ..." and why vLLM can't be run here.
 """
@@ -36,6 +37,7 @@ from functools import partial
 from pathlib import Path
 
 from vllm_environment import CACHE, ROOT, DidNotStart, exit_status, install_connector
+from vllm_fleet_check import check_fleet
 from vllm_mixed_check import check_mixed
 from vllm_multi_check import check_multi
 from vllm_pool_check import check_pool
@@ -68,16 +70,20 @@ from vllm_up_check import check_up
 LENGTHS = (1, 20, 127, 128, 129, 256, 300, 1000)
 """Of prompts: vLLM's blocks on a CPU have 128 tokens."""
 NUM_AT_ONCE = 16
+CHILDREN = "n = 3"
 PATIENCE_S = 120.0
 """For a transfer: where others work, too, a worker that got no processor once stood for 30 s."""
+SECRET = CACHE / "vllm-secret"
 PUSH_FAILURES = "vllm:mooncake_hal_push_failures_total"
 BYTES_SENT = "vllm:mooncake_hal_bytes_sent_total"
 BYTES_RECEIVED = "vllm:mooncake_hal_bytes_received_total"
+HITS = "vllm:external_prefix_cache_hits_total"
 LOADS = "vllm:mooncake_hal_loads_total"
+LOAD_FAILURES = "vllm:mooncake_hal_load_failures_total"
 PICKED = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
 PICKED_INFO = "vllm:cache_config_info"
 """What the model server protocol of the Gateway API inference extension wants of a server."""
-PARTS = ("unit", "up", "pool", "multi", "mixed", "pairs")
+PARTS = ("unit", "up", "pool", "multi", "mixed", "fleet", "pairs")
 ALL_PAIRS = ",".join(
     [
         f"{prefill}:{decode}/{transport}/{flow}"
@@ -86,14 +92,17 @@ ALL_PAIRS = ",".join(
         for decode in (1, 2)
         for transport in ("shm", "tcp")
     ]
-    + ["1x2:1/shm", "1x2:1/shm/push", "1d2:1/tcp"]
+    + ["1x2:1/shm", "1x2:1/shm/push", "1:1x2/shm", "1d2:1/tcp", "1:1d2/tcp", "1d2:1/shm/push"]
+    + ["1:1/shm/pull/fail"]
 )
 
 
 def main() -> int:
     """Install, serve, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--pairs", default=ALL_PAIRS, help="P:D/transport[/push], ...: all")
+    parser.add_argument(
+        "--pairs", default=ALL_PAIRS, help="P:D/transport[/flow[/policy]], ...: all"
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for vLLM")
     args = parser.parse_args()
@@ -171,22 +180,25 @@ class Pair:
         prefill, decode: their sizes.
         transport: by which KV goes.
         flow: ``"pull"`` or ``"push"``.
+        policy: what D does about a load that failed: ``"recompute"`` or ``"fail"``.
     """
 
     prefill: Size
     decode: Size
     transport: str
-    flow: str
+    flow: str = "pull"
+    policy: str = "recompute"
 
     @classmethod
     def parse(cls, text: str) -> Pair:
-        """Read ``2:1/tcp``, ``1x2:1/shm`` or ``1:1/shm/push``."""
-        sizes, transport, flow = (*text.split("/"), "pull")[:3]
+        """Read ``2:1/tcp``, ``1x2:1/shm``, ``1:1/shm/push`` or ``1:1/shm/pull/fail``."""
+        sizes, *others = text.split("/")
         prefill, _, decode = sizes.partition(":")
-        return cls(Size.parse(prefill), Size.parse(decode), transport, flow)
+        return cls(Size.parse(prefill), Size.parse(decode), *others)
 
     def __str__(self) -> str:
-        return f"{self.prefill}:{self.decode}/{self.transport}/{self.flow}"
+        policy = "" if self.policy == "recompute" else f"/{self.policy}"
+        return f"{self.prefill}:{self.decode}/{self.transport}/{self.flow}{policy}"
 
 
 def answers_alone(
@@ -238,25 +250,34 @@ def check_pair(
     """
     with ExitStack() as stack:
         decode = stack.enter_context(
-            instance(python, "kv_consumer", pair.flow, pair.decode, [pair.transport])
+            instance(python, "kv_consumer", pair.flow, pair.decode, [pair.transport], pair.policy)
         )
         for url, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
             wait_until_healthy(url, instance_log(role), timeout_s)
         proxy = stack.enter_context(proxying(prefill, decode, pair.flow))
         run = Run(pair, prefill, decode, proxy, wanted)
-        for check in CHECKS[pair.flow]:
+        for check in CHECKS["fail" if pair.policy == "fail" else pair.flow]:
             check(run)
     return run.problems
 
 
 @contextmanager
 def instance(
-    python: Path, role: str, flow: str, size: Size, transports: list[str]
+    python: Path,
+    role: str,
+    flow: str,
+    size: Size,
+    transports: list[str],
+    policy: str = "recompute",
 ) -> Iterator[str]:
-    """A vLLM with our connector; its URL. Not necessarily up yet."""
+    """A vLLM with our connector, in a deployment with a secret; its URL. Not necessarily up yet."""
+    SECRET.touch(mode=0o600)
+    SECRET.write_text("of these pairs\n")
+    settings = {"transfer_timeout_seconds": PATIENCE_S, "secret_file": str(SECRET)}
+    transfer = transfer_config(role, flow, transports, **settings)
     with serving(
         python,
-        transfer_config(role, flow, transports, transfer_timeout_seconds=PATIENCE_S),
+        transfer | {"kv_load_failure_policy": policy},
         cores(0 if role == "kv_producer" else 1, size.tp * size.pp * size.dp),
         instance_log(role),
         *(*size.words, "--max-num-batched-tokens", "256"),
@@ -305,7 +326,7 @@ def cases() -> dict[str, tuple[str, Json]]:
     found |= {f"at once {n}": completion(tokens(60 + 41 * n, 1)) for n in range(NUM_AT_ONCE)}
     found |= {
         "prefix": completion(tokens(300)[:256] + tokens(90, 2)),
-        "n = 3": completion(tokens(200, 3), n=3, temperature=0.01),  # all but greedy
+        CHILDREN: completion(tokens(200, 3), n=3, temperature=0.01),  # all but greedy
         "logprobs": completion(tokens(170, 6), logprobs=2),
         "penalties": completion(
             # Without ignore_eos the first token ends it, and nothing is handed over.
@@ -341,7 +362,7 @@ def hand_over(run: Run, path: str, body: Json, **changes: object) -> Json:
 def same_tokens(run: Run) -> None:
     """By hand, one after the other: every case has one instance's tokens."""
     for name, (path, body) in cases().items():
-        if not name.startswith(("at once", "trouble")):
+        if not name.startswith(("at once", "trouble", CHILDREN)):
             run.expect(name, token_ids(hand_over(run, path, body)), token_ids(run.wanted[name]))
 
 
@@ -390,13 +411,27 @@ def metrics(url: str) -> list[str]:
         return answer.read().decode().splitlines()
 
 
+def children(run: Run) -> None:
+    """Of one request. On one data-parallel rank of D one of them loads for all; a lease has one
+    reader, so that those on another rank compute their prompt."""
+    before = figure(run.decode, HITS)
+    answer = hand_over(run, *cases()[CHILDREN])
+    run.expect(CHILDREN, token_ids(answer), token_ids(run.wanted[CHILDREN]))
+    if run.pair.decode.dp == 1:
+        num_tokens = run.wanted[CHILDREN]["usage"]["prompt_tokens"]
+        run.expect("tokens pulled for them", figure(run.decode, HITS) - before, num_tokens)
+        run.expect("loads that failed for them", figure(run.decode, LOAD_FAILURES), 0)
+
+
 def kv_came_over(run: Run) -> None:
     """So far everything that was not here has been pulled, and nothing failed."""
-    run.expect("load failures", figure(run.decode, "vllm:mooncake_hal_load_failures_total"), 0)
+    run.expect("load failures", figure(run.decode, LOAD_FAILURES), 0)
     prompts = sum(
-        answer["usage"]["prompt_tokens"] for name, answer in run.wanted.items() if name != "trouble"
+        answer["usage"]["prompt_tokens"]
+        for name, answer in run.wanted.items()
+        if name not in ("trouble", CHILDREN)
     )
-    hits = figure(run.decode, "vllm:external_prefix_cache_hits_total")
+    hits = figure(run.decode, HITS)
     # A prompt of one token is not worth a load; two blocks of "prefix" were there already.
     run.expect("tokens that were pulled", hits, prompts - 1 - 256)
 
@@ -423,15 +458,15 @@ def at_once_through_the_proxy(run: Run) -> None:
         answers = list(threads.map(lambda item: post(run.proxy, *item[1]), named))
     wanted = [token_ids(run.wanted[name]) for name, _ in named]
     run.expect(f"proxy: {NUM_AT_ONCE} at once", [token_ids(answer) for answer in answers], wanted)
-    children = token_ids(post(run.proxy, *cases()["n = 3"]))
-    run.expect("proxy: n = 3", children, token_ids(run.wanted["n = 3"]))
+    children = token_ids(post(run.proxy, *cases()[CHILDREN]))
+    run.expect("proxy: n = 3", children, token_ids(run.wanted[CHILDREN]))
 
 
 def kv_was_pushed(run: Run) -> None:
     """Both sides have counted it, and nothing failed."""
     failures = figure(run.prefill, PUSH_FAILURES) - run.before[PUSH_FAILURES]
     run.expect("push failures", failures, 0)
-    run.expect("load failures", figure(run.decode, "vllm:mooncake_hal_load_failures_total"), 0)
+    run.expect("load failures", figure(run.decode, LOAD_FAILURES), 0)
     received, before = figure(run.decode, BYTES_RECEIVED), run.before[BYTES_SENT]
     sent = until_equal(run.prefill, BYTES_SENT, before + received) - before
     run.expect("bytes", received, sent)
@@ -472,6 +507,22 @@ def trouble(run: Run) -> None:
     run.expect("a request that D's front refuses", "error" in refused, True)
 
 
+def failed_loads_are_errors(run: Run) -> None:
+    """A load that fails ends its request with an error, as vLLM was told to, and no other one."""
+    path, body = cases()["trouble"]
+    changes: dict[str, Json] = {
+        "nobody's port": {"remote_port": 1},
+        "nobody's id": {"remote_engine_id": "nobody"},
+    }
+    for number, (what, change) in enumerate(changes.items()):
+        fresh = body | {"cache_salt": f"fail {number}"}
+        run.expect(what, "error" in hand_over(run, path, fresh, **change), True)
+    run.expect("load failures", figure(run.decode, LOAD_FAILURES), len(changes))
+    run.expect(
+        "D after that", token_ids(hand_over(run, path, body)), token_ids(run.wanted["trouble"])
+    )
+
+
 def clients_leave(run: Run) -> None:
     """At every stage: while P computes, before D is asked, while D answers."""
     path, body = cases()["trouble"]
@@ -502,18 +553,25 @@ def all_is_free(run: Run) -> None:
         run.expect(f"{name} hook errors", figure(url, "vllm:mooncake_hal_hook_errors_total"), 0)
 
 
-BESIDE_PAIRS = {"pool": check_pool, "multi": check_multi, "mixed": check_mixed}
+BESIDE_PAIRS = {
+    "pool": check_pool,
+    "multi": check_multi,
+    "mixed": check_mixed,
+    "fleet": check_fleet,
+}
 CHECKS: dict[str, tuple[Callable[[Run], None], ...]] = {
     "pull": (
         same_tokens,
         at_once,
         kv_came_over,
+        children,
         through_a_sidecar,
         through_the_proxy,
         trouble,
         clients_leave,
         all_is_free,
     ),
+    "fail": (same_tokens, children, failed_loads_are_errors, all_is_free),
     "push": (
         through_the_proxy,
         at_once_through_the_proxy,

@@ -62,6 +62,9 @@ END_S = 150.0
 """Within which every stream has to end, on machines that others use."""
 LEASE_S = 4
 HEALTHY_S = 60.0
+APART_S = 0.02
+"""Between streams that are to be at different places of a transfer: a load takes about as long."""
+FALLBACKS = "mooncake_proxy_local_prefill_total"
 VICTIMS = ("P api", "P core", "P worker", "D api", "D core", "D worker", "proxy")
 PHASES = ("prefill", "transfer", "decode")
 DEEDS = ("kill", "freeze")
@@ -325,14 +328,15 @@ def send(
         for body, found in zip(asked.values(), list(params), strict=True):
             body["kv_transfer_params"] = found
         url = pair.url("D")
-    ended = [
-        threads.submit(follow, url, body, streams[prompt], started)
-        for prompt, body in asked.items()
-    ]
+    ended = []
+    for prompt, body in asked.items():
+        ended.append(threads.submit(follow, url, body, streams[prompt], started))
+        if phase == "transfer":
+            time.sleep(APART_S)
     if phase == "decode":
         started.wait(END_S)
-    else:
-        time.sleep(0.05 if phase == "prefill" else 0.1)
+    elif phase == "prefill":
+        time.sleep(0.05)
     return ended
 
 
@@ -381,7 +385,7 @@ def judge(pair: Pair, name: str, streams: dict[str, Stream], hung: int) -> None:
 
 
 def look_after(pair: Pair, name: str) -> None:
-    """Everybody is healthy, nothing is held, and the next request is answered."""
+    """Everybody is healthy, nothing is held, and the next request is answered, by both."""
     for part in pair.parts.values():
         try:
             wait_until_healthy(part.url, part.log, HEALTHY_S)
@@ -395,15 +399,25 @@ def look_after(pair: Pair, name: str) -> None:
         if errors := figure(pair.url(who), "vllm:mooncake_hal_hook_errors_total"):
             pair.problems.append(f"{name}: {errors:g} hooks of {who} have failed")
     prompt, body = next(iter(bodies(pair).items()))
-    deadline = time.monotonic() + HEALTHY_S
-    while True:  # the proxy looks for who has come back once in a while
-        answer = post(pair.url("proxy"), COMPLETIONS, body)
-        if "choices" in answer or time.monotonic() > deadline:
-            break
-        time.sleep(1)
-    text = answer["choices"][0]["text"] if "choices" in answer else answer
+    text, is_split = until_split(pair.url("proxy"), body)
     if text != pair.wanted[prompt]:
         pair.problems.append(f"{name}: afterwards {text!r:.120}")
+    if not is_split:
+        pair.problems.append(f"{name}: afterwards D computes prompts itself")
+
+
+def until_split(proxy: str, body: Json) -> tuple[object, bool]:
+    """An answer, and whether P had a part in it; asked for until it had, or that takes too long.
+    The proxy looks for who has come back once in a while, and until then D does all: the next row
+    would break a P that nobody asks."""
+    deadline = time.monotonic() + HEALTHY_S
+    while True:
+        before = figure(proxy, FALLBACKS)
+        answer = post(proxy, COMPLETIONS, body)
+        is_split = "choices" in answer and figure(proxy, FALLBACKS) == before
+        if is_split or time.monotonic() > deadline:
+            return answer["choices"][0]["text"] if "choices" in answer else answer, is_split
+        time.sleep(1)
 
 
 # ---------------------------------------------------------------- leases

@@ -79,8 +79,10 @@ def install_connector(python: Path) -> None:
     """
     stamp = HOME / ".installed-connector"
     folders = [ROOT, ROOT / "kv", ROOT / "integrations" / "vllm"]
+    # The place counts: an environment that was moved, or that two checkouts use, would go on
+    # testing the tree that it was made from.
     wanted = hashlib.sha256(
-        b"".join((folder / "pyproject.toml").read_bytes() for folder in folders)
+        b"".join(bytes(folder) + (folder / "pyproject.toml").read_bytes() for folder in folders)
     ).hexdigest()
     if not stamp.exists() or stamp.read_text() != wanted:
         pip(python, "install", "pluggy>=1.5", *TEST_TOOLS)

@@ -2,7 +2,8 @@
 
 vLLM's own CPU attention packs K, so that nobody else can read it: such a pair's handshake is
 refused, both formats are named, and D computes the prompt. Where vLLM's attention is one whose KV
-is linear, as on GPUs, KV goes both ways.
+is linear, as on GPUs, KV goes both ways, and each of the two loads what the other one has saved to
+the KVCache pool.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from vllm_environment import CACHE, ROOT, DidNotStart
-from vllm_requests import ask, figure
+from vllm_pool_check import CHUNK, LOADED, SAVED, pool_config, until_saved
+from vllm_requests import NUM_TOKENS, ask, figure
 from vllm_serving import (
     Json,
     cores,
+    free_port,
     proxying,
     serving,
     start_engine,
@@ -30,6 +33,8 @@ PLUGIN = CACHE / "vllm-linear-attention"
 INSTALL = "import sys; from pathlib import Path; import support.vllm_linear_attention as plugin; "
 OUR_LOADS = "mooncake:kv_transfer_loads_total"
 OUR_FAILURES = "mooncake:kv_transfer_load_failures_total"
+OUR_LOADED = "mooncake:kv_pool_num_loaded_chunks_total"
+OUR_SAVED = "mooncake:kv_pool_num_saved_chunks_total"
 OUR_REFUSALS = "mooncake:kv_transfer_refused_loads_total"
 THEIR_LOADS = "vllm:mooncake_hal_loads_total"
 THEIR_FAILURES = "vllm:mooncake_hal_load_failures_total"
@@ -41,7 +46,7 @@ def check_mixed(
     wanted: dict[str, Json],
     timeout_s: float,
 ) -> list[str]:
-    """Both ways with linear KV, then P's packed KV; returns what was wrong.
+    """Both ways with linear KV, by a pool, then P's packed KV; returns what was wrong.
 
     Args:
         python: of vLLM's environment.
@@ -55,7 +60,11 @@ def check_mixed(
     }
     texts = {name: wanted[name]["choices"][0]["text"] for name in cases}
     try:
-        return both_ways(python, asked, texts, timeout_s) + packed(python, asked, texts, timeout_s)
+        return [
+            problem
+            for check in (both_ways, pooled, packed)
+            for problem in check(python, asked, texts, timeout_s)
+        ]
     except DidNotStart as exc:
         return [f"mixed: {exc}"]
 
@@ -65,10 +74,11 @@ def both_ways(
 ) -> list[str]:
     """vLLM with linear KV as P and as D of our own engine."""
     log = CACHE / "vllm-mixed-linear.log"
-    variables = {"PYTHONPATH": f"{install_plugin(python)}:{ROOT / 'tests'}"}
     transfer = transfer_config("kv_both", "pull", TRANSPORTS)
     with ExitStack() as stack:
-        vllm = stack.enter_context(serving(python, transfer, cores(0), log, **variables))
+        vllm = stack.enter_context(
+            serving(python, transfer, cores(0), log, **linear_attention(python))
+        )
         prefill, decode = (engine(stack, role, timeout_s) for role in ("prefill", "decode"))
         wait_until_healthy(vllm, log, timeout_s)
         problems = []
@@ -85,6 +95,38 @@ def both_ways(
             problems += count(vllm, THEIR_LOADS, THEIR_FAILURES, len(asked))
         if errors := figure(vllm, "vllm:mooncake_hal_hook_errors_total"):
             problems.append(f"mixed: {errors:g} hooks have failed")
+    return problems
+
+
+def pooled(
+    python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
+) -> list[str]:
+    """A store in our own engine: each of the two answers with what the other one has saved."""
+    log, port = CACHE / "vllm-mixed-pool.log", free_port()
+    transfer = pool_config(f"connect=127.0.0.1:{port},chunk={CHUNK}")
+    with ExitStack() as stack:
+        # Of so small a model all would be computed again: it is faster.
+        pool = f"dram=256MiB,port={port},chunk={CHUNK},load=always"
+        ours = engine(stack, "both", timeout_s, "--kv-pool", pool)
+        vllm = stack.enter_context(
+            serving(python, transfer, cores(0), log, **linear_attention(python))
+        )
+        wait_until_healthy(vllm, log, timeout_s)
+        problems, saved, whole = [], {ours: 0, vllm: 0}, {ours: 0, vllm: 0}
+        turns = [("from vLLM", vllm, SAVED, ours), ("to vLLM", ours, OUR_SAVED, vllm)]
+        for number, (name, (path, body)) in enumerate(asked.items()):
+            way, saver, counter, loader = turns[number % 2]
+            case = {f"{name}, by the pool": (path, body)}
+            text = {f"{name}, by the pool": texts[name]}
+            problems += compare(f"{way}: computed", saver, case, text)
+            saved[saver] += (len(body["prompt"]) + NUM_TOKENS - 1) // CHUNK
+            until_saved(saver, saved[saver], counter)
+            problems += compare(f"{way}: loaded", loader, case, text)
+            whole[loader] += (len(body["prompt"]) - 1) // CHUNK
+        loaded = {ours: figure(ours, OUR_LOADED), vllm: figure(vllm, LOADED)}
+        print(f"mixed         chunks loaded: {list(loaded.values())}", flush=True)
+        if loaded != whole:
+            problems.append(f"mixed: {loaded} chunks came from the pool, wanted {whole}")
     return problems
 
 
@@ -109,11 +151,11 @@ def packed(
     return problems
 
 
-def install_plugin(python: Path) -> Path:
-    """Where vLLM finds an attention with linear KV."""
+def linear_attention(python: Path) -> dict[str, str]:
+    """Variables with which vLLM finds an attention with linear KV."""
     command = [python, "-c", f"{INSTALL} plugin.install(Path(sys.argv[1]))", PLUGIN]
     subprocess.run([str(word) for word in command], cwd=ROOT / "tests", check=True)
-    return PLUGIN
+    return {"PYTHONPATH": f"{PLUGIN}:{ROOT / 'tests'}"}
 
 
 def engine_log(role: str) -> Path:
@@ -121,9 +163,9 @@ def engine_log(role: str) -> Path:
     return CACHE / f"vllm-mixed-{role}.log"
 
 
-def engine(stack: ExitStack, role: str, timeout_s: float) -> str:
+def engine(stack: ExitStack, role: str, timeout_s: float, *others: str) -> str:
     """An instance of our own engine, up; its URL."""
-    words = [word for name in TRANSPORTS for word in ("--transport", name)]
+    words = [*others, *(word for name in TRANSPORTS for word in ("--transport", name))]
     log = engine_log(role)
     url, child = start_engine(role, 1, log, "--num-kv-blocks", "1024", *words)
     stack.callback(stop, child)

@@ -63,10 +63,10 @@ def check_pool(
     return problems
 
 
-def until_saved(url: str, num_prompts: int) -> None:
-    """Wait until an instance has stored so many, or it takes too long."""
+def until_saved(url: str, count: int, counter: str = SAVES) -> None:
+    """Wait until an instance has stored so many prompts, or chunks, or it takes too long."""
     deadline = time.monotonic() + SAVED_S
-    while figure(url, SAVES) < num_prompts and time.monotonic() < deadline:
+    while figure(url, counter) < count and time.monotonic() < deadline:
         time.sleep(0.2)
 
 

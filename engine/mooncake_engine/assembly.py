@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -158,7 +157,7 @@ def start_engine(
                 SchedulerPool,
                 config.kv_pool,
                 stores,
-                _kv_identity(plan, config.kv_pool.chunk_tokens),
+                KVIdentity.of_model(_fingerprint(plan), plan.geometry, config.kv_pool.chunk_tokens),
                 plan.geometry,
                 config.num_ranks,
             )
@@ -346,19 +345,6 @@ def _fingerprint(plan: EnginePlan) -> ModelFingerprint:
         return model_fingerprint(plan.config.model, str(plan.dtype).removeprefix("torch."))
     except KVConfigError as exc:
         raise CheckpointError(str(exc)) from exc
-
-
-def _kv_identity(plan: EnginePlan, chunk_tokens: int) -> KVIdentity:
-    """What the model's chunks of so many tokens are known by in the KVCache pool."""
-    model = _fingerprint(plan)
-    settings = json.dumps([model.settings, str(plan.geometry)], sort_keys=True)
-    return KVIdentity(
-        f"{model.weights} {settings}",
-        plan.geometry.dtype,
-        chunk_tokens,
-        model.settings["quantization"],
-        model.settings["rope"],
-    )
 
 
 def _rounding(plan: EnginePlan, found: Capabilities, generation: str) -> dict[str, str]:

@@ -70,10 +70,12 @@ def vllm_caches(
 
 
 def ranks(model: ModelKV, order: str, tp_size: int, seed: int) -> list[Caches]:
-    """An instance's memory, full of noise."""
+    """An instance's memory, full of noise; the ranks of a latent all have the same."""
     made = [vllm_caches(model, order, (rank, tp_size)) for rank in range(tp_size)]
     noise = np.random.default_rng(seed)
     for rank in made:
+        if model.kind is AttentionKind.MLA:
+            noise = np.random.default_rng(seed)
         rank.fill(noise.random(rank.stacked().shape, dtype=np.float32))
     return made
 
@@ -111,10 +113,11 @@ def test_kernels_blocks_may_be_smaller_than_the_schedulers(order: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("model", [GQA, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_prompt_arrives_whole(
-    tmp_path: Path, order: str, prefill_tp: int, decode_tp: int, transport: str
+    tmp_path: Path, order: str, prefill_tp: int, decode_tp: int, model: ModelKV, transport: str
 ) -> None:
     others = itertools.cycle(ORDERS)
     other = next(name for name in others if name == order)
@@ -124,8 +127,8 @@ def test_a_prompt_arrives_whole(
         prefill, decode = (
             stack.enter_context(running(name, tmp_path, memory, replace(config)))
             for name, memory in (
-                ("p", ranks(GQA, order, prefill_tp, 1)),
-                ("d", ranks(GQA, other, decode_tp, 2)),
+                ("p", ranks(model, order, prefill_tp, 1)),
+                ("d", ranks(model, other, decode_tp, 2)),
             )
         )
         params = prefill.prefill(Asked("p", PROMPT, {"do_remote_decode": True}), P_BLOCKS)
@@ -136,4 +139,6 @@ def test_a_prompt_arrives_whole(
         prefill.step_until(prefill.told.sent, "p")
         assert not decode.told.failed
         found, wanted = whole(decode, D_BLOCKS), whole(prefill, P_BLOCKS)
+        if model.kind is AttentionKind.MLA:  # every rank of D has the whole latent
+            wanted = wanted[:, :1]
         assert (found[:, :, : len(PROMPT)] == wanted[:, :, : len(PROMPT)]).all()

@@ -115,6 +115,8 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     connector_name: str
     """The connector of ``mooncake_kv``."""
+    best_layout: str | None = None
+    """The KV cache layout that makes its transfers few and long; None: none does."""
     is_pool = False
     """Whether its figures are the pool's."""
 
@@ -146,7 +148,11 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return wanted_layout(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        """Asked for where it pays: on GPUs, whose attention takes any order (vLLM's on a CPU takes
+        one, vLLM-Ascend has its own), and where a token's KV has heads, which ranks share out."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        pays = current_platform.device_type == "cuda" and not vllm_config.model_config.use_mla
+        return wanted_layout(extra, cls.best_layout if pays else None)
 
     # ------------------------------------------------------------- scheduler
 
@@ -263,10 +269,9 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @guarded(_nothing)
     def get_kv_connector_stats(self) -> HalStats | None:
-        if self._scheduler is None:
-            return None
-        errors = f"{POOL if self.is_pool else ''}hook_errors"
-        figures = self._scheduler.stats() | {errors: float(self.num_errors)}
+        """Of a rank, only the errors of its hooks; vLLM adds the ranks' and the scheduler's."""
+        figures = {} if self._scheduler is None else self._scheduler.stats()
+        figures[f"{POOL if self.is_pool else ''}hook_errors"] = float(self.num_errors)
         changed = self._differences.take(figures)
         return HalStats(data=changed) if changed else None
 
@@ -317,12 +322,14 @@ class HalPullConnector(HalConnector):
     """D reads a finished prompt's KV from P, under a lease; see ``mooncake_kv.pull_connector``."""
 
     connector_name = "MooncakeConnector"
+    best_layout = "BHLNC"  # a block's heads that a rank has, of all layers, are one run
 
 
 class HalPushConnector(HalConnector):
     """P writes into D's blocks, layer by layer; see ``mooncake_kv.push_connector``."""
 
     connector_name = "MooncakeLayerwiseConnector"
+    best_layout = "LBHNC"  # layers leave one by one: of each, a block's heads are one run
 
 
 class HalPoolConnector(HalConnector):

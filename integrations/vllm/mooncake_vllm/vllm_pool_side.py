@@ -8,7 +8,6 @@ written them meanwhile.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Sequence
@@ -16,11 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 
-from mooncake_hal.kv.geometry import KVGeometry
 from mooncake_hal.registry import Registry
 from mooncake_kv.connector_worker import LayerDone, PushStep, RankContext
 from mooncake_kv.errors import ConnectorDead, KVConfigError
-from mooncake_kv.model_fingerprint import ModelFingerprint
 from mooncake_kv.params import KVTransferDict
 from mooncake_kv.pool.pool_client import PoolClient
 from mooncake_kv.pool.pool_config import KVPoolConfig
@@ -55,19 +52,6 @@ FIGURES = (
 """Of ``PoolStats``, those that vLLM publishes."""
 SAVED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Endings after which all steps of a request are over but for its last token's."""
-
-
-def pool_identity(model: ModelFingerprint, geometry: KVGeometry, chunk_tokens: int) -> KVIdentity:
-    """What chunks of this model are called by, as our own engine calls them: the two share KV
-    where their geometries are equal, which those with opaque pages never are."""
-    settings = json.dumps([model.settings, str(geometry)], sort_keys=True)
-    return KVIdentity(
-        f"{model.weights} {settings}",
-        geometry.dtype,
-        chunk_tokens,
-        str(model.settings.get("quantization", "")),
-        str(model.settings.get("rope", "")),
-    )
 
 
 class PoolState(Enum):
@@ -133,7 +117,7 @@ class PoolSchedulerSide:
                 f"pool: a chunk has {config.chunk_tokens} tokens, which are no whole blocks of "
                 f"{unit}: use chunk=N with a multiple, the same for all who share KV"
             )
-        self._identity = pool_identity(instance.model, info.geometry, config.chunk_tokens)
+        self._identity = KVIdentity.of_model(instance.model, info.geometry, config.chunk_tokens)
         self._stores = PoolStores(config, Registry.discover(), instance.engine_id)
         client = PoolClient(
             self._stores, info.geometry, self._identity, self._timeout_s, len(self._ranks)

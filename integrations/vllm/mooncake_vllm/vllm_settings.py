@@ -85,13 +85,17 @@ def read_pool_settings(
     return read_kv_pool(pool).with_network(read_settings(others, connector, port_offset))
 
 
-def wanted_layout(extra: Mapping[str, object]) -> str | None:
+def wanted_layout(extra: Mapping[str, object], otherwise: str | None = None) -> str | None:
     """The KV cache layout to ask vLLM for; None leaves the choice to vLLM.
+
+    Args:
+        extra: ``kv_connector_extra_config``.
+        otherwise: what to ask for where that names none.
 
     Raises:
         KVConfigError: there is none of that name.
     """
-    layout = extra.get(LAYOUT)
+    layout = extra.get(LAYOUT, otherwise)
     if layout is not None and layout not in LAYOUTS:
         raise KVConfigError(
             f"kv_connector_extra_config: layout {layout!r} is not known; use one of "

@@ -18,7 +18,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from mooncake_hal.kv.geometry import KVGeometry
 from mooncake_kv.errors import KVConfigError
+from mooncake_kv.model_fingerprint import ModelFingerprint
 from mooncake_kv.pool.pool_config import DEFAULT_CHUNK_TOKENS
 
 KEY_BYTES = 16
@@ -52,6 +54,21 @@ class KVIdentity:
             raise KVConfigError(f"a chunk has 1 token or more, not {self.chunk_tokens}")
         if not self.model:
             raise KVConfigError("KV can't be stored for a model without a fingerprint")
+
+    @classmethod
+    def of_model(
+        cls, model: ModelFingerprint, geometry: KVGeometry, chunk_tokens: int
+    ) -> KVIdentity:
+        """Of a model whose KV has this geometry: the same in every engine that runs it, so that
+        they share chunks; opaque pages have a format of their own and share nothing with others."""
+        settings = json.dumps([model.settings, str(geometry)], sort_keys=True)
+        return cls(
+            f"{model.weights} {settings}",
+            geometry.dtype,
+            chunk_tokens,
+            model.settings.get("quantization", ""),
+            model.settings.get("rope", ""),
+        )
 
     def root(self, tenant_salt: str = "") -> bytes:
         """The key that a prompt's first chunk chains to, of KEY_BYTES bytes.

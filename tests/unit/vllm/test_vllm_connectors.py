@@ -151,6 +151,37 @@ def test_a_count_of_tokens_is_asynchronous(connectors: ModuleType) -> None:
         assert made.get_num_new_matched_tokens(None, 0) == wanted
 
 
+@pytest.mark.parametrize(
+    ("device", "use_mla", "extra", "pull", "push", "pool"),
+    [
+        ("cuda", False, {}, "BHLNC", "LBHNC", None),
+        ("cuda", True, {}, None, None, None),
+        ("cpu", False, {}, None, None, None),
+        ("npu", False, {}, None, None, None),
+        ("cuda", False, {"layout": "LBHNC"}, "LBHNC", "LBHNC", "LBHNC"),
+        ("cpu", True, {"layout": "BLHNC"}, "BLHNC", "BLHNC", "BLHNC"),
+    ],
+)
+def test_a_layout_is_asked_for_where_it_makes_transfers_long(
+    connectors: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    use_mla: bool,
+    extra: dict[str, str],
+    pull: str | None,
+    push: str | None,
+    pool: str | None,
+) -> None:
+    monkeypatch.setattr(connectors, "current_platform", SimpleNamespace(device_type=device))
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        model_config=SimpleNamespace(use_mla=use_mla),
+    )
+    for name, wanted in (("Pull", pull), ("Push", push), ("Pool", pool)):
+        each = getattr(connectors, f"Hal{name}Connector")
+        assert each.get_required_kvcache_layout(config) == wanted
+
+
 def test_figures_are_differences(connectors: ModuleType) -> None:
     figures = {"loads": 2.0, "leases_held": 1.0}
     made = connector(connectors, scheduler=SimpleNamespace(stats=lambda: dict(figures)))
@@ -158,6 +189,19 @@ def test_figures_are_differences(connectors: ModuleType) -> None:
     assert made.get_kv_connector_stats() is None
     figures |= {"loads": 5.0, "leases_held": 0.0}
     assert made.get_kv_connector_stats().data == {"loads": 3.0, "leases_held": 0.0}
+
+
+def test_a_ranks_hook_errors_are_counted_beside_the_schedulers(connectors: ModuleType) -> None:
+    rank = connector(connectors, worker=Broken(RuntimeError("a defect")))
+    assert rank.get_kv_connector_stats() is None
+    rank.wait_for_save()
+    found = rank.get_kv_connector_stats()
+    assert found.data == {"hook_errors": 1.0}
+    scheduler = connector(connectors, scheduler=SimpleNamespace(stats=lambda: {"loads": 2.0}))
+    scheduler.num_errors = 1
+    both = found.aggregate(scheduler.get_kv_connector_stats())
+    assert both.data == {"hook_errors": 2.0, "loads": 2.0}
+    assert rank.get_kv_connector_stats() is None
 
 
 def test_every_figure_of_the_connectors_is_published(connectors: ModuleType) -> None:

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 from mooncake_kv.errors import KVConfigError
+from mooncake_kv.model_fingerprint import ModelFingerprint
 from mooncake_kv.store.chunk_keys import (
     KEY_BYTES,
     KVIdentity,
@@ -71,6 +73,21 @@ def test_a_tenants_salt_and_extra_content_are_in_the_key():
 def test_fields_can_not_run_into_each_other():
     assert KVIdentity("m", "ab", rope="c").root() != KVIdentity("m", "a", rope="bc").root()
     assert KVIdentity("m", "a", adapter="x").root("y") != KVIdentity("m", "a").root("xy")
+
+
+def test_a_models_identity_is_its_weights_settings_and_geometry():
+    geometry = KVGeometry(AttentionKind.GQA, 2, 2, (16, 16), "float32", 4)
+    model = ModelFingerprint("weights", {"rope": "10000", "quantization": "fp8"})
+    found = KVIdentity.of_model(model, geometry, 128)
+    assert (found.dtype, found.chunk_tokens) == ("float32", 128)
+    assert (found.quantisation, found.rope) == ("fp8", "10000")
+    packed = replace(geometry, plane_dims=(2048,), unit=64, format="vllm-cpu/amx/64")
+    others = [
+        KVIdentity.of_model(replace(model, weights="others"), geometry, 128),
+        KVIdentity.of_model(replace(model, settings={"rope": "10000"}), geometry, 128),
+        KVIdentity.of_model(model, packed, 128),
+    ]
+    assert len({found.root(), *(other.root() for other in others)}) == 4
 
 
 def test_the_last_token_of_a_prompt_is_never_loaded():

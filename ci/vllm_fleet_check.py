@@ -1,0 +1,196 @@
+"""Two vLLM prefill instances and a decode instance behind our proxy: hints, and a P that dies.
+
+The proxy's conductor follows vLLM's own KV events: a prompt that one P has computed without the
+proxy's knowledge is sent to that P. Then a P is killed while it computes: the other one does it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from vllm_environment import CACHE, DidNotStart
+from vllm_requests import ask, figure, post, until_zero
+from vllm_serving import (
+    PROXY_LOG,
+    Json,
+    Launch,
+    cores,
+    free_port,
+    start,
+    stop,
+    transfer_config,
+    wait_until_healthy,
+)
+
+FLEET = CACHE / "vllm-fleet.json"
+BLOCK = 128
+"""Tokens, of vLLM on a CPU."""
+HITS = "vllm:prefix_cache_hits_total"
+EVENTS_S = 3.0
+"""In which the proxy has taken in what was published."""
+NUM_SALTS = 3
+NOTHING_LEFT = ("vllm:kv_cache_usage_perc", "vllm:mooncake_hal_leases_held")
+
+
+def check_fleet(
+    python: Path,
+    cases: dict[str, tuple[str, Json]],
+    wanted: dict[str, Json],
+    timeout_s: float,
+) -> list[str]:
+    """Hints, then a death; returns what was wrong.
+
+    Args:
+        python: of vLLM's environment.
+        cases: path and body by name, of prompts that share no prefix.
+        wanted: what one vLLM says to each.
+        timeout_s: for an instance to start.
+    """
+    asked = {
+        name: (path, {key: value for key, value in body.items() if key != "return_token_ids"})
+        for name, (path, body) in cases.items()
+    }
+    texts = {name: wanted[name]["choices"][0]["text"] for name in cases}
+    try:
+        with ExitStack() as stack:
+            prefills = [Prefill(python, number) for number in range(2)]
+            decode = Launch(
+                python,
+                transfer_config("kv_consumer", "pull", ["shm", "tcp"]),
+                cores(1),
+                CACHE / "vllm-fleet-decode.log",
+            )
+            launches = [*(each.launch for each in prefills), decode]
+            children = [started(stack, launch) for launch in launches]
+            for launch, child in zip(launches, children, strict=True):
+                wait_until_healthy(launch.url, launch.log, timeout_s, [child])
+            proxy = stack.enter_context(conducting(prefills, decode.url))
+            urls = [each.launch.url for each in prefills]
+            problems = follow_hints(proxy, urls, asked, texts)
+            problems += lose_one(proxy, children[0], asked, texts)
+            for url in (urls[1], decode.url):
+                problems += [
+                    f"fleet: {url} has {each} {left:g}"
+                    for each in NOTHING_LEFT
+                    if (left := until_zero(url, each))
+                ]
+            return problems
+    except DidNotStart as exc:
+        return [f"fleet: {exc}"]
+
+
+class Prefill:
+    """A prefill instance that publishes KV events.
+
+    Args:
+        python: of vLLM's environment.
+        number: which one.
+    """
+
+    def __init__(self, python: Path, number: int) -> None:
+        self.events, self.replay = free_port(), free_port()
+        published = {
+            "enable_kv_cache_events": True,
+            "endpoint": f"tcp://*:{self.events}",
+            "replay_endpoint": f"tcp://*:{self.replay}",
+        }
+        self.launch = Launch(
+            python,
+            transfer_config("kv_producer", "pull", ["shm", "tcp"]),
+            cores(0),
+            CACHE / f"vllm-fleet-prefill-{number}.log",
+            ("--kv-events-config", json.dumps(published), "--max-num-batched-tokens", "256"),
+        )
+
+    @property
+    def entry(self) -> Json:
+        """In a pool file."""
+        ports = {"kv_events_port": self.events, "kv_events_replay_port": self.replay}
+        return {"url": self.launch.url} | ports
+
+
+def started(stack: ExitStack, launch: Launch) -> subprocess.Popen[bytes]:
+    """An instance that the stack ends."""
+    launch.log.unlink(missing_ok=True)
+    child = launch.start()
+    stack.callback(stop, child)
+    return child
+
+
+@contextmanager
+def conducting(prefills: Sequence[Prefill], decode: str) -> Iterator[str]:
+    """The proxy with a conductor; its URL."""
+    pools = {
+        "prefill": [each.entry for each in prefills],
+        "decode": [{"url": decode, "emits_first_token": True}],
+    }
+    FLEET.write_text(json.dumps(pools))
+    port = free_port()
+    words = ["--pool-file", FLEET, "--policy", "cost", "--health-interval", "1"]
+    command = [sys.executable, "-m", "mooncake_proxy", "--port", port, *words]
+    child = start([str(word) for word in command], dict(os.environ), PROXY_LOG)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(url, PROXY_LOG, 60, [child])
+        yield url
+    finally:
+        stop(child)
+
+
+def follow_hints(
+    proxy: str, urls: list[str], asked: dict[str, tuple[str, Json]], texts: dict[str, str]
+) -> list[str]:
+    """Each P computes half of the prompts, which the proxy learns from events alone."""
+    holders = {name: number % len(urls) for number, name in enumerate(asked)}
+    for name, (path, body) in asked.items():
+        post(urls[holders[name]], path, body | {"max_tokens": 1})
+    time.sleep(EVENTS_S)
+    problems = []
+    for name, (path, body) in asked.items():
+        before = [figure(url, HITS) for url in urls]
+        said, _ = ask(proxy, path, body)
+        hits = [figure(url, HITS) - old for url, old in zip(urls, before, strict=True)]
+        wanted = [0.0] * len(urls)
+        wanted[holders[name]] = (len(body["prompt"]) - 1) // BLOCK * BLOCK
+        problems += report(f"{name}, where it is cached", (said, hits), (texts[name], wanted))
+    return problems
+
+
+def lose_one(
+    proxy: str,
+    victim: subprocess.Popen[bytes],
+    asked: dict[str, tuple[str, Json]],
+    texts: dict[str, str],
+) -> list[str]:
+    """A P dies with all its processes while prompts are computed: nobody notices."""
+    salted = [
+        (name, path, body | {"cache_salt": f"fleet {salt}", "stream": True})
+        for salt in range(NUM_SALTS)
+        for name, (path, body) in asked.items()
+    ]
+    with ThreadPoolExecutor(len(salted)) as threads:
+        answers = [threads.submit(ask, proxy, path, body) for _, path, body in salted]
+        time.sleep(0.1)
+        os.killpg(victim.pid, signal.SIGKILL)
+        said = [answer.result()[0] for answer in answers]
+    wanted = [texts[name] for name, _, _ in salted]
+    problems = report(f"{len(salted)} while a P dies", said, wanted)
+    name, path, body = salted[-1]
+    body = body | {"cache_salt": "fleet after"}
+    return problems + report("after that", ask(proxy, path, body)[0], texts[name])
+
+
+def report(what: str, found: object, wanted: object) -> list[str]:
+    """Say whether something is as wanted; returns what was wrong."""
+    same = found == wanted
+    print(f"fleet         {what:34} {'ok' if same else 'WRONG'}", flush=True)
+    return [] if same else [f"fleet: {what}: {found!r:.200}, wanted {wanted!r:.200}"]
