@@ -33,6 +33,7 @@ from vllm_serving import Json, family, prepare, title
 
 NUM_IN, NUM_OUT = 256, 64
 ALONE, THEIRS = "one vLLM", "mooncake tcp"
+PEERS = (THEIRS, "nixl")
 OURS = ("ours shm", "ours tcp", "ours push")
 GROUPS = {
     "pull": (ALONE, THEIRS, "ours shm", "ours tcp"),
@@ -168,7 +169,7 @@ def measure_group(
         for contender in contenders:
             warm_up(contender, max(loads))
         for number in range(args.rounds):
-            measure_round(contenders, loads, number, results, said)
+            measure_round(contenders, loads, number, results, said, missing)
         for contender in contenders:
             if contender.name in OURS[:2]:
                 measure_hand_over(contender, results)
@@ -199,16 +200,28 @@ def warm_up(contender: Contender, clients: int) -> None:
 
 
 def measure_round(
-    contenders: Sequence[Contender],
+    contenders: list[Contender],
     loads: Sequence[int],
     number: int,
     results: Results,
     said: dict[tuple[int, int], list[str]],
+    missing: list[str],
 ) -> None:
-    """Every contender at every load, one after the other."""
+    """Every contender at every load, one after the other. Where one of vLLM's own connectors stops
+    answering, its pair is left out from then on, with what it had said."""
     for clients in loads:
-        for contender in contenders:
-            texts, figures = measure(contender, clients, number, said.get((clients, number)))
+        for contender in tuple(contenders):
+            try:
+                texts, figures = measure(contender, clients, number, said.get((clients, number)))
+            except OSError as exc:
+                if contender.name not in PEERS:
+                    raise
+                print(f"{contender.name} can't be had: at {clients} clients {exc}", flush=True)
+                missing.append(contender.name)
+                contenders.remove(contender)
+                for load in loads:
+                    results.rounds.pop((contender.name, load), None)
+                continue
             said.setdefault((clients, number), texts)
             results.rounds.setdefault((contender.name, clients), []).append(figures)
             print(
