@@ -132,6 +132,7 @@ class SendThread:
         self._services = services
         self._queue: SimpleQueue[SendTask | None] = SimpleQueue()
         self._is_stopping = False
+        self._is_broken = False  # one of the peer's connections, for all that is known
         self._after: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -178,7 +179,8 @@ class SendThread:
             return batch
 
     def _carry(self, batch: list[SendTask]) -> None:
-        """Send a batch, wait until it is drained, then report what ended with it."""
+        """Send a batch, wait until it is drained, then report what ended with it. What is on its
+        way when a connection breaks ends by itself; what comes behind it is sent over new ones."""
         started = time.monotonic()
         by_session: defaultdict[PushSession, list[SendTask]] = defaultdict(list)
         for due in batch:
@@ -186,12 +188,22 @@ class SendThread:
         sent: list[_Sent] = []
         for session, dues in by_session.items():
             sent += self._send(session, dues)
-        for item in sent:
-            self._await(item)
+            if self._is_broken:
+                self._drain_all(sent)
+        self._drain_all(sent)
         for session, dues in by_session.items():
             session.seconds += time.monotonic() - started
             if session.error is not None or any(due.portion is None for due in dues):
                 self._services.close(session)
+
+    def _drain_all(self, sent: list[_Sent]) -> None:
+        """Wait for the end of what is on its way; without connections then, if one was broken."""
+        for item in sent:
+            self._await(item)
+        sent.clear()
+        if self._is_broken:
+            self._is_broken = False
+            self._services.disconnect()
 
     def _send(self, session: PushSession, dues: list[SendTask]) -> list[_Sent]:
         """Start the transfers of one session; a failure is the session's, not the thread's."""
@@ -232,7 +244,7 @@ class SendThread:
         if not isinstance(exc, HalError):
             logger.error("sending the KV of %s failed", session.request_id, exc_info=exc)
         session.error = session.error or f"{type(exc).__name__}: {exc}"
-        self._services.disconnect()
+        self._is_broken = True
 
 
 def _drain(transfer: Transfer) -> None:

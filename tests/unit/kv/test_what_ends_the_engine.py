@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.push_line import metadata_of
 
-from mooncake_hal.errors import TransferError
+from mooncake_hal.errors import PeerLost, TransferError
 from mooncake_kv import push_worker
 from mooncake_kv.connector import LoadEnded
 from mooncake_kv.connector_scheduler import ConnectorContext
@@ -252,6 +253,72 @@ def test_a_push_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [session.request_id for session in line.closed] == ["a", "b"]
     assert "the device is odd" in str(first.error)
     assert (second.error, line.failures) == (None, [])
+
+
+class Wire:
+    """Connections to a peer's rank: those that were opened, in order, and writes that were under
+    way when all were closed.
+
+    Args:
+        failures: of the first writes; the others arrive.
+        breaks_at_once: a write says so when it is begun, else when it is waited for.
+    """
+
+    def __init__(self, failures: list[Exception], *, breaks_at_once: bool) -> None:
+        self.failures, self.breaks_at_once = failures, breaks_at_once
+        self.num_opened = 0
+        self.is_open = False
+        self.under_way = 0
+        self.cut_off = 0
+
+    def connect(self, rank: int) -> Wire:
+        self.num_opened += not self.is_open
+        self.is_open = True
+        return self
+
+    def disconnect(self) -> None:
+        self.is_open = False
+        self.cut_off += self.under_way
+
+    def write(self, spans: Any, timeout: float) -> Wire:
+        if self.failures and self.breaks_at_once:
+            raise self.failures.pop(0)
+        self.under_way += 1
+        return self
+
+    def wait(self) -> None:
+        self.under_way -= 1
+        if self.failures:
+            raise self.failures.pop(0)
+
+    def cancel(self) -> None:
+        """Nothing moves."""
+
+
+@pytest.mark.parametrize("breaks_at_once", [True, False], ids=["begun", "awaited"])
+def test_a_write_that_fails_takes_no_other_of_its_batch_with_it(
+    monkeypatch: pytest.MonkeyPatch, breaks_at_once: bool
+) -> None:
+    wire = Wire([PeerLost("gone")], breaks_at_once=breaks_at_once)
+    spans = SimpleNamespace(peer=0, spans=SimpleNamespace(total_bytes=8))
+    line = Line(
+        monkeypatch,
+        plan=lambda movement: [spans],
+        connect=wire.connect,
+        disconnect=wire.disconnect,
+    )
+    monkeypatch.setattr(push_worker, "_movement", lambda session, portion: object())
+    monkeypatch.setattr(push_worker, "merge_portions", lambda portions: portions)
+    sessions = [line.session(name) for name in "abc"]
+    portion = SimpleNamespace(pass_number=0)
+    line.thread._carry([SendTask(session, portion) for session in sessions])  # type: ignore[arg-type]
+    line.thread._carry([SendTask(session, None) for session in sessions[1:]])
+    line.thread.close()
+    assert "gone" in str(sessions[0].error)
+    assert [session.error for session in sessions[1:]] == [None, None]
+    assert [dict(session.written) for session in sessions] == [{}, {0: 8}, {0: 8}]
+    assert wire.cut_off == 0
+    assert wire.num_opened == (2 if breaks_at_once else 1)
 
 
 def test_a_send_thread_that_ends_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
