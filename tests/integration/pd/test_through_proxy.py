@@ -171,14 +171,31 @@ def test_instances_that_die(deployment: Deployment) -> None:
         deployment.client.completions.create(model="tiny-llama", prompt=PAGE[:100])
 
 
+def wait_until_pulled_early(deployment: Deployment, decode: Served) -> None:
+    """A proxy does it once it knows the topology of both instances."""
+    received = "mooncake:kv_transfer_bytes_received_early_total"
+    starts = iter(range(0, 600, 20))
+
+    def is_pulled_early() -> bool:
+        start = next(starts)
+        case = {"prompt": PAGE[start : start + 400], "max_tokens": 10, "temperature": 0}
+        answer = deployment.client.completions.create(model="tiny-llama", **case)
+        assert answer.choices[0].text == PAGE[start + 400 : start + 410]
+        return figure(decode.url, received) > 0
+
+    wait_until(is_pulled_early, 20.0)
+
+
 def test_long_prompts_are_pulled_while_they_are_computed(early: Deployment) -> None:
     """Streamed and whole, several choices the other way, then P dies with a prompt half done."""
     ask = early.client.completions.create
     case = {"model": "tiny-llama", "prompt": PAGE[:600], "max_tokens": 30, "temperature": 0}
-    whole = ask(**case).choices[0].text
     received = "mooncake:kv_transfer_bytes_received_early_total"
+    wait_until_pulled_early(early, early.decode)
+    before = figure(early.decode.url, received)
+    whole = ask(**case).choices[0].text
     assert whole == PAGE[600:630]
-    assert figure(early.decode.url, received) > 0
+    assert figure(early.decode.url, received) > before
     again = {**case, "prompt": PAGE[50:750]}
     assert "".join(c.choices[0].text for c in ask(**again, stream=True)) == PAGE[750:780]
     before = figure(early.decode.url, received)
@@ -202,17 +219,7 @@ def test_a_client_that_leaves_an_early_pull_frees_both_sides(early: Deployment) 
 
 def test_workers_pull_early_through_ports_of_their_own(early: Deployment) -> None:
     """Which they open when they have seen that both instances can do it."""
-    received = "mooncake:kv_transfer_bytes_received_early_total"
     argv = ["--port", "0", "--prefill", early.prefill.url, "--decode", early.decode.url]
     with running("mooncake_proxy", *argv, "--workers", "2", "--early-pull-tokens", "100") as proxy:
         workers = Deployment(proxy.wait_for("listens on").split()[-1], early.prefill, early.decode)
-        starts = iter(range(0, 600, 20))
-
-        def is_pulled_early() -> bool:
-            start = next(starts)
-            case = {"prompt": PAGE[start : start + 400], "max_tokens": 10, "temperature": 0}
-            answer = workers.client.completions.create(model="tiny-llama", **case)
-            assert answer.choices[0].text == PAGE[start + 400 : start + 410]
-            return figure(early.decode.url, received) > 0
-
-        wait_until(is_pulled_early, 20.0)
+        wait_until_pulled_early(workers, early.decode)
