@@ -93,14 +93,13 @@ CASES = {
 }
 DRAWING = Case(
     {
-        **pointers("tokens", kind="i64"),
-        **pointers("logits", "temperatures", "top_ps", "min_ps", kind="fp32"),
-        **pointers("top_ks", kind="i32"),
-        **pointers("uniforms", kind="fp64"),
+        **pointers("maxima", "slice_maxima", "logits", "temperatures", kind="fp32"),
+        **pointers("slice_masses", kind="fp64"),
     },
-    {"WIDTH": 1024},
-    (256,),
+    {"GROUPS": 64},
+    (16, 256),
 )
+"""Every row's slices of logits, before tokens are drawn from them."""
 
 
 MODULES = ("norm_rope_silu", "paged_cache", "copy_kernels", "moe_kernels", "sampling_kernel")
@@ -140,7 +139,7 @@ def test_within_the_limits(name: str) -> None:
 
 def test_drawing_tokens_is_none_of_them() -> None:
     """Why the Ascend backend would need another one: it counts in float64."""
-    found = violations(lowered("sample_tokens", DRAWING), DRAWING.grid)
+    found = violations(lowered("summarise_slices", DRAWING), DRAWING.grid)
     assert "uses float64, which the vector cores do not have" in found
 
 
