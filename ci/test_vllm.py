@@ -54,6 +54,7 @@ from vllm_requests import (
     tokens,
     until_equal,
     until_zero,
+    without_token_ids,
 )
 from vllm_serving import (
     EXAMPLE,
@@ -441,7 +442,7 @@ def through_the_proxy(run: Run) -> None:
     for name, (path, body) in cases().items():
         if name.startswith(("at once", "n =", "trouble", "1 tokens")):
             continue
-        plain = {key: value for key, value in body.items() if key != "return_token_ids"}
+        plain = without_token_ids(body)
         [choice] = run.wanted[name]["choices"]
         text = choice["text"] if "text" in choice else choice["message"]["content"]
         wanted = text, choice["finish_reason"]

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from vllm_environment import CACHE, DidNotStart
-from vllm_requests import ask, figure, post, until_zero
+from vllm_requests import ask, figure, post, until_zero, without_token_ids
 from vllm_serving import (
     PROXY_LOG,
     Json,
@@ -55,10 +55,7 @@ def check_fleet(
         wanted: what one vLLM says to each.
         timeout_s: for an instance to start.
     """
-    asked = {
-        name: (path, {key: value for key, value in body.items() if key != "return_token_ids"})
-        for name, (path, body) in cases.items()
-    }
+    asked = {name: (path, without_token_ids(body)) for name, (path, body) in cases.items()}
     texts = {name: wanted[name]["choices"][0]["text"] for name in cases}
     try:
         with ExitStack() as stack:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vllm_environment import CACHE, ROOT, DidNotStart
 from vllm_pool_check import CHUNK, LOADED, SAVED, pool_config, until_saved
-from vllm_requests import NUM_TOKENS, ask, figure
+from vllm_requests import NUM_TOKENS, ask, figure, without_token_ids
 from vllm_serving import (
     Json,
     cores,
@@ -54,10 +54,7 @@ def check_mixed(
         wanted: what one vLLM says to each.
         timeout_s: for an instance to start.
     """
-    asked = {
-        name: (path, {key: value for key, value in body.items() if key != "return_token_ids"})
-        for name, (path, body) in cases.items()
-    }
+    asked = {name: (path, without_token_ids(body)) for name, (path, body) in cases.items()}
     texts = {name: wanted[name]["choices"][0]["text"] for name in cases}
     try:
         return [

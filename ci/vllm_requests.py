@@ -31,6 +31,11 @@ def completion(prompt: list[int], **fields: object) -> Json:
     return base | {"prompt": prompt, "return_token_ids": True} | fields
 
 
+def without_token_ids(body: Json) -> Json:
+    """The same, answered as to anybody: with text alone."""
+    return {key: value for key, value in body.items() if key != "return_token_ids"}
+
+
 def post(url: str, path: str, body: Json) -> Json:
     """The answer's JSON, or ``{"error": ...}`` with its status."""
     request = urllib.request.Request(

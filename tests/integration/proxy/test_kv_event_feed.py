@@ -70,6 +70,18 @@ def claimed(fleet: ConductorFleet, url: str, keys: set[int]) -> set[int]:
     return {key for key in keys if index.match([key], 0.0).local[slot]}
 
 
+async def serve(publisher: FaultyPublisher) -> set[int]:
+    """Prompts come and go; keys of all that was held in between."""
+    known: set[int] = set()
+    for number in range(30):
+        publisher.store([number % 4] * 200 + [number] * 100)
+        known |= publisher.keys()
+        publisher.evict(10)
+        await asyncio.sleep(0.002)
+    publisher.settle()
+    return known
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_after_lost_repeated_and_reordered_events_the_index_is_the_truth(seed: int) -> None:
     async def soak(s: Stand, publisher: FaultyPublisher) -> None:
@@ -105,13 +117,7 @@ def test_without_a_replay_it_claims_nothing_that_is_gone() -> None:
             async with stand(1, 1, **settings()) as s:
                 fleet = follow(s, s.prefill.url, publisher)
                 await asyncio.sleep(0.3)  # a subscription takes a moment
-                known: set[int] = set()
-                for number in range(30):
-                    publisher.store([number % 4] * 200 + [number] * 100)
-                    known |= publisher.keys()
-                    publisher.evict(10)
-                    await asyncio.sleep(0.002)
-                publisher.settle()
+                known = await serve(publisher)
                 await until(lambda: claimed(fleet, s.prefill.url, known) <= publisher.keys())
 
     uvloop.run(main())
@@ -123,13 +129,8 @@ def test_with_snapshots_it_is_the_truth_without_any_replay(seed: int) -> None:
         with closing(FaultyPublisher(seed, num_kept=0, has_snapshots=True)) as publisher:
             publisher.store([5] * 300)  # before anybody listens
             async with stand(1, 1, **settings()) as s:
-                fleet, known = follow(s, s.prefill.url, publisher), publisher.keys()
-                for number in range(30):
-                    publisher.store([number % 4] * 200 + [number] * 100)
-                    known |= publisher.keys()
-                    publisher.evict(10)
-                    await asyncio.sleep(0.002)
-                publisher.settle()
+                known, fleet = publisher.keys(), follow(s, s.prefill.url, publisher)
+                known |= await serve(publisher)
                 held = publisher.keys()
                 await until(lambda: claimed(fleet, s.prefill.url, known) == held)
 

@@ -64,11 +64,8 @@ changes = st.tuples(
 fates = st.sampled_from(["arrives", "arrives", "lost", "twice", "restart"])
 
 
-@given(st.lists(st.tuples(changes, fates), max_size=60), st.integers(1, 60))
-@settings(deadline=None, max_examples=300)
-def test_the_index_never_claims_what_is_gone_and_a_whole_replay_restores_all(done, kept) -> None:
-    index = ChunkIndex(1)
-    stream, publisher = EventStream(index, 0), Publisher()
+def suffer(done, stream: EventStream, publisher: Publisher, kept: int) -> Publisher:
+    """Changes with their fates; who publishes in the end."""
     for change, fate in done:
         if fate == "restart":
             publisher = Publisher(publisher.clock + 0.5)
@@ -77,6 +74,15 @@ def test_the_index_never_claims_what_is_gone_and_a_whole_replay_restores_all(don
             deliver(stream, publisher, message, kept)
         if fate == "twice":
             deliver(stream, publisher, message, kept)
+    return publisher
+
+
+@given(st.lists(st.tuples(changes, fates), max_size=60), st.integers(1, 60))
+@settings(deadline=None, max_examples=300)
+def test_the_index_never_claims_what_is_gone_and_a_whole_replay_restores_all(done, kept) -> None:
+    index = ChunkIndex(1)
+    stream, publisher = EventStream(index, 0), Publisher()
+    publisher = suffer(done, stream, publisher, kept)
     deliver(stream, publisher, publisher.change(set(), set(), False), kept)
     assert stream.state is StreamState.HEALTHY
     known = {key for key in range(1, 21) if index.num_copies(key)}
@@ -247,14 +253,7 @@ def test_with_snapshots_the_index_is_the_truth_however_short_replays_are(done, k
     index = ChunkIndex(1)
     stream, publisher = EventStream(index, 0, asks_snapshots=True), Publisher()
     stream.snapshot_ended(*publisher.snapshot())
-    for change, fate in done:
-        if fate == "restart":
-            publisher = Publisher(publisher.clock + 0.5)
-        message = publisher.change(*change)
-        if fate != "lost":
-            deliver(stream, publisher, message, kept)
-        if fate == "twice":
-            deliver(stream, publisher, message, kept)
+    publisher = suffer(done, stream, publisher, kept)
     for _ in range(2):
         deliver(stream, publisher, publisher.change(set(), set(), False), kept)
     assert stream.state is StreamState.HEALTHY
