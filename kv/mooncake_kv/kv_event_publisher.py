@@ -90,17 +90,14 @@ class KVEventPublisher:
                 f"KV events can't use {config.endpoint} with replay at {config.replay_endpoint}: "
                 f"{exc}; name free addresses in --kv-events-config"
             ) from exc
-        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
-        self._thread.start()
-
-    @property
-    def endpoints(self) -> KVEventEndpoints:
-        """Where the sockets listen, with the ports that wildcards got."""
         replay = self._replay
-        return KVEventEndpoints(
+        self.endpoints = KVEventEndpoints(
             self._pub.getsockopt_string(zmq.LAST_ENDPOINT),
             None if replay is None else replay.getsockopt_string(zmq.LAST_ENDPOINT),
         )
+        """Where the sockets listen, with the ports that wildcards got."""
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
 
     def publish(self, events: list[KVEvent]) -> None:
         """Send a batch soon. From one thread at a time.
