@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from vllm_environment import CACHE, install_mooncake
 from vllm_serving import (
@@ -31,6 +32,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 class MooncakeCpuConnector(MooncakeConnector):
     pass
+'''
+# A worker and an EngineCore look for the next message in a busy loop for a second after each one. A
+# pair has four such processes: on two cores they would measure each other's loops. vLLM's own socket
+# drops what comes within a millisecond of another message; only its loop makes up for that.
+WITHOUT_BUSY_LOOPS = '''"""vLLM's processes wait for each other on sockets, at once."""
+import zmq
+from vllm.distributed.device_communicators import shm_broadcast
+class SocketCondition(shm_broadcast.SpinCondition):
+    def __init__(self, is_reader, context, notify_address):
+        unused = "" if is_reader else ".unused"
+        super().__init__(is_reader, context, notify_address + unused, busy_loop_s=0)
+        if not is_reader:
+            self.local_notify_socket.close()
+            self.local_notify_socket = context.socket(zmq.PUB)
+            self.local_notify_socket.bind(notify_address)
+def register():
+    shm_broadcast.SpinCondition = SocketCondition
 '''
 SMALL_STEPS = ("--max-num-seqs", "16")
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -96,13 +114,9 @@ def nixl(stack: ExitStack, timeout_s: float) -> Contender:
 def mooncake(stack: ExitStack, timeout_s: float) -> Contender:
     """A pair with vLLM's Mooncake connector over TCP."""
     install_mooncake(prepare())
-    folder = CACHE / "vllm-mooncake-on-cpu"
-    folder.mkdir(exist_ok=True)
-    (folder / "vllm_mooncake_on_cpu.py").write_text(MOONCAKE_ON_CPU)
     ports = free_port(), free_port()
     prefill, decode = (
         {
-            "PYTHONPATH": str(folder),
             "MC_TCP_BIND_ADDRESS": "127.0.0.1",
             "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port),
         }
@@ -147,7 +161,22 @@ def _launch(
 ) -> Launch:
     log = CACHE / f"bench-{name}.log"
     log.unlink(missing_ok=True)
-    return Launch(prepare(), transfer, cores(int(core)), log, SMALL_STEPS, environment or {})
+    variables = {"PYTHONPATH": str(_plugins())} | (environment or {})
+    return Launch(prepare(), transfer, cores(int(core)), log, SMALL_STEPS, variables)
+
+
+def _plugins() -> Path:
+    """A folder with what this machine needs of vLLM, installed for whoever has it on its path."""
+    folder = CACHE / "vllm-plugins"
+    installed = folder / "bench_vllm_plugins-1.dist-info"
+    installed.mkdir(parents=True, exist_ok=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-vllm-plugins\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nwithout_busy_loops = vllm_without_busy_loops:register\n"
+    )
+    (folder / "vllm_without_busy_loops.py").write_text(WITHOUT_BUSY_LOOPS)
+    (folder / "vllm_mooncake_on_cpu.py").write_text(MOONCAKE_ON_CPU)
+    return folder
 
 
 def _start(stack: ExitStack, launch: Launch) -> subprocess.Popen[bytes]:
