@@ -54,7 +54,7 @@ class NativeOps(TorchOps):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._has_linear = hasattr(library, "linear") and not _has_amx()
+        self._has_linear = not _has_amx()
 
     def write_kv(
         self,

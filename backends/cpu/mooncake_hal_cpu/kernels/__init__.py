@@ -15,7 +15,7 @@ FLAGS = (
     "-march=native",
     "-fopenmp",
     "-fno-math-errno",
-    "-Wno-psabi",  # 64-byte vectors stay inside one translation unit
+    "-Wno-psabi",  # vectors stay inside one translation unit
 )
 _FILES = (
     "simd.h",
@@ -54,9 +54,7 @@ def load_kernels(flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
     source = "\n".join((folder / name).read_text() for name in _FILES)
     library = compile_c("mooncake_hal_cpu", source, flags, language="c++")
     for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name, None)
-        if function is None:
-            continue  # this processor lacks the instructions for it
+        function = getattr(library, name)
         function.argtypes = arguments
         function.restype = None
     return library

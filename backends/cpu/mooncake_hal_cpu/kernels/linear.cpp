@@ -1,13 +1,12 @@
-// Linear layers in bf16 with the processor's dot product of pairs (AVX512-BF16).
+// Linear layers in bf16, whose sums are floats.
 //
 // The weight is laid out in panels of 64 outputs: [panel][input / 2][output][2], so that a decode
 // reads it once, front to back, at the speed of memory. Each output is one sum over the inputs in
 // their order, whatever the number of rows: a token's result is the same to the bit alone, in a
 // batch, in a chunk of its prompt, or verified beside drafts.
-#if defined(__AVX512BF16__)
 
-constexpr int PANEL = 64;           // outputs; four registers of sums for each row
-constexpr int TILE_ROWS = 6;        // rows that share a pass over a panel: 24 of 32 registers
+constexpr int PANEL = 64;           // outputs
+constexpr int TILE_ROWS = 6;        // rows that share a pass over some of a panel
 constexpr int64_t CHUNK_ROWS = 60;  // whose sums and a block of the panel fit the first cache
 constexpr int64_t BLOCK_PAIRS = 128;
 constexpr int64_t AHEAD = 2048;     // bytes of the panel to ask for early
@@ -18,31 +17,57 @@ struct Linear {
   int64_t rows, x_stride, pairs, outputs;
 };
 
-// sums: [ROWS][PANEL], kept between a panel's blocks
+// sum + weights[0] * x[0] + weights[1] * x[1], of a register of outputs' pairs of weights. x: bf16
+// where one instruction multiplies such pairs, else floats.
+#if defined(__AVX512BF16__)
+using Input = bf16;
+static inline vf add_pair(vf sum, vu weights, const Input* x) {
+  int32_t pair;
+  std::memcpy(&pair, x, sizeof pair);
+  return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(pair));
+}
+#else
+using Input = float;
+static inline vf add_pair(vf sum, vu weights, const Input* x) {
+  sum += (vf)(weights << 16) * x[0];
+  return sum + (vf)(weights & 0xffff0000u) * x[1];
+}
+#endif
+
+// Registers of outputs that ROWS rows sum at once; three of four registers hold sums at most.
 template <int ROWS>
-static void multiply(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs,
-                     float* sums) {
-  __m512 acc[ROWS][4];
-  for (int r = 0; r < ROWS; r++)
-    for (int c = 0; c < 4; c++) acc[r][c] = _mm512_loadu_ps(sums + r * PANEL + c * 16);
-  for (int64_t k = 0; k < pairs; k++, panel += 2 * PANEL) {
-    __m512bh weight[4];
-    for (int c = 0; c < 4; c++) {
-      weight[c] = (__m512bh)_mm512_loadu_si512(panel + c * 32);
-      _mm_prefetch((const char*)(panel + c * 32) + AHEAD, _MM_HINT_T0);
-    }
-    for (int r = 0; r < ROWS; r++) {
-      int32_t pair;
-      std::memcpy(&pair, x + r * x_stride + 2 * k, sizeof pair);
-      const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-      for (int c = 0; c < 4; c++) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], both, weight[c]);
-    }
-  }
-  for (int r = 0; r < ROWS; r++)
-    for (int c = 0; c < 4; c++) _mm512_storeu_ps(sums + r * PANEL + c * 16, acc[r][c]);
+constexpr int columns() {
+  int most = PANEL / LANES;
+  while (most * ROWS > REGISTERS * 3 / 4) most /= 2;
+  return most;
 }
 
-static void multiply_any(int64_t rows, const bf16* x, int64_t x_stride, const bf16* panel,
+// sums: [ROWS][PANEL], kept between a panel's blocks
+template <int ROWS>
+static void multiply(const Input* x, int64_t x_stride, const bf16* panel, int64_t pairs,
+                     float* sums) {
+  constexpr int COLUMNS = columns<ROWS>();
+  for (int first = 0; first < PANEL; first += COLUMNS * LANES) {
+    vf acc[ROWS][COLUMNS];
+    for (int r = 0; r < ROWS; r++)
+      for (int c = 0; c < COLUMNS; c++) acc[r][c] = load(sums + r * PANEL + first + c * LANES);
+    const bf16* at = panel + 2 * first;
+    for (int64_t k = 0; k < pairs; k++, at += 2 * PANEL) {
+      vu weights[COLUMNS];
+      for (int c = 0; c < COLUMNS; c++)
+        std::memcpy(&weights[c], at + c * 2 * LANES, sizeof weights[c]);
+      for (int line = 0; line < COLUMNS * LANES; line += 16)
+        __builtin_prefetch((const char*)(at + 2 * line) + AHEAD);
+      for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < COLUMNS; c++)
+          acc[r][c] = add_pair(acc[r][c], weights[c], x + r * x_stride + 2 * k);
+    }
+    for (int r = 0; r < ROWS; r++)
+      for (int c = 0; c < COLUMNS; c++) store(sums + r * PANEL + first + c * LANES, acc[r][c]);
+  }
+}
+
+static void multiply_any(int64_t rows, const Input* x, int64_t x_stride, const bf16* panel,
                          int64_t pairs, float* sums) {
   switch (rows) {
     case 1: return multiply<1>(x, x_stride, panel, pairs, sums);
@@ -54,20 +79,39 @@ static void multiply_any(int64_t rows, const bf16* x, int64_t x_stride, const bf
   }
 }
 
+// Rows as `add_pair` takes them.
+struct Inputs { const Input* rows; int64_t stride; };
+
+#if defined(__AVX512BF16__)
+constexpr int64_t WIDENED = 1;
+static Inputs inputs(const bf16* x, int64_t stride, int64_t, int64_t, Input*) {
+  return {x, stride};
+}
+#else
+constexpr int64_t WIDENED = CHUNK_ROWS * 2 * BLOCK_PAIRS;
+static Inputs inputs(const bf16* x, int64_t stride, int64_t rows, int64_t width, Input* widened) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < width; i++) widened[r * width + i] = widen(x[r * stride + i]);
+  return {widened, width};
+}
+#endif
+
 static void store_sums(const Linear& d, int64_t first, int64_t rows, int64_t column,
                        const float* sums) {
   for (int64_t c = 0; c < PANEL && column + c < d.outputs; c += LANES) {
     const int64_t left = std::min<int64_t>(LANES, d.outputs - column - c);
-    const __mmask16 mask = (__mmask16)((1u << left) - 1u);
-    __m512 bias = _mm512_setzero_ps();
-    if (d.bias != nullptr) {
-      const __m256i raw = _mm256_maskz_loadu_epi16(mask, d.bias + column + c);
-      bias = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
-    }
+    bf16 row[LANES] = {};
+    if (d.bias != nullptr) std::memcpy(row, d.bias + column + c, left * sizeof *row);
+    const vf bias = load(row);
     for (int64_t r = 0; r < rows; r++) {
-      const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(sums + r * PANEL + c), bias);
-      _mm256_mask_storeu_epi16(d.out + (first + r) * d.outputs + column + c, mask,
-                               (__m256i)_mm512_cvtneps_pbh(sum));
+      bf16* to = d.out + (first + r) * d.outputs + column + c;
+      const vf sum = load(sums + r * PANEL + c) + bias;
+      if (left == LANES) {
+        store(to, sum);
+      } else {
+        store(row, sum);
+        std::memcpy(to, row, left * sizeof *row);
+      }
     }
   }
 }
@@ -75,15 +119,19 @@ static void store_sums(const Linear& d, int64_t first, int64_t rows, int64_t col
 // Rows `first` to `last` of one panel's outputs.
 static void linear_panel(const Linear& d, int64_t first, int64_t last, int64_t panel) {
   alignas(64) float sums[CHUNK_ROWS * PANEL];
+  alignas(64) Input widened[WIDENED];
   const int64_t count = last - first;
   std::memset(sums, 0, count * PANEL * sizeof(float));
   const int64_t tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
   for (int64_t k = 0; k < d.pairs; k += BLOCK_PAIRS) {
+    const int64_t pairs = std::min(BLOCK_PAIRS, d.pairs - k);
     const bf16* weight = d.weight + (panel * d.pairs + k) * 2 * PANEL;
+    const Inputs x =
+        inputs(d.x + first * d.x_stride + 2 * k, d.x_stride, count, 2 * pairs, widened);
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t from = count * t / tiles, to = count * (t + 1) / tiles;
-      multiply_any(to - from, d.x + (first + from) * d.x_stride + 2 * k, d.x_stride, weight,
-                   std::min(BLOCK_PAIRS, d.pairs - k), sums + from * PANEL);
+      multiply_any(to - from, x.rows + from * x.stride, x.stride, weight, pairs,
+                   sums + from * PANEL);
     }
   }
   store_sums(d, first, count, panel * PANEL, sums);
@@ -101,4 +149,3 @@ extern "C" void linear(void* out, const void* x, const void* weight, const void*
     for (int64_t c = 0; c < chunks; c++)
       linear_panel(d, d.rows * c / chunks, d.rows * (c + 1) / chunks, p);
 }
-#endif

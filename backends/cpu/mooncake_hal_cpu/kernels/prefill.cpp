@@ -5,11 +5,7 @@
 // to itself, so a prompt gives the same result in one piece, in chunks, or after a cached prefix.
 
 constexpr int KEYS = 64;  // tokens of a packed tile
-#if defined(__AVX512F__)
-constexpr int ROWS = 6, WIDTH = 4;  // 24 of 32 registers hold sums
-#else
-constexpr int ROWS = 3, WIDTH = 1;
-#endif
+constexpr int ROWS = 6, WIDTH = REGISTERS / 8;  // three of four registers hold sums
 constexpr int QUERY_ROWS = 48;  // rows (token, head of the group) that share a pass over the keys
 
 // What the products work on: floats, or pairs of bf16 that one instruction multiplies and adds.
@@ -51,7 +47,7 @@ static void product_wide(const Item* a, int64_t a_stride, const Item* b, int wid
     product<1, ADD>(a, a_stride, b + at, width, depth, out + at, width);
 }
 
-// A head's row of a token as items: sixteen from item `at` on, and one.
+// A head's row of a token as items: a register of them from item `at` on, and one.
 template <typename T>
 static inline vi items(const T* row, int at, const float*) { return (vi)load(row + at); }
 static inline vi items(const bf16* row, int at, const Pair*) {
@@ -88,6 +84,24 @@ static inline void transpose(vi* tile) {
     tile[12 + c] = (vi)_mm512_shuffle_i32x4(odd0, odd1, 0xdd);
   }
 }
+#elif defined(__AVX2__)
+static inline void transpose(vi* tile) {
+  __m256 pairs[LANES], fours[LANES];  // of rows, within each 128 bits
+  for (int i = 0; i < LANES; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps((__m256)tile[i], (__m256)tile[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps((__m256)tile[i], (__m256)tile[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int half = 0; half < 2; half++) {
+      const __m256d low = (__m256d)pairs[i + half], high = (__m256d)pairs[i + 2 + half];
+      fours[i + 2 * half] = (__m256)_mm256_unpacklo_pd(low, high);
+      fours[i + 2 * half + 1] = (__m256)_mm256_unpackhi_pd(low, high);
+    }
+  for (int c = 0; c < 4; c++) {
+    tile[c] = (vi)_mm256_permute2f128_ps(fours[c], fours[4 + c], 0x20);
+    tile[4 + c] = (vi)_mm256_permute2f128_ps(fours[c], fours[4 + c], 0x31);
+  }
+}
 #endif
 
 // keys: [head_dim / STEP][KEYS]; missing tokens are zeros. A chunk packs all of the context before
@@ -96,7 +110,7 @@ template <typename T, typename Item>
 static void pack_keys(const T* const* rows, int count, int dim, Item* out) {
   const int width = dim / Packing<T>::STEP;
   int d = 0;
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
   for (; d + LANES <= width; d += LANES)
     for (int t = 0; t < KEYS; t += LANES) {
       vi tile[LANES];
@@ -148,7 +162,8 @@ static inline void put_query(Pair* row, const bf16* query, int dim) {
 template <typename Item>
 static void weigh(float* scores, int visible, float scale, int dim, float* maximum, float* total,
                   float* sums, Item* weights) {
-  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  vi lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
   vf tile[KEYS / LANES], high = splat(-INFINITY);
   for (int i = 0; i < KEYS / LANES; i++) {
     const vf score = load(scores + i * LANES) * scale;

@@ -1,5 +1,6 @@
-// Sixteen floats at a time, in the vector extensions that GCC and Clang share: one source serves
-// AVX-512, AVX2 and NEON. Elements in memory are float or bf16; arithmetic is float.
+// A register of floats at a time, in the vector extensions that GCC and Clang share: one source
+// serves AVX-512, AVX2, SSE and NEON. Elements in memory are float or bf16; arithmetic is float.
+// A vector is never wider than a register: GCC keeps those in memory, and each sum waits for it.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -8,17 +9,28 @@
 #include <memory>
 #include <new>
 #include <vector>
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
 struct bf16 { uint16_t bits; };
 
+#if defined(__AVX512F__)
 constexpr int LANES = 16;
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 32;
+#else
+constexpr int REGISTERS = 16;
+#endif
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 
 static inline vf splat(float x) { return x - vf{}; }  // not +: that turns -0 into 0
 
@@ -29,9 +41,12 @@ static inline vf load(const float* p) {
 }
 
 static inline vf load(const bf16* p) {
-#if defined(__AVX512F__)  // GCC 12 widens sixteen lanes in two halves
+#if defined(__AVX512F__)  // GCC 12 would widen in two halves
   const __m256i raw = _mm256_loadu_si256((const __m256i*)p);
   return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
+#elif defined(__AVX2__)
+  const __m128i raw = _mm_loadu_si128((const __m128i*)p);
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16);
 #else
   vh raw;
   std::memcpy(&raw, p, sizeof raw);

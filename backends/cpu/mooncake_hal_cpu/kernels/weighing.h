@@ -4,8 +4,9 @@
 
 constexpr int PART = 256;  // tokens that are weighed at once
 constexpr int QUAD = 4;    // heads, and tokens, whose scores are made at once: 16 sums in registers
+constexpr int TOGETHER = 16;  // tokens whose values are added at once, where they lie together
 // Floats from one head's scores to the next's; a power of two would put them in few sets of L1.
-constexpr int SCORES = PART + LANES;
+constexpr int SCORES = PART + TOGETHER;
 
 template <typename T> struct Item {
   using Chunk = vf;      // what one instruction multiplies
@@ -32,7 +33,7 @@ static inline vf multiply_add(vf sum, vf a, vf b) { return sum + a * b; }
 template <typename T>
 static inline void get(vf& out, const T* p) { out = load(p); }
 template <typename T>
-static inline void get_half(vf&, const T*) {}  // a chunk is sixteen elements already
+static inline void get_half(vf&, const T*) {}  // heads are whole chunks
 
 #if defined(__AVX512F__)
 // Lane l of the result is the sum of rows[l]: a tree of half-width folds, all rows at once.
@@ -58,8 +59,19 @@ static inline vf sum_rows(vf* rows) {
   for (int i = 0; i < 2; i++) rows[i] = fold<4>(rows[2 * i], rows[2 * i + 1]);
   return fold<8>(rows[0], rows[1]);
 }
+#elif defined(__AVX2__)
+static inline vf sum_rows(const vf* rows) {
+  __m256 fours[2];  // lane l: half of the sum of rows l % 4, of four rows
+  for (int i = 0; i < 2; i++) {
+    const vf* row = rows + 4 * i;
+    fours[i] = _mm256_hadd_ps(_mm256_hadd_ps((__m256)row[0], (__m256)row[1]),
+                              _mm256_hadd_ps((__m256)row[2], (__m256)row[3]));
+  }
+  return (vf)_mm256_permute2f128_ps(fours[0], fours[1], 0x20) +
+         (vf)_mm256_permute2f128_ps(fours[0], fours[1], 0x31);
+}
 #else
-static inline vf sum_rows(vf* rows) {
+static inline vf sum_rows(const vf* rows) {
   vf out;
   for (int i = 0; i < LANES; i++) out[i] = sum(rows[i]);
   return out;
@@ -91,19 +103,21 @@ static std::vector<Quad<T>> quads_of(const T* queries, int64_t query_stride, int
 }
 
 // sums[head * QUAD + token] += products of the tokens' rows with the queries from element `from`
-// on, not yet summed over the lanes. SHARED: all four heads have one KV head.
+// on, not yet summed over the lanes. SHARED: all four heads have one KV head. As many heads go
+// together as there are registers for their sums.
 template <typename T, int DIM, bool SHARED>
 static inline __attribute__((always_inline)) void add_products(
     const Quad<T>& quad, const char* const* rows, int from, int width, vf* sums) {
   using Chunk = typename Item<T>::Chunk;
+  constexpr int HEADS = REGISTERS == 32 ? QUAD : QUAD / 2;
   const int dim = DIM ? DIM : width;
-  const auto step = [&](int i, auto&& read) __attribute__((always_inline)) {
+  const auto step = [&](int head, int i, auto&& read) __attribute__((always_inline)) {
     Chunk keys[QUAD], query;
     if (SHARED)
 #pragma GCC unroll 4
       for (int t = 0; t < QUAD; t++) read(keys[t], (const T*)(rows[t] + quad.offsets[0]) + i);
 #pragma GCC unroll 4
-    for (int h = 0; h < QUAD; h++) {
+    for (int h = head; h < head + HEADS; h++) {
       read(query, quad.queries[h] + from + i);
 #pragma GCC unroll 4
       for (int t = 0; t < QUAD; t++) {
@@ -112,26 +126,31 @@ static inline __attribute__((always_inline)) void add_products(
       }
     }
   };
-  int i = 0;
+#pragma GCC unroll 2
+  for (int head = 0; head < QUAD; head += HEADS) {
+    int i = 0;
 #pragma GCC unroll 4
-  for (; i + Item<T>::SIZE <= dim; i += Item<T>::SIZE)
-    step(i, [](Chunk& c, const T* p) __attribute__((always_inline)) { get(c, p); });
-  if (i < dim) step(i, [](Chunk& c, const T* p) __attribute__((always_inline)) { get_half(c, p); });
+    for (; i + Item<T>::SIZE <= dim; i += Item<T>::SIZE)
+      step(head, i, [](Chunk& c, const T* p) __attribute__((always_inline)) { get(c, p); });
+    if (i < dim)
+      step(head, i, [](Chunk& c, const T* p) __attribute__((always_inline)) { get_half(c, p); });
+  }
 }
 
 // Four tokens' scores, from those sums.
 template <typename T>
 static inline void put_scores(const Quad<T>& quad, int token, vf* sums, float scale) {
-  const vf scores = sum_rows(sums) * scale;
+  float scores[QUAD * QUAD];
+  for (int i = 0; i < QUAD * QUAD; i += LANES) store(scores + i, sum_rows(sums + i) * scale);
   for (int h = 0; h < QUAD; h++)
-    std::memcpy(quad.scores[h] + token, (const float*)&scores + h * QUAD, QUAD * sizeof(float));
+    std::memcpy(quad.scores[h] + token, scores + h * QUAD, QUAD * sizeof(float));
 }
 
-// One head's scores of `count` tokens into weights, in place; those up to the next multiple of 16
-// are 0.
+// One head's scores of `count` tokens into weights, in place; those up to the next multiple of
+// TOGETHER are 0.
 template <typename T>
 static void soften(float* scores, int count, float* maximum, float* total) {
-  const int padded = (count + LANES - 1) / LANES * LANES;
+  const int padded = (count + TOGETHER - 1) / TOGETHER * TOGETHER;
   std::fill(scores + count, scores + padded, -INFINITY);
   vf high = load(scores);
   for (int t = LANES; t < padded; t += LANES) high = vmax(high, load(scores + t));
@@ -154,7 +173,7 @@ static void weigh(float* scores, int count, int group, int dim, float* out) {
   std::fill_n(out + 2 * group, (size_t)group * dim, 0.f);
 }
 
-// Values of WIDTH × 16 elements, of as many tokens as a chunk multiplies at once.
+// Values of WIDTH registers of elements, of as many tokens as a chunk multiplies at once.
 template <int WIDTH, typename T>
 static inline void get_values(vf* out, const char* const* rows, int64_t offset) {
 #pragma GCC unroll 8
@@ -198,8 +217,8 @@ static inline void put_in_order(float* sums, int dim, bf16) {
 }
 #endif
 
-// sums[h] += weights[h] × values, of TOKENS tokens, for HEADS heads of one KV head and WIDTH × 16
-// elements, in registers. `offset` is where these elements are in a token's row;
+// sums[h] += weights[h] × values, of TOKENS tokens, for HEADS heads of one KV head and WIDTH
+// registers of elements. `offset` is where these elements are in a token's row;
 // `between(first, last)` is called as tokens go by.
 template <typename T, int TOKENS, int HEADS, int WIDTH, typename Between>
 static inline void accumulate(const char* const* rows, int64_t offset,
@@ -233,7 +252,7 @@ template <typename T, int TOKENS, int HEADS, typename Between>
 static void accumulate_heads(const char* const* rows, int64_t offset,
                              const typename Item<T>::Weight* weights, int dim, float* sums,
                              const Between& between) {
-  constexpr int WIDTH = HEADS <= 2 ? 8 : 4;  // up to 16 sums
+  constexpr int WIDTH = (HEADS <= 2 ? 8 : 4) * REGISTERS / 32;  // half of the registers hold sums
   const auto nothing = [](int, int) {};
   int i = 0;
   if (i + WIDTH * LANES <= dim) {
