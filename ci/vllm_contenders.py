@@ -34,7 +34,7 @@ class MooncakeCpuConnector(MooncakeConnector):
     pass
 '''
 # A worker and an EngineCore look for the next message in a busy loop for a second after each one. A
-# pair has four such processes: on two cores they would measure each other's loops. vLLM's own socket
+# pair has four such processes: on two cores they would measure each other's loops. vLLM's socket
 # drops what comes within a millisecond of another message; only its loop makes up for that.
 WITHOUT_BUSY_LOOPS = '''"""vLLM's processes wait for each other on sockets, at once."""
 import zmq
@@ -170,7 +170,9 @@ def _plugins() -> Path:
     folder = CACHE / "vllm-plugins"
     installed = folder / "bench_vllm_plugins-1.dist-info"
     installed.mkdir(parents=True, exist_ok=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-vllm-plugins\nVersion: 1\n")
+    (installed / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: bench-vllm-plugins\nVersion: 1\n"
+    )
     (installed / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nwithout_busy_loops = vllm_without_busy_loops:register\n"
     )

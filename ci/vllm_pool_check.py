@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import zmq
 from vllm_environment import CACHE
 from vllm_requests import figure, post, token_ids
 from vllm_serving import Json, cores, free_port, serving, wait_until_healthy
+
+from mooncake_conductor.index.chunk_index import ChunkIndex
+from mooncake_conductor.index.event_stream import EventStream
+from mooncake_conductor.index.holder_sets import Tier
+from mooncake_conductor.index.kv_event_messages import REPLAY_END, decode_batch, decode_sequence
+from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS
+from mooncake_conductor.index.published_blocks import PublishedBlocks
 
 CHUNK = 128
 """Tokens: vLLM's CPU pages have as many and are moved whole."""
@@ -36,9 +45,18 @@ def check_pool(
     pools = (f"dram=256MiB,port={port},chunk={CHUNK}", f"connect=127.0.0.1:{port},chunk={CHUNK}")
     with ExitStack() as stack:
         urls = []
+        events = free_port()
+        published = {
+            "enable_kv_cache_events": True,
+            "endpoint": f"tcp://127.0.0.1:{free_port()}",
+            "replay_endpoint": f"tcp://127.0.0.1:{events}",
+        }
         for number, pool in enumerate(pools):
             log = CACHE / f"vllm-pool-{number}.log"
-            urls.append(stack.enter_context(serving(python, pool_config(pool), cores(number), log)))
+            words = ("--kv-events-config", json.dumps(published)) if number == 0 else ()
+            urls.append(
+                stack.enter_context(serving(python, pool_config(pool), cores(number), log, *words))
+            )
             wait_until_healthy(urls[-1], log, timeout_s)  # the store comes first
         for number, (name, (path, body)) in enumerate(cases.items()):
             for url, what in zip(urls, ("computed", "loaded"), strict=True):
@@ -57,10 +75,29 @@ def check_pool(
         whole = sum((len(body["prompt"]) - 1) // CHUNK for _, body in cases.values())
         if saved < whole or loaded != whole:
             problems.append(f"pool: {saved:g} chunks were saved, {loaded:g} of {whole} loaded")
+        problems += check_events(events, cases)
         for url in urls:
             if failed := figure(url, "vllm:mooncake_hal_pool_hook_errors_total"):
                 problems.append(f"pool: {failed:g} hooks of {url} have failed")
     return problems
+
+
+def check_events(port: int, cases: dict[str, tuple[str, Json]]) -> list[str]:
+    """What vLLM has published of its own store, beside its blocks; returns what was wrong."""
+    index = ChunkIndex(1)
+    stream = EventStream(index, 0, PublishedBlocks())
+    with zmq.Context() as context, context.socket(zmq.DEALER) as question:
+        question.rcvtimeo, question.linger = 20_000, 0
+        question.connect(f"tcp://127.0.0.1:{port}")
+        question.send_multipart((b"", (0).to_bytes(8, "big")))
+        while (frames := question.recv_multipart())[-2] != REPLAY_END:
+            stream.receive(decode_sequence(frames[-2]), decode_batch(frames[-1]))
+    held = index.digest(0, Tier.HOST)[0]
+    wanted = sum(
+        (len(body["prompt"]) - 1) // CHUNK * CHUNK // CHUNK_TOKENS for _, body in cases.values()
+    )
+    print(f"pool          {held} of {wanted} chunks of prompts are in its KV events", flush=True)
+    return [] if held >= wanted else [f"pool: KV events say {held} of {wanted} chunks"]
 
 
 def until_saved(url: str, count: int, counter: str = SAVES) -> None:

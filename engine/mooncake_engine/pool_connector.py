@@ -104,7 +104,7 @@ class SchedulerPool:
 
     @property
     def publishes_saves(self) -> bool:
-        return self._stores.home_kv_events is not None
+        return self._stores.tells_what_is_saved
 
     @property
     def kv_event_endpoints(self) -> KVEventEndpoints | None:

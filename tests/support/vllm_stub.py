@@ -6,13 +6,20 @@ They have what ``tests/contract/vllm`` says of vLLM's own, and nothing of what v
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
+EVENTS = {
+    "BlockStored": (
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+        *("lora_name", "extra_keys"),
+    ),
+    "BlockRemoved": ("block_hashes", "medium"),
+}
 
 
 class KVConnectorBase_V1:  # vLLM's name
@@ -71,6 +78,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm": {},
         "vllm.platforms": {"current_platform": SimpleNamespace(device_type="cpu")},
         "vllm.distributed": {"get_pp_group": None, "get_tp_group": None},
+        "vllm.distributed.kv_events": {
+            name: make_dataclass(name, [(each, Any, None) for each in fields])
+            for name, fields in EVENTS.items()
+        },
         f"{CONNECTOR}.factory": {"KVConnectorFactory": Factory},
         f"{CONNECTOR}.v1.base": {
             "KVConnectorBase_V1": KVConnectorBase_V1,

@@ -10,12 +10,16 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from vllm.distributed import get_pp_group, get_tp_group
+from vllm.distributed.kv_events import (
+    BlockRemoved as VllmBlockRemoved,
+    BlockStored as VllmBlockStored,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -26,6 +30,7 @@ from vllm.platforms import current_platform
 
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_worker import PushStep
+from mooncake_kv.kv_events import BlockRemoved, BlockStored, KVEvent
 from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_vllm.ascend_memory import HEADS_FIRST, check_ascend, view_ascend_caches
 from mooncake_vllm.errors import ConnectorDied
@@ -93,6 +98,23 @@ def _log_as_vllm_does() -> None:
 
 def _nothing() -> None:
     """What most hooks return."""
+
+
+def _as_vllm_event(event: KVEvent) -> object:
+    """One of a store's as vLLM publishes its own; its blocks are the store's chunks."""
+    if isinstance(event, BlockStored):
+        return VllmBlockStored(
+            block_hashes=event.block_hashes,
+            parent_block_hash=event.parent_block_hash,
+            token_ids=event.token_ids,
+            block_size=event.block_size,
+            lora_id=None,
+            medium=event.medium,
+            lora_name=None,
+            extra_keys=[keys and tuple(keys) for keys in event.extra_keys or ()] or None,
+        )
+    assert isinstance(event, BlockRemoved), event
+    return VllmBlockRemoved(block_hashes=event.block_hashes, medium=event.medium)
 
 
 @dataclass
@@ -184,6 +206,11 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._at_scheduler.request_finished(request, block_ids)
+
+    @guarded(tuple)
+    def take_events(self) -> Sequence[object]:
+        """What a store in this instance holds now, for vLLM to publish beside its own blocks."""
+        return [_as_vllm_event(event) for event in self._at_scheduler.take_events()]
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return (0,)
@@ -358,7 +385,13 @@ class HalPoolConnector(HalConnector):
                 "kv_load_failure_policy is fail: a prompt whose chunks a store gives up between "
                 "look-up and load is answered with an error; use recompute"
             )
-        return PoolSchedulerSide(self._read_pool(self._vllm_config), instance, sockets)
+        published = self._vllm_config.kv_events_config
+        return PoolSchedulerSide(
+            self._read_pool(self._vllm_config),
+            instance,
+            sockets,
+            takes_events=published is not None and published.enable_kv_cache_events,
+        )
 
     def _worker_kind(self) -> WorkerKind:
         return POOL_WORKER

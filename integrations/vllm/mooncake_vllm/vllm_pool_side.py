@@ -18,6 +18,7 @@ from pathlib import Path
 from mooncake_hal.registry import Registry
 from mooncake_kv.connector_worker import LayerDone, PushStep, RankContext
 from mooncake_kv.errors import ConnectorDead, KVConfigError
+from mooncake_kv.kv_events import KVEvent
 from mooncake_kv.params import KVTransferDict
 from mooncake_kv.pool.pool_client import PoolClient
 from mooncake_kv.pool.pool_config import KVPoolConfig
@@ -35,6 +36,7 @@ from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.pool.pool_worker import PoolWorker
 from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys, num_loadable_chunks
 from mooncake_kv.store.chunk_store import MAX_TENANT_BYTES
+from mooncake_kv.store.store_events import StoreEventBuffer
 from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.rank_link import Ranks, ReportLoad, ReportSend
 from mooncake_vllm.vllm_interface import KVCacheBlocks, Request, SchedulerOutput
@@ -87,12 +89,21 @@ class PoolSchedulerSide:
         config: which stores.
         instance: this one.
         paths: where its workers listen.
+        takes_events: whether somebody calls ``take_events``.
 
     Raises:
         KVConfigError: the ranks did not come up or differ, or a store can't be had as asked.
     """
 
-    def __init__(self, config: KVPoolConfig, instance: Instance, paths: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        config: KVPoolConfig,
+        instance: Instance,
+        paths: Sequence[Path],
+        *,
+        takes_events: bool = False,
+    ) -> None:
+        self._events = StoreEventBuffer() if takes_events else None
         self._death: BaseException | None = None
         self._lock = threading.Lock()
         self._prompts: dict[str, PooledPrompt] = {}
@@ -118,7 +129,9 @@ class PoolSchedulerSide:
                 f"{unit}: use chunk=N with a multiple, the same for all who share KV"
             )
         self._identity = KVIdentity.of_model(instance.model, info.geometry, config.chunk_tokens)
-        self._stores = PoolStores(config, Registry.discover(), instance.engine_id)
+        self._stores = PoolStores(
+            config, Registry.discover(), instance.engine_id, observer=self._events
+        )
         client = PoolClient(
             self._stores, info.geometry, self._identity, self._timeout_s, len(self._ranks)
         )
@@ -223,6 +236,11 @@ class PoolSchedulerSide:
             return False, None
         return self._save(request, block_ids, len(pooled.sources) if pooled else 0), None
 
+    def take_events(self) -> Sequence[KVEvent]:
+        """What has changed in this instance's own store since the last call. One that runs
+        elsewhere publishes by itself."""
+        return () if self._events is None else self._events.take()
+
     def check_alive(self) -> None:
         """Raise what has killed the pool's client.
 
@@ -260,7 +278,7 @@ class PoolSchedulerSide:
         tenant = salt if len(salt.encode()) <= MAX_TENANT_BYTES else ""
         blocks = expand_blocks(block_ids, self._pages)
         save = SaveRequest(request.request_id, keys, num_known, blocks, tenant)
-        if self._stores.home_kv_events is not None and tenant == salt:
+        if self._stores.tells_what_is_saved and tenant == salt:
             size = self._chunk_tokens
             save = replace(save, token_ids=tokens[num_known * size : num_whole * size])
         self._saving.add(request.request_id)

@@ -25,6 +25,7 @@ from mooncake_kv.connector import (
 from mooncake_kv.connector_worker import PushStep
 from mooncake_kv.errors import InvalidKVParams
 from mooncake_kv.handshake import InstanceMetadata
+from mooncake_kv.kv_events import KVEvent
 from mooncake_kv.model_fingerprint import ModelFingerprint
 from mooncake_kv.numerics import Numerics
 from mooncake_kv.params import (
@@ -102,6 +103,7 @@ class SchedulerHooks(Protocol):
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, KVTransferDict | None]: ...
+    def take_events(self) -> Sequence[KVEvent]: ...
     def stats(self) -> dict[str, float]: ...
     def close(self) -> None: ...
 
@@ -284,6 +286,10 @@ class SchedulerSide:
         """
         if self._death is not None:
             raise ConnectorDied(f"the KV connector has died: {self._death!r}") from self._death
+
+    def take_events(self) -> Sequence[KVEvent]:
+        """None: it stores nothing."""
+        return ()
 
     def stats(self) -> dict[str, float]:
         """Figures by name, since the start."""

@@ -89,7 +89,7 @@ class SaveRequest:
         step: see ``SaveRuns``.
         copy: they came from another store, and are saved where they are worth that; else what
             another store has is not saved again. ``num_copies`` is counted by the pool client.
-        token_ids: of the chunks to save; only where ``PoolStores.home_kv_events`` is something.
+        token_ids: of the chunks to save; only where ``PoolStores.tells_what_is_saved``.
     """
 
     save_id: str

@@ -18,7 +18,7 @@ from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.pool.device_staging import host_transports
 from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_kv.pool.pool_events import StoreLocation
-from mooncake_kv.store.chunk_store import ChunkStore
+from mooncake_kv.store.chunk_store import ChunkStore, StoreObserver
 from mooncake_kv.store.mooncake_store import MooncakeChunkStore, MooncakeStoreConfig
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
@@ -58,6 +58,7 @@ class PoolStores:
         registry: of transports.
         name: of this instance, for the stores' logs.
         kv_events: where the store in this instance publishes what it holds.
+        observer: told what that store holds, if it doesn't publish.
 
     Raises:
         KVConfigError: the store in this instance can't be had as asked.
@@ -69,8 +70,11 @@ class PoolStores:
         registry: Registry,
         name: str,
         kv_events: KVEventsConfig | None = None,
+        observer: StoreObserver | None = None,
     ) -> None:
         self._undo = ExitStack()
+        has_own = config.dram_bytes and not config.mooncake_store
+        self._observer = observer if has_own else None
         self._secret = config.network.secret.encode()
         self._name = name
         self._listens: tuple[str, int] | None = None
@@ -117,6 +121,11 @@ class PoolStores:
         arena = self.home.arena
         return None if arena is None else arena.kv_events
 
+    @property
+    def tells_what_is_saved(self) -> bool:
+        """Whether somebody follows what ``home`` holds, so that saves say their tokens."""
+        return self._observer is not None or self.home_kv_events is not None
+
     def connect(self, host: str, port: int) -> StoreClient:
         """A client of a store of this deployment, which its caller closes."""
         return StoreClient(StoreAddress(host, port, self._secret), self._name)
@@ -129,7 +138,7 @@ class PoolStores:
         self, config: KVPoolConfig, wanted: NodeStoreConfig, registry: Registry, undo: ExitStack
     ) -> ChunkStore:
         network = config.network
-        store = NodeStore(wanted)
+        store = NodeStore(wanted, observer=self._observer)
         undo.callback(store.close)
         with _reachable():
             transports = _open_transports(network, registry)

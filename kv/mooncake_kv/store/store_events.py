@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -50,6 +51,48 @@ class StoreEventLog:
         except KVConfigError as exc:
             self._is_dead = True
             logger.warning("this store's KV events end here: %s", exc)
+
+
+class StoreEventBuffer:
+    """A ``StoreObserver`` that keeps events until they are taken, for an engine that publishes them
+    with its own. What came and went meanwhile leaves none: it holds as much as the store at most.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told: set[tuple[Tier, bytes]] = set()
+        # What is still to be told, in order: a chunk that a tier has now, None for one it had.
+        self._pending: dict[tuple[Tier, bytes], Chunk | None] = {}
+
+    def stored(self, tier: Tier, chunks: Sequence[Chunk]) -> None:
+        with self._lock:
+            for chunk in chunks:
+                self._pending.pop((tier, chunk.key), None)
+                self._pending[tier, chunk.key] = chunk
+
+    def removed(self, tier: Tier, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._pending.pop((tier, key), None)
+                if (tier, key) in self._told:
+                    self._pending[tier, key] = None
+
+    def take(self) -> list[KVEvent]:
+        """What has changed since the last call: what is gone, then what is there."""
+        if not self._pending:  # every step asks
+            return []
+        with self._lock:
+            pending, self._pending = self._pending, {}
+            gone = [name for name, chunk in pending.items() if chunk is None]
+            self._told.update(pending)
+            self._told.difference_update(gone)
+        events: list[KVEvent] = []
+        for tier, medium in _MEDIUMS.items():
+            if keys := [event_key(key) for where, key in gone if where is tier]:
+                events.append(BlockRemoved(keys, medium))
+            chunks = [c for (where, _), c in pending.items() if where is tier and c is not None]
+            events += [_stored(run, medium) for run in _runs(chunks)]
+        return events
 
 
 def _runs(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:

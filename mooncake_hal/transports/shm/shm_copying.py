@@ -24,9 +24,9 @@ from mooncake_hal.transports.transfers import PendingTransfer, deadline_after
 
 CHUNK_BYTES = 4 << 20
 STREAMING_BYTES = 8 << 20
-"""From how many bytes on a copy bypasses the caches. To memory that no cache holds it is 1.5 times as
-fast as memcpy then, and still ahead when all of it is read at once; where caches do hold it, as where
-a benchmark repeats itself, it is no slower from here on."""
+"""From how many bytes on a copy bypasses the caches. To memory that no cache holds it is 1.5 times
+as fast as memcpy then, and still ahead when all of it is read at once; where caches hold it, as
+where a benchmark repeats itself, it is no slower from here on."""
 
 
 class CopyMethod(IntEnum):

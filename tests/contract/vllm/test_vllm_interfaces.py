@@ -58,9 +58,8 @@ LEFT_ALONE = {
     "register_finished_partial_tail": "for stores",
     "supports_divergent_local_hybrid_hits": "hybrid caches are refused",
     "get_external_cache_hit_sources": "the base's",
-    "take_events": "the connector stores nothing",
-    "get_kv_connector_kv_cache_events": "as above",
-    "reset_cache": "as above",
+    "get_kv_connector_kv_cache_events": "stores tell the scheduler's side: take_events",
+    "reset_cache": "mooncake-kv drop empties a store",
 }
 """Hooks of the base class that we don't override, and why not."""
 
@@ -81,6 +80,7 @@ READ = {
     "stage": "GroupCoordinator",
     "ranks": "GroupCoordinator",
     "platform_of_vllm": "Platform",
+    "published": "KVEventsConfig",
 }
 """What our modules call vLLM's objects, and which class they are of."""
 
@@ -181,6 +181,16 @@ def test_what_is_read_of_requests_and_blocks_is_there(facts: dict[str, Any]) -> 
         assert wanted or name == "RequestStatus"
         assert wanted - {*facts["members"][name]} == set(), name
     assert "FINISHED_LENGTH_CAPPED" in facts["members"]["RequestStatus"]
+
+
+@release
+def test_events_have_the_fields_that_we_give_them(facts: dict[str, Any]) -> None:
+    [made] = [ast.unparse(n) for n in CONNECTORS.body if getattr(n, "name", "") == "_as_vllm_event"]
+    for name in ("BlockStored", "BlockRemoved"):
+        arguments = re.search(rf"Vllm{name}\((.*)\)$", made, re.MULTILINE)
+        assert arguments is not None
+        given = {*re.findall(r"(\w+)=", arguments[1])}
+        assert given <= {*facts["members"][name]}, name
     assert facts["methods"]["KVCacheBlocks"]["get_block_ids"]["num_optional"] == len(
         facts["methods"]["KVCacheBlocks"]["get_block_ids"]["parameters"]
     )

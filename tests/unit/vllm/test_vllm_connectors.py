@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support import vllm_stub
 
+from mooncake_kv.kv_events import BlockRemoved, BlockStored
 from mooncake_vllm import vllm_plugin
 from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.vllm_worker_side import Results
@@ -51,6 +52,7 @@ CALLS: list[tuple[str, tuple[Any, ...], Any]] = [
     ("get_num_new_matched_tokens", (None, 0), (0, False)),
     ("update_state_after_alloc", (None, None, 5), None),
     ("request_finished", (None, []), (False, None)),
+    ("take_events", (), ()),
     ("get_kv_connector_stats", (), None),
     ("bind_connector_metadata", (SimpleNamespace(loads=("a",)),), None),
     ("save_kv_layer", ("model.layers.0.attn", None, None), None),
@@ -292,6 +294,27 @@ def test_a_connector_and_the_pools_publish_under_names_of_their_own(
         "vllm:mooncake_hal_pool_hook_errors",
     }
     assert published <= {*names}
+
+
+def test_a_stores_events_are_vllms(connectors: ModuleType) -> None:
+    stored = BlockStored([7, 8], 6, [1, 2], 1, None, "CPU", None, [["team-a"], None], "ab")
+    side = SimpleNamespace(take_events=lambda: [stored, BlockRemoved([7], "DISK")])
+    found = connector(connectors, scheduler=side).take_events()
+    assert [type(event) for event in found] == [
+        connectors.VllmBlockStored,
+        connectors.VllmBlockRemoved,
+    ]
+    assert vars(found[0]) == {
+        "block_hashes": [7, 8],
+        "parent_block_hash": 6,
+        "token_ids": [1, 2],
+        "block_size": 1,
+        "lora_id": None,
+        "medium": "CPU",
+        "lora_name": None,
+        "extra_keys": [("team-a",), None],
+    }
+    assert vars(found[1]) == {"block_hashes": [7], "medium": "DISK"}
 
 
 @pytest.mark.parametrize(

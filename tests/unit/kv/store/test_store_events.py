@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import zmq
+from hypothesis import given, strategies as st
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream
@@ -27,7 +28,7 @@ from mooncake_kv.store.chunk_store import Chunk, ChunkContent, Tier, WriteHandle
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
 from mooncake_kv.store.ssd_tier import SsdConfig
-from mooncake_kv.store.store_events import StoreEventLog
+from mooncake_kv.store.store_events import StoreEventBuffer, StoreEventLog
 
 IDENTITY = KVIdentity("llama", "float32", chunk_tokens=64)
 NAMESPACE = IDENTITY.root()
@@ -178,3 +179,41 @@ def test_a_publisher_that_has_died_costs_the_store_nothing(caplog) -> None:
     assert [record.message for record in caplog.records] == [
         "this store's KV events end here: the thread is gone"
     ]
+
+
+MEDIUMS = {Tier.DRAM: "CPU", Tier.SSD: "DISK"}
+
+
+@given(st.lists(st.tuples(st.sampled_from(Tier), st.integers(0, 5), st.booleans(), st.booleans())))
+def test_taken_events_say_what_a_store_holds_whenever_they_are_taken(steps: list) -> None:
+    """Steps: in which tier, which chunk, whether it comes or goes, and whether events are taken."""
+    chunks, buffer = chunks_of(list(range(64 * 6))), StoreEventBuffer()
+    wanted: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+    told: dict[str | None, set[int]] = {medium: set() for medium in MEDIUMS.values()}
+    for tier, number, comes, is_taken in [*steps, (Tier.DRAM, 0, True, True)]:
+        chunk = chunks[number]
+        if comes:
+            buffer.stored(tier, [chunk])
+            wanted[tier].add(event_key(chunk.key))
+        else:
+            buffer.removed(tier, [chunk.key])
+            wanted[tier].discard(event_key(chunk.key))
+        if not is_taken:
+            continue
+        for event in buffer.take():
+            if isinstance(event, BlockStored):
+                told[event.medium] |= {*event.block_hashes}
+                assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+            else:
+                assert told[event.medium] >= {*event.block_hashes}, "gone, but never told"
+                told[event.medium] -= {*event.block_hashes}
+        assert told == {MEDIUMS[tier]: held for tier, held in wanted.items()}
+    assert buffer.take() == []
+
+
+def test_what_comes_and_goes_between_two_questions_leaves_no_event() -> None:
+    chunks, buffer = chunks_of([9] * 192), StoreEventBuffer()
+    for _ in range(3):
+        buffer.stored(Tier.DRAM, chunks)
+        buffer.removed(Tier.DRAM, [chunk.key for chunk in chunks])
+    assert buffer.take() == []
