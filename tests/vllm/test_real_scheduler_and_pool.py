@@ -139,6 +139,32 @@ def test_one_instance_loads_what_another_has_computed(store: StoreService, is_as
         assert second.figures()["pool_num_failed_loads"] == 0
 
 
+@pytest.mark.parametrize("store", [MANY], indirect=True)
+def test_nothing_from_before_a_reset_is_loaded_or_saved_under_new_weights(
+    store: StoreService,
+) -> None:
+    """vLLM empties all caches before it gets other weights; another instance keeps its own."""
+    whole = (len(PROMPTS[4]) + 8) // CHUNK
+    with pooled(store, is_async=False) as first, pooled(store, is_async=False) as second:
+        pair = Pair((first, second))
+        pair.do("ask", 4, 0)
+        pair.do("settle", 0, 0)
+        wait_for_saved(first, whole)
+        pair.do("ask", 4, 0)
+        pair.do("steps", 2, 0)
+        assert first.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        pair.do("settle", 0, 0)
+        saves = first.figures()["pool_num_saves"]
+        pair.do("ask", 4, 0)
+        pair.do("settle", 0, 0)
+        assert first.figures()["pool_num_loaded_chunks"] == 0
+        assert first.figures()["pool_num_saves"] == saves + 1
+        wait_for_saved(first, 2 * whole)
+        pair.do("ask", 4, 1)
+        pair.check()
+        assert second.figures()["pool_num_loaded_chunks"] == (len(PROMPTS[4]) - 1) // CHUNK
+
+
 @pytest.mark.parametrize("store", [MANY, FEW], indirect=True, ids=["roomy", "tight"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
 def test_any_order_of_events(store: StoreService, is_async: bool) -> None:

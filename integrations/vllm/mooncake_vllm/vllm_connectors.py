@@ -207,6 +207,11 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._at_scheduler.request_finished(request, block_ids)
 
+    @guarded(lambda: False)
+    def reset_cache(self) -> bool:
+        """What is stored is out of date: vLLM gets other weights, or is told to forget."""
+        return self._at_scheduler.reset_cache()
+
     @guarded(tuple)
     def take_events(self) -> Sequence[object]:
         """What a store in this instance holds now, for vLLM to publish beside its own blocks."""

@@ -9,6 +9,7 @@ written them meanwhile.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -108,6 +109,7 @@ class PoolSchedulerSide:
         self._lock = threading.Lock()
         self._prompts: dict[str, PooledPrompt] = {}
         self._saving: set[str] = set()
+        self._current: set[str] = set()  # requests whose KV is all of this identity
         self._started: list[str] = []
         self._count = 0
         self._chunk_tokens = config.chunk_tokens
@@ -128,7 +130,10 @@ class PoolSchedulerSide:
                 f"pool: a chunk has {config.chunk_tokens} tokens, which are no whole blocks of "
                 f"{unit}: use chunk=N with a multiple, the same for all who share KV"
             )
-        self._identity = KVIdentity.of_model(instance.model, info.geometry, config.chunk_tokens)
+        self._model_identity = KVIdentity.of_model(
+            instance.model, info.geometry, config.chunk_tokens
+        )
+        self._identity = self._model_identity
         self._stores = PoolStores(
             config, Registry.discover(), instance.engine_id, observer=self._events
         )
@@ -150,6 +155,8 @@ class PoolSchedulerSide:
         self.check_alive()
         prompt = request.prompt_token_ids or []
         count = num_loadable_chunks(len(prompt), self._chunk_tokens)
+        with self._lock:
+            self._current.add(request.request_id)
         if not count or not _is_plain(request):
             return
         self._count += 1
@@ -225,6 +232,8 @@ class PoolSchedulerSide:
         self.check_alive()
         request_id = request.request_id
         with self._lock:
+            is_current = request_id in self._current
+            self._current.discard(request_id)
             pooled = self._prompts.pop(request_id, None)
             is_loading = pooled is not None and pooled.state is PoolState.LOADING
             if pooled is not None and is_loading:
@@ -232,9 +241,26 @@ class PoolSchedulerSide:
         if pooled is not None and is_loading:
             self._client.cancel_load(pooled.name)
             return False, None
-        if request.status.name not in SAVED or not _is_plain(request):
+        if request.status.name not in SAVED or not is_current or not _is_plain(request):
             return False, None
         return self._save(request, block_ids, len(pooled.sources) if pooled else 0), None
+
+    def reset_cache(self) -> bool:
+        """vLLM empties its caches, as it does for other weights: no chunk that stores have is
+        loaded any more, and no request that is under way is saved. False while one is loading.
+
+        Stores keep what other instances use; this one shares nothing with them from now on, as it
+        can't know whether they have its weights.
+        """
+        with self._lock:
+            model = f"{self._model_identity.model} {secrets.token_hex(8)}"
+            self._identity = replace(self._model_identity, model=model)
+            self._client.use_identity(self._identity)
+            self._current.clear()
+            found = [each for each in self._prompts.values() if each.state is not PoolState.LOADING]
+            for pooled in found:
+                pooled.state, pooled.sources = PoolState.OVER, ()
+            return len(found) == len(self._prompts)
 
     def take_events(self) -> Sequence[KVEvent]:
         """What has changed in this instance's own store since the last call. One that runs

@@ -103,6 +103,7 @@ class SchedulerHooks(Protocol):
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, KVTransferDict | None]: ...
+    def reset_cache(self) -> bool: ...
     def take_events(self) -> Sequence[KVEvent]: ...
     def stats(self) -> dict[str, float]: ...
     def close(self) -> None: ...
@@ -286,6 +287,10 @@ class SchedulerSide:
         """
         if self._death is not None:
             raise ConnectorDied(f"the KV connector has died: {self._death!r}") from self._death
+
+    def reset_cache(self) -> bool:
+        """It stores nothing: there is nothing to forget."""
+        return True
 
     def take_events(self) -> Sequence[KVEvent]:
         """None: it stores nothing."""

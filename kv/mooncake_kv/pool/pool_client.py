@@ -125,7 +125,8 @@ class PoolClient:
         self.load_costs = LoadCosts()
         self._stores = stores
         self._chunk_tokens = identity.chunk_tokens
-        self._namespace = identity.root()
+        self._namespace = b""
+        self.use_identity(identity)
         self.chunk_bytes = chunk_bytes(geometry, identity.chunk_tokens)
         self._layer_bytes = self.chunk_bytes // geometry.layers
         self._timeout_s = transfer_timeout_s
@@ -192,6 +193,10 @@ class PoolClient:
         self._stores.close()
 
     # -- for the core ---------------------------------------------------------------------------
+
+    def use_identity(self, identity: KVIdentity) -> None:
+        """What is saved from now on is KV of that one, which has chunks of the same size."""
+        self._namespace = identity.root()
 
     def lookup(
         self,

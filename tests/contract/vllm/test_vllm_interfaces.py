@@ -59,7 +59,6 @@ LEFT_ALONE = {
     "supports_divergent_local_hybrid_hits": "hybrid caches are refused",
     "get_external_cache_hit_sources": "the base's",
     "get_kv_connector_kv_cache_events": "stores tell the scheduler's side: take_events",
-    "reset_cache": "mooncake-kv drop empties a store",
 }
 """Hooks of the base class that we don't override, and why not."""
 

@@ -52,6 +52,7 @@ CALLS: list[tuple[str, tuple[Any, ...], Any]] = [
     ("get_num_new_matched_tokens", (None, 0), (0, False)),
     ("update_state_after_alloc", (None, None, 5), None),
     ("request_finished", (None, []), (False, None)),
+    ("reset_cache", (), False),
     ("take_events", (), ()),
     ("get_kv_connector_stats", (), None),
     ("bind_connector_metadata", (SimpleNamespace(loads=("a",)),), None),
