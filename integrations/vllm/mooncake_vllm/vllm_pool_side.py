@@ -134,6 +134,7 @@ class PoolSchedulerSide:
             instance.model, info.geometry, config.chunk_tokens
         )
         self._identity = self._model_identity
+        self._namespace = self._identity.root()
         self._stores = PoolStores(
             config, Registry.discover(), instance.engine_id, observer=self._events
         )
@@ -255,6 +256,7 @@ class PoolSchedulerSide:
         with self._lock:
             model = f"{self._model_identity.model} {secrets.token_hex(8)}"
             self._identity = replace(self._model_identity, model=model)
+            self._namespace = self._identity.root()
             self._client.use_identity(self._identity)
             self._current.clear()
             found = [each for each in self._prompts.values() if each.state is not PoolState.LOADING]
@@ -265,7 +267,7 @@ class PoolSchedulerSide:
     def take_events(self) -> Sequence[KVEvent]:
         """What has changed in this instance's own store since the last call. One that runs
         elsewhere publishes by itself."""
-        return () if self._events is None else self._events.take()
+        return () if self._events is None else self._events.take(self._namespace)
 
     def check_alive(self) -> None:
         """Raise what has killed the pool's client.

@@ -77,12 +77,21 @@ class StoreEventBuffer:
                 if (tier, key) in self._told:
                     self._pending[tier, key] = None
 
-    def take(self) -> list[KVEvent]:
-        """What has changed since the last call: what is gone, then what is there."""
+    def take(self, namespace: bytes) -> list[KVEvent]:
+        """What has changed since the last call: what is gone, then what is there.
+
+        Args:
+            namespace: whose KV the engine can load; that of others it says nothing about.
+        """
         if not self._pending:  # every step asks
             return []
         with self._lock:
-            pending, self._pending = self._pending, {}
+            pending = {
+                name: chunk
+                for name, chunk in self._pending.items()
+                if chunk is None or chunk.content is None or chunk.content.namespace == namespace
+            }
+            self._pending = {}
             gone = [name for name, chunk in pending.items() if chunk is None]
             self._told.update(pending)
             self._told.difference_update(gone)

@@ -200,7 +200,7 @@ def test_taken_events_say_what_a_store_holds_whenever_they_are_taken(steps: list
             wanted[tier].discard(event_key(chunk.key))
         if not is_taken:
             continue
-        for event in buffer.take():
+        for event in buffer.take(NAMESPACE):
             if isinstance(event, BlockStored):
                 told[event.medium] |= {*event.block_hashes}
                 assert len(event.token_ids) == event.block_size * len(event.block_hashes)
@@ -208,7 +208,7 @@ def test_taken_events_say_what_a_store_holds_whenever_they_are_taken(steps: list
                 assert told[event.medium] >= {*event.block_hashes}, "gone, but never told"
                 told[event.medium] -= {*event.block_hashes}
         assert told == {MEDIUMS[tier]: held for tier, held in wanted.items()}
-    assert buffer.take() == []
+    assert buffer.take(NAMESPACE) == []
 
 
 def test_what_comes_and_goes_between_two_questions_leaves_no_event() -> None:
@@ -216,4 +216,14 @@ def test_what_comes_and_goes_between_two_questions_leaves_no_event() -> None:
     for _ in range(3):
         buffer.stored(Tier.DRAM, chunks)
         buffer.removed(Tier.DRAM, [chunk.key for chunk in chunks])
-    assert buffer.take() == []
+    assert buffer.take(NAMESPACE) == []
+
+
+def test_an_engine_says_nothing_about_another_models_chunks() -> None:
+    other = KVIdentity("qwen", "float32", chunk_tokens=64)
+    buffer, theirs = StoreEventBuffer(), chunks_of([9] * 128, identity=other)
+    buffer.stored(Tier.DRAM, theirs)
+    buffer.removed(Tier.DRAM, [theirs[0].key])
+    assert buffer.take(NAMESPACE) == []
+    buffer.removed(Tier.DRAM, [theirs[1].key])
+    assert buffer.take(NAMESPACE) == []
