@@ -1,12 +1,14 @@
-"""What the CPU backend runs on other machines: plain torch, and kernels for older processors."""
+"""What the CPU backend runs on other machines: plain torch, and kernels for other processors."""
 
 from __future__ import annotations
 
 import platform
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from mooncake_hal import native
 from mooncake_hal.backend import Backend
 from mooncake_hal.testing.backends_experts import ExpertsSuite
 from mooncake_hal.testing.backends_latent import LatentSuite
@@ -20,11 +22,20 @@ from mooncake_hal_cpu.torch_ops import TorchOps
 X86 = platform.machine() == "x86_64"
 # AVX2 and plain SSE2: neither AVX-512 nor products of bf16
 ARCHITECTURES = ("x86-64-v3", "x86-64") if X86 else ("armv8-a",)
+# AVX-512 without and with products of bf16, for machines that have neither
+EMULATED = {"avx512": "", "avx512-bf16": "#define __AVX512BF16__ 1"} if X86 else {}
+EMULATION = Path(__file__).parents[1] / "support" / "avx512_emulated.h"
+COMPILE_TIMEOUT_S = 300
 
 
 def variant(name: str) -> CpuBackend:
     backend = CpuBackend()
-    if name == "torch":
+    if name in EMULATED:
+        # Unrolled as for the processor, it would take the compiler minutes.
+        flags = [flag for flag in FLAGS if not flag.startswith(("-march", "-O"))]
+        before = f"{EMULATED[name]}\n{EMULATION.read_text()}"
+        backend.ops = NativeOps(load_kernels([*flags, "-O1", "-march=x86-64-v3"], before))
+    elif name == "torch":
         backend.ops = TorchOps()
         backend.capabilities = replace(backend.capabilities, dtypes=ALL_DTYPES, graphs=False)
     else:
@@ -38,3 +49,14 @@ class TestVariants(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite):
     @staticmethod
     def backend(request: pytest.FixtureRequest) -> Backend:
         return variant(request.param)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * COMPILE_TIMEOUT_S)
+class TestEmulatedVariants(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite):
+    @pytest.fixture(scope="module", params=EMULATED)
+    @staticmethod
+    def backend(request: pytest.FixtureRequest) -> Backend:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "COMPILE_TIMEOUT_S", COMPILE_TIMEOUT_S)
+            return variant(request.param)

@@ -247,8 +247,8 @@ def small_drives(monkeypatch):
     small = partial(SsdDirectoryConfig, segment_bytes=1 << 20, min_free_bytes=0)
     monkeypatch.setattr(pool_stores, "SsdDirectoryConfig", small)
 
-    def open_store(config):
-        stores.append(NodeStore(config))
+    def open_store(config, **more):
+        stores.append(NodeStore(config, **more))
         return stores[-1]
 
     monkeypatch.setattr(pool_stores, "NodeStore", open_store)

@@ -41,17 +41,18 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 }
 
 
-def load_kernels(flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
+def load_kernels(flags: Sequence[str] = FLAGS, before: str = "") -> ctypes.CDLL:
     """Compile the kernels, or find them compiled, and declare their signatures.
 
     Args:
         flags: of the compiler, such as another ``-march``.
+        before: source that comes first, such as a stand-in for instructions.
 
     Raises:
         NativeUnavailable: see ``mooncake_hal.native.compile_c``.
     """
     folder = Path(__file__).parent
-    source = "\n".join((folder / name).read_text() for name in _FILES)
+    source = "\n".join([before, *((folder / name).read_text() for name in _FILES)])
     library = compile_c("mooncake_hal_cpu", source, flags, language="c++")
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
