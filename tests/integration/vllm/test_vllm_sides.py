@@ -206,9 +206,9 @@ def test_a_request_that_ends_early_frees_the_peer(
     if is_loading:
         decode.admit(request, D_BLOCKS)
     assert decode.scheduler.request_finished(request, D_BLOCKS) == (False, None)
-    prefill.step_until(prefill.told.sent, "p")
-    if is_loading:  # vLLM keeps the blocks until it is told
+    if is_loading:  # vLLM keeps the blocks until it is told; a load begins with the step after it
         decode.step_until(decode.told.received, "d")
+    prefill.step_until(prefill.told.sent, "p")
 
 
 @pytest.mark.parametrize(
