@@ -1,6 +1,6 @@
 """vLLM alone, as pairs with its own connectors, and as pairs with ours: in turns, on its CPU build.
 
-    python ci/bench_vllm.py [--clients 1,4,8,16] [--rounds 3] [--groups pull,push,engine]
+    python ci/bench_vllm.py [--clients 1,4,8,16] [--rounds 3] [--groups pull,push,engine,nixl]
 
 The contenders of a group are up together, which takes some 3 GB a pair, and are warm before they
 are measured. A round asks each of them, at each number of clients, for answers of 64 tokens to

@@ -45,11 +45,11 @@ def check_pool(
     pools = (f"dram=256MiB,port={port},chunk={CHUNK}", f"connect=127.0.0.1:{port},chunk={CHUNK}")
     with ExitStack() as stack:
         urls = []
-        events = free_port()
+        replay_port = free_port()
         published = {
             "enable_kv_cache_events": True,
             "endpoint": f"tcp://127.0.0.1:{free_port()}",
-            "replay_endpoint": f"tcp://127.0.0.1:{events}",
+            "replay_endpoint": f"tcp://127.0.0.1:{replay_port}",
         }
         for number, pool in enumerate(pools):
             log = CACHE / f"vllm-pool-{number}.log"
@@ -75,20 +75,20 @@ def check_pool(
         whole = sum((len(body["prompt"]) - 1) // CHUNK for _, body in cases.values())
         if saved < whole or loaded != whole:
             problems.append(f"pool: {saved:g} chunks were saved, {loaded:g} of {whole} loaded")
-        problems += check_events(events, cases)
+        problems += check_events(replay_port, cases)
         for url in urls:
             if failed := figure(url, "vllm:mooncake_hal_pool_hook_errors_total"):
                 problems.append(f"pool: {failed:g} hooks of {url} have failed")
     return problems
 
 
-def check_events(port: int, cases: dict[str, tuple[str, Json]]) -> list[str]:
+def check_events(replay_port: int, cases: dict[str, tuple[str, Json]]) -> list[str]:
     """What vLLM has published of its own store, beside its blocks; returns what was wrong."""
     index = ChunkIndex(1)
     stream = EventStream(index, 0, PublishedBlocks())
     with zmq.Context() as context, context.socket(zmq.DEALER) as question:
         question.rcvtimeo, question.linger = 20_000, 0
-        question.connect(f"tcp://127.0.0.1:{port}")
+        question.connect(f"tcp://127.0.0.1:{replay_port}")
         question.send_multipart((b"", (0).to_bytes(8, "big")))
         while (frames := question.recv_multipart())[-2] != REPLAY_END:
             stream.receive(decode_sequence(frames[-2]), decode_batch(frames[-1]))

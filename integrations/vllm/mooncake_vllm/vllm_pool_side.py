@@ -130,11 +130,7 @@ class PoolSchedulerSide:
                 f"pool: a chunk has {config.chunk_tokens} tokens, which are no whole blocks of "
                 f"{unit}: use chunk=N with a multiple, the same for all who share KV"
             )
-        self._model_identity = KVIdentity.of_model(
-            instance.model, info.geometry, config.chunk_tokens
-        )
-        self._identity = self._model_identity
-        self._namespace = self._identity.root()
+        self._identity = KVIdentity.of_model(instance.model, info.geometry, config.chunk_tokens)
         self._stores = PoolStores(
             config, Registry.discover(), instance.engine_id, observer=self._events
         )
@@ -254,10 +250,8 @@ class PoolSchedulerSide:
         can't know whether they have its weights.
         """
         with self._lock:
-            model = f"{self._model_identity.model} {secrets.token_hex(8)}"
-            self._identity = replace(self._model_identity, model=model)
-            self._namespace = self._identity.root()
-            self._client.use_identity(self._identity)
+            self._identity = replace(self._identity, model=secrets.token_hex(16))
+            self._client.namespace = self._identity.root()
             self._current.clear()
             found = [each for each in self._prompts.values() if each.state is not PoolState.LOADING]
             for pooled in found:
@@ -267,7 +261,7 @@ class PoolSchedulerSide:
     def take_events(self) -> Sequence[KVEvent]:
         """What has changed in this instance's own store since the last call. One that runs
         elsewhere publishes by itself."""
-        return () if self._events is None else self._events.take(self._namespace)
+        return () if self._events is None else self._events.take(self._client.namespace)
 
     def check_alive(self) -> None:
         """Raise what has killed the pool's client.

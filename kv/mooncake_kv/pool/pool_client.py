@@ -125,8 +125,8 @@ class PoolClient:
         self.load_costs = LoadCosts()
         self._stores = stores
         self._chunk_tokens = identity.chunk_tokens
-        self._namespace = b""
-        self.use_identity(identity)
+        self.namespace = identity.root()
+        """Whose KV is saved, see ``ChunkContent``; may change."""
         self.chunk_bytes = chunk_bytes(geometry, identity.chunk_tokens)
         self._layer_bytes = self.chunk_bytes // geometry.layers
         self._timeout_s = transfer_timeout_s
@@ -193,10 +193,6 @@ class PoolClient:
         self._stores.close()
 
     # -- for the core ---------------------------------------------------------------------------
-
-    def use_identity(self, identity: KVIdentity) -> None:
-        """What is saved from now on is KV of that one, which has chunks of the same size."""
-        self._namespace = identity.root()
 
     def lookup(
         self,
@@ -465,7 +461,7 @@ class PoolClient:
         if not missing:
             return [], ()
         size = self._chunk_tokens, self.chunk_bytes
-        chunks = [save.chunk(position, *size, self._namespace) for position in missing]
+        chunks = [save.chunk(position, *size, self.namespace) for position in missing]
         lease_s = self._timeout_s + LEASE_MARGIN_S
         future = self._stores.home.reserve(chunks, lease_s=lease_s, copy=copy)
         grants = await asyncio.wrap_future(future)

@@ -4,7 +4,8 @@
 // Heads are taken in groups, as if each group had a KV head of its own that lies in the same place:
 // then parts and their merging are those of decode.cpp, and so is what a result depends on.
 
-constexpr int LATENT_TOKENS = TOGETHER;  // whose latents stay in L1 while all heads of a group add them
+// Whose latents stay in L1 while all heads of a group add them.
+constexpr int LATENT_TOKENS = TOGETHER;
 
 template <typename T>
 static void attend_latents(const Batch& d, int rope_dim, const T* query, const Part& part,

@@ -22,9 +22,7 @@ struct Linear {
 #if defined(__AVX512BF16__)
 using Input = bf16;
 static inline vf add_pair(vf sum, vu weights, const Input* x) {
-  int32_t pair;
-  std::memcpy(&pair, x, sizeof pair);
-  return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(pair));
+  return multiply_add(sum, Pairs{(__m512i)weights}, get_weight(x));
 }
 #else
 using Input = float;

@@ -2,8 +2,8 @@
 //
 // bf16 is multiplied in pairs where the processor can; weights then are bf16, as in prefills.
 
-constexpr int PART = 256;  // tokens that are weighed at once
-constexpr int QUAD = 4;    // heads, and tokens, whose scores are made at once: 16 sums in registers
+constexpr int PART = 256;      // tokens that are weighed at once
+constexpr int QUAD = 4;        // heads, and tokens, whose scores are made at once: 16 sums
 constexpr int TOGETHER = 16;  // tokens whose values are added at once, where they lie together
 // Floats from one head's scores to the next's; a power of two would put them in few sets of L1.
 constexpr int SCORES = PART + TOGETHER;
