@@ -74,8 +74,9 @@ class Capabilities:
             models call norms, rotation and the write one after the other.
         rounding: how its ops round where the contract leaves it open, as (what, how) in words;
             instances that exchange KV compare them, and say what differs.
-        quantization: how weights may be quantised that linear layers run on; with ``"fp8"``,
-            ``ops`` are also ``mooncake_hal.fp8_linear.Fp8LinearOps``.
+        quantization: which quantised weights are multiplied as they are; with ``"fp8"`` those of
+            linear layers, and ``ops`` are also ``mooncake_hal.fp8_linear.Fp8LinearOps``; with
+            ``"fp8_experts"`` those of experts, and they are ``Fp8ExpertOps``, too.
     """
 
     dtypes: tuple[str, ...]

@@ -20,6 +20,7 @@ from mooncake_hal.backend import (
     SamplingOps,
     ScaledKVOps,
 )
+from mooncake_hal.fp8_linear import Fp8ExpertOps, Fp8LinearOps
 from mooncake_hal.latents import NativeLatentOps
 from mooncake_hal.rope_writes import RopeWriteOps
 
@@ -52,6 +53,10 @@ def _parts(capabilities: Capabilities) -> Iterator[tuple[str, type]]:
         yield "ops", NativeLatentOps
     if capabilities.fused_rope_writes:
         yield "ops", RopeWriteOps
+    if "fp8" in capabilities.quantization:
+        yield "ops", Fp8LinearOps
+    if "fp8_experts" in capabilities.quantization:
+        yield "ops", Fp8ExpertOps
 
 
 def _breaches(part: str, held: object, protocol: type) -> Iterator[str]:

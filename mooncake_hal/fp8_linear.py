@@ -1,9 +1,11 @@
-"""Linear layers whose weights are fp8 (e4m3) numbers with scales, for backends that multiply such.
+"""Linear layers and experts whose weights are fp8 (e4m3) numbers with scales, for backends that
+multiply such.
 
 A weight is its number times its scale. Scales are of rows (per channel; one for a whole tensor is
 that of each row), or of blocks of 128 by 128 as DeepSeek-V3 publishes them. Activations are
 quantised as they come: each row of x by its own largest element, with scales of blocks each 128
-elements of it; or, with rows, by one scale that the checkpoint has (static).
+elements of it; or, with rows, by one scale that the checkpoint has (static). Between the two
+products of experts they are quantised again.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ FP8_TINY = 1e-12
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Weight:
-    """The weight of a linear layer.
+    """The weight of a linear layer, or those of a layer's experts, with one dimension before.
 
     Args:
-        values: [out, in] float8_e4m3fn; both are multiples of 16.
-        scales: float32, [out] of rows, or [ceil(out / 128), ceil(in / 128)] of blocks.
+        values: [out, in] or [experts, out, in] float8_e4m3fn; out and in are multiples of 16.
+        scales: float32, [out] of rows, or [ceil(out / 128), ceil(in / 128)] of blocks; of experts
+            [experts, ...].
         input_scale: [] float32, what x is divided by; None: by what its largest elements say.
+            Experts have none.
     """
 
     values: Tensor
@@ -39,7 +43,7 @@ class Fp8Weight:
     @property
     def is_blockwise(self) -> bool:
         """Whether scales are of blocks."""
-        return self.scales.dim() == 2
+        return self.scales.dim() == self.values.dim()
 
 
 class Fp8LinearOps(Protocol):
@@ -65,5 +69,42 @@ class Fp8LinearOps(Protocol):
         value / 448, and rounded to e4m3; with ``input_scale`` by that, what is too large becomes
         the largest number there is. Products are summed in float32 at least within 128 columns. A
         row of the result depends on that row of x alone.
+        """
+        ...
+
+
+class Fp8ExpertOps(Protocol):
+    """What the ``ops`` of a backend with ``"fp8_experts"`` in ``capabilities.quantization`` do."""
+
+    def pack_fp8_experts(self, weights: Fp8Weight) -> Fp8Weight:
+        """Return the experts' weights in the form that ``fp8_moe`` runs on best; see
+        ``pack_fp8_weight``.
+
+        The result is opaque: only ``fp8_moe`` and ``unpack_fp8_experts`` take it.
+        """
+        ...
+
+    def unpack_fp8_experts(
+        self,
+        packed: Fp8Weight,  # what pack_fp8_experts returned for [experts, out, in]
+    ) -> Fp8Weight:
+        """Numbers and scales as they were before, bit by bit, both dense; may be memory of
+        ``packed``, which the caller then uses no more. For experts that move to other ranks."""
+        ...
+
+    def fp8_moe(
+        self,
+        x: Tensor,  # [tokens, hidden]
+        gate_up: Fp8Weight,  # what pack_fp8_experts returned for [experts, 2 * inner, hidden]
+        down: Fp8Weight,  # what pack_fp8_experts returned for [experts, hidden, inner]
+        expert_ids: Tensor,  # [tokens, chosen] int64, all different in a row
+        expert_weights: Tensor,  # [tokens, chosen] float32
+    ) -> Tensor:  # [tokens, hidden]
+        """``Ops.moe`` of quantised rows: x as for ``fp8_linear``, the first product rounded to the
+        type of x, ``silu_mul`` of that in float32 and quantised in the same way.
+
+        Both weights have scales of the same kind; with scales of blocks, ``inner`` is a multiple of
+        128, so that no block has rows of gate and of up. The sum is made in float32 and rounded
+        once.
         """
         ...

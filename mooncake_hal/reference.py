@@ -148,10 +148,7 @@ class ReferenceOps:
         return weight
 
     def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-        width = FP8_BLOCK if weight.is_blockwise else x.shape[-1]
-        groups = torch.split(x.float(), width, dim=-1)
-        rounded = torch.cat([_through_fp8(group, weight.input_scale) for group in groups], dim=-1)
-        return self.linear(rounded, dequantised(weight), bias).to(x.dtype)
+        return self.linear(_as_input(x, weight), dequantised(weight), bias).to(x.dtype)
 
     def silu_mul(self, x: Tensor) -> Tensor:
         gate, up = x.float().chunk(2, dim=-1)
@@ -176,6 +173,29 @@ class ReferenceOps:
             for choice, expert in enumerate(experts):
                 inner = self.silu_mul(x[token].float() @ gate_up[expert].float().T)
                 out[token] += expert_weights[token, choice] * (inner @ down[expert].float().T)
+        return out.to(x.dtype)
+
+    def pack_fp8_experts(self, weights: Fp8Weight) -> Fp8Weight:
+        return weights
+
+    def unpack_fp8_experts(self, packed: Fp8Weight) -> Fp8Weight:
+        return packed
+
+    def fp8_moe(
+        self,
+        x: Tensor,
+        gate_up: Fp8Weight,
+        down: Fp8Weight,
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+    ) -> Tensor:
+        rows, first, second = _as_input(x, gate_up), dequantised(gate_up), dequantised(down)
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for token, experts in enumerate(expert_ids.tolist()):
+            for choice, expert in enumerate(experts):
+                product = (rows[token] @ first[expert].T).to(x.dtype)
+                inner = _as_input(self.silu_mul(product.float()), down)
+                out[token] += expert_weights[token, choice] * (inner @ second[expert].T)
         return out.to(x.dtype)
 
     def sample(self, logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
@@ -224,13 +244,19 @@ def sampling_shares(logits: Tensor, sampling_metadata: SamplingMetadata) -> Tens
 
 
 def dequantised(weight: Fp8Weight) -> Tensor:
-    """[out, in] float32."""
+    """[out, in] or [experts, out, in] float32."""
     scales = weight.scales
     if not weight.is_blockwise:
         return weight.values.float() * scales.unsqueeze(-1)
-    rows, columns = weight.values.shape
-    wide = scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
-    return weight.values.float() * wide[:rows, :columns]
+    rows, columns = weight.values.shape[-2:]
+    wide = scales.repeat_interleave(FP8_BLOCK, -2).repeat_interleave(FP8_BLOCK, -1)
+    return weight.values.float() * wide[..., :rows, :columns]
+
+
+def _as_input(x: Tensor, weight: Fp8Weight) -> Tensor:
+    """Quantised as the weight's scales ask for, and back: float32."""
+    groups = torch.split(x.float(), FP8_BLOCK if weight.is_blockwise else x.shape[-1], dim=-1)
+    return torch.cat([_through_fp8(group, weight.input_scale) for group in groups], dim=-1)
 
 
 def _through_fp8(x: Tensor, scale: Tensor | None) -> Tensor:

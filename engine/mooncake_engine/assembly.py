@@ -412,7 +412,9 @@ def _make_scheduler(
     if config.async_scheduling and not config.uses_async_scheduling:
         logger.warning(
             "async scheduling is off: it does not go together with %s",
-            f"{config.pp_size} pipeline stages" if config.pp_size > 1 else "speculative decoding",
+            f"{config.pp_size} pipeline stages"
+            if config.pp_size > 1
+            else "speculative decoding over data-parallel ranks that share experts",
         )
     _log_pool(config, info)
     blocks = BlockManager(

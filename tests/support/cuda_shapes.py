@@ -167,6 +167,22 @@ class Shapes:
             weights = self.new(tokens, layer.chosen, dtype=torch.float32)
             self.ops.moe(self.new(tokens, layer.hidden), gate_up, down, ids, weights)
 
+    def fp8_experts(self, layer: Experts) -> None:
+        """The same on e4m3 weights, scales of rows and of blocks."""
+        sizes = (2 * layer.inner, layer.hidden), (layer.hidden, layer.inner)
+        for is_blockwise in (False, True):
+            weights = []
+            for rows, columns in sizes:
+                values = self.new(layer.count, rows, columns, dtype=torch.float8_e4m3fn)
+                blocks = (-(-rows // 128), -(-columns // 128))
+                shape = blocks if is_blockwise else (rows,)
+                scales = self.new(layer.count, *shape, dtype=torch.float32)
+                weights.append(Fp8Weight(values, scales))
+            for tokens in (1, 8, 64 * layer.count):
+                ids = self.new(tokens, layer.chosen, dtype=torch.int64)
+                scores = self.new(tokens, layer.chosen, dtype=torch.float32)
+                self.ops.fp8_moe(self.new(tokens, layer.hidden), *weights, ids, scores)
+
     def cache(self, heads: int, dim: int) -> Tensor:
         """One plane of one layer in the layout BHLPT, of a model with 32 layers."""
         layers_and_planes = 64

@@ -30,8 +30,8 @@ _MOVED_ELEMENTS = 4096
 
 
 class CudaOps:
-    """``Ops``, ``ScaledKVOps``, ``RopeWriteOps``, ``Fp8LinearOps`` and ``SamplingOps`` by Triton
-    kernels.
+    """``Ops``, ``ScaledKVOps``, ``RopeWriteOps``, ``Fp8LinearOps``, ``Fp8ExpertOps`` and
+    ``SamplingOps`` by Triton kernels.
 
     Args:
         tuning: of the device that the process computes on.
@@ -268,10 +268,33 @@ class CudaOps:
         if len(x) == 0:
             return torch.empty_like(x)
         count, chosen = len(gate_up[0]), expert_ids.shape[1]
-        tile = moe_launch.tile_for(x, chosen, count, self._tuning)
+        tile = self._tuning.matmul(moe_launch.mean_rows(expert_ids, count), x.element_size())
         grouping = moe_launch.group_by_expert(expert_ids, count, tile)
         inner = self.silu_mul(moe_launch.multiply(x, gate_up[0], grouping, chosen, x.dtype))
         parts = moe_launch.multiply(inner, down[0], grouping, 1, torch.float32)
+        return moe_launch.combine(parts, expert_weights, x.dtype)
+
+    def pack_fp8_experts(self, weights: Fp8Weight) -> Fp8Weight:
+        return fp8_launch.pack(weights)
+
+    def unpack_fp8_experts(self, packed: Fp8Weight) -> Fp8Weight:
+        return packed
+
+    def fp8_moe(
+        self,
+        x: Tensor,
+        gate_up: Fp8Weight,
+        down: Fp8Weight,
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+    ) -> Tensor:
+        if len(x) == 0:
+            return torch.empty_like(x)
+        multiply, count = fp8_launch.multiply_experts, len(gate_up.values)
+        tile = self._tuning.fp8_matmul(moe_launch.mean_rows(expert_ids, count))
+        grouping = moe_launch.group_by_expert(expert_ids, count, tile)
+        gated = multiply(x, gate_up, grouping, expert_ids.shape[1], x.dtype)
+        parts = multiply(gated, down, grouping, 1, torch.float32, is_gated=True)
         return moe_launch.combine(parts, expert_weights, x.dtype)
 
     def sample(self, logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:

@@ -1,5 +1,5 @@
-"""Linear layers on fp8 weights: rows are quantised by our kernels; products with scales of rows
-are torch's, those with scales of blocks our kernel's.
+"""Linear layers and experts on fp8 weights: rows are quantised by our kernels. Linear layers with
+scales of rows are multiplied by torch, all else by our kernels.
 
 ``torch._scaled_mm`` takes e4m3 whose dimensions are multiples of 16 (the contract's, too), x with
 dense rows and the weight with dense columns, and scales of rows in float32, [rows, 1] and
@@ -14,16 +14,21 @@ import torch
 from torch import Tensor
 
 from mooncake_hal.fp8_linear import FP8_BLOCK, Fp8Weight
-from mooncake_hal_cuda.kernels.fp8_kernels import fp8_block_matmul, quantise_blocks, quantise_rows
-from mooncake_hal_cuda.launch_tuning import Tuning, power_of_two
+from mooncake_hal_cuda.kernels.fp8_kernels import (
+    fp8_block_matmul,
+    fp8_grouped_matmul,
+    quantise_blocks,
+    quantise_rows,
+)
+from mooncake_hal_cuda.launch_tuning import NEIGHBOURS, Tuning, power_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mooncake_hal_cuda.moe_launch import Grouping
+
 _ROW_ELEMENTS = 4096
 _BLOCKS_TOGETHER = 8
-# tiles of rows that run beside each other and share weights in the cache
-_NEIGHBOURS = 8
 _E4M3 = torch.float8_e4m3fn
 
 
@@ -46,9 +51,11 @@ def multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None, tuning: Tuning) 
     return multiply_rows(*quantised_rows(x, weight.input_scale), weight, bias, x.dtype)
 
 
-def quantised_rows(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x in e4m3, and the scale of each row: [rows, 1] float32."""
-    rows, dim = x.shape
+def quantised_rows(
+    x: Tensor, input_scale: Tensor | None = None, *, is_gated: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x in e4m3, or ``silu_mul`` of a gated x, and the scale of each row: [rows, 1] float32."""
+    rows, dim = len(x), x.shape[1] // (2 if is_gated else 1)
     values = torch.empty((rows, dim), dtype=_E4M3, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     quantise_rows[(rows,)](
@@ -58,6 +65,7 @@ def quantised_rows(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tenso
         scales if input_scale is None else input_scale,
         x.stride(0),
         HAS_SCALE=input_scale is not None,
+        IS_GATED=is_gated,
         DIM=dim,
         WIDTH=min(power_of_two(dim), _ROW_ELEMENTS),
         num_warps=4,
@@ -65,9 +73,9 @@ def quantised_rows(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tenso
     return values, scales
 
 
-def quantised_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x in e4m3, and the scale of each 128 elements: [rows, blocks] float32."""
-    rows, dim = x.shape
+def quantised_blocks(x: Tensor, *, is_gated: bool = False) -> tuple[Tensor, Tensor]:
+    """The same with the scale of each 128 elements: [rows, blocks] float32."""
+    rows, dim = len(x), x.shape[1] // (2 if is_gated else 1)
     blocks = -(-dim // FP8_BLOCK)
     values = torch.empty((rows, dim), dtype=_E4M3, device=x.device)
     scales = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
@@ -77,6 +85,7 @@ def quantised_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
         scales,
         x,
         x.stride(0),
+        IS_GATED=is_gated,
         DIM=dim,
         BLOCK=FP8_BLOCK,
         GROUPS=together,
@@ -130,7 +139,47 @@ def _multiply_blocks(
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         BLOCK=tile.depth,
-        GROUP=_NEIGHBOURS,
+        GROUP=NEIGHBOURS,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def multiply_experts(
+    x: Tensor,  # [pairs // per_row, in]; gated: [.., 2 * in]
+    weights: Fp8Weight,  # of [experts, out, in]
+    grouping: Grouping,
+    per_row: int,
+    dtype: torch.dtype,
+    *,
+    is_gated: bool = False,
+) -> Tensor:  # [pairs, out]
+    """Every pair's row of x, or of ``silu_mul`` of a gated x, times its expert's weights."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    quantised = quantised_blocks if weights.is_blockwise else quantised_rows
+    values, scales = quantised(x, is_gated=is_gated)
+    _, fan_out, fan_in = weights.values.shape
+    tile, tiles = grouping.tile, len(grouping.tile_experts)
+    out = torch.empty((len(x) * per_row, fan_out), dtype=dtype, device=x.device)
+    fp8_grouped_matmul[(tiles * -(-fan_out // tile.columns),)](
+        out,
+        values,
+        scales,
+        weights.values,
+        weights.scales,
+        grouping.order,
+        grouping.tile_experts,
+        grouping.tile_rows,
+        tiles,
+        IS_BLOCKWISE=weights.is_blockwise,
+        IN=fan_in,
+        OUT=fan_out,
+        PER_ROW=per_row,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        BLOCK=tile.depth,
+        GROUP=NEIGHBOURS,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

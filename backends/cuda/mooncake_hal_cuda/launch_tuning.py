@@ -34,6 +34,9 @@ are loaded too (from the block table): those take two, and with less there is on
 MOST_REGISTERS = 255
 """Of a thread. Without this limit the assembler spills in exact float32, to raise occupancy."""
 
+NEIGHBOURS = 8
+"""Tiles of rows of a matrix product that run beside each other and share weights in the cache."""
+
 WIDTH = 1024
 """Elements per program of the kernels that work element by element."""
 
@@ -110,9 +113,9 @@ class Tuning:
 
     @property
     def quantization(self) -> tuple[str, ...]:
-        """Forms of quantised weights that are multiplied as they are: matrix units take e4m3 from
-        sm_89 on."""
-        return () if self.generation in ("sm_80", "sm_86") else ("fp8",)
+        """Quantised weights that are multiplied as they are: matrix units take e4m3 from sm_89
+        on."""
+        return () if self.generation in ("sm_80", "sm_86") else ("fp8", "fp8_experts")
 
     @property
     def _is_roomy(self) -> bool:

@@ -13,10 +13,7 @@ from mooncake_hal_cuda.kernels.moe_kernels import (
     group_pairs,
     grouped_matmul,
 )
-from mooncake_hal_cuda.launch_tuning import WIDTH, MatmulTile, Tuning, power_of_two
-
-# tiles of rows that run beside each other and share an expert's weights in the cache
-_NEIGHBOURS = 8
+from mooncake_hal_cuda.launch_tuning import NEIGHBOURS, WIDTH, MatmulTile, power_of_two
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +89,7 @@ def multiply(
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
-        GROUP=_NEIGHBOURS,
+        GROUP=NEIGHBOURS,
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -115,6 +112,6 @@ def combine(
     return out
 
 
-def tile_for(x: Tensor, chosen: int, experts: int, tuning: Tuning) -> MatmulTile:
-    """How to launch the products of a layer of experts, by how many rows each has on average."""
-    return tuning.matmul(-(-len(x) * chosen // experts), x.element_size())
+def mean_rows(expert_ids: Tensor, experts: int) -> int:
+    """Pairs of an expert, on average."""
+    return -(-expert_ids.numel() // experts)

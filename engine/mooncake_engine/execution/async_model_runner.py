@@ -29,6 +29,7 @@ from mooncake_engine.execution.request_table import (
     fill_placeholders,
 )
 from mooncake_engine.execution.sampler import NO_TOKEN, ChosenTokens, grammar_failures
+from mooncake_engine.execution.speculation.drafts import Proposer
 from mooncake_engine.scheduling.step_plan import SampledToken, StepPlan, StepResult
 from mooncake_hal.backend import Event
 
@@ -150,21 +151,30 @@ class AsyncModelRunner(ModelRunner):
 
     A grammar has to know the last token before the next one is sampled: the host waits for it when
     the model is enqueued that computes the next one's logits. Where it looks at logits between two
-    steps (log probabilities of a prompt), the whole batch waits for the host.
+    steps (log probabilities of a prompt), the whole batch waits for the host; and where tokens are
+    drafted, since what comes next depends on how many of them are accepted.
 
     Args:
         parts: what it works with.
         sampled: carries tokens from step to step.
+        proposer: proposes draft tokens; None if nothing does.
     """
 
-    def __init__(self, parts: RunnerParts, sampled: SampledTokenBuffer) -> None:
-        super().__init__(parts)
+    def __init__(
+        self, parts: RunnerParts, sampled: SampledTokenBuffer, proposer: Proposer | None = None
+    ) -> None:
+        super().__init__(parts, proposer)
         self._sampled = sampled
         self._enqueued: deque[EnqueuedStep] = deque()
 
     def _take_over(self, plan: StepPlan) -> None:
         super()._take_over(plan)
         self._complete(self._sampled.depth - 1)  # the core has the tokens of those before
+
+    def _collect(self, plan: StepPlan) -> Batch:
+        if plan.has_drafts:  # what proposes them has to know the tokens before them
+            self._complete(0)
+        return super()._collect(plan)
 
     def _make_inputs(self, batch: Batch) -> StepInputs:
         inputs = super()._make_inputs(batch)
@@ -180,6 +190,8 @@ class AsyncModelRunner(ModelRunner):
     def _conclude(
         self, plan: StepPlan, batch: Batch, inputs: StepInputs, hidden: Tensor
     ) -> PendingStep:
+        if batch.drafts:
+            return super()._conclude(plan, batch, inputs, hidden)
         states = (*batch.states, *inputs.sampling) if self._requests.num_host_bound else ()
         if any(state.is_host_bound for state in states):
             self._complete(0)

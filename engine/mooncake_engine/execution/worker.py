@@ -278,10 +278,11 @@ class Worker:
             has_peers=config.has_peers,
             serve_experts=self._model.serve_experts,
         )
-        if config.uses_async_scheduling:
-            sampled = SampledTokenBuffer(config.max_num_seqs, self._device, config.steps_in_flight)
-            return AsyncModelRunner(parts, sampled)
-        return ModelRunner(parts, self._make_proposer(plan, parts, size))
+        proposer = self._make_proposer(plan, parts, size)
+        if not config.uses_async_scheduling:
+            return ModelRunner(parts, proposer)
+        sampled = SampledTokenBuffer(config.max_num_seqs, self._device, config.steps_in_flight)
+        return AsyncModelRunner(parts, sampled, proposer)
 
     def _make_proposer(
         self, plan: EnginePlan, parts: RunnerParts, size: PoolSize

@@ -14,7 +14,7 @@ second (after the adaptive speculation of TurboSpec, arXiv 2406.14066). Pure.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -74,10 +74,12 @@ class DraftLength:
 
 
 _FEW_STEPS = 3
-"""Steps of a kind whose median counts: a single one may have been held up by anything."""
+"""Steps of a kind whose median counts: a single one may have been held up by anything. Those
+without drafts come in a row: where steps run ahead, the first one has waited for one with drafts.
+"""
 
-_RARELY = 32
-"""One in so many steps runs without drafts, to know what that takes."""
+_EARLY, _RARELY = 8, 96
+"""A few in so many steps run without drafts, to know what that takes: at first, and later."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 16, 1024
 """Steps without drafts, before these are tried again."""
@@ -94,23 +96,26 @@ class DraftWorth:
         self._pause = _SHORTEST_PAUSE
         self._num_paused = 0
 
+    @property
     def allows(self) -> bool:
         """Whether the next step of this size may have drafts."""
         if self._num_paused:
-            self._num_paused -= 1
             return False
         if self._all_accepted:  # n times the tokens for at most n times the work: no loss
             return True
-        self._num_steps += 1
-        every = _RARELY // 4 if len(self._without) < _FEW_STEPS else _RARELY
-        return self._num_steps % every != 0
+        every = _EARLY if len(self._without) < _FEW_STEPS else _RARELY
+        return self._num_steps % every < every - _FEW_STEPS
 
     def learn(self, num_tokens: int, num_drafted: int, num_rejected: int, seconds: float) -> None:
         """Take in how many tokens came of a step, how many were drafted for it, how many of these
         were rejected, and its time."""
         self._all_accepted = num_drafted > num_rejected == 0
         (self._with if num_drafted else self._without).append(num_tokens / max(seconds, 1e-9))
-        if self._num_paused or min(len(self._with), len(self._without)) < _FEW_STEPS:
+        if self._num_paused:
+            self._num_paused -= 1
+            return
+        self._num_steps += not self._all_accepted
+        if min(len(self._with), len(self._without)) < _FEW_STEPS:
             return
         if median(self._with) < median(self._without):
             self._num_paused = self._pause
@@ -137,12 +142,24 @@ class DraftScheduler:
         self._accepted_at = [0] * limits.num_speculative_tokens
         self._worth: dict[int, DraftWorth] = {}  # by the batch size's bits
 
+    def is_due(self, running: Sequence[Request]) -> bool:
+        """Whether the next step would draft for these, were their last tokens known: they are to be
+        waited for then, rather than run ahead. Beside a prompt they are not worth that."""
+        return (
+            self._pays(len(running))
+            and all(request.num_pending <= 1 for request in running)
+            and any(self._useful(request) > 0 for request in running)
+        )
+
     def plan(self, step: StepBuilder, requests: Mapping[str, Request]) -> None:
-        """Give the step's decodes draft tokens, by priority, where that pays."""
+        """Give the step's decodes draft tokens, by priority, where that pays; but for those that
+        run ahead of their own last token."""
         if not self._pays(len(step.decodes)):
             return
         for index, sequence in enumerate(step.decodes):
             request = requests[sequence.request_id]
+            if request.num_output_placeholders > 1:
+                continue
             room = min(step.budget, self._blocks.num_free_tokens(request))
             num_draft_tokens = min(self._useful(request), room)
             if num_draft_tokens > 0:
@@ -177,7 +194,7 @@ class DraftScheduler:
         if most is not None and num_decodes > most:
             return False
         worth = self._worth.get(num_decodes.bit_length())
-        return worth is None or worth.allows()
+        return worth is None or worth.allows
 
     def stats(self) -> SpeculationStats | None:
         """What came of it so far; None if nothing is ever drafted."""

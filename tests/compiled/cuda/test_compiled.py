@@ -180,6 +180,33 @@ def test_experts(generation: str, dtype: str, shapes: Shapes, model: str) -> Non
     )
 
 
+@pytest.mark.parametrize("generation", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("model", EXPERTS)
+def test_fp8_experts(generation: str, dtype: str, model: str) -> None:
+    """As linear layers on e4m3: sixteen bytes at a time, tiles loaded ahead."""
+    ops = CudaOps(Tuning(generation, GENERATIONS[generation]))
+    with compiling(generation) as kernels:
+        Shapes(ops, getattr(torch, dtype)).fp8_experts(EXPERTS[model])
+    products = [kernel for kernel in kernels if kernel.name == "fp8_grouped_matmul"]
+    quantising = [kernel for kernel in kernels if kernel.name.startswith("quantise_")]
+    check(
+        generation,
+        kernels,
+        {
+            "quantise_rows",
+            "quantise_blocks",
+            "count_pairs",
+            "group_pairs",
+            "fp8_grouped_matmul",
+            "combine_experts",
+        },
+    )
+    units = {kernel.matrix_unit for kernel in products}
+    assert units == {"mma.sync", MATRIX_UNITS[generation]}  # of few rows, and of many
+    assert all(kernel.widest_access == 16 for kernel in (*products, *quantising))
+    check_overlap(products)
+
+
 def test_spans(generation: str) -> None:
     """What cuda_ipc launches, for aligned pieces and for odd ones."""
     with compiling(generation) as kernels:

@@ -17,6 +17,7 @@ from mooncake_engine.execution.model_runner import ModelRunner
 from mooncake_engine.llm import LLM
 from mooncake_engine.messages import EngineRequest, FinishReason
 from mooncake_engine.sampling_params import Grammar, GrammarKind, SamplingParams
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 
 CHUNK = 48
 PLENTY, THIRD = 128, 26
@@ -102,6 +103,23 @@ def test_one_rank(model: Path, seen: Counter[str], num_blocks: int, ways: tuple[
             assert [entry.logprob for entry in said[0]] == pytest.approx(
                 [entry.logprob for entry in said[1]], abs=1e-4
             )
+
+
+def test_drafts_where_they_pay_and_steps_ahead_where_not(model: Path, seen: Counter[str]) -> None:
+    """The long answers are left when the others are through, and few enough to be drafted."""
+    long = greedy(ignore_eos=True, max_tokens=60)
+    requests = load({"long": long, **{way: WAYS[way] for way in ("filtered", "penalised")}})
+    drafts = SpeculativeConfig(
+        SpeculativeMethod.NGRAM, 3, prompt_lookup_min=1, disable_by_batch_size=6
+    )
+    options: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "num_kv_blocks": PLENTY}
+    expected = run_load(model, requests, **options)
+    options |= {"async_scheduling": True, "speculative_config": drafts}
+    found = run_load(model, requests, **options)
+    assert found.answers == expected.answers
+    assert seen["fed"], "no step ran ahead"
+    assert found.stats.speculation is not None
+    assert found.stats.speculation.num_drafts > 0
 
 
 def test_two_ranks(model: Path) -> None:

@@ -40,6 +40,11 @@ def draft(model: Path, num_tokens: int = 3) -> SpeculativeConfig:
     return SpeculativeConfig(SpeculativeMethod.DRAFT, num_tokens, model)
 
 
+in_turn_and_ahead = pytest.mark.parametrize(
+    "async_scheduling", [False, True], ids=["in turn", "ahead"]
+)
+
+
 def check_same(
     model: Path, requests: list[EngineRequest], plain: Outcome, **options: Any
 ) -> Outcome:
@@ -50,16 +55,20 @@ def check_same(
     return found
 
 
+@in_turn_and_ahead
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "seeded"])
-def test_whatever_drafts(llama: Path, small: Path, sampling: SamplingParams) -> None:
+def test_whatever_drafts(
+    llama: Path, small: Path, sampling: SamplingParams, *, async_scheduling: bool
+) -> None:
     """Seeds are the clients' own: what they say must not depend on how much is drafted."""
     requests = make_load(sampling, sizes=MIX)
     plain = run_load(llama, requests, num_kv_blocks=PLENTY)
     assert plain.stats.speculation is None
-    check_same(llama, requests, plain, speculative_config=NGRAM)
-    check_same(llama, requests, plain, speculative_config=draft(small))
-    chunked = {"max_num_batched_tokens": 16, "block_size": 4, "num_kv_blocks": 4 * PLENTY}
-    check_same(llama, requests, plain, speculative_config=draft(small), **chunked)
+    options: dict[str, Any] = {"async_scheduling": async_scheduling}
+    check_same(llama, requests, plain, speculative_config=NGRAM, **options)
+    check_same(llama, requests, plain, speculative_config=draft(small), **options)
+    options |= {"max_num_batched_tokens": 16, "block_size": 4, "num_kv_blocks": 4 * PLENTY}
+    check_same(llama, requests, plain, speculative_config=draft(small), **options)
 
 
 def test_a_draft_model_that_is_the_model_is_always_right(llama: Path) -> None:
@@ -94,22 +103,27 @@ def test_latent_attention_and_experts(family: str, llama: Path, tmp_path: Path) 
     assert found.stats.speculation.num_accepted_tokens > 60
 
 
+@in_turn_and_ahead
 @pytest.mark.parametrize("drafts_for_itself", [False, True])
-def test_memory_for_a_third_of_the_load(llama: Path, small: Path, drafts_for_itself: bool) -> None:
+def test_memory_for_a_third_of_the_load(
+    llama: Path, small: Path, *, drafts_for_itself: bool, async_scheduling: bool
+) -> None:
     """Groups are swapped, single sequences start over, and draft tokens take nobody's place."""
     requests = make_load(GREEDY, sizes=(1, 3, 1, 2, 1, 3, 1, 2, 1))
     plain = run_load(llama, requests, num_kv_blocks=PLENTY)
     speculation = draft(llama if drafts_for_itself else small)
     options = {"num_kv_blocks": THIRD, "speculative_config": speculation}
-    found = check_same(llama, requests, plain, **options)
+    found = check_same(llama, requests, plain, async_scheduling=async_scheduling, **options)
     assert found.stats.num_swap_outs > 0
     assert found.stats.num_preemptions > found.stats.num_swap_outs
 
 
-def test_every_rank_drafts_the_same(llama: Path) -> None:
+@in_turn_and_ahead
+def test_every_rank_drafts_the_same(llama: Path, *, async_scheduling: bool) -> None:
     requests = make_load(RANDOM, sizes=(1, 2))
     plain = run_load(llama, requests, num_kv_blocks=PLENTY)
-    found = check_same(llama, requests, plain, speculative_config=draft(llama), tp_size=2)
+    options: dict[str, Any] = {"tp_size": 2, "async_scheduling": async_scheduling}
+    found = check_same(llama, requests, plain, speculative_config=draft(llama), **options)
     assert found.stats.speculation is not None
     assert found.stats.speculation.num_accepted_tokens > 60
 
@@ -127,14 +141,18 @@ SHAPED = [
 """Everything that looks at a token's place in its answer, or at the tokens before it."""
 
 
-def test_parameters_that_look_back_and_ends_in_the_middle(llama: Path) -> None:
+@in_turn_and_ahead
+def test_parameters_that_look_back_and_ends_in_the_middle(
+    llama: Path, *, async_scheduling: bool
+) -> None:
     requests = [
         EngineRequest(f"r{index}", random_prompt(index), sampling)
         for index, sampling in enumerate(SHAPED)
     ]
     plain = run_load(llama, requests, num_kv_blocks=PLENTY)
+    options: dict[str, Any] = {"async_scheduling": async_scheduling}
     for speculation in (NGRAM, draft(llama, 5)):
-        found = check_same(llama, requests, plain, speculative_config=speculation)
+        found = check_same(llama, requests, plain, speculative_config=speculation, **options)
         for name in plain.updates:
             assert ends(found, name) == ends(plain, name)
             assert scores(found, name) == pytest.approx(scores(plain, name), abs=1e-4)

@@ -10,6 +10,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import random_prompt, serve_all
 
@@ -56,7 +57,8 @@ def begin_and_abort(core: EngineCore, requests: list[EngineRequest], num_steps: 
     core.step()
 
 
-def test_every_draft_stays_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in turn", "ahead"])
+def test_every_draft_stays_right(tmp_path: Path, *, async_scheduling: bool) -> None:
     checkpoint = write_checkpoint(random_model("llama"), tmp_path)
     plenty = EngineConfig(checkpoint, num_kv_blocks=800, block_size=4, dtype="float32", threads=1)
     short = replace(
@@ -67,6 +69,7 @@ def test_every_draft_stays_right(tmp_path: Path) -> None:
         max_num_batched_tokens=48,
         swap_space_bytes=1 << 20,
         speculative_config=SpeculativeConfig(SpeculativeMethod.DRAFT, 5, checkpoint),
+        async_scheduling=async_scheduling,
     )
     numbers = random.Random(3)
     alone, core = build_engine(plenty).core, build_engine(short).core

@@ -1,7 +1,10 @@
-"""fp8 (e4m3) linear layers: rows quantised on the way in, and the product of scaled blocks."""
+"""fp8 (e4m3) linear layers and experts: rows quantised on the way in, and the products."""
 
 import triton
 import triton.language as tl
+
+from mooncake_hal_cuda.kernels.moe_kernels import tiles_of_program
+from mooncake_hal_cuda.kernels.norm_rope_silu import silu
 
 _LARGEST = tl.constexpr(448.0)
 _TINY = tl.constexpr(1e-12)
@@ -11,10 +14,11 @@ _TINY = tl.constexpr(1e-12)
 def quantise_rows(
     out,  # [rows, DIM] e4m3, dense
     scales,  # [rows] float32; written
-    x,  # [rows, DIM]
+    x,  # [rows, DIM], or gate then up if IS_GATED: [rows, 2 * DIM]
     input_scale,  # [] float32; read only if HAS_SCALE
     x_stride,
     HAS_SCALE: tl.constexpr,
+    IS_GATED: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -28,13 +32,13 @@ def quantise_rows(
         largest = tl.zeros([WIDTH], tl.float32)
         for begin in range(0, DIM, WIDTH):
             at = begin + dims
-            values = tl.load(x + at, mask=at < DIM, other=0.0).to(tl.float32)
+            values = _load(x, at, at < DIM, DIM, IS_GATED)
             largest = tl.maximum(largest, tl.abs(values))
         scale = tl.div_rn(tl.maximum(tl.max(largest, 0), _TINY), _LARGEST)
     tl.store(scales + row, scale)
     for begin in range(0, DIM, WIDTH):
         at = begin + dims
-        values = tl.load(x + at, mask=at < DIM, other=0.0).to(tl.float32)
+        values = _load(x, at, at < DIM, DIM, IS_GATED)
         values = tl.clamp(tl.div_rn(values, scale), -_LARGEST, _LARGEST)
         tl.store(out + row * DIM + at, values.to(out.dtype.element_ty), mask=at < DIM)
 
@@ -43,8 +47,9 @@ def quantise_rows(
 def quantise_blocks(
     out,  # [rows, DIM] e4m3, dense
     scales,  # [rows, ceil(DIM / BLOCK)] float32, dense; written
-    x,  # [rows, DIM]
+    x,  # [rows, DIM], or gate then up if IS_GATED: [rows, 2 * DIM]
     x_stride,
+    IS_GATED: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,  # blocks of a program
@@ -55,12 +60,21 @@ def quantise_blocks(
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = groups[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     is_in = at < DIM
-    values = tl.load(x + row * x_stride + at, mask=is_in, other=0.0).to(tl.float32)
+    values = _load(x + row * x_stride, at, is_in, DIM, IS_GATED)
     largest = tl.maximum(tl.max(tl.abs(values), 1), _TINY)
     scale = tl.div_rn(largest, _LARGEST)
     values = tl.clamp(tl.div_rn(values, scale[:, None]), -_LARGEST, _LARGEST)
     tl.store(out + row * DIM + at, values.to(out.dtype.element_ty), mask=is_in)
     tl.store(scales + row * blocks + groups, scale, mask=groups < blocks)
+
+
+@triton.jit
+def _load(x, at, mask, DIM: tl.constexpr, IS_GATED: tl.constexpr):
+    """Elements of a row in float32; of a gated one ``silu(gate) * up``."""
+    values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if IS_GATED:
+        values = silu(values) * tl.load(x + DIM + at, mask=mask, other=0.0).to(tl.float32)
+    return values
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -83,13 +97,8 @@ def fp8_block_matmul(
     """One program: a tile of ROWS by COLUMNS; each block's products are scaled and added up in
     float32, which also makes up for what Hopper's matrix units leave out of long sums."""
     blocks: tl.constexpr = (IN + BLOCK - 1) // BLOCK
-    columns_total: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
-    per_group: tl.constexpr = GROUP * columns_total
-    first = tl.program_id(0) // per_group * GROUP
-    height = tl.minimum(tl.cdiv(num_rows, ROWS) - first, GROUP)
-    row_block = first + tl.program_id(0) % per_group % height
-    column_block = tl.program_id(0) % per_group // height
-
+    num_tiles = tl.cdiv(num_rows, ROWS)
+    row_block, column_block = tiles_of_program(num_tiles, (OUT + COLUMNS - 1) // COLUMNS, GROUP)
     rows = row_block * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
@@ -112,4 +121,67 @@ def fp8_block_matmul(
         sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     mask = is_row[:, None] & is_column[None, :]
     out += rows[:, None].to(tl.int64) * OUT + columns[None, :]
+    tl.store(out, sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def fp8_grouped_matmul(
+    out,  # [pairs, OUT] dense
+    x,  # [pairs // PER_ROW, IN] e4m3, dense
+    x_scales,  # [pairs // PER_ROW, ceil(IN / BLOCK)] float32, dense; [pairs // PER_ROW] of rows
+    weights,  # [experts, OUT, IN] e4m3, dense
+    weight_scales,  # [experts, ceil(OUT / BLOCK), ceil(IN / BLOCK)]; [experts, OUT] of rows
+    order,
+    tile_experts,
+    tile_rows,
+    num_tiles,
+    IS_BLOCKWISE: tl.constexpr,  # whether scales are of blocks; else of rows
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    PER_ROW: tl.constexpr,  # pairs that share a row of x
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # at most BLOCK, and divides it
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program: a tile of one expert's rows by COLUMNS columns. Each BLOCK's products are added
+    up in float32, see ``fp8_block_matmul``; of blocks they are scaled before, of rows at the end.
+    """
+    blocks: tl.constexpr = (IN + BLOCK - 1) // BLOCK
+    tile, column_block = tiles_of_program(num_tiles, (OUT + COLUMNS - 1) // COLUMNS, GROUP)
+    expert = tl.load(tile_experts + tile).to(tl.int64)
+    if expert < 0:
+        return
+
+    rows = tl.arange(0, ROWS)
+    is_row = rows < tl.load(tile_rows + tile)
+    pairs = tl.load(order + tile * ROWS + rows, mask=is_row, other=0).to(tl.int64)
+    sources = pairs // PER_ROW
+    columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = columns < OUT
+    depths = tl.arange(0, BLOCK)
+    x += sources[:, None] * IN + depths[None, :]
+    weights += expert * (OUT * IN) + columns[None, :].to(tl.int64) * IN + depths[:, None]
+    if IS_BLOCKWISE:
+        x_scales += sources * blocks
+        of_expert: tl.constexpr = (OUT + BLOCK - 1) // BLOCK * blocks
+        weight_scales += expert * of_expert + column_block * COLUMNS // BLOCK * blocks
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in range(0, blocks):
+        is_in = block * BLOCK + depths < IN
+        left = tl.load(x + block * BLOCK, mask=is_row[:, None] & is_in[None, :], other=0.0)
+        mask = is_column[None, :] & is_in[:, None]
+        right = tl.load(weights + block * BLOCK, mask=mask, other=0.0)
+        products = tl.dot(left, right)
+        if IS_BLOCKWISE:
+            scales = tl.load(x_scales + block, mask=is_row, other=0.0)
+            scales *= tl.load(weight_scales + block)
+            products *= scales[:, None]
+        sums += products
+    if not IS_BLOCKWISE:
+        sums *= tl.load(x_scales + sources, mask=is_row, other=0.0)[:, None]
+        of_columns = tl.load(weight_scales + expert * OUT + columns, mask=is_column, other=0.0)
+        sums *= of_columns[None, :]
+    mask = is_row[:, None] & is_column[None, :]
+    out += pairs[:, None] * OUT + columns[None, :]
     tl.store(out, sums.to(out.dtype.element_ty), mask=mask)

@@ -73,12 +73,7 @@ def grouped_matmul(
     PRECISION: tl.constexpr,
 ):
     """One program: a tile of one expert's rows by COLUMNS columns."""
-    columns_total: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
-    per_group: tl.constexpr = GROUP * columns_total
-    first = tl.program_id(0) // per_group * GROUP
-    height = tl.minimum(num_tiles - first, GROUP)
-    tile = first + tl.program_id(0) % per_group % height
-    column_block = tl.program_id(0) % per_group // height
+    tile, column_block = tiles_of_program(num_tiles, (OUT + COLUMNS - 1) // COLUMNS, GROUP)
     expert = tl.load(tile_experts + tile)
     if expert < 0:
         return
@@ -102,6 +97,16 @@ def grouped_matmul(
     mask = is_row[:, None] & is_column[None, :]
     out += pairs[:, None] * OUT + columns[None, :]
     tl.store(out, sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def tiles_of_program(num_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """A program's tile of rows, of ``num_tiles``, and its tile of columns."""
+    per_group: tl.constexpr = GROUP * COLUMN_TILES
+    first = tl.program_id(0) // per_group * GROUP
+    height = tl.minimum(num_tiles - first, GROUP)
+    tile = first + tl.program_id(0) % per_group % height
+    return tile, tl.program_id(0) % per_group // height
 
 
 @triton.jit

@@ -115,7 +115,11 @@ def silu_mul(
     x += row * row_stride
     gate = tl.load(x + dims, mask=is_dim, other=0.0).to(tl.float32)
     up = tl.load(x + HALF + dims, mask=is_dim, other=0.0).to(tl.float32)
-    # sigmoid by the branch whose exponential can't overflow
+    tl.store(out + row * HALF + dims, (silu(gate) * up).to(out.dtype.element_ty), mask=is_dim)
+
+
+@triton.jit
+def silu(gate):
+    """Of float32, by the branch whose exponential can't overflow."""
     small = tl.exp(-tl.abs(gate))
-    sigmoid = tl.where(gate >= 0, 1.0, small) / (1.0 + small)
-    tl.store(out + row * HALF + dims, (gate * sigmoid * up).to(out.dtype.element_ty), mask=is_dim)
+    return gate * (tl.where(gate >= 0, 1.0, small) / (1.0 + small))

@@ -62,6 +62,16 @@ def test_the_answers_are_the_same(num_blocks: int, depth: int) -> None:
                 "speculative_config": SpeculativeConfig(SpeculativeMethod.NGRAM),
                 "async_scheduling": True,
             },
+            2,
+            True,
+        ),
+        (
+            {
+                "speculative_config": SpeculativeConfig(SpeculativeMethod.NGRAM),
+                "async_scheduling": True,
+                "dp_size": 2,
+                "ep_size": 2,
+            },
             1,
             False,
         ),
@@ -72,6 +82,58 @@ def test_what_goes_together(
 ) -> None:
     config = EngineConfig(Path(), **options)
     assert (config.steps_in_flight, config.uses_async_scheduling) == (steps, uses_async_scheduling)
+
+
+def test_steps_with_drafts_wait_for_each_other() -> None:
+    bench = ahead(num_speculative_tokens=3)
+    bench.add("a", PROMPT, max_tokens=12)
+    bench.worker.num_accepted = 3
+    assert who(bench.step()[0]) == [("a", 0, 10)]
+    plan, updates = bench.step()
+    assert plan.has_drafts is False, "the first token is not known yet"
+    assert who(plan) == [("a", 10, 1)]
+    assert [update.token_ids for update in updates] == [(7,)]
+    steps = [bench.step() for _ in range(4)]
+    assert [(who(plan), plan.has_drafts) for plan, _ in steps] == [
+        ([], False),
+        ([("a", 11, 1)], True),
+        ([], False),
+        ([("a", 15, 1)], True),
+    ]
+    assert [[u.token_ids for u in updates] for _, updates in steps] == [
+        [(7,)],
+        [],
+        [(7, 7, 7, 7)],
+        [],
+    ]
+    assert bench.run() == {"a": [7] * 4 + [7] * 2}
+
+
+def test_where_drafts_do_not_pay_steps_run_ahead() -> None:
+    bench = ahead(num_speculative_tokens=3, most_seqs_with_drafts=1)
+    for name in ("a", "b"):
+        bench.add(name, PROMPT, max_tokens=20)
+    plans = [bench.step()[0] for _ in range(8)]
+    assert all(len(plan.sequences) == 2 and not plan.has_drafts for plan in plans)
+    bench.scheduler.abort("a")
+    plans = [bench.step()[0] for _ in range(4)]
+    assert any(plan.has_drafts for plan in plans)
+
+
+def test_a_prompt_is_not_held_up_by_drafts() -> None:
+    bench = ahead(num_speculative_tokens=3, max_num_batched_tokens=8)
+    bench.add("a", [1, 2], max_tokens=30)
+    for _ in range(4):
+        bench.step()
+    bench.add("b", range(100, 120))
+    plans = [bench.step()[0] for _ in range(5)]
+    assert [share for plan in plans for share in who(plan) if share[0] == "b"] == [
+        ("b", 0, 7),
+        ("b", 7, 7),
+        ("b", 14, 6),
+    ]
+    begun = next(index for index, plan in enumerate(plans) if len(who(plan)) == 2)
+    assert all(len(who(plan)) == 2 for plan in plans[begun : begun + 3]), "none was left out"
 
 
 def test_a_token_is_run_before_it_is_known() -> None:

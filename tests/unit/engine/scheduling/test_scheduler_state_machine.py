@@ -56,7 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=MAX_SEQS,
             max_num_batched_tokens=BUDGET,
             watermark=watermark,
-            num_speculative_tokens=0 if flights[1] else num_draft_tokens,
+            num_speculative_tokens=num_draft_tokens,
             depth=flights[0],
             uses_async_scheduling=flights[1],
             reports_received_blocks=reports_received_blocks,
