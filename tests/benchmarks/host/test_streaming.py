@@ -81,6 +81,22 @@ def test_streams_keep_the_device_busy(num_streams: int, step_ms: float, benchmar
     benchmark.pedantic(lambda: None, rounds=1)
 
 
+def test_speculation_costs_many_streams_nothing(benchmark: Any) -> None:
+    """An instance that drafts for a lone stream only: with more, steps run ahead as without it.
+    Its last stream is drafted, and gets several tokens at once."""
+    num_streams, step_ms = 128, STEP_MS[128]
+    num_tokens = int(SECONDS * 1e3 / step_ms)
+    drafts = ["--speculative-method", "ngram", "--speculative-disable-by-batch-size", "1"]
+    with paced_instance(step_ms, *drafts) as (port, _):
+        uvloop.run(stream_all(port, 4, 8))
+        times = uvloop.run(stream_all(port, num_streams, num_tokens))
+    steady, wanted = steady_rate(times), num_streams * 1e3 / step_ms
+    name = f"host: {num_streams} streams beyond those that are drafted, steps of {step_ms:g} ms"
+    shown = f"{steady:.0f} of {wanted:.0f} tokens/s"
+    record(benchmark, Figure(name, steady / wanted, 0.97, "of it", context=shown))
+    benchmark.pedantic(lambda: None, rounds=1)
+
+
 @pytest.mark.parametrize("num_streams", PD_STREAMS)
 def test_a_pair_keeps_the_decoding_device_busy(num_streams: int, benchmark: Any) -> None:
     step_ms = STEP_MS[num_streams]
