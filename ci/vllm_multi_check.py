@@ -17,6 +17,7 @@ from vllm_serving import (
     Json,
     cores,
     free_port,
+    proxying,
     serving,
     transfer_config,
     wait_until_healthy,
@@ -26,7 +27,14 @@ FILES = CACHE / "vllm-example-connector"
 LOADS = "vllm:mooncake_hal_loads_total"
 POOL_LOADS = "vllm:mooncake_hal_pool_num_loads_total"
 EXTERNAL = "vllm:external_prefix_cache_hits_total"
-ORDERS = (("pull", "pool"), ("pool", "pull"), ("pull", "example"))
+RECEIVED = "vllm:mooncake_hal_bytes_received_total"
+ORDERS = (
+    ("pull", "pool"),
+    ("pool", "pull"),
+    ("pull", "example"),
+    ("push", "pool"),
+    ("pool", "push"),
+)
 NOTHING_LEFT = (
     "vllm:kv_cache_usage_perc",
     "vllm:mooncake_hal_leases_held",
@@ -66,8 +74,8 @@ def check_order(
     wanted: dict[str, Json],
     timeout_s: float,
 ) -> list[str]:
-    """P and D with the same children: half of the prompts are handed over by P's parameters, half
-    lie where the other child has put them."""
+    """P and D with the same children: half of the prompts are handed over from P to D, half lie
+    where the other child has put them."""
     port = free_port()
     shutil.rmtree(FILES, ignore_errors=True)
     FILES.mkdir()
@@ -84,20 +92,23 @@ def check_order(
             urls.append(stack.enter_context(serving(python, transfer, cores(number), log)))
             wait_until_healthy(urls[-1], log, timeout_s)  # the store comes first
         prefill, decode = urls
+        flow = "push" if "push" in order else "pull"
+        proxy = stack.enter_context(proxying(prefill, decode, flow))
         for number, (case, (path, body)) in enumerate(cases.items()):
-            by_pull = number % 2 == 0
-            asked = body | {"max_tokens": 1}
-            extra = {"kv_transfer_params": {"do_remote_decode": True}} if by_pull else {}
-            params = post(prefill, path, asked | extra).get("kv_transfer_params")
-            if "pool" in order:  # P saves behind its answer
+            by_transfer = number % 2 == 0
+            if not by_transfer:  # P answers by itself
+                post(prefill, path, body | {"max_tokens": 1})
+                if "pool" in order:  # it saves behind its answer
+                    until_saved(prefill, number + 1)
+            found = token_ids(post(proxy if by_transfer else decode, path, body))
+            if by_transfer and "pool" in order:
                 until_saved(prefill, number + 1)
-            extra = {"kv_transfer_params": params} if by_pull else {}
-            found = token_ids(post(decode, path, body | extra))
             same = found == token_ids(wanted[case])
-            what = f"{'+'.join(order)}: {case}, {'pulled' if by_pull else 'kept'}"
+            how = ("pushed" if flow == "push" else "pulled") if by_transfer else "kept"
+            what = f"{'+'.join(order)}: {case}, {how}"
             print(f"multi         {what:34} {'ok' if same else 'WRONG'}", flush=True)
-            if not same or (by_pull and not params):
-                problems.append(f"{name}: {case}: {found!r:.200}, parameters {params!r:.80}")
+            if not same:
+                problems.append(f"{name}: {case}: {found!r:.200}")
         problems += [f"{name}: {problem}" for problem in look(order, prefill, decode, len(cases))]
     return problems
 
@@ -105,7 +116,7 @@ def check_order(
 def multi_config(order: tuple[str, ...], role: str, pool: str) -> Json:
     """``--kv-transfer-config`` of an instance."""
     children: dict[str, Json] = {
-        "pull": transfer_config(role, "pull", ["shm", "tcp"]),
+        **{flow: transfer_config(role, flow, ["shm", "tcp"]) for flow in ("pull", "push")},
         "pool": pool_config(pool),
         "example": {
             "kv_connector": "ExampleConnector",

@@ -1,10 +1,14 @@
-"""The pool's connector inside two real vLLM instances, one of which has the store."""
+"""The pool's connector inside two real vLLM instances, one of which has the store, with an SSD."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -24,7 +28,9 @@ CHUNK = 128
 LOADED = "vllm:mooncake_hal_pool_num_loaded_chunks_total"
 SAVED = "vllm:mooncake_hal_pool_num_saved_chunks_total"
 SAVES = "vllm:mooncake_hal_pool_num_saves_total"
+HOOK_ERRORS = "vllm:mooncake_hal_pool_hook_errors_total"
 SAVED_S = 60.0
+SSD = CACHE / "vllm-pool-ssd"
 
 
 def check_pool(
@@ -33,7 +39,8 @@ def check_pool(
     wanted: dict[str, Json],
     timeout_s: float,
 ) -> list[str]:
-    """One instance computes and saves, the other one loads; returns what was wrong.
+    """One instance computes and saves, the other one loads; then the first one is started again and
+    finds on its SSD what it had; returns what was wrong.
 
     Args:
         python: of vLLM's environment.
@@ -41,45 +48,103 @@ def check_pool(
         wanted: what one vLLM says to each.
         timeout_s: for an instance to start.
     """
-    port, problems = free_port(), []
-    pools = (f"dram=256MiB,port={port},chunk={CHUNK}", f"connect=127.0.0.1:{port},chunk={CHUNK}")
+    shutil.rmtree(SSD, ignore_errors=True)
+    answers = PoolAnswers(cases, wanted)
+    return check_shared(python, answers, timeout_s) + check_again(python, answers, timeout_s)
+
+
+@dataclass(frozen=True)
+class PoolAnswers:
+    """What is asked, and what one vLLM alone says to it; see ``check_pool``."""
+
+    cases: dict[str, tuple[str, Json]]
+    wanted: dict[str, Json]
+
+    @property
+    def num_chunks(self) -> int:
+        """That prompts fill. A prompt's last token is computed in any case: its logits are
+        wanted."""
+        return sum((len(body["prompt"]) - 1) // CHUNK for _, body in self.cases.values())
+
+    def check(self, url: str, name: str, how: str) -> list[str]:
+        """Ask an instance one of them; returns what was wrong."""
+        found = token_ids(post(url, *self.cases[name]))
+        same = found == token_ids(self.wanted[name])
+        print(f"pool          {f'{name}, {how}':34} {'ok' if same else 'WRONG'}", flush=True)
+        return [] if same else [f"pool {name} {how}: {found!r:.200}"]
+
+
+def check_shared(python: Path, answers: PoolAnswers, timeout_s: float) -> list[str]:
+    """Two instances, the store in the first one; returns what was wrong."""
+    port, replay_port, problems = free_port(), free_port(), []
+    published = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"tcp://127.0.0.1:{free_port()}",
+        "replay_endpoint": f"tcp://127.0.0.1:{replay_port}",
+    }
     with ExitStack() as stack:
         urls = []
-        replay_port = free_port()
-        published = {
-            "enable_kv_cache_events": True,
-            "endpoint": f"tcp://127.0.0.1:{free_port()}",
-            "replay_endpoint": f"tcp://127.0.0.1:{replay_port}",
-        }
-        for number, pool in enumerate(pools):
+        for number, pool in enumerate((own_pool(port), f"connect=127.0.0.1:{port},chunk={CHUNK}")):
             log = CACHE / f"vllm-pool-{number}.log"
             words = ("--kv-events-config", json.dumps(published)) if number == 0 else ()
             urls.append(
                 stack.enter_context(serving(python, pool_config(pool), cores(number), log, *words))
             )
             wait_until_healthy(urls[-1], log, timeout_s)  # the store comes first
-        for number, (name, (path, body)) in enumerate(cases.items()):
-            for url, what in zip(urls, ("computed", "loaded"), strict=True):
-                found = token_ids(post(url, path, body))
-                same = found == token_ids(wanted[name])
-                print(
-                    f"pool          {f'{name}, {what}':34} {'ok' if same else 'WRONG'}", flush=True
-                )
-                if not same:
-                    problems.append(f"pool {name} {what}: {found!r:.200}")
-                if what == "computed":  # it is saved behind its answer
-                    until_saved(url, number + 1)
+        for number, name in enumerate(answers.cases):
+            problems += answers.check(urls[0], name, "computed")
+            until_saved(urls[0], number + 1)  # it is saved behind its answer
+            problems += answers.check(urls[1], name, "loaded")
         saved, loaded = figure(urls[0], SAVED), figure(urls[1], LOADED)
         print(f"pool          {saved:g} chunks saved, {loaded:g} loaded", flush=True)
-        # A prompt's last token is computed in any case: its logits are wanted.
-        whole = sum((len(body["prompt"]) - 1) // CHUNK for _, body in cases.values())
+        whole = answers.num_chunks
         if saved < whole or loaded != whole:
             problems.append(f"pool: {saved:g} chunks were saved, {loaded:g} of {whole} loaded")
-        problems += check_events(replay_port, cases)
-        for url in urls:
-            if failed := figure(url, "vllm:mooncake_hal_pool_hook_errors_total"):
-                problems.append(f"pool: {failed:g} hooks of {url} have failed")
+        problems += check_events(replay_port, answers.cases)
+        problems += [each for url in urls for each in hook_errors(url)]
+        on_ssd = until_on_ssd(port, whole)
+        print(f"pool          {on_ssd} of {whole} chunks of prompts are on its SSD", flush=True)
+        if on_ssd < whole:
+            problems.append(f"pool: {on_ssd} of {whole} chunks were used twice and are on the SSD")
     return problems
+
+
+def check_again(python: Path, answers: PoolAnswers, timeout_s: float) -> list[str]:
+    """The first instance again, whose memory is empty; returns what was wrong."""
+    log = CACHE / "vllm-pool-again.log"
+    with serving(python, pool_config(own_pool(free_port())), cores(0), log) as url:
+        wait_until_healthy(url, log, timeout_s)
+        problems = [
+            each for name in answers.cases for each in answers.check(url, name, "from its SSD")
+        ]
+        loaded = figure(url, LOADED)
+        print(f"pool          {loaded:g} chunks loaded after a restart", flush=True)
+        if loaded != answers.num_chunks:
+            problems.append(f"pool: {loaded:g} of {answers.num_chunks} chunks came from the SSD")
+        return problems + hook_errors(url)
+
+
+def own_pool(port: int) -> str:
+    """Of the instance with the store."""
+    return f"dram=256MiB,ssd={SSD}:1GiB,port={port},chunk={CHUNK}"
+
+
+def hook_errors(url: str) -> list[str]:
+    """Hooks of an instance that have failed."""
+    failed = figure(url, HOOK_ERRORS)
+    return [f"pool: {failed:g} hooks of {url} have failed"] if failed else []
+
+
+def until_on_ssd(port: int, count: int) -> int:
+    """How many chunks a store's SSD holds, once there are so many, or when that takes too long."""
+    command = [sys.executable, "-m", "mooncake_kv", "stats", "--json", "--port", str(port)]
+    deadline = time.monotonic() + SAVED_S
+    while True:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = int(json.loads(answer.stdout)["ssd_chunks"])
+        if found >= count or time.monotonic() > deadline:
+            return found
+        time.sleep(0.5)
 
 
 def check_events(replay_port: int, cases: dict[str, tuple[str, Json]]) -> list[str]:

@@ -352,7 +352,10 @@ def _rounding(plan: EnginePlan, found: Capabilities, generation: str) -> dict[st
     ranks = f"tensor-parallel size {plan.config.tp_size}"
     rounding = {"kernels": generation, "sums over ranks": ranks, **dict(found.rounding)}
     if plan.model.quantization is not None:
-        rounding["linear layers"] = "in fp8" if plan.has_fp8_linears else "on dequantised weights"
+        where = {True: "in fp8", False: "on dequantised weights"}
+        rounding["linear layers"] = where[plan.has_fp8_linears]
+        if plan.model.moe is not None:
+            rounding["experts"] = where[plan.keeps_fp8_experts(plan.model)]
     return rounding
 
 

@@ -30,7 +30,7 @@ from mooncake_hal.errors import BackendUnavailable, CapabilityError, DeviceError
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal.registry import Registry
 from mooncake_hal.testing.backends_experts import ExpertsSuite
-from mooncake_hal.testing.backends_fp8 import Fp8LinearSuite
+from mooncake_hal.testing.backends_fp8 import Fp8ExpertsSuite, Fp8LinearSuite
 from mooncake_hal.testing.backends_host_copies import HostCopiesSuite
 from mooncake_hal.testing.backends_latent import LatentSuite
 from mooncake_hal.testing.backends_native_latents import NativeLatentsSuite
@@ -259,6 +259,7 @@ class BackendConformance(
     SamplingSuite,
     ScaledKVSuite,
     Fp8LinearSuite,
+    Fp8ExpertsSuite,
     HostCopiesSuite,
     CommunicatorSuite,
 ):

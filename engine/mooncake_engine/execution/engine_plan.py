@@ -69,8 +69,8 @@ class EnginePlan:
         kv_scales, has_native_latents: see ``ParallelContext``.
         graphs: what is captured.
         expert_slots: see ``ParallelContext``.
-        has_fp8_linears: whether fp8 weights of linear layers are multiplied as they are; else they
-            are dequantised while they are loaded.
+        has_fp8_linears, has_fp8_experts: whether fp8 weights of linear layers, and of experts, are
+            multiplied as they are; else they are dequantised while they are loaded.
     """
 
     config: EngineConfig
@@ -89,6 +89,14 @@ class EnginePlan:
     graphs: GraphPlan = NO_GRAPHS
     expert_slots: tuple[tuple[int, ...], ...] = ()
     has_fp8_linears: bool = False
+    has_fp8_experts: bool = False
+
+    def keeps_fp8_experts(self, model: ModelConfig) -> bool:
+        """Whether the experts of one of the models stay in fp8, where ranks have whole blocks of
+        them. Those with scales of inputs don't: each expert of a layer has its own."""
+        quantization = model.quantization
+        is_dynamic = quantization is not None and not quantization.has_input_scales
+        return model.moe is not None and is_dynamic and self.has_fp8_experts
 
     @property
     def models(self) -> tuple[ModelConfig, ...]:
@@ -114,8 +122,10 @@ class EnginePlan:
 
     @property
     def whole_experts(self) -> ExpertShape | None:
-        """What is divided over ranks if each expert is whole on one; else None."""
+        """What is divided over ranks if each expert is whole on one and none in fp8; else None."""
         config, moe = self.config, self.model.moe
+        if self.keeps_fp8_experts(self.model):
+            return None
         if moe is None or config.ep_size == 1 or config.ep_size < config.dp_size * config.tp_size:
             return None
         routing = moe.routing
@@ -183,6 +193,7 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
         graphs=plan_graphs(config, backend, geometry.layers, has_experts=model.moe is not None),
         expert_slots=plan_experts(config, model),
         has_fp8_linears="fp8" in capabilities.quantization,
+        has_fp8_experts={"fp8", "fp8_experts"} <= {*capabilities.quantization},
     )
     _warn_of_dequantised(plan)
     for rank in range(config.tp_size):  # refuse more ranks than heads before anything is started
@@ -354,12 +365,16 @@ def _warn_of_dequantised(plan: EnginePlan) -> None:
                 dtype,
                 plan.backend,
             )
-        elif model.moe is not None:
+        elif model.moe is not None and not plan.keeps_fp8_experts(model):
+            why = f"backend {plan.backend!r} multiplies only linear layers in fp8"
+            if plan.has_fp8_experts:
+                why = "scales of inputs are taken for linear layers alone"
             logger.warning(
                 "the fp8 weights of the experts of %s are dequantised to %s while they are "
-                "loaded: only linear layers run on fp8",
+                "loaded: %s",
                 model.architecture,
                 dtype,
+                why,
             )
 
 

@@ -397,7 +397,7 @@ class Worker:
 
 
 def _linear_quantization(model: ModelConfig, plan: EnginePlan) -> LinearQuantization | None:
-    """What a model's linear layers are made with; None: unquantised, or dequantised."""
+    """What a model's linear layers and experts are made with; None: unquantised, or dequantised."""
     if model.quantization is None or not plan.has_fp8_linears:
         return None
-    return Fp8Linears(model.quantization)
+    return Fp8Linears(model.quantization, keeps_experts=plan.keeps_fp8_experts(model))

@@ -251,7 +251,7 @@ class ExpertParallelMixture(MixtureOfExperts):
         self._parallel = parallel
         self._held = parallel.expert_share(len(slots))
         held = slots[self._held.start : self._held.stop]
-        experts = Experts(parallel, [names[expert] for expert in held], shape)
+        experts = Experts(parallel, names, held, shape)
         whole = replace(parallel, communicator=None, expert_communicator=None, ep_size=1)
         of_all = GatedMlp(whole, shared[0], (shape[0], shared[1])) if shared is not None else None
         super().__init__(parallel, router, experts, of_all)

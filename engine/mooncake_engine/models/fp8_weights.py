@@ -1,4 +1,4 @@
-"""Linear layers whose fp8 weights are kept and multiplied as they are."""
+"""Linear layers and experts whose fp8 weights are kept and multiplied as they are."""
 
 from __future__ import annotations
 
@@ -9,9 +9,22 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mooncake_engine.models.layers import LinearSource, ParallelContext, Span, WeightShard
+from mooncake_engine.models.layers import (
+    LinearSource,
+    MovedExperts,
+    ParallelContext,
+    Span,
+    WeightShard,
+    linear_sources,
+)
 from mooncake_engine.models.quantization_config import Fp8Config
-from mooncake_hal.fp8_linear import FP8_BLOCK, FP8_MULTIPLE, Fp8LinearOps, Fp8Weight
+from mooncake_hal.fp8_linear import (
+    FP8_BLOCK,
+    FP8_MULTIPLE,
+    Fp8ExpertOps,
+    Fp8LinearOps,
+    Fp8Weight,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +34,12 @@ class Fp8Linears:
 
     Args:
         config: the checkpoint's.
+        keeps_experts: whether the ops are also ``Fp8ExpertOps`` and experts stay in fp8.
     """
 
-    def __init__(self, config: Fp8Config) -> None:
+    def __init__(self, config: Fp8Config, *, keeps_experts: bool = False) -> None:
         self._config = config
+        self._keeps_experts = keeps_experts
         self._has_warned = False
 
     def make(
@@ -47,11 +62,31 @@ class Fp8Linears:
             return None
         return Fp8LinearWeight(self._config, parallel, sources, in_features, columns)
 
+    def make_experts(
+        self,
+        parallel: ParallelContext,
+        names: Sequence[tuple[str, str, str]],
+        held: Sequence[int],
+        shape: tuple[int, int],
+    ) -> Fp8Experts | None:
+        """None also where a rank's slice of the inner dimension is not whole blocks: gate and up
+        are one weight."""
+        linears = (name for each in names for name in each)
+        if not self._keeps_experts or any(map(self._config.is_ignored, linears)):
+            return None
+        hidden, inner = shape
+        multiple = FP8_BLOCK if self._config.is_blockwise else FP8_MULTIPLE
+        if inner % (multiple * parallel.expert_sharers) or hidden % FP8_MULTIPLE:
+            self._warn(names[0][0])
+            return None
+        return Fp8Experts(self._config, parallel, [names[expert] for expert in held], shape)
+
     def _warn(self, name: str) -> None:
         if not self._has_warned:
             logger.warning(
                 "some fp8 weights are dequantised while they are loaded, %s the first: a rank's "
-                "part of them is not whole blocks, or no multiple of %d; other --tp-size may help",
+                "part of them is not whole blocks, or no multiple of %d; another --tp-size may "
+                "help, or --ep-size for experts",
                 name,
                 FP8_MULTIPLE,
             )
@@ -94,35 +129,18 @@ class Fp8LinearWeight:
         self._sources = sources
         self._in_features = in_features
         self._columns = columns
-        rows, float32 = sum(len(source.rows) for source in sources), torch.float32
-        values = parallel.empty(rows, len(columns), dtype=torch.float8_e4m3fn)
-        shape = (_blocks(rows), _blocks(len(columns))) if config.is_blockwise else (rows,)
-        self._weight = Fp8Weight(values, parallel.empty(*shape, dtype=float32))
+        rows = sum(len(source.rows) for source in sources)
+        self._weight = _empty_weight(config, parallel, rows, len(columns))
         inputs = len(sources) if config.has_input_scales else 0
-        self._input_scales = parallel.empty(inputs, dtype=float32)
+        self._input_scales = parallel.empty(inputs, dtype=torch.float32)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
-        start, first_column = 0, self._columns.start
-        for index, source in enumerate(self._sources):
-            stop, first = start + len(source.rows), source.rows.start
-            shape = (source.out_features, self._in_features)
-            values = self._weight.values[start:stop]
-            yield WeightShard(f"{source.name}.weight", values, shape, (first, first_column))
-            name = f"{source.name}.{self._config.scale_name}"
-            if self._config.is_blockwise:
-                scales = self._weight.scales[start // FP8_BLOCK : _blocks(stop)]
-                whole = (_blocks(shape[0]), _blocks(shape[1]))
-                offset = (first // FP8_BLOCK, first_column // FP8_BLOCK)
-                yield WeightShard(name, scales, whole, offset)
-            else:
-                scales = self._weight.scales[start:stop]
-                yield WeightShard(name, scales, shape[:1], (first,), is_scale_of_rows=True)
-            if len(self._input_scales):
-                scale = self._input_scales[index : index + 1]
-                name = f"{source.name}.input_scale"
-                yield WeightShard(name, scale, (1,), (0,), is_scale_of_rows=True)
-            start = stop
+        name, columns = self._config.scale_name, (self._in_features, self._columns)
+        yield from _shards(name, self._weight, self._sources, columns)
+        for source, scale in zip(self._sources, self._input_scales.unsqueeze(1), strict=False):
+            name = f"{source.name}.input_scale"
+            yield WeightShard(name, scale, (1,), (0,), is_scale_of_rows=True)
 
     def process_weights_after_loading(self) -> None:
         """Bring the loaded weight into the backend's form; of several inputs' scales, which divide
@@ -134,6 +152,109 @@ class Fp8LinearWeight:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """[tokens, in] to [tokens, out]."""
         return self._ops.fp8_linear(x, self._weight, bias)
+
+
+class Fp8Experts:
+    """A rank's part of a layer's experts.
+
+    Args:
+        config: the checkpoint's.
+        parallel: where they live; its ops multiply fp8 experts.
+        names: of gate, up and down of this rank's experts.
+        shape: hidden and inner size, all ranks together.
+    """
+
+    def __init__(
+        self,
+        config: Fp8Config,
+        parallel: ParallelContext,
+        names: Sequence[tuple[str, str, str]],
+        shape: tuple[int, int],
+    ) -> None:
+        self._scale_name = config.scale_name
+        self._ops = cast(Fp8ExpertOps, parallel.ops)
+        self._names = names
+        self._shape = hidden, inner = shape
+        self._share = share = parallel.inner_share(inner)
+        count, width = len(names), len(share)
+        self._weights = {
+            "gate_up": _empty_weight(config, parallel, count, 2 * width, hidden),
+            "down": _empty_weight(config, parallel, count, hidden, width),
+        }
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """What to load."""
+        hidden, inner = self._shape
+        share, everything = self._share, Span(0, hidden)
+        gate_up, down = self._weights["gate_up"], self._weights["down"]
+        for expert, (*gated, last) in enumerate(self._names):
+            sources = linear_sources(gated, (inner, inner), (share, share))
+            yield from _shards(
+                self._scale_name, _of_expert(gate_up, expert), sources, (hidden, everything)
+            )
+            sources = linear_sources((last,), (hidden,), (everything,))
+            yield from _shards(self._scale_name, _of_expert(down, expert), sources, (inner, share))
+
+    def process_weights_after_loading(self) -> None:
+        """Bring the loaded weights into the backend's form."""
+        for name in self._weights:
+            self._weights[name] = self._ops.pack_fp8_experts(self._weights[name])
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """[tokens, hidden] to [tokens, hidden], see ``Ops.moe``."""
+        return self._ops.fp8_moe(x, self._weights["gate_up"], self._weights["down"], ids, weights)
+
+    def exchange(self, moved: MovedExperts) -> None:
+        """Replace some of the experts, their scales with them."""
+        for name in tuple(self._weights):
+            weight = self._ops.unpack_fp8_experts(self._weights.pop(name))
+            # collectives don't take e4m3 everywhere
+            for part in (weight.values.view(torch.uint8), weight.scales):
+                experts, arrived = moved(part)
+                part[experts] = arrived
+            self._weights[name] = self._ops.pack_fp8_experts(weight)
+
+
+def _empty_weight(config: Fp8Config, parallel: ParallelContext, *shape: int) -> Fp8Weight:
+    """Memory for a weight of [out, in], or of [experts, out, in]."""
+    *experts, rows, columns = shape
+    scales = (_blocks(rows), _blocks(columns)) if config.is_blockwise else (rows,)
+    values = parallel.empty(*shape, dtype=torch.float8_e4m3fn)
+    return Fp8Weight(values, parallel.empty(*experts, *scales, dtype=torch.float32))
+
+
+def _of_expert(weight: Fp8Weight, expert: int) -> Fp8Weight:
+    return Fp8Weight(weight.values[expert], weight.scales[expert])
+
+
+def _shards(
+    scale_name: str, weight: Fp8Weight, sources: Sequence[LinearSource], columns: tuple[int, Span]
+) -> Iterator[WeightShard]:
+    """What fills a weight of stacked linears.
+
+    Args:
+        scale_name: see ``Fp8Config``.
+        weight: what to fill.
+        sources: the checkpoint's linears, with this rank's rows of each.
+        columns: how many there are, and those of this rank.
+    """
+    in_features, own = columns
+    start = 0
+    for source in sources:
+        stop, first = start + len(source.rows), source.rows.start
+        shape = (source.out_features, in_features)
+        values = weight.values[start:stop]
+        yield WeightShard(f"{source.name}.weight", values, shape, (first, own.start))
+        name = f"{source.name}.{scale_name}"
+        if weight.is_blockwise:
+            scales = weight.scales[start // FP8_BLOCK : _blocks(stop)]
+            whole = (_blocks(shape[0]), _blocks(shape[1]))
+            offset = (first // FP8_BLOCK, own.start // FP8_BLOCK)
+            yield WeightShard(name, scales, whole, offset)
+        else:
+            scales = weight.scales[start:stop]
+            yield WeightShard(name, scales, shape[:1], (first,), is_scale_of_rows=True)
+        start = stop
 
 
 def _blocks(size: int) -> int:

@@ -6,7 +6,7 @@ Every layer names the checkpoint tensors that it wants as WeightSlots; loading c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, cast
@@ -19,6 +19,10 @@ from mooncake_hal.backend import Communicator, Ops, ScaledKVOps
 from mooncake_hal.fused_experts import FusedExperts
 from mooncake_hal.latents import LatentOps, NativeLatentOps
 from mooncake_hal.rope_writes import ComposedRopeWrites, RopeWriteOps
+
+MovedExperts = Callable[[Tensor], tuple[list[int], Tensor]]
+"""Gets [experts, ...] that there is of a rank's experts, one tensor after the other, the same ones
+on every rank; returns which experts are others now, and what there is of those."""
 
 
 class QuantizedWeight(Protocol):
@@ -37,8 +41,28 @@ class QuantizedWeight(Protocol):
         ...
 
 
+class QuantizedExperts(Protocol):
+    """A rank's part of a layer's experts, quantised."""
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """What to load."""
+        ...
+
+    def process_weights_after_loading(self) -> None:
+        """Bring the loaded weights into the backend's form."""
+        ...
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """This rank's part of the weighted sums of [tokens, hidden]; see ``Ops.moe``."""
+        ...
+
+    def exchange(self, moved: MovedExperts) -> None:
+        """Replace some of the experts, see ``MovedExperts``; scales move as weights do."""
+        ...
+
+
 class LinearQuantization(Protocol):
-    """How the weights of a model's linear layers are quantised."""
+    """How the weights of a model's linear layers, and of its experts, are quantised."""
 
     def make(
         self,
@@ -54,6 +78,24 @@ class LinearQuantization(Protocol):
             sources: the checkpoint's linears, with this rank's rows of each.
             in_features: columns of the whole weight.
             columns: those of this rank.
+        """
+        ...
+
+    def make_experts(
+        self,
+        parallel: ParallelContext,
+        names: Sequence[tuple[str, str, str]],
+        held: Sequence[int],
+        shape: tuple[int, int],
+    ) -> QuantizedExperts | None:
+        """A layer's experts; None if some are not quantised, or can't be divided so. All ranks get
+        the same answer.
+
+        Args:
+            parallel: where they live.
+            names: of gate, up and down of every expert.
+            held: those of this rank, in order.
+            shape: hidden and inner size, all ranks together.
         """
         ...
 
@@ -78,8 +120,8 @@ class ParallelContext:
         expert_slots: by layer, the expert in each slot; empty: every expert has one, in order.
         fused_experts: the backend's own ops for experts of all these ranks, if it has such.
         fused_most_tokens: of a rank in one call of them.
-        quantization: has the weights of linear layers that the checkpoint has quantised and the
-            ops multiply so; None: all are dequantised as they are loaded.
+        quantization: has the weights of linear layers and experts that the checkpoint has
+            quantised and the ops multiply so; None: all are dequantised as they are loaded.
         fused_rope_writes: whether the ops are also ``RopeWriteOps``.
     """
 
@@ -145,9 +187,13 @@ class ParallelContext:
 
     def inner_share(self, inner: int) -> Span:
         """The slice of an expert's inner dimension that this rank has."""
-        rank, ranks = self._expert_rank
-        sharers = ranks // self.ep_size
-        return share_of(inner, rank % sharers, sharers)
+        sharers = self.expert_sharers
+        return share_of(inner, self._expert_rank[0] % sharers, sharers)
+
+    @property
+    def expert_sharers(self) -> int:
+        """Ranks that have the same experts, a slice of each."""
+        return self._expert_rank[1] // self.ep_size
 
     @property
     def _expert_rank(self) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mooncake_engine.models.layers import (
     ColumnLinear,
+    MovedExperts,
     ParallelContext,
     RowLinear,
     WeightShard,
@@ -195,22 +196,33 @@ class Experts:
 
     Args:
         parallel: where they live.
-        names: of the linears of this rank's experts, complete.
+        names: of every expert's linears, complete.
+        held: the experts that this rank has, or a slice of, in order.
         shape: hidden and inner size, all ranks together.
     """
 
     def __init__(
-        self, parallel: ParallelContext, names: list[MlpNames], shape: tuple[int, int]
+        self,
+        parallel: ParallelContext,
+        names: Sequence[MlpNames],
+        held: Sequence[int],
+        shape: tuple[int, int],
     ) -> None:
         self._ops = parallel.ops
-        self._names = names
+        self._names = [names[expert] for expert in held]
         self._shape = hidden, inner = shape
         self._share = share = parallel.inner_share(inner)
-        self._gate_up: tuple[Tensor, ...] = (parallel.empty(len(names), 2 * len(share), hidden),)
-        self._down: tuple[Tensor, ...] = (parallel.empty(len(names), hidden, len(share)),)
+        made = parallel.quantization
+        self._quantized = None if made is None else made.make_experts(parallel, names, held, shape)
+        count = 0 if self._quantized else len(held)
+        self._gate_up: tuple[Tensor, ...] = (parallel.empty(count, 2 * len(share), hidden),)
+        self._down: tuple[Tensor, ...] = (parallel.empty(count, hidden, len(share)),)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
+        if self._quantized is not None:
+            yield from self._quantized.weight_shards()
+            return
         hidden, inner = self._shape
         first, width = self._share.start, len(self._share)
         for names, gate_up, down in zip(self._names, self._gate_up[0], self._down[0], strict=True):
@@ -221,27 +233,30 @@ class Experts:
 
     def process_weights_after_loading(self) -> None:
         """Bring the loaded weights into the backend's form."""
+        if self._quantized is not None:
+            self._quantized.process_weights_after_loading()
+            return
         self._gate_up = self._ops.pack_experts(self._gate_up[0])
         self._down = self._ops.pack_experts(self._down[0])
 
     def partial(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """This rank's part of the sum that the output is."""
+        if self._quantized is not None:
+            return self._quantized(x, ids, weights)
         return self._ops.moe(x, self._gate_up, self._down, ids, weights)
 
     def run_fused(
         self, fused: FusedExperts, x: Tensor, slots: Tensor, weights: Tensor, most_tokens: int
     ) -> Tensor:
-        """The whole sum, of experts of all ranks."""
+        """The whole sum, of experts of all ranks, which are not quantised."""
         weight = self._gate_up, self._down
         return fused.run(x, *weight, slots, weights, most_tokens=most_tokens)
 
-    def exchange(self, moved: Callable[[Tensor], tuple[list[int], Tensor]]) -> None:
-        """Replace some of the experts.
-
-        Args:
-            moved: gets the weights that there are, [experts, out, in], first those of gate and up,
-                then those of down; returns which experts are others now, and their weights.
-        """
+    def exchange(self, moved: MovedExperts) -> None:
+        """Replace some of the experts."""
+        if self._quantized is not None:
+            self._quantized.exchange(moved)
+            return
         for name in ("_gate_up", "_down"):
             weights = self._ops.unpack_experts(getattr(self, name))
             setattr(self, name, ())  # packed or unpacked: there may be no room for both

@@ -80,7 +80,8 @@ class SparseDecoder(Decoder):
         shared_mlp = None
         if moe.shared_size:
             shared_mlp = GatedMlp(parallel, names.shared.of(layer), (hidden, moe.shared_size))
-        return MixtureOfExperts(parallel, router, Experts(parallel, experts, shape), shared_mlp)
+        own_experts = Experts(parallel, experts, range(len(experts)), shape)
+        return MixtureOfExperts(parallel, router, own_experts, shared_mlp)
 
     def build_layer(self, parallel: ParallelContext, layer: int) -> DecoderLayer:
         """With expert parallelism, one that dispatches tokens."""

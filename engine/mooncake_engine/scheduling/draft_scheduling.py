@@ -142,20 +142,23 @@ class DraftScheduler:
         self._accepted_at = [0] * limits.num_speculative_tokens
         self._worth: dict[int, DraftWorth] = {}  # by the batch size's bits
 
-    def is_due(self, running: Sequence[Request]) -> bool:
-        """Whether the next step would draft for these, were their last tokens known: they are to be
-        waited for then, rather than run ahead. Beside a prompt they are not worth that."""
+    def waits_for_tokens(self, running: Sequence[Request]) -> bool:
+        """Whether these do not run ahead of their last tokens, since what proposes drafts has to
+        know them, and drafts are worth more. Beside a prompt they are not."""
         return (
-            self._pays(len(running))
+            self._limits.uses_async_scheduling
+            and self._limits.num_speculative_tokens > 0
+            and self._pays(len(running))
             and all(request.num_pending <= 1 for request in running)
             and any(self._useful(request) > 0 for request in running)
         )
 
-    def plan(self, step: StepBuilder, requests: Mapping[str, Request]) -> None:
+    def plan(self, step: StepBuilder, requests: Mapping[str, Request]) -> bool:
         """Give the step's decodes draft tokens, by priority, where that pays; but for those that
-        run ahead of their own last token."""
+        run ahead of their own last token. Whether any has got some."""
         if not self._pays(len(step.decodes)):
-            return
+            return False
+        has_drafts = False
         for index, sequence in enumerate(step.decodes):
             request = requests[sequence.request_id]
             if request.num_output_placeholders > 1:
@@ -166,6 +169,8 @@ class DraftScheduler:
                 num_tokens = len(request.token_ids) + num_draft_tokens
                 growth = self._blocks.allocate_drafts(request, num_tokens)
                 step.draft(index, num_draft_tokens, growth)
+                has_drafts = True
+        return has_drafts
 
     def complete(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
         """A sequence that was allowed drafts has run, and the request has its tokens."""

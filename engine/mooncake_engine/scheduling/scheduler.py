@@ -203,14 +203,14 @@ class Scheduler:
         """
         step = StepBuilder(self.limits.max_num_batched_tokens)
         self._waits_for_steps = bool(self._in_flight) and (
-            self._waits_for_steps or self._waits_for_tokens()
+            self._waits_for_steps or self.speculation.waits_for_tokens(self._queues.running)
         )
         if not self._waits_for_steps:
             self._schedule_requests(step)
         if self.limits.num_speculative_tokens:
-            self.speculation.plan(step, self._queues.requests)
-            # how many tokens come of a step with drafts decides where the next one begins
-            self._waits_for_steps |= self.limits.uses_async_scheduling and step.has_drafts
+            has_drafts = self.speculation.plan(step, self._queues.requests)
+            # how many tokens come of such a step decides where the next one begins
+            self._waits_for_steps |= self.limits.uses_async_scheduling and has_drafts
         arrived = self._remote_kv.received.take() if step.requests else ()
         drains = self._preemption.copies.drains(
             self._step,
@@ -225,12 +225,6 @@ class Scheduler:
             if self._pool is not None:
                 self._pool.saves.offer_planned(plan, step.requests)
         return plan
-
-    def _waits_for_tokens(self) -> bool:
-        """Whether nothing runs ahead, because drafts are worth more: what proposes them has to know
-        the tokens before them."""
-        is_drafting = self.limits.uses_async_scheduling and self.limits.num_speculative_tokens
-        return bool(is_drafting) and self.speculation.is_due(self._queues.running)
 
     def _schedule_requests(self, step: StepBuilder) -> None:
         self._delay.begin_step(self._queues.now)

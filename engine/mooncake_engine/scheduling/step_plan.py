@@ -332,11 +332,6 @@ class StepBuilder:
         return self._decoding + self._prefilling
 
     @property
-    def has_drafts(self) -> bool:
-        """Whether tokens may be drafted."""
-        return any(sequence.num_draft_tokens for sequence in self._decodes)
-
-    @property
     def has_host_copies(self) -> bool:
         """Whether anything is swapped."""
         return bool(self._swap_outs or self._swap_ins)

@@ -111,12 +111,16 @@ def test_a_gpu_and_two_ranks_of_a_cpu_say_what_the_cpu_says(
     check_pair(model, how, (prefill, decode), dtype="float32", transports=("staged",))
 
 
-@pytest.mark.parametrize("form", ["static", "blocks"])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("llama", "static"), ("llama", "blocks"), ("qwen3_moe", "channel"), ("qwen3_moe", "blocks")],
+)
 def test_fp8_weights_are_multiplied_as_they_are(
-    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, family: str, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a pair, over whose KV both agree; nothing is dequantised."""
-    plain = write_model(tmp_path / "plain", **WHOLE_BLOCKS, dtype="bfloat16")
+    """By a pair, over whose KV both agree; nothing is dequantised, experts neither."""
+    fields = WHOLE_BLOCKS | ({"moe_intermediate_size": 128} if family == "qwen3_moe" else {})
+    plain = write_model(tmp_path / "plain", family, **fields, dtype="bfloat16")
     model, _ = write_fp8(plain, tmp_path / "model", form)
     two = replace(FEW, max_tokens=2)
 

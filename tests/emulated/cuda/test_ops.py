@@ -11,7 +11,7 @@ from support.cuda_emulation import emulated_backend
 from mooncake_hal.backend import Backend
 from mooncake_hal.testing.backends_data import Shape
 from mooncake_hal.testing.backends_experts import ExpertsSuite
-from mooncake_hal.testing.backends_fp8 import Fp8LinearSuite
+from mooncake_hal.testing.backends_fp8 import Fp8ExpertsSuite, Fp8LinearSuite
 from mooncake_hal.testing.backends_latent import LatentSuite, latent_shape
 from mooncake_hal.testing.backends_ops import MakeCase, OpsSuite
 from mooncake_hal.testing.backends_rope_writes import RopeWritesSuite
@@ -30,6 +30,7 @@ class TestKernels(
     SamplingSuite,
     ScaledKVSuite,
     Fp8LinearSuite,
+    Fp8ExpertsSuite,
 ):
     @pytest.fixture(scope="module")
     @staticmethod

@@ -182,12 +182,14 @@ def test_a_promised_capability_is_looked_for(plugins: Plugins) -> None:
         kv_dtypes=("float8_e4m3fn",),
         native_latents=True,
         fused_rope_writes=True,
+        quantization=("fp8", "fp8_experts"),
     )
     plugins.backend("bold", load=lambda: backend)
     lacking = (
         "no ops.sample; no ops.with_kv_scales; no ops.convert_latents; no ops.with_native_latents"
     )
-    lacking += "; no ops.rope_and_write_kv"
+    lacking += "; no ops.rope_and_write_kv; no ops.fp8_linear; no ops.pack_fp8_weight"
+    lacking += "; no ops.fp8_moe; no ops.pack_fp8_experts; no ops.unpack_fp8_experts"
     with pytest.raises(PluginError, match=lacking):
         plugins.discover().select_backend("bold")
 

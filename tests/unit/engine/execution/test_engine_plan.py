@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.checkpoints import random_model, write_checkpoint
+from support.fp8_checkpoints import FORMS, edit_config
 
 from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.errors import CheckpointError, ConfigError
@@ -109,7 +112,7 @@ def test_blocks_are_as_large_as_the_backend_wants_them(model: Path, backend: Bac
         ("meta", {}, True),
         ("meta", {"async_scheduling": False}, False),
         ("cpu", {"async_scheduling": True}, True),
-        ("meta", {"speculative_config": SpeculativeConfig(SpeculativeMethod.NGRAM)}, False),
+        ("meta", {"speculative_config": SpeculativeConfig(SpeculativeMethod.NGRAM)}, True),
         ("meta", {"pp_size": 2}, False),
     ],
 )
@@ -200,6 +203,37 @@ def test_a_backend_without_narrower_types_refuses_them(model: Path) -> None:
         ConfigError, match="is float8_e4m3fn; backend 'null' keeps KV in the model's"
     ):
         make_plan(EngineConfig(model, num_kv_blocks=10, kv_cache_dtype="fp8"), null)
+
+
+@pytest.mark.parametrize(
+    ("multiplied", "form", "said"),
+    [
+        ((), "blocks", "backend 'cpu' multiplies none on this device"),
+        (("fp8",), "blocks", "experts .* backend 'cpu' multiplies only linear layers in fp8"),
+        (("fp8", "fp8_experts"), "static", "experts .* are taken for linear layers alone"),
+        (("fp8", "fp8_experts"), "blocks", None),
+        (("fp8", "fp8_experts"), "channel", None),
+    ],
+)
+def test_experts_stay_in_fp8_where_they_are_multiplied_so(
+    tmp_path: Path,
+    backend: Backend,
+    caplog: pytest.LogCaptureFixture,
+    multiplied: tuple[str, ...],
+    form: str,
+    said: str | None,
+) -> None:
+    """Else it is said why not; the backend's fused ops for experts take no fp8."""
+    model = write_checkpoint(random_model("qwen3_moe"), tmp_path / "model")
+    edit_config(model, lambda config: config.update(quantization_config=FORMS[form]))
+    able = copy(backend)
+    able.capabilities = replace(backend.capabilities, quantization=multiplied)
+    plan = make_plan(EngineConfig(model, num_kv_blocks=10, tp_size=2, ep_size=2), able)
+    assert plan.keeps_fp8_experts(plan.model) == (said is None)
+    assert (plan.whole_experts is None) == (said is None)
+    warnings = [r.getMessage() for r in caplog.records if "are dequantised" in r.getMessage()]
+    assert len(warnings) == (said is not None)
+    assert all(said is not None and re.search(said, warning) for warning in warnings)
 
 
 def test_swap_space_is_four_gib_where_memory_allows_and_says_so_where_not(

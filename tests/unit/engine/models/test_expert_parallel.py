@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.checkpoints import random_model, write_checkpoint
+from support.forward_steps import STEPS, batches, make_kv, run
 from support.live_memory import PeakBytes
 from support.thread_ranks import on_data_parallel_ranks, on_ranks
 from torch import Tensor
@@ -16,92 +16,18 @@ from torch import Tensor
 from mooncake_engine.execution.weight_loader import load_weights
 from mooncake_engine.models.catalog import Model, build_model, read_model_config
 from mooncake_engine.models.expert_placement import ExpertRanks, place_experts
-from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.layers import ParallelContext, share_of
 from mooncake_engine.models.mlp import ExpertCounts
-from mooncake_engine.models.parallel_context import ForwardContext, share_heads
+from mooncake_engine.models.parallel_context import ForwardContext
 from mooncake_engine.scheduling.step_plan import ExpertRound
-from mooncake_hal.backend import AttentionBatch, Communicator
+from mooncake_hal.backend import Communicator
 from mooncake_hal_cpu.torch_ops import TorchOps
 
 FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
 DIVISIONS = [(2, 2, 1), (2, 2, 1000), (3, 3, 1), (4, 4, 1), (4, 2, 1), (4, 2, 1000), (4, 4, 10)]
 """Ranks, parts with experts, and the fewest tokens of a step that is dispatched; with 1, decodes
 are, so that ranks have no tokens; with 10, chunks of prompts are and decodes are not."""
-BLOCK_SIZE = 16
 ALONE = ParallelContext(TorchOps(), torch.device("cpu"), torch.float32)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One forward pass: for each sequence, its new tokens and how many it has then."""
-
-    tokens: tuple[tuple[int, ...], ...]
-    lengths: tuple[int, ...]
-
-
-PROMPTS = (tuple(range(100, 130)), (5, 9, 2))
-STEPS = (
-    Step((PROMPTS[0][:20], PROMPTS[1]), (20, 3)),  # a chunk beside a short prompt
-    Step(((7,), PROMPTS[0][20:]), (4, 30)),  # a decode beside the second chunk
-    Step(((8,), (9,)), (5, 31)),
-    Step(((3,),), (6,)),  # fewer tokens than ranks
-)
-ORDER = ((0, 1), (1, 0), (1, 0), (1,))
-"""Which prompt each sequence of a step belongs to; decodes come first."""
-
-
-def batches() -> Iterator[tuple[Tensor, Tensor, AttentionBatch]]:
-    """Token ids, positions and attention of each step; a sequence has the blocks 4i to 4i + 3."""
-    for step, order in zip(STEPS, ORDER, strict=True):
-        counts = [len(tokens) for tokens in step.tokens]
-        places = [
-            (sequence, position)
-            for sequence, length, count in zip(order, step.lengths, counts, strict=True)
-            for position in range(length - count, length)
-        ]
-        starts = torch.tensor([0, *counts]).cumsum(0).int()
-        tables = torch.tensor([[4 * one + block for block in range(4)] for one in order])
-        slots = [64 * sequence + position for sequence, position in places]
-        ids = [token for tokens in step.tokens for token in tokens]
-        batch = AttentionBatch(
-            num_decodes=sum(count == 1 for count in counts),
-            query_start=starts,
-            context_lens=torch.tensor(step.lengths).int(),
-            block_tables=tables.int(),
-            slot_mapping=torch.tensor(slots),
-            block_size=BLOCK_SIZE,
-            host_query_lens=tuple(counts),
-            host_context_lens=step.lengths,
-        )
-        yield torch.tensor(ids), torch.tensor([position for _, position in places]), batch
-
-
-def make_kv(config: ModelConfig, tp_size: int, rank: int) -> dict[int, tuple[Tensor, ...]]:
-    """Empty planes of a rank's heads, by layer."""
-    heads, dims = 1, (0, 0)
-    if config.mla is None:
-        heads = share_heads(config.num_heads, config.num_kv_heads, tp_size, rank).kv_heads
-        dims = config.head_dim, config.head_dim
-    else:
-        dims = config.mla.latent_dim, config.mla.rope_dim
-    return {
-        layer: tuple(torch.zeros(8, BLOCK_SIZE, heads, dim) for dim in dims)
-        for layer in range(config.num_layers)
-    }
-
-
-def run(directory: Path, parallel: ParallelContext) -> tuple[list[Tensor], Model]:
-    """What a rank makes of all steps."""
-    config = read_model_config(directory)
-    model = build_model(config, parallel, 64)
-    load_weights(model, directory)
-    kv = make_kv(config, parallel.tp_size, parallel.tp_rank)
-    logits = [
-        model.logits(model.forward(ids, positions, ForwardContext(batch, kv)))
-        for ids, positions, batch in batches()
-    ]
-    return logits, model
 
 
 def divided(group: Communicator, ep_size: int, least: int) -> ParallelContext:
@@ -167,7 +93,6 @@ def test_experts_that_move_to_other_ranks_change_no_logits(
     assert config.moe is not None
     num_experts = config.moe.routing.num_experts
     num_slots = num_experts + ep_size + -num_experts % ep_size
-    sparse = sorted(set(range(config.num_layers)) - config.moe.dense_layers)
     loads = [9 if expert in (0, 3) else 1 for expert in range(num_experts)]
     before = place_experts(loads, num_slots, ExpertRanks(ep_size))
     size = num_slots // ep_size
@@ -177,13 +102,7 @@ def test_experts_that_move_to_other_ranks_change_no_logits(
         parallel = replace(
             divided(group, ep_size, least), expert_slots=(before,) * config.num_layers
         )
-        model = build_model(config, parallel, 64)
-        load_weights(model, checkpoint)
-        kv, logits = make_kv(config, parallel.tp_size, parallel.tp_rank), []
-        for number, (ids, positions, batch) in enumerate(batches()):
-            if number == 2:
-                model.move_experts(dict.fromkeys(sparse, after))
-            logits.append(model.logits(model.forward(ids, positions, ForwardContext(batch, kv))))
+        logits, model = run(checkpoint, parallel, after)
         assert all(counts.slots == after for counts in model.expert_counts.values())
         return logits, sum(counts.num_moved for counts in model.expert_counts.values())
 
