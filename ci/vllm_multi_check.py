@@ -27,7 +27,6 @@ FILES = CACHE / "vllm-example-connector"
 LOADS = "vllm:mooncake_hal_loads_total"
 POOL_LOADS = "vllm:mooncake_hal_pool_num_loads_total"
 EXTERNAL = "vllm:external_prefix_cache_hits_total"
-RECEIVED = "vllm:mooncake_hal_bytes_received_total"
 ORDERS = (
     ("pull", "pool"),
     ("pool", "pull"),
@@ -96,21 +95,31 @@ def check_order(
         proxy = stack.enter_context(proxying(prefill, decode, flow))
         for number, (case, (path, body)) in enumerate(cases.items()):
             by_transfer = number % 2 == 0
-            if not by_transfer:  # P answers by itself
-                post(prefill, path, body | {"max_tokens": 1})
-                if "pool" in order:  # it saves behind its answer
+            url, extra = decode, {}
+            if by_transfer and flow == "push":  # while P computes it
+                url = proxy
+            else:
+                extra = computed(prefill, path, body, for_decode=by_transfer)
+                if "pool" in order:  # P saves behind its answer
                     until_saved(prefill, number + 1)
-            found = token_ids(post(proxy if by_transfer else decode, path, body))
-            if by_transfer and "pool" in order:
+            found = token_ids(post(url, path, body | extra))
+            if url is proxy and "pool" in order:
                 until_saved(prefill, number + 1)
             same = found == token_ids(wanted[case])
             how = ("pushed" if flow == "push" else "pulled") if by_transfer else "kept"
             what = f"{'+'.join(order)}: {case}, {how}"
             print(f"multi         {what:34} {'ok' if same else 'WRONG'}", flush=True)
-            if not same:
-                problems.append(f"{name}: {case}: {found!r:.200}")
+            if not same or (url is decode and by_transfer and not extra):
+                problems.append(f"{name}: {case}: {found!r:.200}, parameters {extra!r:.80}")
         problems += [f"{name}: {problem}" for problem in look(order, prefill, decode, len(cases))]
     return problems
+
+
+def computed(prefill: str, path: str, body: Json, *, for_decode: bool) -> Json:
+    """P computes a prompt; what to ask D with, if its KV is to be handed over."""
+    asks = {"kv_transfer_params": {"do_remote_decode": True}} if for_decode else {}
+    params = post(prefill, path, body | {"max_tokens": 1} | asks).get("kv_transfer_params")
+    return {"kv_transfer_params": params} if for_decode and params else {}
 
 
 def multi_config(order: tuple[str, ...], role: str, pool: str) -> Json:
@@ -137,14 +146,17 @@ def look(order: tuple[str, ...], prefill: str, decode: str, num_cases: int) -> l
     """Who has loaded, and that nothing is left; returns what was wrong."""
     pulled, pooled = figure(decode, LOADS), figure(decode, POOL_LOADS)
     hits = figure(decode, EXTERNAL)
-    print(f"multi         {pulled:g} pulled, {pooled:g} from the pool, {hits:g} tokens", flush=True)
+    print(
+        f"multi         {pulled:g} handed over, {pooled:g} from the pool, {hits:g} tokens",
+        flush=True,
+    )
     half = (num_cases + 1) // 2
     problems = []
-    if order[0] == "pull" and pulled != half:
-        problems.append(f"{pulled:g} prompts were pulled, wanted {half}")
+    if order != ("pool", "pull") and pulled != half:
+        problems.append(f"{pulled:g} prompts were handed over, wanted {half}")
     if "pool" in order and pooled < num_cases - half:
         problems.append(f"{pooled:g} prompts came from the pool, wanted {num_cases - half}")
-    if order[0] == "pool" and pooled != num_cases:
+    if order == ("pool", "pull") and pooled != num_cases:
         problems.append(f"{pooled:g} prompts came from the pool, wanted {num_cases}")
     if hits < num_cases * CHUNK:
         problems.append(f"{hits:g} tokens came from elsewhere, wanted {num_cases * CHUNK} and more")

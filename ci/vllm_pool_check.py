@@ -49,6 +49,7 @@ def check_pool(
         timeout_s: for an instance to start.
     """
     shutil.rmtree(SSD, ignore_errors=True)
+    SSD.mkdir()
     answers = PoolAnswers(cases, wanted)
     return check_shared(python, answers, timeout_s) + check_again(python, answers, timeout_s)
 

@@ -62,8 +62,8 @@ class KVLayout:
 
 def layout_bytes(geometry: KVGeometry, shard: KVShard, num_blocks: int, block_size: int) -> int:
     """Bytes that a rank's pool of blocks takes, in any layout."""
-    per_token = sum(geometry.plane_dims) * geometry.element_bytes
-    return num_blocks * block_size * shard.layers * shard.heads * per_token
+    per_piece = sum(geometry.plane_dims) * geometry.element_bytes
+    return num_blocks * (block_size // geometry.unit) * shard.layers * shard.heads * per_piece
 
 
 def make_layout(
@@ -72,11 +72,16 @@ def make_layout(
     """Lay a rank's pool out in one allocation that begins at address 0; see ``KVLayout.shifted``.
 
     Planes of different width are laid out as if the plane axis held each at its own offset, so
-    MLA's latent and rope share the formula with K and V.
+    MLA's latent and rope share the formula with K and V. Where tokens lie in pieces
+    (``KVGeometry.unit``), the token axis is one of pieces.
 
     Raises:
-        CapabilityError: no layout of that name.
+        CapabilityError: no layout of that name, or a block is not of whole pieces.
     """
+    if block_size % geometry.unit:
+        raise CapabilityError(
+            f"blocks of {block_size} tokens are not of whole pieces of {geometry.unit}"
+        )
     if name not in KV_LAYOUTS:
         raise CapabilityError(f"KV layout {name!r} is not known; known are {sorted(KV_LAYOUTS)}")
     order = KV_LAYOUTS[name]
@@ -84,7 +89,7 @@ def make_layout(
         "layer": shard.layers,
         "block": num_blocks,
         "head": shard.heads,
-        "token": block_size,
+        "token": block_size // geometry.unit,
     }
     widths = [dim * geometry.element_bytes for dim in geometry.plane_dims]
     strides = [_axis_strides(order, sizes, widths, plane) for plane in range(len(widths))]

@@ -32,7 +32,7 @@ from mooncake_kv.pool.pool_events import (
     PoolLoadEnded,
     SaveRequest,
 )
-from mooncake_kv.pool.pool_messages import LoadRuns, decode_to_rank
+from mooncake_kv.pool.pool_messages import CancelRuns, LayersArrived, LoadRuns, decode_to_rank
 from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.pool.pool_worker import PoolWorker
 from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys, num_loadable_chunks
@@ -43,7 +43,7 @@ from mooncake_vllm.rank_link import Ranks, ReportLoad, ReportSend
 from mooncake_vllm.vllm_interface import KVCacheBlocks, Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import expand_blocks
 from mooncake_vllm.vllm_scheduler_side import Instance
-from mooncake_vllm.vllm_worker_side import WorkerKind
+from mooncake_vllm.vllm_worker_side import LoadOrder, WorkerKind
 
 logger = logging.getLogger(__name__)
 
@@ -379,9 +379,11 @@ class PoolRank:
         """Nothing waits for a step's end."""
 
 
-def _load_of(order: bytes) -> str | None:
+def _load_of(order: bytes) -> LoadOrder | None:
     message = decode_to_rank(order)
-    return message.load_id if isinstance(message, LoadRuns) else None
+    if not isinstance(message, LoadRuns | LayersArrived | CancelRuns):
+        return None
+    return LoadOrder(message.load_id, begins=isinstance(message, LoadRuns))
 
 
 POOL_WORKER = WorkerKind(PoolRank, _load_of)

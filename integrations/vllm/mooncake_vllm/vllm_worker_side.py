@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mooncake_hal.backend import Event
 from mooncake_hal.deployment import Hardware
@@ -15,7 +15,7 @@ from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import find_connector
 from mooncake_kv.connector_worker import LayerDone, PushStep, RankContext, RankMemory
-from mooncake_kv.ranks import Load, decode_to_rank
+from mooncake_kv.ranks import CancelLoad, Load, decode_to_rank
 from mooncake_vllm.rank_link import (
     FromWorker,
     RankInfo,
@@ -114,68 +114,81 @@ class RankWorker(Protocol):
         ...
 
 
+class LoadOrder(NamedTuple):
+    """Which load an order is about, and whether it begins it."""
+
+    name: str
+    begins: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
     """What runs beside a rank's memory.
 
     Args:
         make: makes it.
-        load_of: the name of the load that an order begins, or None if it begins none.
+        load_of: what an order has to do with a load; None: nothing.
     """
 
     make: Callable[[RankContext], RankWorker]
-    load_of: Callable[[bytes], str | None]
+    load_of: Callable[[bytes], LoadOrder | None]
 
 
 def connector_worker(connector: str) -> WorkerKind:
     """The worker of a connector of ``mooncake_kv``."""
 
-    def load_of(order: bytes) -> str | None:
+    def load_of(order: bytes) -> LoadOrder | None:
         message = decode_to_rank(order)
-        return message.request_id if isinstance(message, Load) else None
+        if not isinstance(message, Load | CancelLoad):
+            return None
+        return LoadOrder(message.request_id, begins=isinstance(message, Load))
 
     return WorkerKind(find_connector(connector).worker, load_of)
 
 
 class HeldLoads:
-    """Orders to load wait for the step that gave them their blocks.
+    """Orders to load wait for the step that gave them their blocks, and behind them all that is
+    ordered of the same loads.
 
     What that step or an earlier one still does to those blocks, it has done or enqueued before:
     it zeroes new ones, copies some, and may write for whoever had them last.
 
     Args:
-        receive: takes each order, once its time has come.
+        receive: takes each order, once its time has come; in their order.
         load_of: see ``WorkerKind``.
     """
 
     def __init__(
-        self, receive: Callable[[bytes], None], load_of: Callable[[bytes], str | None]
+        self, receive: Callable[[bytes], None], load_of: Callable[[bytes], LoadOrder | None]
     ) -> None:
         self._receive, self._load_of = receive, load_of
         self._lock = threading.Lock()
-        self._held: dict[str, bytes] = {}
+        self._held: dict[str, list[bytes]] = {}
         self._released: set[str] = set()
 
     def take(self, order: bytes) -> None:
         """An order has come: any one. Any thread."""
-        name = self._load_of(order)
+        about = self._load_of(order)
         with self._lock:
-            if name is not None:
-                if name not in self._released:
-                    self._held[name] = order
+            if about is not None:
+                if about.begins and about.name not in self._released:
+                    self._held[about.name] = []
+                if about.name in self._held:
+                    self._held[about.name].append(order)
                     return
-                self._released.discard(name)
-        self._receive(order)
+                if about.begins:
+                    self._released.discard(about.name)
+            self._receive(order)
 
     def release(self, names: Iterable[str]) -> None:
         """The step that gave these loads their blocks is here."""
-        for name in names:
-            with self._lock:
-                order = self._held.pop(name, None)
-                if order is None:
+        with self._lock:
+            for name in names:
+                orders = self._held.pop(name, None)
+                if orders is None:
                     self._released.add(name)
-            if order is not None:
-                self._receive(order)
+                for order in orders or ():
+                    self._receive(order)
 
     def forget(self, name: str) -> None:
         """That load ended before there was an order for it."""

@@ -390,6 +390,12 @@ def _records_in(
 def _lock_directory(path: Path) -> int:
     try:
         file = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError as exc:
+        # Made here, it would hide that a drive is not mounted, and fill the one below.
+        raise KVConfigError(
+            f"{path} can't be used for a store: there is no such directory; mount its drive, or "
+            "make it"
+        ) from exc
     except OSError as exc:
         raise KVConfigError(f"{path} can't be used for a store: {exc}") from exc
     try:

@@ -97,4 +97,5 @@ def test_a_store_that_cannot_be_had_is_said_at_once() -> None:
     with running("mooncake_engine.cli", "up", *OPTIONS, *pool) as up:
         assert up.wait(60) == 1
     assert "mooncake-engine: error: kv-store died, " in up.error_text
-    assert "/proc/nowhere can't be used for a store" in up.error_text.splitlines()[-1]
+    last = up.error_text.splitlines()[-1]
+    assert "/proc/nowhere can't be used for a store: there is no such directory" in last

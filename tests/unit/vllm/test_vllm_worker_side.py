@@ -1,11 +1,11 @@
-"""What a rank has to tell vLLM, as it comes."""
+"""What a rank has to tell vLLM, as it comes; and orders that wait for their step."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-from mooncake_vllm.vllm_worker_side import Reports, Results
+from mooncake_vllm.vllm_worker_side import HeldLoads, LoadOrder, Reports, Results
 
 LONG_S = 30.0
 
@@ -32,3 +32,34 @@ def test_nobody_waits_longer_than_asked() -> None:
     began = time.monotonic()
     assert Reports().take(0.01) == Results(set(), set(), set())
     assert 0.01 <= time.monotonic() - began < LONG_S
+
+
+def load_of(order: bytes) -> LoadOrder | None:
+    """Of ``load NAME``, ``more NAME`` and anything else."""
+    what, _, name = order.decode().partition(" ")
+    return LoadOrder(name, begins=what == "load") if what in ("load", "more") else None
+
+
+def test_what_is_ordered_of_a_load_that_waits_comes_behind_it() -> None:
+    taken: list[bytes] = []
+    loads = HeldLoads(taken.append, load_of)
+    for order in (b"load a", b"load b", b"more a", b"store", b"more b", b"more a"):
+        loads.take(order)
+    assert taken == [b"store"]
+    loads.release(["a"])
+    assert taken == [b"store", b"load a", b"more a", b"more a"]
+    loads.take(b"more a")
+    assert taken[4:] == [b"more a"], "it has begun"
+    loads.release(["b"])
+    assert taken[5:] == [b"load b", b"more b"]
+
+
+def test_a_load_whose_step_is_here_before_it_begins_at_once() -> None:
+    taken: list[bytes] = []
+    loads = HeldLoads(taken.append, load_of)
+    loads.release(["a"])
+    loads.take(b"load a")
+    loads.take(b"more a")
+    assert taken == [b"load a", b"more a"]
+    loads.take(b"load a")
+    assert len(taken) == 2, "another one of that name waits for another step"

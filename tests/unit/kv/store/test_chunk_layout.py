@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mooncake_hal.errors import PlanError
+from mooncake_hal.errors import CapabilityError, PlanError
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shards_of
 from mooncake_hal.kv.layout import layout_bytes, make_layout
 from mooncake_hal.kv.transfer_plan import KVShardSpec
@@ -22,6 +22,8 @@ from mooncake_kv.store.chunk_layout import (
 
 GQA = KVGeometry(AttentionKind.GQA, 3, 4, (8, 8), "float16", 2)
 MLA = KVGeometry(AttentionKind.MLA, 3, 1, (16, 4), "bfloat16", 2)
+PIECES = KVGeometry(AttentionKind.GQA, 3, 4, (8 * 16, 8 * 16), "float16", 2, 16, "pages of 16")
+"""As vLLM keeps KV on a CPU: 16 tokens of a head lie in one piece, in an order of their own."""
 CHUNK = 32
 NUM_CHUNKS = 3
 
@@ -106,6 +108,31 @@ def test_any_rank_reads_what_any_other_wrote(geometry, writer, reader):
             transfer = ChunkTransfer(0, offsets, target.blocks, (layer, layer + 1))
             move(plan_chunks(geometry, spec, stored, transfer), to_store=False)
     assert target.values(reader[2]) == source.values(writer[2])
+
+
+@pytest.mark.parametrize("geometry", [GQA, MLA, PIECES], ids=["gqa", "mla", "pieces"])
+@pytest.mark.parametrize("layout", ["LPBHT", "BHLPT"])
+def test_a_chunk_is_all_that_is_written(geometry, layout):
+    """Every byte of the chunks, and none of their neighbours'."""
+    step = rounded_up(chunk_bytes(geometry, CHUNK))
+    arena = np.zeros(step * 6, np.uint8)
+    stored = stored_layout(geometry, CHUNK, arena.ctypes.data, arena.nbytes)
+    for shard in shards_of(geometry, 2):
+        laid_out = make_layout(layout, geometry, shard, 4, CHUNK)
+        memory = np.full(layout_bytes(geometry, shard, 4, CHUNK), 0xAB, np.uint8)
+        spec = KVShardSpec(shard, laid_out.shifted(memory.ctypes.data))
+        transfer = ChunkTransfer(0, [step * 4, step], [2, 0])
+        if writes_for_its_replicas(shard, spread=1):
+            move(plan_chunks(geometry, spec, stored, transfer), to_store=True)
+    written = np.zeros_like(arena)
+    for offset in (step * 4, step):
+        written[offset : offset + chunk_bytes(geometry, CHUNK)] = 0xAB
+    assert np.array_equal(arena, written)
+
+
+def test_a_chunk_of_parts_of_pieces_is_refused():
+    with pytest.raises(CapabilityError, match="blocks of 40 tokens are not of whole pieces of 16"):
+        stored_layout(PIECES, 40, 1 << 20, 1 << 20)
 
 
 def test_chunks_from_the_middle_of_a_sequence_leave_the_rest_alone():

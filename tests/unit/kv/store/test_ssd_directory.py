@@ -156,7 +156,7 @@ def test_a_directory_serves_one_store(tmp_path):
 
 
 def test_a_directory_that_can_not_be_used_is_refused(tmp_path):
-    with pytest.raises(KVConfigError, match="No such file"):
+    with pytest.raises(KVConfigError, match="there is no such directory"):
         SsdDirectory(config(tmp_path / "absent"))
     with pytest.raises(KVConfigError, match="wanted are 3 or more"):
         SsdDirectory(config(tmp_path, segments=2))
