@@ -38,6 +38,10 @@ HITS = "vllm:prefix_cache_hits_total"
 EVENTS_S = 3.0
 """In which the proxy has taken in what was published."""
 NUM_SALTS = 3
+COSTS = "llama-3-8b:CPU:1"
+"""What the proxy expects of an instance on a CPU. Taken for an A100, a P that once got no processor
+for half a second counts as slower than one that computes 1,000 tokens: where others work, a prompt
+went past the P that had it."""
 NOTHING_LEFT = ("vllm:kv_cache_usage_perc", "vllm:mooncake_hal_leases_held")
 
 
@@ -132,7 +136,7 @@ def conducting(prefills: Sequence[Prefill], decode: str) -> Iterator[str]:
     }
     FLEET.write_text(json.dumps(pools))
     port = free_port()
-    words = ["--pool-file", FLEET, "--policy", "cost", "--health-interval", "1"]
+    words = ["--pool-file", FLEET, "--policy", "cost", "--health-interval", "1", "--costs", COSTS]
     command = [sys.executable, "-m", "mooncake_proxy", "--port", port, *words]
     child = start([str(word) for word in command], dict(os.environ), PROXY_LOG)
     try:
@@ -190,4 +194,6 @@ def report(what: str, found: object, wanted: object) -> list[str]:
     """Say whether something is as wanted; returns what was wrong."""
     same = found == wanted
     print(f"fleet         {what:34} {'ok' if same else 'WRONG'}", flush=True)
+    if not same:
+        print(f"{'':13} wanted {wanted!r:.200}\n{'':13} found  {found!r:.200}", flush=True)
     return [] if same else [f"fleet: {what}: {found!r:.200}, wanted {wanted!r:.200}"]

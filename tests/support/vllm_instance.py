@@ -112,13 +112,19 @@ class FakeVllm:
             time.sleep(0.001)  # vLLM's own pause between empty steps
 
     def compute(
-        self, request: Asked, blocks: list[int], chunks: Sequence[int], *, names_layers: bool = True
+        self,
+        request: Asked,
+        blocks: list[int],
+        chunks: Sequence[int],
+        *,
+        num_cached: int = 0,
+        names_layers: bool = True,
     ) -> tuple[bool, dict[str, Any] | None]:
         """Run a prompt in chunks that end before these tokens, and finish it."""
-        done = 0
+        done = num_cached
         for number, stop in enumerate(chunks):
             new = SimpleNamespace(
-                req_id=request.request_id, block_ids=(blocks,), num_computed_tokens=0
+                req_id=request.request_id, block_ids=(blocks,), num_computed_tokens=done
             )
             known = SimpleNamespace(
                 req_ids=[request.request_id],

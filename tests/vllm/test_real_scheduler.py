@@ -246,6 +246,20 @@ def posts() -> Iterator[tuple[Metaserver, dict[str, dict[str, Any]]]]:
     loop.close()
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
+def test_p_says_how_much_of_a_prompt_it_had(is_async: bool) -> None:
+    config = engine_config("kv_producer", "HalPullConnector", "recompute", is_async=is_async)
+    found = []
+    with vllm_instance(config, NUM_BLOCKS) as prefill:
+        for name in ("first", "second"):
+            prefill.submit(name, SHARED, 1, {"do_remote_decode": True})
+            settle([prefill], SETTLED_S)  # until the lease has lapsed
+            params = prefill.answers[name].params
+            assert params is not None
+            found.append(params["remote_cached_tokens"])
+    assert found == [0, 12]
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
 @pytest.mark.parametrize("connector", ["HalPullConnector", "HalPushConnector"])

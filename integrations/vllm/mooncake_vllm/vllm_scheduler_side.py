@@ -127,7 +127,8 @@ class SchedulerSide:
         self._connector: Connector = entry(config, instance.num_ranks)
         self._instance = instance
         self._prompts = RemotePrompts()
-        self._sending: set[str] = set()  # asked to be kept, still running
+        # Asked to be kept, still running: how many prompt tokens needed no computing, once it runs.
+        self._sending: dict[str, int | None] = {}
         self._held: set[str] = set()  # finished, and their blocks are kept
         self._started: list[str] = []
         self._death: BaseException | None = None
@@ -170,7 +171,7 @@ class SchedulerSide:
         params = self._read(request, raw)
         request_id = request.request_id
         if params.keeps_kv:
-            self._sending.add(request_id)
+            self._sending[request_id] = None
             if params.target is not None:
                 self._connector.on_new_request(request_id, params)
             return
@@ -212,8 +213,15 @@ class SchedulerSide:
         return bool(self._held) or self._prompts.is_loading
 
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
-        """What a step computes of the prompts whose KV is sent while it is computed."""
-        if self._mode is not TransferMode.PUSH or not self._sending:
+        """What a step computes of the prompts whose KV is sent while it is computed; notes how much
+        of a prompt was cached when it ran for the first time."""
+        if not self._sending:
+            return ()
+        for new in step.scheduled_new_reqs:
+            # vLLM's newer model runner lists one that was preempted here again.
+            if self._sending.get(new.req_id, 0) is None:
+                self._sending[new.req_id] = new.num_computed_tokens
+        if self._mode is not TransferMode.PUSH:
             return ()
         found = [
             self._push_step(step, new.req_id, new.num_computed_tokens, new.block_ids, True)
@@ -255,7 +263,7 @@ class SchedulerSide:
             self._connector.cancel_load(name)
         if request_id not in self._sending:
             return False, None
-        self._sending.remove(request_id)
+        num_cached = self._sending.pop(request_id) or 0
         prompt = request.prompt_token_ids or []
         needed = -(-len(prompt) // self._page_tokens)
         is_whole = request.num_computed_tokens >= len(prompt) and len(block_ids) >= needed
@@ -271,7 +279,7 @@ class SchedulerSide:
                 request_id,
                 expand_blocks(block_ids[:needed], self._pages),
                 prompt,
-                FirstToken(request.output_token_ids[0]),
+                FirstToken(request.output_token_ids[0], num_cached_tokens=num_cached),
                 cache_salt=request.cache_salt or "",
             )
         except BaseException:

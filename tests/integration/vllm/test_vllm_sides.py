@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.vllm_caches import Caches, make_caches
-from support.vllm_instance import Asked, FakeVllm, running
+from support.vllm_instance import NO_TOKENS, Asked, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_kv.config import KVTransferConfig
@@ -87,6 +88,36 @@ def test_a_prompt_arrives_and_each_side_is_told_once(
     assert (found[:, :, : len(PROMPT)] == wanted[:, :, : len(PROMPT)]).all()
     assert decode.scheduler.num_to_load(request, 0) == 0  # after a preemption
     assert decode.scheduler.request_finished(request, D_BLOCKS) == (False, None)
+
+
+@pytest.mark.parametrize("num_cached", [0, 8])
+def test_the_proxy_is_told_how_much_of_a_prompt_was_cached(
+    stack: ExitStack, tmp_path: Path, num_cached: int
+) -> None:
+    instance = stack.enter_context(running("p", tmp_path, caches(1, "LBHNC"), CONFIG))
+    request = Asked("p", PROMPT, SEND)
+    instance.scheduler.on_new_request(request)
+    chunks = [num_cached + 4, len(PROMPT)]
+    _, params = instance.compute(request, P_BLOCKS, chunks, num_cached=num_cached)
+    assert params is not None
+    assert params["remote_cached_tokens"] == num_cached
+
+
+def test_what_a_prompt_finds_of_itself_after_a_preemption_was_not_cached(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    instance = stack.enter_context(running("p", tmp_path, caches(1, "LBHNC"), CONFIG))
+    request = Asked("p", PROMPT, SEND)
+    instance.scheduler.on_new_request(request)
+    for num_computed in (4, 12):
+        new = SimpleNamespace(req_id="p", block_ids=(P_BLOCKS,), num_computed_tokens=num_computed)
+        step = {**vars(NO_TOKENS), "scheduled_new_reqs": [new], "num_scheduled_tokens": {"p": 2}}
+        instance.step(SimpleNamespace(**step))
+    request.num_computed_tokens, request.output_token_ids = len(PROMPT), [7]
+    request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
+    _, params = instance.scheduler.request_finished(request, P_BLOCKS)
+    assert params is not None
+    assert params["remote_cached_tokens"] == 4
 
 
 def test_nothing_moves_before_the_step_that_allocated_the_blocks(
