@@ -43,6 +43,7 @@ from mooncake_engine.kv_connector import (
     settle_addresses,
 )
 from mooncake_engine.messages import EngineInfo
+from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.pool_connector import (
     EXTENSION as POOL_EXTENSION,
     SchedulerPool,
@@ -157,7 +158,7 @@ def start_engine(
                 SchedulerPool,
                 config.kv_pool,
                 stores,
-                KVIdentity.of_model(_fingerprint(plan), plan.geometry, config.kv_pool.chunk_tokens),
+                pool_identity(plan, config.kv_pool.chunk_tokens),
                 plan.geometry,
                 config.num_ranks,
             )
@@ -334,7 +335,7 @@ def _describe(plan: EnginePlan, engine_id: str, backend: Backend) -> InstanceMet
         Hardware(backend.name, device.generation),
         model_settings=model.settings,
         numerics=Numerics(
-            plan.kv_meaning, _rounding(plan, backend.capabilities, device.generation)
+            plan.kv_meaning, rounding_of(plan, backend.capabilities, device.generation)
         ),
     )
 
@@ -347,16 +348,32 @@ def _fingerprint(plan: EnginePlan) -> ModelFingerprint:
         raise CheckpointError(str(exc)) from exc
 
 
-def _rounding(plan: EnginePlan, found: Capabilities, generation: str) -> dict[str, str]:
+def pool_identity(plan: EnginePlan, chunk_tokens: int) -> KVIdentity:
+    """What its KV is kept by; that of weights quantised on load is not that of the checkpoint's."""
+    model = _fingerprint(plan)
+    if plan.model.quantization is not None and plan.model.quantization.is_made_on_load:
+        model = replace(model, settings=model.settings | {"quantization": "fp8 on load"})
+    return KVIdentity.of_model(model, plan.geometry, chunk_tokens)
+
+
+def rounding_of(plan: EnginePlan, found: Capabilities, generation: str) -> dict[str, str]:
     """What may make its KV differ from others' in the last bits."""
     ranks = f"tensor-parallel size {plan.config.tp_size}"
     rounding = {"kernels": generation, "sums over ranks": ranks, **dict(found.rounding)}
-    if plan.model.quantization is not None:
-        where = {True: "in fp8", False: "on dequantised weights"}
-        rounding["linear layers"] = where[plan.has_fp8_linears]
-        if plan.model.moe is not None:
-            rounding["experts"] = where[plan.keeps_fp8_experts(plan.model)]
+    rounding["linear layers"] = _products(plan.model, in_fp8=plan.has_fp8_linears)
+    if plan.model.moe is not None:
+        kept = plan.keeps_fp8_experts(plan.model)
+        rounding["experts"] = _products(plan.model, in_fp8=kept)
     return rounding
+
+
+def _products(model: ModelConfig, *, in_fp8: bool) -> str:
+    """What a model's linear layers or experts multiply."""
+    if model.quantization is None:
+        return "on unquantised weights"
+    if not in_fp8:
+        return "on dequantised weights"
+    return "in fp8, quantised on load" if model.quantization.is_made_on_load else "in fp8"
 
 
 def _block_bytes(plan: EnginePlan) -> int:

@@ -55,7 +55,7 @@ def read_chat_template(given: str | None) -> str | None:
 
 KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 """Narrower types that KV may be kept in, as vLLM calls them."""
-
+_CHOICES = {"kv_cache_dtype": ("auto", *KV_CACHE_DTYPES), "quantization": (None, "fp8")}
 
 _POSITIVE = (
     *("dp_size", "tp_size", "pp_size", "ep_size", "ep_dispatch_min_tokens", "block_size"),
@@ -134,6 +134,16 @@ class EngineConfig:
             parse=read_dtype,
             help="data type of weights and activations: float32 (float), bfloat16, float16 (half); "
             "auto: the checkpoint's if the backend has it",
+        ),
+    )
+    quantization: str | None = field(
+        default=None,
+        metadata=option(
+            aliases=("-q",),
+            choices=("fp8",),
+            help="fp8: quantise an unquantised model's linear layers and experts while they are "
+            "loaded; a draft model stays as its checkpoint is",
+            default_text="as the checkpoint is",
         ),
     )
     tp_size: int = field(
@@ -453,16 +463,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
-            raise ConfigError(
-                f"kv_cache_dtype must be one of {['auto', *KV_CACHE_DTYPES]}, got "
-                f"{self.kv_cache_dtype!r}"
-            )
-        if self.piecewise_graph_max_tokens is not None and self.piecewise_graph_max_tokens < 0:
-            raise ConfigError(
-                "piecewise_graph_max_tokens must not be negative, got "
-                f"{self.piecewise_graph_max_tokens}: 0 launches every op of steps with prompts"
-            )
+        for name, possible in _CHOICES.items():
+            if (given := getattr(self, name)) not in possible:
+                raise ConfigError(f"{name} must be one of {list(possible)}, got {given!r}")
         if self.dp_size * self.tp_size % self.ep_size:
             raise ConfigError(
                 f"ep_size {self.ep_size} was asked for with dp_size {self.dp_size} and tp_size "
@@ -522,9 +525,10 @@ class EngineConfig:
             "scheduler_delay_factor",
             "redundant_experts",
             "eplb_step_interval",
+            "piecewise_graph_max_tokens",
         ):
-            if (getattr(self, name) or 0) < 0:
-                raise ConfigError(f"{name} must not be negative")
+            if (value := getattr(self, name) or 0) < 0:
+                raise ConfigError(f"{name} must not be negative, got {value}")
         if self.target_tbt_ms is not None and self.target_tbt_ms <= 0:
             raise ConfigError(f"target_tbt_ms must be above 0, got {self.target_tbt_ms:g}")
         if not 0 <= self.watermark < 1:

@@ -59,8 +59,6 @@ _INSTEAD = {
     "--download-dir": "the environment variable HF_HOME",
     "--load-format": "nothing: safetensors and GGUF are told apart by their files",
     "--trust-remote-code": "a model of docs/models.md: code of a checkpoint is not run",
-    "--quantization": "an unquantised, an fp8 or a GGUF checkpoint",
-    "-q": "an unquantised, an fp8 or a GGUF checkpoint",
     "--api-key": "--api-key-file FILE, which no process list shows",
     "--speculative-config": "--speculative-method, --num-speculative-tokens, --speculative-model",
     "--enable-expert-parallel": "--ep-size, which for vLLM's division is --dp-size times --tp-size",

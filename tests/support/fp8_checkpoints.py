@@ -83,7 +83,7 @@ def dequantise(values: Tensor, scales: Tensor, form: str) -> Tensor:
 def is_quantised(name: str, tensor: Tensor) -> bool:
     """Linear layers, but the head and what chooses experts."""
     is_linear = tensor.dim() == 2 and name.endswith(".weight")
-    return is_linear and not any(part in name for part in ("embed", "lm_head", "mlp.gate.weight"))
+    return is_linear and not any(part in name for part in ("embed", "lm_head", ".gate.weight"))
 
 
 def write_fp8(source: Path, target: Path, form: str) -> tuple[Path, Path]:
@@ -105,6 +105,18 @@ def write_fp8(source: Path, target: Path, form: str) -> tuple[Path, Path]:
     save_file(plain, twin / "model.safetensors", {"format": "pt"})
     edit_config(target, lambda config: config.update(quantization_config=FORMS[form]))
     return target, twin
+
+
+def even_halves(directory: Path) -> Path:
+    """A checkpoint's rows get their largest element in both halves of their columns: quantised
+    whole, or by two ranks with half the columns each, they have the same scales."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if is_quantised(name, tensor):
+            tensor[:, 0] = tensor[:, tensor.shape[1] // 2] = tensor.abs().amax(1)
+    save_file(tensors, path, {"format": "pt"})
+    return directory
 
 
 def edit_config(directory: Path, edit: Callable[[dict[str, Any]], None]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mooncake_engine.checkpoints.gguf_index import GGUF_INDEX_NAME
 from mooncake_engine.config import KV_CACHE_DTYPES, EngineConfig, Role
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.expert_plan import plan_experts
@@ -24,6 +25,7 @@ from mooncake_engine.kv_cache.kv_pool import (
 from mooncake_engine.models.catalog import kv_geometry, read_model_config
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.parallel_context import share_heads
+from mooncake_engine.models.quantization_config import FP8_ON_LOAD
 from mooncake_hal.backend import Backend, Capabilities, DeviceInfo
 from mooncake_hal.deployment import BlockSize, default_block_size
 from mooncake_hal.fused_experts import ExpertShape
@@ -171,7 +173,7 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
     capabilities = backend.capabilities
     config = _choose_scheduling(config, backend)
     block_size = choose_block_size(config, backend)
-    model = read_model_config(config.model)
+    model = _quantise(config, read_model_config(config.model), backend)
     dtype = _choose_dtype(config, model, capabilities)
     kv_dtype = _choose_kv_dtype(config, backend)
     geometry = kv_geometry(model, kv_dtype or dtype)
@@ -349,6 +351,29 @@ def _require_latents(geometry: KVGeometry, backend: Backend) -> None:
             f"the model's latents and rotated rows are {geometry.plane_dims} wide, backend "
             f"{backend.name!r} runs {list(possible)}; use another backend"
         )
+
+
+def _quantise(config: EngineConfig, model: ModelConfig, backend: Backend) -> ModelConfig:
+    """The model, with weights that are quantised while they are loaded if that was asked for; fp8
+    ones of a checkpoint stay as they are."""
+    if config.quantization is None:
+        return model
+    wanted = f"quantization {config.quantization!r} was asked for, "
+    if (config.model / GGUF_INDEX_NAME).exists():
+        raise ConfigError(
+            f"{wanted}{config.model} is GGUF, whose weights are quantised in another way: leave it "
+            "out, or use the model's safetensors"
+        )
+    if model.quantization is not None:
+        return model
+    needs = {"fp8": "linear layers"} | ({"fp8_experts": "experts"} if model.moe else {})
+    possible = backend.capabilities.quantization
+    if lacking := [what for name, what in needs.items() if name not in possible]:
+        raise ConfigError(
+            f"{wanted}backend {backend.name!r} multiplies no {' and no '.join(lacking)} in fp8 on "
+            "this device: leave it out, or use another backend or device"
+        )
+    return replace(model, quantization=FP8_ON_LOAD)
 
 
 def _warn_of_dequantised(plan: EnginePlan) -> None:

@@ -55,13 +55,13 @@ def load_weights(
     files = locate_tensors(model_dir)
     scales = Fp8Scales(files)
     _check_names(model, slots, files, model_dir)
-    total = sum(_target_bytes(slot) for named in slots.values() for slot in named)
+    total = sum(_read_bytes(slot) for named in slots.values() for slot in named)
     loaded = 0
     for path in sorted({files[name] for name in slots}):
         wanted = [slot for name in slots if files[name] == path for slot in slots[name]]
         for slot, values in _read(path, wanted, scales):
-            slot.target.copy_(values)
-            loaded += _target_bytes(slot)
+            slot.fill(values)
+            loaded += _read_bytes(slot)
             if progress is not None:
                 progress(LoadProgress(loaded, total))
     seconds = max(time.monotonic() - started, 1e-6)
@@ -87,8 +87,8 @@ def _check_names(
         raise CheckpointError(f"the checkpoint in {model_dir} {' and '.join(problems)}")
 
 
-def _target_bytes(slot: WeightShard) -> int:
-    return slot.target.numel() * slot.target.element_size()
+def _read_bytes(slot: WeightShard) -> int:
+    return slot.target.numel() * slot.dtype.itemsize
 
 
 def _read(
@@ -122,7 +122,7 @@ def _read_slot(file: TensorFile, slot: WeightShard, path: Path, scales: Fp8Scale
         slice(start, start + size)
         for start, size in zip(slot.offset, slot.target.shape, strict=True)
     )
-    return file.read(slot.name, window, slot.target.dtype)
+    return file.read(slot.name, window, slot.dtype)
 
 
 def _read_row_scales(slot: WeightShard, scales: Fp8Scales) -> Tensor:

@@ -17,7 +17,6 @@ from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.layers import Head, Norm, ParallelContext, Span, VocabTable, WeightShard
 from mooncake_engine.models.mlp import ExpertCounts, GatedMlp, MlpNames
 from mooncake_engine.models.parallel_context import AttentionWidths, ForwardContext, TokenSlots
-from mooncake_engine.models.quantization_config import SCALE_ENDS
 from mooncake_engine.models.rope import cos_sin_table
 from mooncake_engine.scheduling.step_plan import ExpertRound
 
@@ -216,7 +215,8 @@ class Decoder:
             is_foreign = self._ending is None or self.config.tie_embeddings
         else:
             is_foreign = self._ending is None and name == f"{names.final_norm}.weight"
-        is_scale = self.config.quantization is not None and name.endswith(SCALE_ENDS)
+        quantization = self.config.quantization
+        is_scale = quantization is not None and quantization.is_scale(name)
         return is_foreign or is_scale or name.endswith(self.ignored)
 
     def layer_of(self, name: str) -> int | None:

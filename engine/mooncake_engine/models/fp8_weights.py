@@ -1,9 +1,12 @@
-"""Linear layers and experts whose fp8 weights are kept and multiplied as they are."""
+"""Linear layers and experts whose weights are kept and multiplied in fp8: those of the checkpoint
+as they are, or unquantised ones that are quantised while they are loaded."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,6 +24,7 @@ from mooncake_engine.models.quantization_config import Fp8Config
 from mooncake_hal.fp8_linear import (
     FP8_BLOCK,
     FP8_MULTIPLE,
+    FP8_TINY,
     Fp8ExpertOps,
     Fp8LinearOps,
     Fp8Weight,
@@ -28,12 +32,16 @@ from mooncake_hal.fp8_linear import (
 
 logger = logging.getLogger(__name__)
 
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_CHUNK_BYTES = 32 << 20
+"""Of float32 at once."""
+
 
 class Fp8Linears:
-    """``LinearQuantization`` of a checkpoint, on ops that multiply fp8.
+    """``LinearQuantization`` of a model, on ops that multiply fp8.
 
     Args:
-        config: the checkpoint's.
+        config: the model's.
         keeps_experts: whether the ops are also ``Fp8ExpertOps`` and experts stay in fp8.
     """
 
@@ -50,7 +58,8 @@ class Fp8Linears:
         columns: Span,
     ) -> Fp8LinearWeight | None:
         """None where the checkpoint has it unquantised, or where a rank's part does not begin and
-        end with blocks, or is of a size that the ops don't take: it is dequantised."""
+        end with blocks, or is of a size that the ops don't take: it is dequantised, or stays
+        unquantised."""
         if any(self._config.is_ignored(source.name) for source in sources):
             return None
         rows = sum(len(source.rows) for source in sources)
@@ -83,10 +92,13 @@ class Fp8Linears:
 
     def _warn(self, name: str) -> None:
         if not self._has_warned:
+            what = "some fp8 weights are dequantised while they are loaded"
+            if self._config.is_made_on_load:
+                what = "some weights are not quantised"
             logger.warning(
-                "some fp8 weights are dequantised while they are loaded, %s the first: a rank's "
-                "part of them is not whole blocks, or no multiple of %d; another --tp-size may "
-                "help, or --ep-size for experts",
+                "%s, %s the first: a rank's part of them is not whole blocks, or no multiple of "
+                "%d; another --tp-size may help, or --ep-size for experts",
+                what,
                 name,
                 FP8_MULTIPLE,
             )
@@ -109,7 +121,7 @@ class Fp8LinearWeight:
     """A rank's part of a weight, several checkpoint linears stacked.
 
     Args:
-        config: the checkpoint's.
+        config: the model's.
         parallel: where it lives; its ops multiply fp8.
         sources: the checkpoint's linears, with this rank's rows of each.
         in_features: columns of the whole weight.
@@ -125,6 +137,7 @@ class Fp8LinearWeight:
         columns: Span,
     ) -> None:
         self._config = config
+        self._dtype = parallel.dtype
         self._ops = cast(Fp8LinearOps, parallel.ops)
         self._sources = sources
         self._in_features = in_features
@@ -136,8 +149,8 @@ class Fp8LinearWeight:
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
-        name, columns = self._config.scale_name, (self._in_features, self._columns)
-        yield from _shards(name, self._weight, self._sources, columns)
+        columns = self._in_features, self._columns
+        yield from _shards(self._config, self._dtype, self._weight, self._sources, columns)
         for source, scale in zip(self._sources, self._input_scales.unsqueeze(1), strict=False):
             name = f"{source.name}.input_scale"
             yield WeightShard(name, scale, (1,), (0,), is_scale_of_rows=True)
@@ -158,7 +171,7 @@ class Fp8Experts:
     """A rank's part of a layer's experts.
 
     Args:
-        config: the checkpoint's.
+        config: the model's.
         parallel: where they live; its ops multiply fp8 experts.
         names: of gate, up and down of this rank's experts.
         shape: hidden and inner size, all ranks together.
@@ -171,7 +184,8 @@ class Fp8Experts:
         names: Sequence[tuple[str, str, str]],
         shape: tuple[int, int],
     ) -> None:
-        self._scale_name = config.scale_name
+        self._config = config
+        self._dtype = parallel.dtype
         self._ops = cast(Fp8ExpertOps, parallel.ops)
         self._names = names
         self._shape = hidden, inner = shape
@@ -185,15 +199,14 @@ class Fp8Experts:
     def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
         hidden, inner = self._shape
+        shards = partial(_shards, self._config, self._dtype)
         share, everything = self._share, Span(0, hidden)
         gate_up, down = self._weights["gate_up"], self._weights["down"]
         for expert, (*gated, last) in enumerate(self._names):
             sources = linear_sources(gated, (inner, inner), (share, share))
-            yield from _shards(
-                self._scale_name, _of_expert(gate_up, expert), sources, (hidden, everything)
-            )
+            yield from shards(_of_expert(gate_up, expert), sources, (hidden, everything))
             sources = linear_sources((last,), (hidden,), (everything,))
-            yield from _shards(self._scale_name, _of_expert(down, expert), sources, (inner, share))
+            yield from shards(_of_expert(down, expert), sources, (inner, share))
 
     def process_weights_after_loading(self) -> None:
         """Bring the loaded weights into the backend's form."""
@@ -227,13 +240,44 @@ def _of_expert(weight: Fp8Weight, expert: int) -> Fp8Weight:
     return Fp8Weight(weight.values[expert], weight.scales[expert])
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class QuantisedShard(WeightShard):
+    """A shard that is quantised as it is loaded, each row by its own largest element.
+
+    Args:
+        scales: [rows] float32, filled with what the rows are times.
+        plain_dtype: what the checkpoint's tensor is read in.
+    """
+
+    scales: Tensor
+    plain_dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.plain_dtype
+
+    def fill(self, values: Tensor) -> None:
+        """Some rows at once: no more than these are on the device unquantised."""
+        step = max(1, _CHUNK_BYTES // (4 * values.shape[1]))
+        chunks = (torch.split(part, step) for part in (values, self.target, self.scales))
+        for rows, target, scales in zip(*chunks, strict=True):
+            wide = rows.to(target.device).float()
+            scales.copy_(wide.abs().amax(1).clamp(min=FP8_TINY) / _LARGEST)
+            target.copy_((wide / scales.unsqueeze(1)).clamp(-_LARGEST, _LARGEST))
+
+
 def _shards(
-    scale_name: str, weight: Fp8Weight, sources: Sequence[LinearSource], columns: tuple[int, Span]
+    config: Fp8Config,
+    dtype: torch.dtype,
+    weight: Fp8Weight,
+    sources: Sequence[LinearSource],
+    columns: tuple[int, Span],
 ) -> Iterator[WeightShard]:
     """What fills a weight of stacked linears.
 
     Args:
-        scale_name: see ``Fp8Config``.
+        config: the model's.
+        dtype: that unquantised weights are read in.
         weight: what to fill.
         sources: the checkpoint's linears, with this rank's rows of each.
         columns: how many there are, and those of this rank.
@@ -244,16 +288,21 @@ def _shards(
         stop, first = start + len(source.rows), source.rows.start
         shape = (source.out_features, in_features)
         values = weight.values[start:stop]
-        yield WeightShard(f"{source.name}.weight", values, shape, (first, own.start))
-        name = f"{source.name}.{scale_name}"
+        name, offset = f"{source.name}.weight", (first, own.start)
+        scale_name = f"{source.name}.{config.scale_name}"
+        if config.is_made_on_load:
+            scales = weight.scales[start:stop]
+            yield QuantisedShard(name, values, shape, offset, scales=scales, plain_dtype=dtype)
+        else:
+            yield WeightShard(name, values, shape, offset)
         if weight.is_blockwise:
             scales = weight.scales[start // FP8_BLOCK : _blocks(stop)]
             whole = (_blocks(shape[0]), _blocks(shape[1]))
             offset = (first // FP8_BLOCK, own.start // FP8_BLOCK)
-            yield WeightShard(name, scales, whole, offset)
-        else:
+            yield WeightShard(scale_name, scales, whole, offset)
+        elif not config.is_made_on_load:
             scales = weight.scales[start:stop]
-            yield WeightShard(name, scales, shape[:1], (first,), is_scale_of_rows=True)
+            yield WeightShard(scale_name, scales, shape[:1], (first,), is_scale_of_rows=True)
         start = stop
 
 

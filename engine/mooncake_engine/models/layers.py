@@ -237,6 +237,15 @@ class WeightShard:
     offset: tuple[int, ...]
     is_scale_of_rows: bool = False
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is read in."""
+        return self.target.dtype
+
+    def fill(self, values: Tensor) -> None:
+        """Take what was read, in host memory."""
+        self.target.copy_(values)
+
 
 @dataclass(frozen=True, slots=True)
 class LinearSource:

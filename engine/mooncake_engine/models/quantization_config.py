@@ -28,16 +28,30 @@ class Fp8Config:
         has_input_scales: whether each has a scale for its input, too (static).
         ignored: names of linears that are not quantised, or a part of their path, or ``re:`` and an
             expression.
+        is_made_on_load: the checkpoint is unquantised, and so has no scales: weights are quantised
+            while they are loaded.
     """
 
     is_blockwise: bool
     scale_name: str
     has_input_scales: bool
     ignored: tuple[str, ...]
+    is_made_on_load: bool = False
 
     def is_ignored(self, name: str) -> bool:
         """Whether the checkpoint's linear of that name is not quantised."""
         return any(_matches(entry, name) for entry in self.ignored)
+
+    def is_scale(self, name: str) -> bool:
+        """Whether the checkpoint's tensor of that name belongs to a quantised weight."""
+        return not self.is_made_on_load and name.endswith(SCALE_ENDS)
+
+
+FP8_ON_LOAD = Fp8Config(
+    is_blockwise=False, scale_name="", has_input_scales=False, ignored=(), is_made_on_load=True
+)
+"""``--quantization fp8`` of an unquantised checkpoint: scales of rows. Embeddings, the head, norms
+and routers are no linear layers here."""
 
 
 def _matches(entry: str, name: str) -> bool:

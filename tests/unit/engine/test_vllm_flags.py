@@ -84,3 +84,13 @@ def test_the_answer_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == (
         "mooncake-engine: error: --task is vLLM's; here it is nothing: only generation is served\n"
     )
+
+
+@pytest.mark.parametrize("flag", ["--quantization", "-q"])
+def test_quantization_is_an_option_here(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which the CPU does not have."""
+    assert main(["serve", TINY, flag, "fp8", "--backend", "cpu"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "mooncake-engine: error: quantization 'fp8' was asked for, backend 'cpu' multiplies no "
+        "linear layers in fp8 on this device: leave it out, or use another backend or device"
+    )

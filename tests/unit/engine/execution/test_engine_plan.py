@@ -17,14 +17,18 @@ from safetensors.torch import save_file
 from support.checkpoints import random_model, write_checkpoint
 from support.fp8_checkpoints import FORMS, edit_config
 
+from mooncake_engine.assembly import pool_identity, rounding_of
+from mooncake_engine.checkpoints.gguf_index import GGUF_INDEX_NAME
 from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.errors import CheckpointError, ConfigError
 from mooncake_engine.execution.engine_plan import choose_swap_space, make_plan, rank_device
 from mooncake_engine.execution.memory_profiling import profiling_pool_size
+from mooncake_engine.models.quantization_config import FP8_ON_LOAD
 from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_hal.backend import Backend, DeviceInfo
 from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.numerics import differences
 from mooncake_kv.pool.pool_config import read_kv_pool
 
 
@@ -67,6 +71,8 @@ def test_what_is_left_open_follows_from_model_and_backend(
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 5}, "block_size 5 was asked for"),
     ({"kv_cache_dtype": "fp4"}, r"must be one of \['auto', 'fp8', 'fp8_e4m3'\], got 'fp4'"),
+    ({"quantization": "awq"}, r"quantization must be one of \[None, 'fp8'\], got 'awq'"),
+    ({"quantization": "fp8"}, "'fp8' was asked for, backend 'cpu' multiplies no linear layers in"),
     ({"dtype": "float8"}, "dtype 'float8' was asked for, the backend has"),
     ({"max_model_len": 257}, "the model was made for 256 tokens; lower it"),
     ({"max_model_len": 161}, "the pool holds 160 tokens; lower it"),
@@ -226,14 +232,79 @@ def test_experts_stay_in_fp8_where_they_are_multiplied_so(
     """Else it is said why not; the backend's fused ops for experts take no fp8."""
     model = write_checkpoint(random_model("qwen3_moe"), tmp_path / "model")
     edit_config(model, lambda config: config.update(quantization_config=FORMS[form]))
-    able = copy(backend)
-    able.capabilities = replace(backend.capabilities, quantization=multiplied)
+    able = multiplying(backend, *multiplied)
     plan = make_plan(EngineConfig(model, num_kv_blocks=10, tp_size=2, ep_size=2), able)
     assert plan.keeps_fp8_experts(plan.model) == (said is None)
     assert (plan.whole_experts is None) == (said is None)
     warnings = [r.getMessage() for r in caplog.records if "are dequantised" in r.getMessage()]
     assert len(warnings) == (said is not None)
     assert all(said is not None and re.search(said, warning) for warning in warnings)
+
+
+def multiplying(backend: Backend, *quantization: str) -> Backend:
+    """The backend, with these capabilities."""
+    able = copy(backend)
+    able.capabilities = replace(backend.capabilities, quantization=quantization)
+    return able
+
+
+def test_a_model_is_quantised_on_load_alone_and_not_its_draft_model(
+    tmp_path: Path, model: Path, backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    moe = write_checkpoint(random_model("qwen3_moe", vocab_size=101), tmp_path / "moe")
+    drafting = SpeculativeConfig(SpeculativeMethod.DRAFT, model=model)
+    config = EngineConfig(
+        moe, num_kv_blocks=10, quantization="fp8", speculative_config=drafting, tp_size=2
+    )
+    plan = make_plan(config, multiplying(backend, "fp8", "fp8_experts"))
+    assert plan.model.quantization is FP8_ON_LOAD
+    assert plan.keeps_fp8_experts(plan.model)
+    assert plan.draft is not None
+    assert plan.draft.model.quantization is None
+    assert "dequantised" not in caplog.text
+    with pytest.raises(ConfigError, match="multiplies no experts in fp8 on this device: leave it"):
+        make_plan(config, multiplying(backend, "fp8"))
+    with pytest.raises(ConfigError, match="no linear layers and no experts in fp8"):
+        make_plan(config, backend)
+
+
+def test_weights_that_are_quantised_already_stay_as_they_are(model: Path, backend: Backend) -> None:
+    """fp8 ones on every backend; others than fp8 are refused by their name."""
+    config = EngineConfig(model, num_kv_blocks=10, quantization="fp8")
+    edit_config(model, lambda fields: fields.update(quantization_config=FORMS["blocks"]))
+    for each in (backend, multiplying(backend, "fp8", "fp8_experts")):
+        plan = make_plan(config, each)
+        assert plan.model == make_plan(replace(config, quantization=None), each).model
+    edit_config(model, lambda fields: fields.update(quantization_config={"quant_method": "awq"}))
+    with pytest.raises(CheckpointError, match=r"awq.* is not supported"):
+        make_plan(config, backend)
+    edit_config(model, lambda fields: fields.pop("quantization_config"))
+    (model / GGUF_INDEX_NAME).write_text("{}")
+    with pytest.raises(ConfigError, match="is GGUF, whose weights are quantised in another way"):
+        make_plan(config, multiplying(backend, "fp8", "fp8_experts"))
+
+
+def test_kv_of_weights_quantised_on_load_is_told_from_that_of_others(
+    tmp_path: Path, backend: Backend
+) -> None:
+    """To peers as another rounding, to a pool as KV of its own."""
+    model = write_checkpoint(random_model("qwen3_moe"), tmp_path / "moe")
+    able = multiplying(backend, "fp8", "fp8_experts")
+    config = EngineConfig(model, num_kv_blocks=10)
+    plain, on_load = (make_plan(replace(config, quantization=name), able) for name in (None, "fp8"))
+    ours, theirs = (rounding_of(plan, able.capabilities, "v1") for plan in (plain, on_load))
+    both = ("on unquantised weights", "in fp8, quantised on load")
+    assert differences(ours, theirs) == {"linear layers": both, "experts": both}
+    edit_config(model, lambda fields: fields.update(quantization_config=FORMS["channel"]))
+    beforehand = make_plan(config, able)
+    assert rounding_of(beforehand, able.capabilities, "v1")["experts"] == "in fp8"
+    assert (
+        rounding_of(make_plan(config, backend), able.capabilities, "v1")["experts"]
+        == "on dequantised weights"
+    )
+    edit_config(model, lambda fields: fields.pop("quantization_config"))
+    assert pool_identity(plain, 256) == pool_identity(make_plan(config, able), 256)
+    assert pool_identity(plain, 256).root() != pool_identity(on_load, 256).root()
 
 
 def test_swap_space_is_four_gib_where_memory_allows_and_says_so_where_not(
