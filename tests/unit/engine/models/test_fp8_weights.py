@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,17 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.fp8_checkpoints import FORMS, dequantise, quantise
+from support.two_linears import TwoLinears
 from torch import Tensor
 
 from mooncake_engine.errors import CheckpointError
 from mooncake_engine.execution.weight_loader import load_weights
 from mooncake_engine.models.fp8_weights import Fp8Linears, Fp8LinearWeight
 from mooncake_engine.models.layers import (
-    ColumnLinear,
     ParallelContext,
-    RowLinear,
     Span,
-    WeightShard,
     linear_sources,
 )
 from mooncake_engine.models.quantization_config import SCALE_ENDS, read_quantization
@@ -40,25 +37,11 @@ class ExactOps(ReferenceOps):
         return self.linear(x, dequantised(weight), bias)
 
 
-class Layers:
-    """A fused linear and one whose columns are divided."""
-
-    def __init__(self, parallel: ParallelContext) -> None:
-        shares = [parallel.share(rows) for rows in ROWS.values()]
-        sources = linear_sources(list(ROWS), list(ROWS.values()), shares)
-        self.fused = ColumnLinear(parallel, sources, IN, has_bias=True)
-        self.divided = RowLinear(parallel, "down", parallel.share(WIDE), (IN, WIDE))
-
-    def weight_shards(self) -> Iterator[WeightShard]:
-        yield from self.fused.weight_shards()
-        yield from self.divided.weight_shards()
-
-    def is_ignored(self, name: str) -> bool:
+def make_layers(parallel: ParallelContext) -> TwoLinears:
+    def is_scale(name: str) -> bool:
         return name.endswith(SCALE_ENDS)
 
-    def process_weights_after_loading(self) -> None:
-        self.fused.process_weights_after_loading()
-        self.divided.process_weights_after_loading()
+    return TwoLinears(parallel, ROWS, (IN, WIDE), is_scale, has_bias=True)
 
 
 def write(directory: Path, form: str) -> dict[str, Tensor]:
@@ -100,7 +83,7 @@ def test_a_rank_has_its_part(tmp_path: Path, form: str, keeps: bool, ranks: int)
     x, y = (torch.randn(3, size, generator=generator) for size in (IN, WIDE))
     for rank in range(ranks):
         parallel = context(rank, ranks, form, keeps=keeps)
-        layers = Layers(parallel)
+        layers = make_layers(parallel)
         load_weights(cast(Any, layers), tmp_path)
         parts = [(name, parallel.share(rows)) for name, rows in ROWS.items()]
         weight = torch.cat([meant[name][part.start : part.stop] for name, part in parts])
@@ -114,7 +97,7 @@ def test_a_rank_has_its_part(tmp_path: Path, form: str, keeps: bool, ranks: int)
 
 def test_of_several_scales_of_one_input_the_largest_counts(tmp_path: Path) -> None:
     write(tmp_path, "static")
-    layers = Layers(context(0, 1, "static", keeps=True))
+    layers = make_layers(context(0, 1, "static", keeps=True))
     load_weights(cast(Any, layers), tmp_path)
     weight = cast(Fp8LinearWeight, layers.fused._quantized)._weight
     assert weight.values.dtype is torch.float8_e4m3fn
@@ -156,7 +139,7 @@ def test_what_is_said_to_be_fp8_must_be(tmp_path: Path) -> None:
     path = tmp_path / "model-1.safetensors"
     save_file({**names, **biases, "down.weight": torch.zeros(IN, WIDE)}, path)
     with pytest.raises(CheckpointError, match=r"is torch.float32, the config's .* fp8"):
-        load_weights(cast(Any, Layers(context(0, 1, "tensor", keeps=True))), tmp_path)
+        load_weights(cast(Any, make_layers(context(0, 1, "tensor", keeps=True))), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +160,7 @@ def test_scales_that_do_not_fit_are_refused(
     rest = {"down.weight_scale_inv": torch.ones(2, 4)}
     save_file({**with_names, **rest}, tmp_path / "model-2.safetensors")
     with pytest.raises(CheckpointError, match=message):
-        load_weights(cast(Any, Layers(context(0, 1, "blocks", keeps=False))), tmp_path)
+        load_weights(cast(Any, make_layers(context(0, 1, "blocks", keeps=False))), tmp_path)
 
 
 def test_a_number_of_scales_that_is_not_the_rows_is_refused(tmp_path: Path) -> None:
@@ -185,4 +168,4 @@ def test_a_number_of_scales_that_is_not_the_rows_is_refused(tmp_path: Path) -> N
     scales = {f"{n}.weight_scale": torch.ones(3) for n in (*ROWS, "down")}
     save_file(scales, tmp_path / "model-2.safetensors")
     with pytest.raises(CheckpointError, match="holds 3 scales"):
-        load_weights(cast(Any, Layers(context(0, 1, "channel", keeps=True))), tmp_path)
+        load_weights(cast(Any, make_layers(context(0, 1, "channel", keeps=True))), tmp_path)

@@ -3,7 +3,7 @@ quantised beforehand, of the columns that a rank has. Ranks of experts are threa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from support.checkpoints import random_model, write_checkpoint
 from support.forward_steps import run
 from support.fp8_checkpoints import quantise, write_fp8
 from support.thread_ranks import on_ranks
+from support.two_linears import TwoLinears
 
 from mooncake_engine.errors import CheckpointError
 from mooncake_engine.execution.weight_loader import load_weights
@@ -28,11 +29,8 @@ from mooncake_engine.models.fp8_weights import (
     QuantisedShard,
 )
 from mooncake_engine.models.layers import (
-    ColumnLinear,
     ParallelContext,
     RowLinear,
-    WeightShard,
-    linear_sources,
 )
 from mooncake_engine.models.quantization_config import FP8_ON_LOAD
 from mooncake_hal.backend import Communicator
@@ -44,25 +42,8 @@ ROWS = {"gate": 128, "up": 128}
 MOE = {"hidden_size": 64, "num_hidden_layers": 1, "moe_intermediate_size": 64, "num_experts": 4}
 
 
-class Layers:
-    """A fused linear and one whose columns are divided."""
-
-    def __init__(self, parallel: ParallelContext) -> None:
-        shares = [parallel.share(rows) for rows in ROWS.values()]
-        sources = linear_sources(list(ROWS), list(ROWS.values()), shares)
-        self.fused = ColumnLinear(parallel, sources, IN)
-        self.divided = RowLinear(parallel, "down", parallel.share(WIDE), (IN, WIDE))
-
-    def weight_shards(self) -> Iterator[WeightShard]:
-        yield from self.fused.weight_shards()
-        yield from self.divided.weight_shards()
-
-    def is_ignored(self, name: str) -> bool:
-        return FP8_ON_LOAD.is_scale(name)
-
-    def process_weights_after_loading(self) -> None:
-        self.fused.process_weights_after_loading()
-        self.divided.process_weights_after_loading()
+def make_layers(parallel: ParallelContext) -> TwoLinears:
+    return TwoLinears(parallel, ROWS, (IN, WIDE), FP8_ON_LOAD.is_scale)
 
 
 def context(group: Any = None, dtype: torch.dtype = torch.bfloat16) -> ParallelContext:
@@ -100,7 +81,7 @@ def test_rows_have_scales_of_the_columns_that_a_rank_has(
     for rank in range(ranks):
         group = SimpleNamespace(rank=rank, world_size=ranks) if ranks > 1 else None
         parallel = context(group)
-        layers = Layers(parallel)
+        layers = make_layers(parallel)
         load_weights(cast(Any, layers), tmp_path)
         shares = [(weights[name], parallel.share(rows)) for name, rows in ROWS.items()]
         fused = cast(Fp8LinearWeight, layers.fused._quantized)._weight
@@ -112,7 +93,7 @@ def test_rows_have_scales_of_the_columns_that_a_rank_has(
 
 def test_a_row_of_zeros_stays_zeros(tmp_path: Path) -> None:
     write(tmp_path, make=torch.zeros)
-    layers = Layers(context())
+    layers = make_layers(context())
     load_weights(cast(Any, layers), tmp_path)
     weight = cast(Fp8LinearWeight, layers.divided._quantized)._weight
     assert not weight.values.float().any()
@@ -125,7 +106,7 @@ def test_what_is_quantised_is_what_the_dtype_makes_of_it(tmp_path: Path) -> None
     path = tmp_path / "model.safetensors"
     save_file({**load_file(path), "down.weight": exact}, path)
     for dtype in (torch.bfloat16, torch.float32):
-        layers = Layers(context(dtype=dtype))
+        layers = make_layers(context(dtype=dtype))
         load_weights(cast(Any, layers), tmp_path)
         check(cast(Fp8LinearWeight, layers.divided._quantized)._weight, exact.to(dtype))
 
@@ -143,7 +124,7 @@ def test_an_unquantised_checkpoint_has_no_scales(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({**load_file(path), "down.weight_scale": torch.ones(1)}, path)
     with pytest.raises(CheckpointError, match=r"does not account for: down\.weight_scale"):
-        load_weights(cast(Any, Layers(context())), tmp_path)
+        load_weights(cast(Any, make_layers(context())), tmp_path)
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
