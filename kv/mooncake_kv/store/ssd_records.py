@@ -67,7 +67,7 @@ class RecordHeader(msgspec.Struct, frozen=True, array_like=True, tag="record"):
 
     Args:
         use: of the segment, when it was written.
-        checksums: of each section, with its padding, 8 bytes each; see ``checksum``.
+        checksums: of each section, with its padding, 8 bytes each; see ``section_checksums``.
     """
 
     use: bytes
@@ -131,9 +131,27 @@ def parts_to_read(nbytes: int, first_bytes: int | None) -> list[tuple[int, int]]
 
 
 def section_checksums(payload: memoryview, section: int) -> bytes:
-    """The checksums of sections of that many bytes, one behind the other."""
-    starts = range(0, len(payload), section)
-    return b"".join(checksum(payload[at : at + section]).to_bytes(8, "little") for at in starts)
+    """The checksums of sections of that many bytes, one behind the other, at the speed of memory.
+
+    Each is of 64 bits. Each word counts with an odd random weight, and each page with a power of an
+    odd number, modulo 2**64 (multilinear hashing): any change of one word changes the sum, and
+    others go unnoticed with a chance of about 2**-60. It guards against what disks and kernels do,
+    not against enemies.
+
+    Args:
+        payload: whole pages.
+        section: whole pages; the last section may have fewer.
+    """
+    compiled = _compiled()
+    if compiled is None:
+        return interpreted_checksums(payload, section)
+    words: NDArray[np.uint64] = np.frombuffer(payload, np.uint64)
+    sums = np.empty(-(-len(payload) // section), np.uint64)
+    pages = len(payload) // PAGE
+    compiled(
+        words.ctypes.data, pages, section // PAGE, _weights().ctypes.data, sums.ctypes.data
+    )  # one call for all of them: threads take turns at Python's lock around each
+    return sums.tobytes()
 
 
 def are_sections_right(header: RecordHeader, start: int, payload: memoryview) -> bool:
@@ -199,41 +217,33 @@ _STEP = 0x9E3779B97F4A7C15  # odd: the golden ratio, 64 bits of it
 _SOURCE = """
 #include <stdint.h>
 #include <stddef.h>
-uint64_t mooncake_checksum(const uint64_t *data, size_t pages, const uint64_t *weights) {
+void mooncake_checksums(const uint64_t *data, size_t pages, size_t pages_per_section,
+                        const uint64_t *weights, uint64_t *sums) {
     uint64_t total = 0;
     for (size_t page = 0; page < pages; page++, data += 512) {
         uint64_t sum = 0;
         for (int i = 0; i < 512; i++) sum += data[i] * weights[i];
         total = total * 0x9E3779B97F4A7C15ull + sum;
+        if ((page + 1) % pages_per_section == 0 || page + 1 == pages) {
+            *sums++ = total;
+            total = 0;
+        }
     }
-    return total;
 }
 """
 
 
-def checksum(data: memoryview) -> int:
-    """64 bits over whole pages, at the speed of memory.
-
-    Each word counts with an odd random weight, and each page with a power of an odd number, modulo
-    2**64 (multilinear hashing): any change of one word changes the sum, and others go unnoticed
-    with a chance of about 2**-60. It guards against what disks and kernels do, not against enemies.
-    """
-    words: NDArray[np.uint64] = np.frombuffer(data, np.uint64)
-    compiled = _compiled()
-    if compiled is not None:
-        weights = _weights()
-        pages = len(words) // _WORDS
-        return int(compiled(words.ctypes.data, pages, weights.ctypes.data))
-    return interpreted_checksum(words)
-
-
-def interpreted_checksum(words: NDArray[np.uint64]) -> int:
-    """The same without compiled code."""
-    sums = words.reshape(-1, _WORDS) @ _weights()
-    total = 0
-    for page_sum in sums.tolist():
-        total = (total * _STEP + page_sum) & 0xFFFFFFFFFFFFFFFF
-    return total
+def interpreted_checksums(payload: memoryview, section: int) -> bytes:
+    """``section_checksums`` without compiled code."""
+    words: NDArray[np.uint64] = np.frombuffer(payload, np.uint64)
+    page_sums = (words.reshape(-1, _WORDS) @ _weights()).tolist()
+    totals = []
+    for first in range(0, len(page_sums), section // PAGE):
+        total = 0
+        for page_sum in page_sums[first : first + section // PAGE]:
+            total = (total * _STEP + page_sum) & 0xFFFFFFFFFFFFFFFF
+        totals.append(total.to_bytes(8, "little"))
+    return b"".join(totals)
 
 
 @lru_cache(maxsize=1)
@@ -246,10 +256,11 @@ def _weights() -> NDArray[np.uint64]:
 @lru_cache(maxsize=1)
 def _compiled() -> ctypes._NamedFuncPointer | None:
     try:
-        function = native.compile_c("kv_checksum", _SOURCE).mooncake_checksum
+        function = native.compile_c("kv_checksum", _SOURCE).mooncake_checksums
     except NativeUnavailable as exc:
         native.warn_fallback("kv_checksum", "numpy's integer products", exc.reason)
         return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    function.restype = ctypes.c_uint64
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    function.argtypes = [pointer, size, size, pointer, pointer]
+    function.restype = None
     return function

@@ -24,6 +24,10 @@ SLICE_SECONDS = 0.05
 
 LOOPBACK_CONGESTION_CONTROL = b"reno"
 """Within a host nothing is congested; pacing and probing halve the speed (2.5 against 5 GB/s)."""
+LOOPBACK_SEND_BUFFER = 384 << 10
+"""Bytes under way within a host. The kernel lets megabytes wait where the receiver falls behind; on
+cores with 2 MiB of their own cache they are read from behind it: 3.7 against 6.5 GB/s, for as long
+as the connection lasts. Half as much makes pieces of 4 KiB a sixth slower."""
 
 
 class TcpAddress(msgspec.Struct, frozen=True, tag="tcp", forbid_unknown_fields=True):
@@ -53,10 +57,11 @@ def limit_calls(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, slice_)
 
 
-def choose_congestion_control(connection: socket.socket) -> None:
-    """Within a host, take the congestion control that does not pace; leave others' as it is."""
+def tune_within_host(connection: socket.socket) -> None:
+    """Within a host, neither pace nor run far ahead; connections to others stay as they are."""
     if connection.getpeername()[0] != connection.getsockname()[0]:
         return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_SEND_BUFFER)
     with contextlib.suppress(OSError):  # not built in or not allowed: slower, still right
         connection.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_CONGESTION, LOOPBACK_CONGESTION_CONTROL

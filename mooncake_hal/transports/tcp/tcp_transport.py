@@ -36,8 +36,8 @@ from mooncake_hal.transports.tcp.tcp_sockets import (
     VERSION,
     TcpAddress,
     Tls,
-    choose_congestion_control,
     limit_calls,
+    tune_within_host,
 )
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class StreamServer:
             self._served.add(connection)
         try:
             limit_calls(connection)
-            choose_congestion_control(connection)
+            tune_within_host(connection)
             outcome = self._streams.serve(self._handle, connection, self._stop)
             if outcome == StreamOutcome.BROKEN:
                 logger.warning("tcp: closed a connection whose client broke the protocol")
@@ -219,7 +219,7 @@ class TcpEndpoint:
         connection = dial(open_socket, where, self._credentials, address.epoch, seconds).sock
         try:
             limit_calls(connection)
-            choose_congestion_control(connection)
+            tune_within_host(connection)
         except OSError as exc:
             connection.close()
             raise PeerLost(f"tcp: can't connect to {where}: {exc}") from exc

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mooncake_kv.errors import KVConfigError, StoreIOError
-from mooncake_kv.store import ssd_records
 from mooncake_kv.store.chunk_store import Chunk
 from mooncake_kv.store.ssd_directory import (
     SsdBudget,
@@ -20,12 +19,12 @@ from mooncake_kv.store.ssd_records import (
     PAGE,
     SegmentHeader,
     are_sections_right,
-    checksum,
     fill_page,
-    interpreted_checksum,
+    interpreted_checksums,
     read_page,
     record_bytes,
     record_header,
+    section_checksums,
 )
 
 NBYTES = 3 * PAGE
@@ -189,19 +188,30 @@ def test_a_full_disk_is_an_error_of_that_write_and_leaves_no_file(tmp_path, monk
     directory.close()
 
 
-def test_the_checksum_sees_single_bits_and_exchanged_pages_compiled_or_not(monkeypatch):
+@pytest.mark.parametrize("checksums", [section_checksums, interpreted_checksums])
+def test_checksums_see_single_bits_and_exchanged_pages(checksums):
     data = np.frombuffer(hashlib.shake_256(b"data").digest(8 * PAGE), np.uint8)
-    whole = checksum(memoryview(data))
-    assert whole == interpreted_checksum(data.view(np.uint64)) == 16507424934384734467
-    monkeypatch.setattr(ssd_records, "_compiled", lambda: None)
-    assert checksum(memoryview(data)) == whole
+
+    def whole(payload):
+        return int.from_bytes(checksums(memoryview(payload), 8 * PAGE), "little")
+
+    assert whole(data) == 16507424934384734467
     for bit in (0, 7, 8 * PAGE + 3, 64 * PAGE - 1):
         flipped = data.copy()
         flipped[bit // 8] ^= 1 << bit % 8
-        assert checksum(memoryview(flipped)) != whole
+        assert whole(flipped) != whole(data)
     pages = data.reshape(8, PAGE)
     exchanged = np.ascontiguousarray(pages[[1, 0, 2, 3, 4, 5, 6, 7]]).reshape(-1)
-    assert checksum(memoryview(exchanged)) != whole
+    assert whole(exchanged) != whole(data)
+
+
+@pytest.mark.parametrize("checksums", [section_checksums, interpreted_checksums])
+def test_each_section_has_its_own_checksum(checksums):
+    data = memoryview(hashlib.shake_256(b"data").digest(8 * PAGE))
+    sections = [data[start : start + 3 * PAGE] for start in range(0, 8 * PAGE, 3 * PAGE)]
+    apart = [checksums(each, 3 * PAGE) for each in sections]  # the last one is shorter
+    assert checksums(data, 3 * PAGE) == b"".join(apart)
+    assert len(b"".join(apart)) == 3 * 8
 
 
 def test_a_budget_fills_over_the_day():
