@@ -23,12 +23,13 @@ from mooncake_engine.models.decoder import AttentionBlock, DecoderLayer
 from mooncake_engine.models.expert_placement import plan_moves
 from mooncake_engine.models.layers import Norm, ParallelContext, Span, share_of
 from mooncake_engine.models.mlp import (
+    DenseExperts,
     ExpertCounts,
-    Experts,
     GatedMlp,
     MixtureOfExperts,
     MlpNames,
     Router,
+    make_expert_weights,
 )
 from mooncake_engine.scheduling.step_plan import ExpertRound
 from mooncake_hal.backend import Communicator, Exchange
@@ -251,10 +252,11 @@ class ExpertParallelMixture(MixtureOfExperts):
         self._parallel = parallel
         self._held = parallel.expert_share(len(slots))
         held = slots[self._held.start : self._held.stop]
-        experts = Experts(parallel, names, held, shape)
+        experts = make_expert_weights(parallel, names, held, shape)
         whole = replace(parallel, communicator=None, expert_communicator=None, ep_size=1)
         of_all = GatedMlp(whole, shared[0], (shape[0], shared[1])) if shared is not None else None
         super().__init__(parallel, router, experts, of_all)
+        self._dense = experts if isinstance(experts, DenseExperts) else None
         self._num_experts = len(names)
         self._replicas = ExpertReplicas(slots, len(names), parallel.device)
         self.counts = ExpertCounts(len(names), slots, parallel.device)
@@ -295,11 +297,11 @@ class ExpertParallelMixture(MixtureOfExperts):
         shares = (max(self.tokens.counts(count)) for count in expert_round.token_counts)
         most, fused = max(shares), self._parallel.fused_experts
         is_fitting = most <= self._parallel.fused_most_tokens and not self._is_worst_routed
-        if fused is not None and is_fitting:
+        if fused is not None and self._dense is not None and is_fitting:
             self.counts.add(self._group.all_reduce(self.counts.of(ids)))
             foreign = (slots < self._held.start) | (slots >= self._held.stop)
             self.counts.add_sent(foreign.sum())
-            combined = self._experts.run_fused(fused, own, slots, weights, most)
+            combined = self._dense.run_fused(fused, own, slots, weights, most)
             return combined if self._shared is None else combined + self._shared(own)
         to_all = None if expert_round.is_dispatched else expert_round
         if to_all is None:
@@ -362,7 +364,7 @@ class ExpertParallelMixture(MixtureOfExperts):
         outputs = x.new_zeros(len(x) * chosen, x.shape[1])
         if len(here):
             pairs = local[here].unsqueeze(1), weights.flatten()[here].unsqueeze(1)
-            outputs[here] = self._experts.partial(x[here // chosen], *pairs)
+            outputs[here] = self._experts(x[here // chosen], *pairs)
         return outputs.view(len(x), chosen, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
 
 

@@ -35,6 +35,10 @@ logger = logging.getLogger(__name__)
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _CHUNK_BYTES = 32 << 20
 """Of float32 at once."""
+_NOT_WHOLE_BLOCKS = (
+    f"a rank's part of them is not whole blocks, or no multiple of {FP8_MULTIPLE}; another "
+    "--tp-size may help, or --ep-size for experts"
+)
 
 
 class Fp8Linears:
@@ -50,7 +54,7 @@ class Fp8Linears:
         self._keeps_experts = keeps_experts
         self._has_warned = False
 
-    def make(
+    def make_linear(
         self,
         parallel: ParallelContext,
         sources: Sequence[LinearSource],
@@ -67,7 +71,7 @@ class Fp8Linears:
         if self._config.is_blockwise:
             fits = fits and _is_of_blocks(sources, in_features, columns)
         if not fits:
-            self._warn(sources[0].name)
+            self._warn(sources[0].name, _NOT_WHOLE_BLOCKS)
             return None
         return Fp8LinearWeight(self._config, parallel, sources, in_features, columns)
 
@@ -80,28 +84,25 @@ class Fp8Linears:
     ) -> Fp8Experts | None:
         """None also where a rank's slice of the inner dimension is not whole blocks: gate and up
         are one weight."""
-        linears = (name for each in names for name in each)
-        if not self._keeps_experts or any(map(self._config.is_ignored, linears)):
+        linears = [name for each in names for name in each]
+        ignored = [name for name in linears if self._config.is_ignored(name)]
+        if not self._keeps_experts or ignored:
+            if self._keeps_experts and len(ignored) < len(linears):
+                self._warn(names[0][0], f"{ignored[0]} of the same layer is not quantised")
             return None
         hidden, inner = shape
         multiple = FP8_BLOCK if self._config.is_blockwise else FP8_MULTIPLE
         if inner % (multiple * parallel.expert_sharers) or hidden % FP8_MULTIPLE:
-            self._warn(names[0][0])
+            self._warn(names[0][0], _NOT_WHOLE_BLOCKS)
             return None
         return Fp8Experts(self._config, parallel, [names[expert] for expert in held], shape)
 
-    def _warn(self, name: str) -> None:
+    def _warn(self, name: str, reason: str) -> None:
         if not self._has_warned:
             what = "some fp8 weights are dequantised while they are loaded"
             if self._config.is_made_on_load:
                 what = "some weights are not quantised"
-            logger.warning(
-                "%s, %s the first: a rank's part of them is not whole blocks, or no multiple of "
-                "%d; another --tp-size may help, or --ep-size for experts",
-                what,
-                name,
-                FP8_MULTIPLE,
-            )
+            logger.warning("%s, %s the first: %s", what, name, reason)
         self._has_warned = True
 
 
@@ -241,7 +242,7 @@ def _of_expert(weight: Fp8Weight, expert: int) -> Fp8Weight:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class QuantisedShard(WeightShard):
+class QuantizingShard(WeightShard):
     """A shard that is quantised as it is loaded, each row by its own largest element.
 
     Args:
@@ -292,7 +293,7 @@ def _shards(
         scale_name = f"{source.name}.{config.scale_name}"
         if config.is_made_on_load:
             scales = weight.scales[start:stop]
-            yield QuantisedShard(name, values, shape, offset, scales=scales, plain_dtype=dtype)
+            yield QuantizingShard(name, values, shape, offset, scales=scales, plain_dtype=dtype)
         else:
             yield WeightShard(name, values, shape, offset)
         if weight.is_blockwise:

@@ -1,7 +1,7 @@
 """Linear layers, embedding and head, whole or split over tensor-parallel ranks.
 
-Every layer names the checkpoint tensors that it wants as WeightSlots; loading copies into them,
-``pack`` then brings weights into the backend's own form.
+Every layer names the checkpoint tensors that it wants as ``WeightShard``s; loading copies into
+them, ``process_weights_after_loading`` then brings weights into the backend's own form.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MovedExperts = Callable[[Tensor], tuple[list[int], Tensor]]
 on every rank; returns which experts are others now, and what there is of those."""
 
 
-class QuantizedWeight(Protocol):
-    """A rank's part of a linear layer's weight, quantised."""
+class LinearWeight(Protocol):
+    """A rank's part of a linear layer's weight, quantised or not."""
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
@@ -41,8 +41,8 @@ class QuantizedWeight(Protocol):
         ...
 
 
-class QuantizedExperts(Protocol):
-    """A rank's part of a layer's experts, quantised."""
+class ExpertWeights(Protocol):
+    """A rank's part of a layer's experts, quantised or not."""
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
@@ -64,13 +64,13 @@ class QuantizedExperts(Protocol):
 class LinearQuantization(Protocol):
     """How the weights of a model's linear layers, and of its experts, are quantised."""
 
-    def make(
+    def make_linear(
         self,
         parallel: ParallelContext,
         sources: Sequence[LinearSource],
         in_features: int,
         columns: Span,
-    ) -> QuantizedWeight | None:
+    ) -> LinearWeight | None:
         """The weight of a layer; None if it is not quantised, or can't be divided so.
 
         Args:
@@ -87,7 +87,7 @@ class LinearQuantization(Protocol):
         names: Sequence[tuple[str, str, str]],
         held: Sequence[int],
         shape: tuple[int, int],
-    ) -> QuantizedExperts | None:
+    ) -> ExpertWeights | None:
         """A layer's experts; None if some are not quantised, or can't be divided so. All ranks get
         the same answer.
 
@@ -282,11 +282,61 @@ def linear_sources(
     )
 
 
-def _quantized(
+def _by_source(
+    sources: Sequence[LinearSource], stacked: Tensor
+) -> Iterator[tuple[LinearSource, Tensor]]:
+    """Each source with its rows of what they are stacked in."""
+    yield from zip(sources, torch.split(stacked, [len(s.rows) for s in sources]), strict=True)
+
+
+class DenseWeight:
+    """``LinearWeight`` in the model's dtype, several checkpoint linears stacked.
+
+    Args:
+        parallel: where it lives.
+        sources: the checkpoint's linears, with this rank's rows of each.
+        in_features: columns of the whole weight.
+        columns: those of this rank.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelContext,
+        sources: Sequence[LinearSource],
+        in_features: int,
+        columns: Span,
+    ) -> None:
+        self._ops = parallel.ops
+        self._sources = sources
+        self._in_features = in_features
+        self._first_column = columns.start
+        self.values = parallel.empty(sum(len(s.rows) for s in sources), len(columns))
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """What to load."""
+        for source, rows in _by_source(self._sources, self.values):
+            shape = (source.out_features, self._in_features)
+            offset = (source.rows.start, self._first_column)
+            yield WeightShard(f"{source.name}.weight", rows, shape, offset)
+
+    def process_weights_after_loading(self) -> None:
+        """Bring the loaded weight into the backend's form."""
+        self.values = self._ops.pack_weight(self.values)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[tokens, in] to [tokens, out]."""
+        return self._ops.linear(x, self.values, bias)
+
+
+def make_linear_weight(
     parallel: ParallelContext, sources: Sequence[LinearSource], in_features: int, columns: Span
-) -> QuantizedWeight | None:
-    made = parallel.quantization
-    return None if made is None else made.make(parallel, sources, in_features, columns)
+) -> LinearWeight:
+    """A rank's part of a linear layer's weight, quantised where the model says so."""
+    if parallel.quantization is not None:
+        made = parallel.quantization.make_linear(parallel, sources, in_features, columns)
+        if made is not None:
+            return made
+    return DenseWeight(parallel, sources, in_features, columns)
 
 
 class ColumnLinear:
@@ -300,42 +350,32 @@ class ColumnLinear:
         *,
         has_bias: bool = False,
     ) -> None:
-        self._ops = parallel.ops
         self._sources = sources
+        self._weight = make_linear_weight(parallel, sources, in_features, Span(0, in_features))
         rows = sum(len(source.rows) for source in sources)
-        self._in_features = in_features
-        self._quantized = _quantized(parallel, sources, in_features, Span(0, in_features))
-        self.weight = parallel.empty(0 if self._quantized else rows, in_features)
         self.bias = parallel.empty(rows) if has_bias else None
+
+    @property
+    def dense_rows(self) -> Tensor:
+        """[rows of this rank, in], before they are packed; of a layer that is not quantised."""
+        assert isinstance(self._weight, DenseWeight)
+        return self._weight.values
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
-        if self._quantized is not None:
-            yield from self._quantized.weight_shards()
-        start = 0
-        for source in self._sources:
-            stop, first = start + len(source.rows), source.rows.start
-            shape = (source.out_features, self._in_features)
-            if self._quantized is None:
-                weight = self.weight[start:stop]
-                yield WeightShard(f"{source.name}.weight", weight, shape, (first, 0))
-            if self.bias is not None:
-                bias = self.bias[start:stop]
-                yield WeightShard(f"{source.name}.bias", bias, shape[:1], (first,))
-            start = stop
+        yield from self._weight.weight_shards()
+        if self.bias is not None:
+            for source, rows in _by_source(self._sources, self.bias):
+                shape, offset = (source.out_features,), (source.rows.start,)
+                yield WeightShard(f"{source.name}.bias", rows, shape, offset)
 
     def process_weights_after_loading(self) -> None:
         """Bring the loaded weight into the backend's form."""
-        if self._quantized is not None:
-            self._quantized.process_weights_after_loading()
-        else:
-            self.weight = self._ops.pack_weight(self.weight)
+        self._weight.process_weights_after_loading()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, in] to [tokens, rows of this rank]."""
-        if self._quantized is not None:
-            return self._quantized(x, self.bias)
-        return self._ops.linear(x, self.weight, self.bias)
+        return self._weight(x, self.bias)
 
 
 class RowLinear:
@@ -350,40 +390,29 @@ class RowLinear:
         *,
         has_bias: bool = False,
     ) -> None:
-        self._parallel = parallel
+        self._communicator = parallel.communicator
         self._name = name
-        self._columns = columns
-        self._shape = shape
         out_features, in_features = shape
         source = LinearSource(name, out_features, Span(0, out_features))
-        self._quantized = _quantized(parallel, (source,), in_features, columns)
-        self.weight = parallel.empty(0 if self._quantized else out_features, len(columns))
+        self._weight = make_linear_weight(parallel, (source,), in_features, columns)
         # one rank adds the bias: the sum over ranks must hold it once
         adds_bias = has_bias and parallel.tp_rank == 0
-        self.bias = parallel.empty(shape[0]) if adds_bias else None
+        self._bias = parallel.empty(out_features) if adds_bias else None
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
-        if self._quantized is not None:
-            yield from self._quantized.weight_shards()
-        else:
-            offset = (0, self._columns.start)
-            yield WeightShard(f"{self._name}.weight", self.weight, self._shape, offset)
-        if self.bias is not None:
-            yield WeightShard(f"{self._name}.bias", self.bias, self._shape[:1], (0,))
+        yield from self._weight.weight_shards()
+        if self._bias is not None:
+            shape = tuple(self._bias.shape)
+            yield WeightShard(f"{self._name}.bias", self._bias, shape, (0,))
 
     def process_weights_after_loading(self) -> None:
         """Bring the loaded weight into the backend's form."""
-        if self._quantized is not None:
-            self._quantized.process_weights_after_loading()
-        else:
-            self.weight = self._parallel.ops.pack_weight(self.weight)
+        self._weight.process_weights_after_loading()
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the sum that the output is."""
-        if self._quantized is not None:
-            return self._quantized(x, self.bias)
-        return self._parallel.ops.linear(x, self.weight, self.bias)
+        return self._weight(x, self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, columns of this rank] to [tokens, out]."""
@@ -391,8 +420,7 @@ class RowLinear:
 
     def reduce(self, partial: Tensor) -> Tensor:
         """The output, from this rank's part of its sum."""
-        communicator = self._parallel.communicator
-        return communicator.all_reduce(partial) if communicator else partial
+        return self._communicator.all_reduce(partial) if self._communicator else partial
 
 
 class VocabTable:

@@ -87,7 +87,7 @@ class LatentQuery:
         if self._down is not None:
             self._down[0].process_weights_after_loading()
         if self._rope_rows:
-            weight = self._up.weight
+            weight = self._up.dense_rows
             pairs_to_halves(weight.view(-1, self._dim, weight.shape[1]), self._rope_rows)
         self._up.process_weights_after_loading()
 
@@ -171,7 +171,7 @@ class LatentAttention:
     def process_weights_after_loading(self) -> None:
         """Bring the loaded weights into the backend's form."""
         down, rope_dim = self._kv_down, self._mla.rope_dim
-        for rows in (down.weight,) if down.bias is None else (down.weight, down.bias):
+        for rows in (down.dense_rows,) if down.bias is None else (down.dense_rows, down.bias):
             if self._mla.is_interleaved:
                 pairs_to_halves(rows.view(1, len(rows), -1), rope_dim)
             rotated = rows[len(rows) - rope_dim :]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mooncake_engine.models.layers import (
     ColumnLinear,
+    ExpertWeights,
     MovedExperts,
     ParallelContext,
     RowLinear,
@@ -188,41 +189,27 @@ class Router:
         return choose_experts(logits, self._routing, self._bias)
 
 
-class Experts:
-    """Gated MLPs of which each token takes some; the inner dimension is split over ranks.
-
-    Without expert parallelism every rank holds a slice of every expert: whatever tokens choose,
-    ranks work alike, and any number of ranks will do. With it, ranks that share experts split them.
+class DenseExperts:
+    """``ExpertWeights`` in the model's dtype: gated MLPs of which each token takes some.
 
     Args:
         parallel: where they live.
-        names: of every expert's linears, complete.
-        held: the experts that this rank has, or a slice of, in order.
+        names: of the linears of this rank's experts, in order.
         shape: hidden and inner size, all ranks together.
     """
 
     def __init__(
-        self,
-        parallel: ParallelContext,
-        names: Sequence[MlpNames],
-        held: Sequence[int],
-        shape: tuple[int, int],
+        self, parallel: ParallelContext, names: Sequence[MlpNames], shape: tuple[int, int]
     ) -> None:
         self._ops = parallel.ops
-        self._names = [names[expert] for expert in held]
+        self._names = names
         self._shape = hidden, inner = shape
         self._share = share = parallel.inner_share(inner)
-        made = parallel.quantization
-        self._quantized = None if made is None else made.make_experts(parallel, names, held, shape)
-        count = 0 if self._quantized else len(held)
-        self._gate_up: tuple[Tensor, ...] = (parallel.empty(count, 2 * len(share), hidden),)
-        self._down: tuple[Tensor, ...] = (parallel.empty(count, hidden, len(share)),)
+        self._gate_up: tuple[Tensor, ...] = (parallel.empty(len(names), 2 * len(share), hidden),)
+        self._down: tuple[Tensor, ...] = (parallel.empty(len(names), hidden, len(share)),)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
-        if self._quantized is not None:
-            yield from self._quantized.weight_shards()
-            return
         hidden, inner = self._shape
         first, width = self._share.start, len(self._share)
         for names, gate_up, down in zip(self._names, self._gate_up[0], self._down[0], strict=True):
@@ -233,36 +220,52 @@ class Experts:
 
     def process_weights_after_loading(self) -> None:
         """Bring the loaded weights into the backend's form."""
-        if self._quantized is not None:
-            self._quantized.process_weights_after_loading()
-            return
         self._gate_up = self._ops.pack_experts(self._gate_up[0])
         self._down = self._ops.pack_experts(self._down[0])
 
-    def partial(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """This rank's part of the sum that the output is."""
-        if self._quantized is not None:
-            return self._quantized(x, ids, weights)
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """This rank's part of the weighted sums of [tokens, hidden]; see ``Ops.moe``."""
         return self._ops.moe(x, self._gate_up, self._down, ids, weights)
 
     def run_fused(
         self, fused: FusedExperts, x: Tensor, slots: Tensor, weights: Tensor, most_tokens: int
     ) -> Tensor:
-        """The whole sum, of experts of all ranks, which are not quantised."""
+        """The whole sum, of experts of all ranks."""
         weight = self._gate_up, self._down
         return fused.run(x, *weight, slots, weights, most_tokens=most_tokens)
 
     def exchange(self, moved: MovedExperts) -> None:
         """Replace some of the experts."""
-        if self._quantized is not None:
-            self._quantized.exchange(moved)
-            return
         for name in ("_gate_up", "_down"):
             weights = self._ops.unpack_experts(getattr(self, name))
             setattr(self, name, ())  # packed or unpacked: there may be no room for both
             experts, arrived = moved(weights)
             weights[experts] = arrived
             setattr(self, name, self._ops.pack_experts(weights))
+
+
+def make_expert_weights(
+    parallel: ParallelContext,
+    names: Sequence[MlpNames],
+    held: Sequence[int],
+    shape: tuple[int, int],
+) -> ExpertWeights:
+    """A rank's part of a layer's experts, quantised where the model says so.
+
+    Without expert parallelism every rank holds a slice of every expert: whatever tokens choose,
+    ranks work alike, and any number of ranks will do. With it, ranks that share experts split them.
+
+    Args:
+        parallel: where they live.
+        names: of every expert's linears, complete.
+        held: the experts that this rank has, or a slice of, in order.
+        shape: hidden and inner size, all ranks together.
+    """
+    if parallel.quantization is not None:
+        made = parallel.quantization.make_experts(parallel, names, held, shape)
+        if made is not None:
+            return made
+    return DenseExperts(parallel, [names[expert] for expert in held], shape)
 
 
 class ExpertCounts:
@@ -337,7 +340,11 @@ class MixtureOfExperts:
     """
 
     def __init__(
-        self, parallel: ParallelContext, router: Router, experts: Experts, shared: GatedMlp | None
+        self,
+        parallel: ParallelContext,
+        router: Router,
+        experts: ExpertWeights,
+        shared: GatedMlp | None,
     ) -> None:
         self._communicator = parallel.communicator
         self._router = router
@@ -360,7 +367,7 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; one sum over ranks for all experts."""
-        partial = self._experts.partial(x, *self._router(x))
+        partial = self._experts(x, *self._router(x))
         if self._shared is not None:
             partial = partial + self._shared.partial(x)
         return self._communicator.all_reduce(partial) if self._communicator else partial

@@ -20,12 +20,12 @@ from mooncake_engine.models.hf_config import (
 from mooncake_engine.models.layers import ParallelContext
 from mooncake_engine.models.mlp import (
     ExpertCounts,
-    Experts,
     GatedMlp,
     MixtureOfExperts,
     MlpNames,
     Router,
     RoutingConfig,
+    make_expert_weights,
 )
 from mooncake_engine.scheduling.step_plan import ExpertRound
 
@@ -80,7 +80,7 @@ class SparseDecoder(Decoder):
         shared_mlp = None
         if moe.shared_size:
             shared_mlp = GatedMlp(parallel, names.shared.of(layer), (hidden, moe.shared_size))
-        own_experts = Experts(parallel, experts, range(len(experts)), shape)
+        own_experts = make_expert_weights(parallel, experts, range(len(experts)), shape)
         return MixtureOfExperts(parallel, router, own_experts, shared_mlp)
 
     def build_layer(self, parallel: ParallelContext, layer: int) -> DecoderLayer:

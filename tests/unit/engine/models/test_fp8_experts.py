@@ -184,7 +184,9 @@ def test_experts_with_scales_of_inputs_are_dequantised_by_the_plan(tmp_path: Pat
     assert not shapes_in_fp8(parallel)
 
 
-def test_a_layer_of_which_one_linear_is_not_quantised_is_dequantised(tmp_path: Path) -> None:
+def test_a_layer_of_which_one_linear_is_not_quantised_is_dequantised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """On all ranks, whichever experts they have."""
     model, _ = write(tmp_path, "qwen3_moe", "blocks")
     ignored = "model.layers.0.mlp.experts.7.down_proj"
@@ -202,6 +204,7 @@ def test_a_layer_of_which_one_linear_is_not_quantised_is_dequantised(tmp_path: P
     ]
     assert parallel.quantization is not None
     assert parallel.quantization.make_experts(parallel, names, (0, 1), (128, 256)) is None
+    assert f"{ignored} of the same layer is not quantised" in caplog.text
     others = [tuple(name.replace("layers.0", "layers.1") for name in each) for each in names]
     made = parallel.quantization.make_experts(parallel, others, (0, 1), (128, 256))
     assert made is not None

@@ -99,7 +99,7 @@ def test_of_several_scales_of_one_input_the_largest_counts(tmp_path: Path) -> No
     write(tmp_path, "static")
     layers = make_layers(context(0, 1, "static", keeps=True))
     load_weights(cast(Any, layers), tmp_path)
-    weight = cast(Fp8LinearWeight, layers.fused._quantized)._weight
+    weight = cast(Fp8LinearWeight, layers.fused._weight)._weight
     assert weight.values.dtype is torch.float8_e4m3fn
     assert weight.input_scale is not None
     assert weight.input_scale.item() == 0.5 + 5  # q, k and v had 1.5, 3.5 and 5.5
@@ -127,7 +127,7 @@ def test_parts_of_blocks_are_dequantised(
     parallel = context(0, 1, "blocks", keeps=True)
     assert parallel.quantization is not None
     sources = linear_sources(["a"], [whole], [Span(*rows)])
-    made = parallel.quantization.make(parallel, sources, 256, Span(*columns))
+    made = parallel.quantization.make_linear(parallel, sources, 256, Span(*columns))
     assert (made is not None) == is_kept
     assert ("some fp8 weights are dequantised" in caplog.text) != is_kept
 

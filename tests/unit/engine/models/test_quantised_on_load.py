@@ -26,9 +26,10 @@ from mooncake_engine.models.fp8_weights import (
     Fp8Experts,
     Fp8Linears,
     Fp8LinearWeight,
-    QuantisedShard,
+    QuantizingShard,
 )
 from mooncake_engine.models.layers import (
+    DenseWeight,
     ParallelContext,
     RowLinear,
 )
@@ -84,10 +85,10 @@ def test_rows_have_scales_of_the_columns_that_a_rank_has(
         layers = make_layers(parallel)
         load_weights(cast(Any, layers), tmp_path)
         shares = [(weights[name], parallel.share(rows)) for name, rows in ROWS.items()]
-        fused = cast(Fp8LinearWeight, layers.fused._quantized)._weight
+        fused = cast(Fp8LinearWeight, layers.fused._weight)._weight
         check(fused, *(whole[own.start : own.stop] for whole, own in shares))
         own = parallel.share(WIDE)
-        divided = cast(Fp8LinearWeight, layers.divided._quantized)._weight
+        divided = cast(Fp8LinearWeight, layers.divided._weight)._weight
         check(divided, weights["down"][:, own.start : own.stop])
 
 
@@ -95,7 +96,7 @@ def test_a_row_of_zeros_stays_zeros(tmp_path: Path) -> None:
     write(tmp_path, make=torch.zeros)
     layers = make_layers(context())
     load_weights(cast(Any, layers), tmp_path)
-    weight = cast(Fp8LinearWeight, layers.divided._quantized)._weight
+    weight = cast(Fp8LinearWeight, layers.divided._weight)._weight
     assert not weight.values.float().any()
     assert weight.scales.isfinite().all()
 
@@ -108,13 +109,13 @@ def test_what_is_quantised_is_what_the_dtype_makes_of_it(tmp_path: Path) -> None
     for dtype in (torch.bfloat16, torch.float32):
         layers = make_layers(context(dtype=dtype))
         load_weights(cast(Any, layers), tmp_path)
-        check(cast(Fp8LinearWeight, layers.divided._quantized)._weight, exact.to(dtype))
+        check(cast(Fp8LinearWeight, layers.divided._weight)._weight, exact.to(dtype))
 
 
 def test_a_size_that_is_not_multiplied_stays_unquantised(caplog: pytest.LogCaptureFixture) -> None:
     layer = RowLinear(context(), "down", context().share(WIDE), (IN + 8, WIDE))
-    assert layer._quantized is None
-    assert layer.weight.shape == (IN + 8, WIDE)
+    assert isinstance(layer._weight, DenseWeight)
+    assert layer._weight.values.shape == (IN + 8, WIDE)
     assert "some weights are not quantised, down the first" in caplog.text
 
 
@@ -191,7 +192,7 @@ def test_latent_attention_keeps_what_changes_its_order_unquantised(tmp_path: Pat
     plain = write_checkpoint(random_model("deepseek_v3", num_hidden_layers=2), tmp_path / "plain")
     logits, made = run(plain, context(dtype=torch.float32))
     assert all(step.isfinite().all() for step in logits)
-    quantised = {s.name for s in made.weight_shards() if isinstance(s, QuantisedShard)}
+    quantised = {s.name for s in made.weight_shards() if isinstance(s, QuantizingShard)}
     linears = {name.split(".self_attn.")[1] for name in quantised if ".self_attn." in name}
     assert linears <= {"o_proj.weight", "q_a_proj.weight"}
     assert any(".shared_experts." in name for name in quantised)
@@ -203,7 +204,7 @@ def test_only_linear_layers_and_experts_are_quantised_and_take_half_the_memory(
     """A byte per number and four per row; embeddings, head, norms and routers stay as they are."""
     model = write_checkpoint(random_model("qwen3_moe", **MOE, dtype="bfloat16"), tmp_path / "model")
     shards = list(build_model(read_model_config(model), context(), 64).weight_shards())
-    quantised = [shard for shard in shards if isinstance(shard, QuantisedShard)]
+    quantised = [shard for shard in shards if isinstance(shard, QuantizingShard)]
     plain = {shard.name for shard in shards if shard not in quantised}
     assert all(shard.target.element_size() == 1 for shard in quantised)
     assert all(shard.scales.shape == shard.target.shape[:1] for shard in quantised)
