@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import zmq
+from support.asked_events import FROM_THE_START, ask_events
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import random_prompt, run_load, serve_all
 
 from mooncake_conductor.index.kv_event_messages import (
-    REPLAY_END,
     BlocksStored,
     EventBatch,
-    decode_batch,
 )
 from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import EngineConfig
@@ -198,22 +196,12 @@ def test_each_rank_publishes_its_own_blocks(core: DataParallelCore) -> None:
 
 def replayed(endpoint: str | None, until: tuple[int, ...]) -> list[EventBatch]:
     """What a publisher has, once it has published a prompt that begins so."""
-    context = zmq.Context()
-    try:
-        client = context.socket(zmq.DEALER)
-        client.rcvtimeo = 30_000
-        client.connect(endpoint or "")
-        for _ in range(100):
-            client.send_multipart((b"", bytes(8)))
-            batches = []
-            while (frames := client.recv_multipart())[-2][:8] != REPLAY_END:
-                batches.append(decode_batch(frames[-1]))
-            stored = [event for batch in batches for event in batch.events]
-            if any(isinstance(e, BlocksStored) and e.token_ids[:16] == until for e in stored):
-                return [batch for batch in batches if batch.events]
-        raise AssertionError("the prompt was not published")
-    finally:
-        context.destroy(linger=0)
+    for _ in range(100):
+        batches = [batch for _, batch in ask_events(endpoint, FROM_THE_START)]
+        stored = [event for batch in batches for event in batch.events]
+        if any(isinstance(e, BlocksStored) and e.token_ids[:16] == until for e in stored):
+            return [batch for batch in batches if batch.events]
+    raise AssertionError("the prompt was not published")
 
 
 def test_requests_are_spread_and_the_answers_to_one_prompt_stay_together(

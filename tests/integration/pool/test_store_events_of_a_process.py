@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-import zmq
+from support.asked_events import ask_events
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import random_prompt, serve_all
 from support.pool_engine import engine, settle
@@ -18,10 +18,7 @@ from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.kv_event_messages import (
-    REPLAY_END,
     SNAPSHOT_QUESTION,
-    decode_batch,
-    decode_sequence,
 )
 from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, chain_root, token_keys
 from mooncake_conductor.index.published_blocks import PublishedBlocks
@@ -34,16 +31,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 
 def snapshot(endpoint: str, namespace: str) -> ChunkIndex:
     """What a router that comes late knows of the store."""
-    index, context = ChunkIndex(1), zmq.Context()
+    index = ChunkIndex(1)
     stream = EventStream(index, 0, PublishedBlocks(), asks_snapshots=True, namespace=namespace)
-    question = context.socket(zmq.DEALER)
-    question.rcvtimeo = 60_000
-    question.connect(endpoint)
-    question.send_multipart((b"", SNAPSHOT_QUESTION))
-    found = []
-    while (frames := question.recv_multipart())[2] != REPLAY_END:
-        found.append((decode_sequence(frames[2]), decode_batch(frames[3])))
-    context.destroy(linger=0)
+    found = ask_events(endpoint, SNAPSHOT_QUESTION)
     stream.snapshot_ended(found[0][0], [batch for _, batch in found])
     return index
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import zmq
+from support.asked_events import FROM_THE_START, ask_events
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream
 from mooncake_conductor.index.holder_sets import Tier
-from mooncake_conductor.index.kv_event_messages import REPLAY_END, decode_batch, decode_sequence
 from mooncake_engine import LLM, SamplingParams
 from mooncake_kv.kv_events import event_key
 from mooncake_kv.kv_events_config import KVEventsConfig
@@ -19,14 +18,8 @@ MODEL = Path(__file__).resolve().parents[3] / "examples" / "tiny-llama"
 
 def replay(endpoint: str, stream: EventStream) -> None:
     """All that the engine has published so far."""
-    context = zmq.Context()
-    question = context.socket(zmq.DEALER)
-    question.rcvtimeo = 60_000
-    question.connect(endpoint)
-    question.send_multipart((b"", (0).to_bytes(8, "big")))
-    while (frames := question.recv_multipart())[2] != REPLAY_END:
-        stream.receive(decode_sequence(frames[2]), decode_batch(frames[3]))
-    context.destroy(linger=0)
+    for sequence, batch in ask_events(endpoint, FROM_THE_START):
+        stream.receive(sequence, batch)
 
 
 def test_the_index_holds_what_the_engine_holds(tmp_path: Path) -> None:

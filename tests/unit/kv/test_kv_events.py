@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import zmq
+from support.asked_events import ask_events
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream, ReplayRequest
 from mooncake_conductor.index.kv_event_messages import (
-    REPLAY_END,
     SNAPSHOT_QUESTION,
     AllCleared,
     BlocksRemoved,
@@ -99,30 +100,15 @@ def test_a_lost_batch_is_replayed() -> None:
         _, sequence, batch = receive(subscriber)  # the four before are lost
         asked = stream.receive(sequence, batch)
         assert asked == ReplayRequest(0)
-        context = zmq.Context()
-        question = context.socket(zmq.DEALER)
-        question.rcvtimeo = 20_000
-        question.connect(publisher.endpoints.replay_endpoint)
-        question.send_multipart((b"", b"not eight bytes"))
-        question.send_multipart((b"", asked.start.to_bytes(8, "big")))
-        while (frames := question.recv_multipart())[2] != REPLAY_END:
-            stream.receive(decode_sequence(frames[2]), decode_batch(frames[3]))
+        questions = b"not eight bytes", asked.start.to_bytes(8, "big")
+        for sequence, batch in ask_events(publisher.endpoints.replay_endpoint, *questions):
+            stream.receive(sequence, batch)
         stream.replay_ended()
-        context.destroy(linger=0)
     assert index.match(KEYS, now=0.0).local[0] == 5
 
 
 def ask_for_snapshot(publisher: KVEventPublisher) -> list:
-    context = zmq.Context()
-    question = context.socket(zmq.DEALER)
-    question.rcvtimeo = 20_000
-    question.connect(publisher.endpoints.replay_endpoint)
-    question.send_multipart((b"", SNAPSHOT_QUESTION))
-    found = []
-    while (frames := question.recv_multipart())[2] != REPLAY_END:
-        found.append((decode_sequence(frames[2]), decode_batch(frames[3])))
-    context.destroy(linger=0)
-    return found
+    return ask_events(publisher.endpoints.replay_endpoint, SNAPSHOT_QUESTION)
 
 
 def test_a_latecomer_is_told_all_that_is_held_though_no_replay_reaches_back() -> None:
@@ -151,17 +137,14 @@ def test_a_latecomer_is_told_all_that_is_held_though_no_replay_reaches_back() ->
 
 def test_a_full_queue_drops_and_leaves_a_gap(monkeypatch) -> None:
     with published(max_queue_size=1) as (publisher, subscriber):
-        import queue
 
-        class Full:
-            maxsize = 1
-
-            def put_nowait(self, _) -> None:
+        class Full(queue.Queue):  # which the publisher's thread may look into meanwhile
+            def put_nowait(self, item) -> None:
                 raise queue.Full
 
         log = KVEventLog(publisher.publish, 2)
         with monkeypatch.context() as patch:
-            patch.setattr(publisher, "_queue", Full())
+            patch.setattr(publisher, "_queue", Full(1))
             log.stored(DIGESTS[:1], None, [1, 2])
             sequence = publisher._sequence
             log.flush()

@@ -6,17 +6,14 @@ import logging
 from pathlib import Path
 
 import numpy as np
-import zmq
 from hypothesis import given, strategies as st
+from support.asked_events import ask_events
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream
 from mooncake_conductor.index.holder_sets import Tier as IndexTier
 from mooncake_conductor.index.kv_event_messages import (
-    REPLAY_END,
     SNAPSHOT_QUESTION,
-    decode_batch,
-    decode_sequence,
 )
 from mooncake_conductor.index.prompt_keys import chain_root, token_keys
 from mooncake_conductor.index.published_blocks import PublishedBlocks
@@ -68,10 +65,7 @@ class Reader:
         events = store.arena.kv_events
         assert events is not None
         assert events.replay_endpoint is not None
-        self._context = zmq.Context()
-        self._question = self._context.socket(zmq.DEALER)
-        self._question.rcvtimeo = 20_000
-        self._question.connect(events.replay_endpoint)
+        self._endpoint = events.replay_endpoint
         self.index = ChunkIndex(1)
         blocks = PublishedBlocks()
         self.stream = EventStream(
@@ -79,10 +73,7 @@ class Reader:
         )
 
     def snapshot(self) -> None:
-        self._question.send_multipart((b"", SNAPSHOT_QUESTION))
-        found = []
-        while (frames := self._question.recv_multipart())[2] != REPLAY_END:
-            found.append((decode_sequence(frames[2]), decode_batch(frames[3])))
+        found = ask_events(self._endpoint, SNAPSHOT_QUESTION)
         assert self.stream.snapshot_ended(found[0][0], [batch for _, batch in found]) is None
         self.stream.ask_snapshot()
 
@@ -91,9 +82,6 @@ class Reader:
         wanted = (len(keys), int(np.bitwise_xor.reduce(np.array(keys or (0,), np.uint64))))
         while self.index.digest(0, tier) != wanted:
             self.snapshot()
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
 
 
 def config(path: Path, num_chunks: int = 8, **more) -> NodeStoreConfig:
@@ -112,7 +100,6 @@ def test_the_index_holds_what_memory_holds(tmp_path: Path) -> None:
     user = store.open_user()
     user.drop([chunk.key for chunk in chunks_of(first)]).result()
     reader.until(IndexTier.HOST, token_keys(second))
-    reader.close()
     store.close()
 
 
@@ -123,7 +110,6 @@ def test_tenants_and_models_are_told_apart(tmp_path: Path) -> None:
     put(store, chunks_of(ids, salt="team-a"))
     reader.until(IndexTier.HOST, token_keys(ids, chain_root("", "team-a")))
     assert reader.stream.stats.num_skipped
-    reader.close()
     store.close()
 
 
@@ -138,7 +124,6 @@ def test_a_restarted_store_says_what_its_ssds_hold(tmp_path: Path) -> None:
     put(store, chunks_of(ids))  # used again: worth an SSD
     reader.until(IndexTier.DISK, token_keys(ids))
     reader.until(IndexTier.HOST, token_keys(ids))
-    reader.close()
     store.close()
     store = NodeStore(wanted)
     reader = Reader(store)
@@ -149,7 +134,6 @@ def test_a_restarted_store_says_what_its_ssds_hold(tmp_path: Path) -> None:
     assert None not in handles
     reader.until(IndexTier.HOST, token_keys(ids))
     user.close()
-    reader.close()
     store.close()
 
 
