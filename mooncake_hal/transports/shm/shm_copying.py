@@ -36,6 +36,16 @@ class CopyMethod(IntEnum):
     CALL = 1
 
 
+class Streaming(IntEnum):
+    """Whether a copy bypasses the caches, and how."""
+
+    CACHED = 0
+    STREAMED = 1
+    """As is the fastest on this CPU."""
+    STREAMED_BY_PAGES = 2
+    """Several pages at a time, whatever the CPU."""
+
+
 class CopyOutcome(IntEnum):
     """How a worker's run over a job ended; positive values are errno numbers."""
 
@@ -87,7 +97,9 @@ def make_job(spans: Spans, *, pid: int, method: CopyMethod, write: bool, deadlin
         pid=pid,
         method=method,
         write=write,
-        streaming=spans.total_bytes >= STREAMING_BYTES,
+        streaming=(
+            Streaming.STREAMED if spans.total_bytes >= STREAMING_BYTES else Streaming.CACHED
+        ),
     )
     job.spans = spans
     job.mutex = threading.Lock()
