@@ -88,15 +88,16 @@ static inline void stream_block(char *to, const char *from) {
         STORE(to + i * sizeof(vector), values[i]);
 }
 
-/* Four pages at once, a block of each in turn: what the CPU reads ahead ends at a page, and with
- * four of them one is always under way. Returns what it has copied, whole groups of four. Intel's
- * CPUs: 12.5 GB/s where one page after the other is 9.6, and memcpy 6.9. */
+/* Eight pages at once, a block of each in turn, and where there are fewer left, four: what the CPU
+ * reads ahead ends at a page, and with several there is always some under way. Returns what it has
+ * copied. Intel's CPUs: 12 GB/s where one page after the other is 9.4, and memcpy 7. */
 static size_t stream_pages(char *to, const char *from, size_t size) {
-    size_t done = 0, group = 4 * PAGE_BYTES;
-    for (; size - done >= group; done += group)
-        for (size_t at = done; at < done + PAGE_BYTES; at += BLOCK_BYTES)
-            for (size_t page = 0; page < group; page += PAGE_BYTES)
-                stream_block(to + at + page, from + at + page);
+    size_t done = 0;
+    for (size_t group = 8 * PAGE_BYTES; group >= 4 * PAGE_BYTES; group /= 2)
+        for (; size - done >= group; done += group)
+            for (size_t at = done; at < done + PAGE_BYTES; at += BLOCK_BYTES)
+                for (size_t page = 0; page < group; page += PAGE_BYTES)
+                    stream_block(to + at + page, from + at + page);
     return done;
 }
 

@@ -190,19 +190,30 @@ class CopyHooks:
 
 
 class CopyTransfer(PendingTransfer):
-    """A transfer that any number of workers carry out together; see ``Transfer``.
+    """A transfer that several threads carry out together; see ``Transfer``.
 
     Args:
         timeout: seconds for all of it, from now.
         local_keys: regions of this side that it touches.
         hooks: see there.
+        copier: what they copy with.
+        max_threads: how many take part at a time.
     """
 
-    def __init__(self, timeout: float, local_keys: frozenset[int], hooks: CopyHooks) -> None:
+    def __init__(
+        self,
+        timeout: float,
+        local_keys: frozenset[int],
+        hooks: CopyHooks,
+        copier: ShmCopier,
+        max_threads: int,
+    ) -> None:
         super().__init__(deadline_after(timeout))
         self.local_keys = local_keys
         self.remote_keys: frozenset[int] = frozenset()
         self._hooks = hooks
+        self._copier = copier
+        self._max_threads = max_threads
         self._job: Job | None = None
         self._inside = 0
 
@@ -232,14 +243,22 @@ class CopyTransfer(PendingTransfer):
             self._end()
         self._ended.wait()
 
-    def run(self, copier: ShmCopier) -> None:
+    def wait(self, timeout: float | None = None) -> None:
+        """The caller takes part, unless it can't wait for all of it: it has a core, where a thread
+        that is woken up may be given one that is busy, and not run before the other has copied
+        everything."""
+        if timeout is None:
+            self.run()
+        super().wait(timeout)
+
+    def run(self) -> None:
         """Take part in it for as long as there is something left to copy."""
         with self._lock:
             job = self._job
-            if self._ended.is_set() or job is None:
+            if self._ended.is_set() or job is None or self._inside == self._max_threads:
                 return
             self._inside += 1
-        outcome = copier.run(job)
+        outcome = self._copier.run(job)
         error = self._judge(outcome)
         with self._lock:
             self._inside -= 1
@@ -273,6 +292,7 @@ class CopyThreads:
 
     def __init__(self, count: int, name: str, copier: ShmCopier) -> None:
         self.copier = copier
+        self.count = count
         self.error: BaseException | None = None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
@@ -285,7 +305,7 @@ class CopyThreads:
     def share(self, copy: CopyTransfer) -> None:
         """Let every worker take part in a copy."""
         for _ in self._threads:
-            self._tasks.put(lambda: copy.run(self.copier))
+            self._tasks.put(copy.run)
 
     def call(self, task: Callable[[], None]) -> None:
         """Let one worker call ``task``."""

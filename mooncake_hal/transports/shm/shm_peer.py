@@ -204,7 +204,10 @@ class ShmPeer:
             if self._error is not None:
                 raise self._error
             index, at = self._local.find_all(spans.local, spans.nbytes)
-            copy = CopyTransfer(timeout, index.touched(at), self._hooks)
+            threads = self._copy_threads
+            copy = CopyTransfer(
+                timeout, index.touched(at), self._hooks, threads.copier, threads.count
+            )
             self._running.add(copy)
         try:
             self._begin(copy, spans, write)
@@ -215,7 +218,7 @@ class ShmPeer:
             self._running.discard(copy)  # it is handed out to no caller who could end it
             raise
         if spans.total_bytes <= INLINE_BYTES:
-            copy.run(self._copy_threads.copier)
+            copy.run()
         else:
             self._copy_threads.share(copy)
         return copy
