@@ -14,17 +14,21 @@ about what they did not find.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import mmap
 import os
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from mooncake_hal import native
+from mooncake_hal.errors import NativeUnavailable
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.store.chunk_keys import KEY_BYTES
 from mooncake_kv.store.chunk_store import Chunk, IndexInfo, Residence, StoreObserver, Tier
@@ -34,7 +38,7 @@ HEADER_BYTES = 4096
 BUCKET_WORDS = 8
 BYTES_PER_CHUNK = 64 << 10
 """The size of chunks that the table has room for, twice over; larger ones leave it emptier."""
-FEW_KEYS = 8
+FEW_KEYS = 4
 """So many are sooner marked one by one than together."""
 MIN_BUCKETS, MAX_BUCKETS = 1 << 10, 1 << 24
 
@@ -77,7 +81,6 @@ class ResidenceIndex:
         buckets = min(MAX_BUCKETS, max(MIN_BUCKETS, 1 << max(0, wanted - 1).bit_length()))
         self._mask = buckets - 1
         self._left_out: dict[bytes, int] = {}
-        self._staging_at: dict[bytes, int] = {}
         nbytes = HEADER_BYTES + buckets * BUCKET_WORDS * 8
         self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -89,65 +92,40 @@ class ResidenceIndex:
             raise KVConfigError(f"{nbytes} bytes for a store's index: {exc}") from exc
         _HEADER.pack_into(self._map, 0, _MAGIC, epoch.encode(), buckets, 0)
         self._words = memoryview(self._map).cast("Q")
-        self._array: Words = np.frombuffer(self._map, np.uint64)  # the same, for many at once
-        self._buckets = self._array[HEADER_BYTES // 8 :].reshape(buckets, BUCKET_WORDS)
+        self._buckets: Words = np.frombuffer(self._map, np.uint64, offset=HEADER_BYTES)
         self.info = IndexInfo(f"/proc/{os.getpid()}/fd/{self._fd}", nbytes)
 
-    def mark(self, key: bytes, where: Residence, is_there: bool = True) -> None:
-        """Say that a chunk is somewhere, or is there no longer."""
-        self._change(key, *((_BIT[where], 0) if is_there else (0, _BIT[where])))
+    def mark(self, keys: Sequence[bytes], where: Residence, is_there: bool = True) -> None:
+        """Say that chunks are somewhere, or are there no longer."""
+        self._change(keys, *((_BIT[where], 0) if is_there else (0, _BIT[where])))
 
     def stage(self, keys: Sequence[bytes]) -> None:
         """Chunks are being written to memory; ``settle`` or ``unstage`` follows for each."""
-        while len(keys) > FEW_KEYS and not self._left_out:
-            placed = self._stage_together(keys)
-            if not placed:
-                break
-            self._staging_at.update(placed)
-            keys = [key for key in keys if key not in placed]
-        for key in keys:
-            at = self._change(key, _STAGING, 0)
-            if at is not None:
-                self._staging_at[key] = at
+        self._change(keys, _STAGING, 0)
 
     def settle(self, keys: Sequence[bytes]) -> None:
         """They are written, and in memory."""
-        found = [self._staging_at.pop(key, None) for key in keys]
-        at = np.array([word for word in found if word is not None], np.intp)
-        self._array[at] = (self._array[at] & ~_IS_STAGING) | _IS_DRAM
-        if len(at) < len(keys):
-            for key, word in zip(keys, found, strict=True):
-                if word is None:
-                    self._change(key, _DRAM, _STAGING)
+        self._change(keys, _DRAM, _STAGING)
 
     def unstage(self, key: bytes) -> None:
         """One is not written any more."""
-        self._staging_at.pop(key, None)
-        self._change(key, 0, _STAGING)
+        self._change([key], 0, _STAGING)
 
-    def _stage_together(self, keys: Sequence[bytes]) -> dict[bytes, int]:
-        """Mark those whose word no other of them wants; which word each has."""
-        pairs: Words = np.frombuffer(b"".join(map(_digest, keys)), np.uint64)
-        low, tags = pairs[::2], pairs[1::2] & _TAG
-        mask = np.uint64(self._mask)
-        near, far = (low & mask).astype(np.intp), (low >> _HALF & mask).astype(np.intp)
-        words = np.concatenate((self._buckets[near], self._buckets[far]), axis=1)
-        is_its = (words ^ tags[:, None]) - _ONE < _STATE  # the same tag, and a state
-        # each likes other words of its buckets best, so that few want the same one
-        liking = _LIKING[(pairs[1::2] >> _STATE_WIDTH & _LAST_WORD).astype(np.intp)]
-        score = np.where(is_its, np.int8(2 * BUCKET_WORDS + 1), liking * (words == 0))
-        best, each = score.argmax(axis=1), np.arange(len(keys))
-        bucket = np.where(best < BUCKET_WORDS, near, far)
-        at = HEADER_BYTES // 8 + bucket * BUCKET_WORDS + best % BUCKET_WORDS
-        found = np.flatnonzero(score[each, best])
-        by_word = dict(zip(at[found].tolist(), found.tolist(), strict=True))
-        at, chosen = np.array(list(by_word), np.intp), np.array(list(by_word.values()), np.intp)
-        old = words[chosen, best[chosen]] & _STATE
-        self._array[at] = tags[chosen] | old | _IS_STAGING
-        return {keys[index]: word for word, index in by_word.items()}
+    def _change(self, keys: Sequence[bytes], added: int, removed: int) -> None:
+        """Set and clear bits of chunks."""
+        compiled = _compiled() if len(keys) > FEW_KEYS else None
+        if compiled is None or self._left_out:
+            for key in keys:
+                self._change_one(key, added, removed)
+            return
+        are_left_out = (ctypes.c_uint8 * len(keys))()
+        buckets, joined = self._buckets.ctypes.data, _joined(keys)
+        if compiled(buckets, self._mask, joined, len(keys), added, removed, are_left_out):
+            left_out = zip(keys, are_left_out, strict=True)
+            self._left_out.update((key, added) for key, is_left_out in left_out if is_left_out)
+            self._words[_LEFT_OUT_WORD] = len(self._left_out)
 
-    def _change(self, key: bytes, added: int, removed: int) -> int | None:
-        """Set and clear bits of a chunk; which word they are in, if any."""
+    def _change_one(self, key: bytes, added: int, removed: int) -> None:
         near, far, tag = _place(key, self._mask)
         words, free = self._words, None
         for first in (near, far):
@@ -156,23 +134,22 @@ class ResidenceIndex:
                 if 0 < word ^ tag <= _STATE_BITS:  # the same tag, and a state
                     bits = (word | added) & ~removed
                     words[at] = bits if bits & _STATE_BITS else 0
-                    return at
+                    return
                 if not word and free is None:
                     free = at
         if added and free is not None and key not in self._left_out:
             words[free] = tag | added
-            return free
+            return
         bits = (self._left_out.pop(key, 0) | added) & ~removed
         if bits:
             self._left_out[key] = bits
         words[_LEFT_OUT_WORD] = len(self._left_out)
-        return None
 
     def close(self) -> None:
         """Give the memory back; readers that have it mapped keep what it was. Idempotent."""
         if self._fd >= 0:
             self._words.release()
-            del self._array, self._buckets
+            del self._buckets
             self._map.close()
             os.close(self._fd)
             self._fd = -1
@@ -201,13 +178,11 @@ class IndexObserver:
         self._after.stored(Tier.DRAM, chunks)
 
     def stored(self, tier: Tier, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            self._index.mark(chunk.key, Residence(tier.value))
+        self._index.mark([chunk.key for chunk in chunks], Residence(tier.value))
         self._after.stored(tier, chunks)
 
     def removed(self, tier: Tier, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._index.mark(key, Residence(tier.value), False)
+        self._index.mark(keys, Residence(tier.value), False)
         self._after.removed(tier, keys)
 
 
@@ -244,9 +219,7 @@ class ResidenceView:
 
     def probe(self, keys: Sequence[bytes]) -> list[Residence] | None:
         """Where these are; None if only the store knows."""
-        are_hashes = set(map(len, keys)) == {KEY_BYTES}
-        joined = b"".join(keys if are_hashes else map(_digest, keys))
-        pairs: Words = np.frombuffer(joined, np.uint64)
+        pairs: Words = np.frombuffer(_joined(keys), np.uint64)
         low, tags = pairs[::2], (pairs[1::2] & _TAG)[:, None]
         near = self._table[low & self._mask]
         far = self._table[low >> _HALF & self._mask]
@@ -259,20 +232,59 @@ class ResidenceView:
 
 _TAG, _STATE = np.uint64(_TAG_BITS), np.uint64(_STATE_BITS)
 _HALF, _NONE = np.uint64(32), np.uint64(0)
-_ONE, _STATE_WIDTH = np.uint64(1), np.uint64(_STATE_BITS.bit_length())
-_LAST_WORD = np.uint64(BUCKET_WORDS - 1)
-_LIKING = np.array(
-    [
-        [
-            BUCKET_WORDS * (2 - at // BUCKET_WORDS) - (at + turn) % BUCKET_WORDS
-            for at in range(2 * BUCKET_WORDS)
-        ]
-        for turn in range(BUCKET_WORDS)
-    ],
-    np.int8,
-)
-"""By a key's turn: how much it likes each word of its near bucket, then of its far one."""
-_IS_STAGING, _IS_DRAM = np.uint64(_STAGING), np.uint64(_DRAM)
+_SOURCE = """
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#define BUCKET_WORDS 8
+#define STATE_BITS 7ull
+/* ``ResidenceIndex._change_one`` for many keys of 16 bytes; returns how many were left out. */
+size_t mooncake_change(uint64_t *buckets, uint64_t mask, const char *keys, size_t count,
+                       uint64_t added, uint64_t removed, uint8_t *are_left_out) {
+    size_t num_left_out = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint64_t key[2], *its = NULL, *unused = NULL;
+        memcpy(key, keys + 16 * i, 16);
+        uint64_t tag = key[1] & ~STATE_BITS, places[2] = {key[0] & mask, key[0] >> 32 & mask};
+        for (int near_or_far = 0; near_or_far < 2 && !its; near_or_far++) {
+            uint64_t *bucket = buckets + places[near_or_far] * BUCKET_WORDS;
+            for (int at = 0; at < BUCKET_WORDS && !its; at++) {
+                if ((bucket[at] ^ tag) - 1 < STATE_BITS) its = bucket + at;
+                if (!bucket[at] && !unused) unused = bucket + at;
+            }
+        }
+        uint64_t word = its ? (*its | added) & ~removed : tag | added;
+        if (!its && added) its = unused;
+        if (its) {
+            __atomic_store_n(its, word & STATE_BITS ? word : 0, __ATOMIC_RELEASE);
+        } else if (added) {
+            are_left_out[i] = 1;
+            num_left_out++;
+        }
+    }
+    return num_left_out;
+}
+"""
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> ctypes._NamedFuncPointer | None:
+    try:
+        function = native.compile_c("kv_index", _SOURCE).mooncake_change
+    except NativeUnavailable as exc:
+        native.warn_fallback("kv_index", "Python for one chunk at a time", exc.reason)
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_uint64
+    size = ctypes.c_size_t
+    function.argtypes = [pointer, number, ctypes.c_char_p, size, number, number, pointer]
+    function.restype = size
+    return function
+
+
+def _joined(keys: Sequence[bytes]) -> bytes:
+    """The digests of all, one behind the other."""
+    are_hashes = set(map(len, keys)) == {KEY_BYTES}
+    return b"".join(keys if are_hashes else map(_digest, keys))
 
 
 def _digest(key: bytes) -> bytes:

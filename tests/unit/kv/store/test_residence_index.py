@@ -2,6 +2,7 @@
 
 import os
 import random
+import struct
 import subprocess
 import sys
 import threading
@@ -11,7 +12,13 @@ import pytest
 from mooncake_kv.store.arena_allocator import GRANULE
 from mooncake_kv.store.chunk_store import Chunk, IndexInfo, Residence, Tier
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
-from mooncake_kv.store.residence_index import IndexObserver, ResidenceIndex, ResidenceView
+from mooncake_kv.store.residence_index import (
+    _LEFT_OUT_WORD,
+    BUCKET_WORDS,
+    IndexObserver,
+    ResidenceIndex,
+    ResidenceView,
+)
 from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
 from mooncake_kv.store.ssd_tier import SsdConfig
 
@@ -40,12 +47,12 @@ def test_each_tier_is_told_apart_and_memory_counts_first(index):
         (Residence.SSD, False),
         (Residence.DRAM, False),
     ]:
-        index.mark(key(1), where, is_there)
+        index.mark([key(1)], where, is_there)
         found += view.probe([key(1)])
     expected = ["ssd", "staging", "dram", "dram", "dram", "absent"]
     assert [where.value for where in found] == expected
     assert view.probe([b"short", b"a key that is longer than a hash"]) == [Residence.ABSENT] * 2
-    index.mark(b"short", Residence.DRAM)
+    index.mark([b"short"], Residence.DRAM)
     assert view.probe([key(1), b"short"]) == [Residence.ABSENT, Residence.DRAM]
 
 
@@ -58,22 +65,44 @@ def test_what_finds_no_word_is_asked_for(index, monkeypatch):
         "mooncake_kv.store.residence_index._place", lambda *_: (512, 520, next(places) << 3)
     )
     for number in range(18):
-        index.mark(key(number), Residence.DRAM)
+        index.mark([key(number)], Residence.DRAM)
     assert view.probe([key(99)]) is None, "two are left out: this may be one of them"
     for number in (16, 17):
-        index.mark(key(number), Residence.SSD)
-        index.mark(key(number), Residence.DRAM, False)
+        index.mark([key(number)], Residence.SSD)
+        index.mark([key(number)], Residence.DRAM, False)
     assert view.probe([key(99)]) is None
     for number in (16, 17):
-        index.mark(key(number), Residence.SSD, False)
+        index.mark([key(number)], Residence.SSD, False)
     assert view.probe([key(99)]) == [Residence.ABSENT]
 
 
-def test_a_batch_is_marked_as_its_chunks_are_one_by_one(index):
+@pytest.fixture(params=["compiled", "interpreted"])
+def how(request, monkeypatch):
+    if request.param == "interpreted":
+        monkeypatch.setattr("mooncake_kv.store.residence_index._compiled", lambda: None)
+
+
+def test_what_finds_no_word_in_a_batch_is_asked_for(index, how):
+    view, crowd = (
+        ResidenceView.open(index.info, EPOCH),
+        [struct.pack("<QQ", 0, n << 3) for n in range(1, 31)],
+    )
+    index.mark(crowd, Residence.DRAM)
+    assert view.probe([crowd[0]]) == [Residence.DRAM]
+    assert view.probe([key(99)]) is None, "one bucket is full"
+    assert index._words[_LEFT_OUT_WORD] == len(crowd) - BUCKET_WORDS
+    index.mark(crowd, Residence.SSD)
+    index.mark(crowd, Residence.DRAM, False)
+    assert view.probe(crowd[:BUCKET_WORDS]) == [Residence.SSD] * BUCKET_WORDS
+    index.mark(crowd, Residence.SSD, False)
+    assert view.probe([key(99), *crowd]) == [Residence.ABSENT] * (1 + len(crowd))
+
+
+def test_a_batch_is_marked_as_its_chunks_are_one_by_one(index, how):
     view = ResidenceView.open(index.info, EPOCH)
     keys = [key(number) for number in range(2_000)]  # of 8,192 words
     for at in range(0, len(keys), 2):
-        index.mark(keys[at], Residence.SSD)
+        index.mark([keys[at]], Residence.SSD)
     for at in range(0, len(keys), 500):
         index.stage(keys[at : at + 500])
     assert view.probe(keys) == [Residence.STAGING] * len(keys)
@@ -83,8 +112,7 @@ def test_a_batch_is_marked_as_its_chunks_are_one_by_one(index):
     found = view.probe(keys)
     assert found[:1_500] == [Residence.DRAM] * 1_500
     assert found[1_500:] == [Residence.SSD, Residence.ABSENT] * 250
-    for each in keys:
-        index.mark(each, Residence.DRAM, False)
+    index.mark(keys, Residence.DRAM, False)
     assert view.probe(keys) == [Residence.SSD, Residence.ABSENT] * 1_000
 
 
@@ -133,14 +161,14 @@ def test_a_reader_never_sees_what_never_was(index):
     view, stop = ResidenceView.open(index.info, EPOCH), threading.Event()
     still, moving = [key(n) for n in range(200)], [key(n) for n in range(200, 400)]
     for name in still:
-        index.mark(name, Residence.SSD)
+        index.mark([name], Residence.SSD)
 
     def change():
         while not stop.is_set():
             for name in moving:
-                index.mark(name, Residence.DRAM)
+                index.mark([name], Residence.DRAM)
             for name in moving:
-                index.mark(name, Residence.DRAM, False)
+                index.mark([name], Residence.DRAM, False)
 
     writer = threading.Thread(target=change)
     writer.start()
@@ -154,7 +182,7 @@ def test_a_reader_never_sees_what_never_was(index):
 
 
 def test_another_process_reads_it(index):
-    index.mark(key(1), Residence.DRAM)
+    index.mark([key(1)], Residence.DRAM)
     program = (
         "from mooncake_kv.store.residence_index import *\n"
         "from mooncake_kv.store.chunk_store import IndexInfo\n"
