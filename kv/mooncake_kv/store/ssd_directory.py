@@ -30,6 +30,7 @@ from mooncake_kv.store.ssd_records import (
     read_page,
     record_bytes,
 )
+from mooncake_kv.store.ssd_sections import read_sections
 
 logger = logging.getLogger(__name__)
 
@@ -221,6 +222,25 @@ class SsdDirectory:
             raise StoreIOError(f"{self.config.path}: reading failed: {exc}") from exc
         if found != total:
             raise StoreIOError(f"{self.config.path}: {found} of {total} bytes are there to be read")
+
+    def read_sections(
+        self, location: RecordLocation, start: int, payload: memoryview, section: int
+    ) -> bytes:
+        """Read whole sections of a record that is held; returns their checksums, see
+        ``section_checksums``.
+
+        Args:
+            location, start: see ``read``.
+            payload: to be filled.
+            section: bytes of each.
+
+        Raises:
+            StoreIOError: not all of that can be read.
+        """
+        try:
+            return read_sections(location.segment.file, location.offset + start, payload, section)
+        except OSError as exc:
+            raise StoreIOError(f"{self.config.path}: reading failed: {exc}") from exc
 
     def wants_collection(self) -> Segment | None:
         """The oldest segment, if the next one to begin would have to be it; None while there is

@@ -16,7 +16,9 @@ from mooncake_kv.store.ssd_records import (
     RecordHeader,
     are_sections_right,
     read_page,
+    section_bytes,
 )
+from mooncake_kv.store.ssd_sections import section_checksums
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,9 @@ def read_part(
     Raises:
         StoreIOError: it can't be read.
     """
-    directory.read(location, PAGE + start, [payload])
-    return are_sections_right(header, start, payload)
+    section = section_bytes(header.nbytes)
+    checksums = directory.read_sections(location, PAGE + start, payload, section)
+    return are_sections_right(header, start, checksums)
 
 
 def read_record(
@@ -70,7 +73,8 @@ def read_record(
     """
     page = aligned_buffer(PAGE)
     directory.read(location, 0, [page, payload])
-    return read_page(page) == header and are_sections_right(header, 0, payload)
+    checksums = section_checksums(payload, section_bytes(header.nbytes))
+    return read_page(page) == header and are_sections_right(header, 0, checksums)
 
 
 class RecordRead:

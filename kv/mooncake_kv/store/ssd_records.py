@@ -12,21 +12,15 @@ what was read counts only if its checksums are right, each time it is read.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import struct
 import zlib
-from functools import lru_cache
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from mooncake_hal import native
-from mooncake_hal.errors import NativeUnavailable
 from mooncake_kv.store.arena_allocator import GRANULE, rounded_up
 from mooncake_kv.store.chunk_keys import KEY_VERSION
 from mooncake_kv.store.chunk_store import Chunk, ChunkContent
+from mooncake_kv.store.ssd_sections import section_checksums
 
 PAGE = GRANULE
 RECORD_VERSION = 2
@@ -130,36 +124,10 @@ def parts_to_read(nbytes: int, first_bytes: int | None) -> list[tuple[int, int]]
     return parts
 
 
-def section_checksums(payload: memoryview, section: int) -> bytes:
-    """The checksums of sections of that many bytes, one behind the other, at the speed of memory.
-
-    Each is of 64 bits. Each word counts with an odd random weight, and each page with a power of an
-    odd number, modulo 2**64 (multilinear hashing): any change of one word changes the sum, and
-    others go unnoticed with a chance of about 2**-60. It guards against what disks and kernels do,
-    not against enemies.
-
-    Args:
-        payload: whole pages.
-        section: whole pages; the last section may have fewer.
-    """
-    compiled = _compiled()
-    if compiled is None:
-        return interpreted_checksums(payload, section)
-    words: NDArray[np.uint64] = np.frombuffer(payload, np.uint64)
-    sums = np.empty(-(-len(payload) // section), np.uint64)
-    pages = len(payload) // PAGE
-    compiled(
-        words.ctypes.data, pages, section // PAGE, _weights().ctypes.data, sums.ctypes.data
-    )  # one call for all of them: threads take turns at Python's lock around each
-    return sums.tobytes()
-
-
-def are_sections_right(header: RecordHeader, start: int, payload: memoryview) -> bool:
-    """Whether these are a record's bytes, from ``start`` on; whole sections."""
-    section = section_bytes(header.nbytes)
-    first, count = start // section, -(-len(payload) // section)
-    wanted = header.checksums[8 * first : 8 * (first + count)]
-    return section_checksums(payload, section) == wanted
+def are_sections_right(header: RecordHeader, start: int, checksums: bytes) -> bool:
+    """Whether a record's sections have these checksums, from the one at ``start`` on."""
+    first = 8 * (start // section_bytes(header.nbytes))
+    return checksums == header.checksums[first : first + len(checksums)]
 
 
 def record_header(chunk: Chunk, use: bytes, payload: memoryview) -> RecordHeader:
@@ -209,58 +177,3 @@ def read_page(page: memoryview) -> Header | None:
         return _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-
-
-_WORDS = PAGE // 8
-_STEP = 0x9E3779B97F4A7C15  # odd: the golden ratio, 64 bits of it
-
-_SOURCE = """
-#include <stdint.h>
-#include <stddef.h>
-void mooncake_checksums(const uint64_t *data, size_t pages, size_t pages_per_section,
-                        const uint64_t *weights, uint64_t *sums) {
-    uint64_t total = 0;
-    for (size_t page = 0; page < pages; page++, data += 512) {
-        uint64_t sum = 0;
-        for (int i = 0; i < 512; i++) sum += data[i] * weights[i];
-        total = total * 0x9E3779B97F4A7C15ull + sum;
-        if ((page + 1) % pages_per_section == 0 || page + 1 == pages) {
-            *sums++ = total;
-            total = 0;
-        }
-    }
-}
-"""
-
-
-def interpreted_checksums(payload: memoryview, section: int) -> bytes:
-    """``section_checksums`` without compiled code."""
-    words: NDArray[np.uint64] = np.frombuffer(payload, np.uint64)
-    page_sums = (words.reshape(-1, _WORDS) @ _weights()).tolist()
-    totals = []
-    for first in range(0, len(page_sums), section // PAGE):
-        total = 0
-        for page_sum in page_sums[first : first + section // PAGE]:
-            total = (total * _STEP + page_sum) & 0xFFFFFFFFFFFFFFFF
-        totals.append(total.to_bytes(8, "little"))
-    return b"".join(totals)
-
-
-@lru_cache(maxsize=1)
-def _weights() -> NDArray[np.uint64]:
-    # not numpy's generators: what one release wrote, the next one reads
-    drawn = np.frombuffer(hashlib.shake_256(b"mooncake-kv").digest(PAGE), "<u8")
-    return drawn.astype(np.uint64) | np.uint64(1)
-
-
-@lru_cache(maxsize=1)
-def _compiled() -> ctypes._NamedFuncPointer | None:
-    try:
-        function = native.compile_c("kv_checksum", _SOURCE).mooncake_checksums
-    except NativeUnavailable as exc:
-        native.warn_fallback("kv_checksum", "numpy's integer products", exc.reason)
-        return None
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    function.argtypes = [pointer, size, size, pointer, pointer]
-    function.restype = None
-    return function

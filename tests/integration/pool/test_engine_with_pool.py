@@ -25,6 +25,7 @@ from mooncake_kv.pool.step_progress import StepProgress
 from mooncake_kv.store import ssd_records
 from mooncake_kv.store.node_store import NodeStore
 from mooncake_kv.store.ssd_directory import SsdDirectory, SsdDirectoryConfig
+from mooncake_kv.store.ssd_sections import section_checksums
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
@@ -159,13 +160,13 @@ def test_the_first_layer_is_loaded_while_an_ssd_reads_nothing_of_the_others(
     """An SSD gives the first layer of all chunks; what it has of the others it gives only when a
     rank has that layer."""
     first_layer, num_read, seen = threading.Event(), [], []
-    read, arrived = SsdDirectory.read, _RunningLoad.arrived
+    read, arrived = SsdDirectory.read_sections, _RunningLoad.arrived
 
-    def read_late(directory, location, start, buffers):
+    def read_late(directory, location, start, payload, section):
         if start > ssd_records.PAGE:
             assert first_layer.wait(20)
             num_read.append(start)
-        read(directory, location, start, buffers)
+        return read(directory, location, start, payload, section)
 
     def tell(self, stop):
         if stop == 1:
@@ -175,7 +176,7 @@ def test_the_first_layer_is_loaded_while_an_ssd_reads_nothing_of_the_others(
 
     with engine_with_prompt_on_ssd(model, monkeypatch, tmp_path) as (core, prompt, plain):
         before = core.stats().kv_pool
-        monkeypatch.setattr(SsdDirectory, "read", read_late)
+        monkeypatch.setattr(SsdDirectory, "read_sections", read_late)
         monkeypatch.setattr(_RunningLoad, "arrived", tell)
         pooled, cached = ask(core, [prompt], ONE)
         stats = core.stats().kv_pool.since(before)
@@ -192,17 +193,19 @@ def test_what_a_step_made_of_first_layers_is_not_used_when_a_later_one_comes_wro
 ):
     """The step has computed a layer on what came before the SSD fails."""
     has_computed, faults = threading.Event(), []
-    read, wait_for = SsdDirectory.read, _RunningLoad.wait_for
+    read, wait_for = SsdDirectory.read_sections, _RunningLoad.wait_for
 
-    def read_wrong(directory, location, start, buffers):
+    def read_wrong(directory, location, start, payload, section):
         if start > ssd_records.PAGE:
             assert has_computed.wait(20)
-        read(directory, location, start, buffers)
+        checksums = read(directory, location, start, payload, section)
         if start > ssd_records.PAGE and not faults:
             faults.append(start)
             if fault == "refused":
                 raise StoreIOError("an input/output error")
-            buffers[0][0] ^= 1
+            payload[0] ^= 1
+            return section_checksums(payload, section)
+        return checksums
 
     def tell(self, layer):
         if layer:
@@ -212,7 +215,7 @@ def test_what_a_step_made_of_first_layers_is_not_used_when_a_later_one_comes_wro
     with engine_with_prompt_on_ssd(model, monkeypatch, tmp_path) as (core, prompt, plain):
         before = core.stats().kv_pool
         release_at_once(monkeypatch)
-        monkeypatch.setattr(SsdDirectory, "read", read_wrong)
+        monkeypatch.setattr(SsdDirectory, "read_sections", read_wrong)
         monkeypatch.setattr(_RunningLoad, "wait_for", tell)
         pooled, _ = ask(core, [prompt], ONE)
         stats = core.stats().kv_pool.since(before)

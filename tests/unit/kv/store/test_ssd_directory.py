@@ -1,10 +1,8 @@
 """Segments of records on a disk: found again, torn ends dropped, one store per directory."""
 
 import errno
-import hashlib
 import os
 
-import numpy as np
 import pytest
 
 from mooncake_kv.errors import KVConfigError, StoreIOError
@@ -20,12 +18,11 @@ from mooncake_kv.store.ssd_records import (
     SegmentHeader,
     are_sections_right,
     fill_page,
-    interpreted_checksums,
     read_page,
     record_bytes,
     record_header,
-    section_checksums,
 )
+from mooncake_kv.store.ssd_sections import section_checksums
 
 NBYTES = 3 * PAGE
 SEGMENT = PAGE + 4 * record_bytes(NBYTES)
@@ -69,7 +66,7 @@ def test_records_are_found_again_with_all_that_they_say(tmp_path):
     again.read(records[5].location, 0, [page, payload])
     assert read_page(page) == records[5].header
     assert bytes(payload) == bytes([5]) * NBYTES
-    assert are_sections_right(records[5].header, 0, payload)
+    assert are_sections_right(records[5].header, 0, section_checksums(payload, 16 * PAGE))
     again.close()
 
 
@@ -186,32 +183,6 @@ def test_a_full_disk_is_an_error_of_that_write_and_leaves_no_file(tmp_path, monk
     monkeypatch.undo()
     assert store(directory, 1).segment is not location.segment, "a scan would end at the hole"
     directory.close()
-
-
-@pytest.mark.parametrize("checksums", [section_checksums, interpreted_checksums])
-def test_checksums_see_single_bits_and_exchanged_pages(checksums):
-    data = np.frombuffer(hashlib.shake_256(b"data").digest(8 * PAGE), np.uint8)
-
-    def whole(payload):
-        return int.from_bytes(checksums(memoryview(payload), 8 * PAGE), "little")
-
-    assert whole(data) == 16507424934384734467
-    for bit in (0, 7, 8 * PAGE + 3, 64 * PAGE - 1):
-        flipped = data.copy()
-        flipped[bit // 8] ^= 1 << bit % 8
-        assert whole(flipped) != whole(data)
-    pages = data.reshape(8, PAGE)
-    exchanged = np.ascontiguousarray(pages[[1, 0, 2, 3, 4, 5, 6, 7]]).reshape(-1)
-    assert whole(exchanged) != whole(data)
-
-
-@pytest.mark.parametrize("checksums", [section_checksums, interpreted_checksums])
-def test_each_section_has_its_own_checksum(checksums):
-    data = memoryview(hashlib.shake_256(b"data").digest(8 * PAGE))
-    sections = [data[start : start + 3 * PAGE] for start in range(0, 8 * PAGE, 3 * PAGE)]
-    apart = [checksums(each, 3 * PAGE) for each in sections]  # the last one is shorter
-    assert checksums(data, 3 * PAGE) == b"".join(apart)
-    assert len(b"".join(apart)) == 3 * 8
 
 
 def test_a_budget_fills_over_the_day():

@@ -56,15 +56,15 @@ class Reads:
     def __init__(self, monkeypatch, *, beginning=True, free=0):
         self.gate = threading.Event()
         self.starts = []
-        read = SsdDirectory.read
+        read = SsdDirectory.read_sections
 
-        def gated(directory, location, start, buffers):
+        def gated(directory, location, start, payload, section):
             self.starts.append((start, location.offset))
             if (start > PAGE or not beginning) and location.offset != free:
                 assert self.gate.wait(WAIT_S)
-            read(directory, location, start, buffers)
+            return read(directory, location, start, payload, section)
 
-        monkeypatch.setattr(SsdDirectory, "read", gated)
+        monkeypatch.setattr(SsdDirectory, "read_sections", gated)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from mooncake_kv.store.arena_allocator import GRANULE
 from mooncake_kv.store.chunk_store import Chunk, PutRefusal, Residence, Tier
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
-from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
+from mooncake_kv.store.ssd_directory import SsdDirectory, SsdDirectoryConfig
 from mooncake_kv.store.ssd_records import PAGE, record_bytes
 from mooncake_kv.store.ssd_tier import SsdConfig
 
@@ -261,14 +261,20 @@ def test_a_drop_is_one_of_all_tiers(opened):
     assert store.user.probe(keys([0, 1])).result() == [Residence.ABSENT] * 2
 
 
+def hang(monkeypatch):
+    """Nothing is read of chunks until the event that is returned."""
+    hung, read = threading.Event(), SsdDirectory.read_sections
+    monkeypatch.setattr(SsdDirectory, "read_sections", lambda *a: hung.wait(WAIT_S) and read(*a))
+    return hung
+
+
 def test_a_drive_that_hangs_delays_a_pin_for_a_bounded_time(opened, monkeypatch):
     store = opened(capacity=4, load_timeout_s=0.5)
     store.save([0])
     for number in range(10, 14):
         store.put(number)
     store.user.drop(keys([10]))
-    hung, read = threading.Event(), os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *a: hung.wait(WAIT_S) and read(*a))
+    hung = hang(monkeypatch)
     handles = store.user.pin([*keys([0]), *keys([11])]).result(WAIT_S)
     assert handles[0] is None
     assert handles[1] is not None, "what memory has is served"
@@ -288,8 +294,7 @@ def test_a_user_that_leaves_while_it_waits_keeps_no_pin(opened, monkeypatch):
     store.user.drop([])
     for number in range(10, 14):
         store.put(number)
-    hung, read = threading.Event(), os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *a: hung.wait(WAIT_S) and read(*a))
+    hung = hang(monkeypatch)
     leaving = store.store.open_user()
     pinned = leaving.pin(keys([0]))
     leaving.close()
