@@ -157,8 +157,8 @@ class TierMoves:
         deadline = self._clock() + self._load_timeout_s
         request = PinRequest(user, lease_s, handles, missing, deadline, Future())
         request.future.set_running_or_notify_cancel()  # it has a result, whoever stops waiting
-        begun = [key for key in list(missing) if not self._join(key, request)]
-        started = [self._read_of(key) for key in begun if key in self._loads]
+        begun = self._begin([key for key in missing if not self._join(key, request)], request)
+        started = [self._read_of(key) for key in begun]
         if first_bytes is not None:
             self._grant_early(request)
         is_granted = not request.missing  # else whoever ends its last load grants it
@@ -210,21 +210,27 @@ class TierMoves:
         return [self._finish(request) for request in requests]
 
     def _join(self, key: bytes, request: PinRequest) -> bool:
-        """Wait for a load that runs; False if there is none and one was begun, or can't be."""
+        """Wait for a load that runs; whether one does."""
         load = self._loads.get(key)
         if load is not None:
             load.requests.append(request)
-            return True
-        chunk = self.tier.chunk(key) if self.tier is not None else None
-        granted = None
-        if chunk is not None:
-            now = self._clock()
-            (granted,) = self._table.reserve([chunk], SSD_USER, MAX_LEASE_S, now)
-        if isinstance(granted, WriteHandle):
-            self._loads[key] = _Load(granted, [request])
-        else:
+        return load is not None
+
+    def _begin(self, keys: Sequence[bytes], request: PinRequest) -> list[bytes]:
+        """Begin loads that a request waits for; which ones there is memory for. It does not wait
+        for the others."""
+        found = [self.tier.chunk(key) for key in keys] if self.tier is not None else []
+        chunks = [chunk for chunk in found if chunk is not None]
+        now = self._clock()
+        granted = self._table.reserve(chunks, SSD_USER, MAX_LEASE_S, now) if chunks else []
+        begun = []
+        for chunk, grant in zip(chunks, granted, strict=True):
+            if isinstance(grant, WriteHandle):
+                self._loads[chunk.key] = _Load(grant, [request])
+                begun.append(chunk.key)
+        for key in set(keys).difference(begun):
             del request.missing[key]
-        return False
+        return begun
 
     def _read_of(self, key: bytes) -> ChunkRead:
         """What a load that begins has the tier do."""
@@ -238,14 +244,15 @@ class TierMoves:
 
     def _grant_early(self, request: PinRequest) -> None:
         """Grant reads of what comes in."""
-        now = self._clock()
-        for key, positions in request.missing.items():
+        for key in request.missing:
             self._loads[key].requests.remove(request)
-            for position in positions:
-                (handle,) = self._table.pin(
-                    [key], request.user, request.lease_s, now, are_arriving=True
-                )
-                self._grant(request, position, handle)
+        places = [(key, at) for key, positions in request.missing.items() for at in positions]
+        keys = [key for key, _ in places]
+        handles = self._table.pin(
+            keys, request.user, request.lease_s, self._clock(), are_arriving=True
+        )
+        for (_, position), handle in zip(places, handles, strict=True):
+            self._grant(request, position, handle)
         request.missing.clear()
 
     def _grant(self, request: PinRequest, position: int, handle: ReadHandle | None) -> None:

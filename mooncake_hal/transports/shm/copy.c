@@ -33,7 +33,7 @@ struct job {
     int32_t pid;
     int32_t method;
     int32_t write;
-    int32_t streaming; /* one of the next ones */
+    int32_t streaming; /* CACHED, STREAMED or STREAMED_BY_PAGES */
 };
 
 static int64_t now_ns(void) {
