@@ -46,8 +46,9 @@ from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig  # noqa: E40
 SHAPES = ((128, 1 << 20), (1024, 64 << 10))
 """Objects and bytes of each."""
 OPERATIONS = ("put", "get")
-BOUNDS = {"mooncake-own": (3.0, 0.5), "mooncake-other": (3.0, 0.5)}
-"""Of Mooncake Store's speed at least, and of its CPU at most."""
+BOUNDED = ("mooncake-own", "mooncake-other")
+AT_LEAST, AT_MOST = 3.0, 0.5
+"""Of Mooncake Store's speed, and of its CPU."""
 WARM_UP = 2
 
 LMCACHE = PeerEngine(
@@ -133,11 +134,10 @@ def compare(ours: Side, peer: Side, shape: tuple[int, int], rounds: int) -> list
         what = f"{operation} of {nbytes >> 10} KiB"
         print(f"{what}, {ours.name}: {our_speed:.2f} GB/s, {our_cpu:.2f} CPU s/GiB; {peer.name}: "
               f"{speed:.2f} GB/s, {cpu:.2f} CPU s/GiB", flush=True)  # fmt: skip
-        if (bounds := BOUNDS.get(peer.name)) is not None:
-            at_least, at_most = bounds
+        if peer.name in BOUNDED:
             name = f"pool/{peer.name}"
-            items.append(Item(f"{name} {what}", our_speed / speed, at_least))
-            items.append(Item(f"{name} CPU {what}", our_cpu / cpu, at_most, at_least=False))
+            items.append(Item(f"{name} {what}", our_speed / speed, AT_LEAST))
+            items.append(Item(f"{name} CPU {what}", our_cpu / cpu, AT_MOST, at_least=False))
     return items
 
 

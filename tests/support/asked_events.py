@@ -9,24 +9,21 @@ from mooncake_conductor.index.kv_event_messages import (
     decode_sequence,
 )
 
-ANSWER_S = 60.0
+ANSWER_MS = 60_000
 FROM_THE_START = (0).to_bytes(8, "big")
 
 
-def ask_events(
-    endpoint: str | None, *questions: bytes, answer_s: float = ANSWER_S
-) -> list[tuple[int, EventBatch]]:
+def ask_events(endpoint: str | None, *questions: bytes) -> list[tuple[int, EventBatch]]:
     """The batches of one answer, each with its number.
 
     Args:
         endpoint: where the publisher is asked.
         questions: the first number that is wanted, 8 bytes, or ``SNAPSHOT_QUESTION``; of several,
             all but one are to be left unanswered.
-        answer_s: how long each batch may take.
     """
     found = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
-        asking.rcvtimeo, asking.linger = int(1000 * answer_s), 0
+        asking.rcvtimeo, asking.linger = ANSWER_MS, 0
         asking.connect(endpoint or "")
         for question in questions:
             asking.send_multipart((b"", question))

@@ -256,7 +256,6 @@ class ExpertParallelMixture(MixtureOfExperts):
         whole = replace(parallel, communicator=None, expert_communicator=None, ep_size=1)
         of_all = GatedMlp(whole, shared[0], (shape[0], shared[1])) if shared is not None else None
         super().__init__(parallel, router, experts, of_all)
-        self._dense = experts if isinstance(experts, DenseExperts) else None
         self._num_experts = len(names)
         self._replicas = ExpertReplicas(slots, len(names), parallel.device)
         self.counts = ExpertCounts(len(names), slots, parallel.device)
@@ -297,11 +296,11 @@ class ExpertParallelMixture(MixtureOfExperts):
         shares = (max(self.tokens.counts(count)) for count in expert_round.token_counts)
         most, fused = max(shares), self._parallel.fused_experts
         is_fitting = most <= self._parallel.fused_most_tokens and not self._is_worst_routed
-        if fused is not None and self._dense is not None and is_fitting:
+        if fused is not None and is_fitting and isinstance(self._experts, DenseExperts):
             self.counts.add(self._group.all_reduce(self.counts.of(ids)))
             foreign = (slots < self._held.start) | (slots >= self._held.stop)
             self.counts.add_sent(foreign.sum())
-            combined = self._dense.run_fused(fused, own, slots, weights, most)
+            combined = self._experts.run_fused(fused, own, slots, weights, most)
             return combined if self._shared is None else combined + self._shared(own)
         to_all = None if expert_round.is_dispatched else expert_round
         if to_all is None:
