@@ -131,6 +131,8 @@ class ProxyConfig:
     slo_ttft_s: float | None = None
     slo_tbt_s: float | None = None
     local_prefill: bool = True
+    # Streams whose D is lost or shuts down go on elsewhere, from the tokens so far.
+    migrates_streams: bool = False
     # Prompts of up to so many uncached tokens are computed by D; 0: none, None: learnt.
     short_prompt_tokens: int | None = 0
     # Prompts of so many uncached tokens and more are pulled while they are computed; 0: none.
@@ -186,6 +188,10 @@ class ProxyConfig:
         if self.flow == "sglang" and self.short_prompt_tokens != 0:
             raise ConfigError(
                 "--short-prompt-tokens: decode instances of --flow sglang compute no prompts"
+            )
+        if self.flow == "sglang" and self.migrates_streams:
+            raise ConfigError(
+                "--migrate-streams: streams of --flow sglang have no token ids to go on from"
             )
         if self.cache_salt_per_key and not self.api_keys:
             raise ConfigError("--cache-salt-per-key: wanted --api-key-file as well")

@@ -330,9 +330,8 @@ def is_loss(error: UpstreamError) -> bool:
 
 
 def is_leaving(error: UpstreamError | None) -> bool:
-    """Whether the instance refused because it shuts down."""
-    return (
-        isinstance(error, Rejected)
-        and error.status == 503
-        and f'"{SHUTTING_DOWN}"'.encode() in error.body
-    )
+    """Whether the instance shuts down, and refused the request or broke its stream off for that."""
+    code = f'"{SHUTTING_DOWN}"'.encode()
+    if isinstance(error, FailedStream):
+        return code in error.error
+    return isinstance(error, Rejected) and error.status == 503 and code in error.body

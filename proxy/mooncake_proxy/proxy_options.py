@@ -178,6 +178,12 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         "reserve blocks first and read the KV chunk by chunk while it is computed; 0: never",
     )
     add(
+        "--migrate-streams",
+        action="store_true",
+        help="a stream whose decode instance is lost or shuts down goes on at another one, from the "
+        "tokens so far; every event is read for that",
+    )
+    add(
         "--policy",
         default="least-loaded",
         choices=POLICY_CHOICES,
@@ -433,6 +439,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         kubernetes_api=args.kubernetes_api,
         register_secret=_read_secret("--register-secret-file", args.register_secret_file),
         local_prefill=not args.no_local_prefill,
+        migrates_streams=args.migrate_streams,
         short_prompt_tokens=args.short_prompt_tokens,
         early_pull_tokens=args.early_pull_tokens,
         max_attempts=args.max_attempts,

@@ -85,6 +85,9 @@ class Behaviour:
     hang_after: int | None = None
     error_after: int | None = None
     recompute_after: int | None = None
+    # None of these three where a request is sent a second time.
+    spares_retries: bool = False
+    error_code: int | str = 500
     # P: leave kv_transfer_params out, or finish on the first token.
     has_params: bool = True
     stops_at_first: bool = False
@@ -322,10 +325,10 @@ class FakeInstance:
 
     def _prefilled(self, seen: Seen) -> Json:
         behaviour = self.behaviour
-        text = word(0) if behaviour.first_text is None else behaviour.first_text
+        at = num_generated_before(seen.body)
+        text = word(at) if behaviour.first_text is None else behaviour.first_text
         finish = "stop" if behaviour.stops_at_first else "length"
         count = seen.body.get("n") or 1
-        at = num_generated_before(seen.body)
         choices = [self._choice(seen, index, text, finish) for index in range(count)]
         answer = self._base(seen, "answer") | {
             "choices": [self._with_ids(seen, c, range(at, at + 1)) for c in choices],
@@ -398,11 +401,11 @@ class FakeInstance:
         writer.write(STREAM_HEAD)
         behaviour = self.behaviour
         for position, data in enumerate(_cut(self._events(seen, params), behaviour.cut)):
-            if behaviour.die_after == position:
+            if behaviour.die_after == position and not self._spares(seen):
                 await writer.drain()
                 writer.transport.abort()
                 raise _Broken
-            if behaviour.hang_after == position:
+            if behaviour.hang_after == position and not self._spares(seen):
                 await asyncio.Event().wait()
             if behaviour.token_delay_s:
                 await asyncio.sleep(behaviour.token_delay_s)
@@ -411,6 +414,9 @@ class FakeInstance:
             await writer.drain()
         _check_open(writer)
         writer.write(b"0\r\n\r\n")
+
+    def _spares(self, seen: Seen) -> bool:
+        return self.behaviour.spares_retries and seen.headers["x-request-id"] != "abc"
 
     def _events(self, seen: Seen, params: Json) -> list[bytes]:
         behaviour = self.behaviour
@@ -424,8 +430,9 @@ class FakeInstance:
         if is_chat and not delivered:
             events.append(self._chunk(seen, 0, {"role": "assistant", "content": ""}, None))
         for position in range(first, at + num_tokens):
-            if position - first == behaviour.error_after:
-                return [*events, b'data: {"error":{"message":"broke","type":"x","code":500}}\n\n']
+            if position - first == behaviour.error_after and not self._spares(seen):
+                error = {"message": "broke", "type": "x", "code": behaviour.error_code}
+                return [*events, b"data: %b\n\n" % json.dumps({"error": error}).encode()]
             if position - first == behaviour.recompute_after:
                 behaviour.recompute_after = None
                 chunk = json.loads(self._chunk(seen, 0, "", "stop")[6:])

@@ -379,7 +379,16 @@ class SsdTier:
             self._stats.ssd_read_bytes += len(payload) + (PAGE if start is None else 0)
             self._stats.num_ssd_corrupt += not is_right
         if not is_right:
-            logger.warning("%s: a record is damaged", directory.config.path)
+            logger.warning(
+                "%s: a record is damaged: of the chunk %s, %d bytes from byte %d on, in segment %d at "
+                "%d",
+                directory.config.path,
+                record.chunk.key.hex(),
+                len(payload),
+                start or 0,
+                location.segment.number,
+                location.offset,
+            )
         return is_right
 
     def _end_read(self, record: _Record, *, is_right: bool) -> None:

@@ -20,7 +20,10 @@ Fields = dict[str, Raw]
 _LIST = re.compile(rb"\s*\[")
 _FIELD = re.compile(r" - at `\$\.(.*?)`$")
 _TOKEN_IDS = re.compile(rb"\s*\[\s*\d")
+_MEDIA = re.compile(rb'"(?:image_url|image_embeds|input_audio|audio_url|video_url)"')
 ABSENT = Raw(b"null")
+DEFAULT_MAX_TOKENS = 16
+"""What OpenAI's completions generate without max_tokens."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -103,6 +106,11 @@ def parse_request(body: bytes) -> tuple[ParsedRequest, Fields]:
         raise BadRequest(f"request body: {exc}", param=field[1] if field else None) from exc
     except (msgspec.DecodeError, RecursionError) as exc:
         raise BadRequest(f"request body is not JSON: {exc}", code="invalid_json") from exc
+
+
+def has_media(messages: Raw) -> bool:
+    """Whether a chat holds more than text."""
+    return _MEDIA.search(messages) is not None
 
 
 def is_batch(prompt: Raw) -> bool:

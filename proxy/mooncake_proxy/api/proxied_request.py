@@ -18,7 +18,7 @@ from mooncake_proxy.pool.dp_ranks import DP_RANK_HEADER
 
 if TYPE_CHECKING:
     from mooncake_proxy.api.api_keys import ApiKey
-    from mooncake_proxy.flows.recomputation import TokenRecord
+    from mooncake_proxy.flows.token_record import TokenRecord
     from mooncake_proxy.ops.proxy_tracing import RequestTrace
     from mooncake_proxy.pool.dp_ranks import DPRank
     from mooncake_proxy.pool.instances import Instance
@@ -101,13 +101,15 @@ class RequestContext(Struct, eq=False):
     client_body: bytes = b""
     # Instances that died or hung up while they worked on a request with this body.
     num_losses: int = 0
+    # Those that did so while they worked on this one.
+    lost_at: tuple[str, ...] = ()
     # True once an instance's own stream events went to the client: no failover from then on.
     is_committed: bool = False
     # The answer's id once the client has seen it; D's own is replaced from then on.
     answer_id: str | None = None
     # To be called once D streams and before anything of it is forwarded: P's token goes out then.
     on_accepted: Callable[[], None] | None = None
-    # Token ids of all passes, where D may give the request back.
+    # Token ids of all passes, where there may be several.
     record: TokenRecord | None = None
     session: str | None = None
     prefix_blocks: tuple[int, ...] = ()
@@ -313,12 +315,14 @@ def with_delivery(params: Raw, *, delivered: bool) -> Raw:
 def plain_body(context: RequestContext, instance: Instance) -> bytes:
     """The client's body without its kv_transfer_params, but with what the instance is to fetch."""
     params = with_prefix_sources(context, instance, Raw(b"{}"))
-    if "kv_transfer_params" not in context.fields and len(params) == 2:
+    if "kv_transfer_params" not in context.fields and len(params) == 2 and context.record is None:
         return context.request.body
     fields = context.fields.copy()
     fields.pop("kv_transfer_params", None)
     if len(params) > 2:
         fields["kv_transfer_params"] = params
+    if context.record is not None:
+        fields["return_token_ids"] = TRUE
     return encode(fields)
 
 

@@ -14,15 +14,17 @@ import msgspec
 from msgspec import Raw
 
 from mooncake_proxy.api.openai_bodies import (
+    DEFAULT_MAX_TOKENS,
     CompletionResponse,
+    Fields,
     OpenAIEndpoint,
     encode,
     is_null,
 )
 from mooncake_proxy.api.proxied_request import RequestContext, with_delivery
 from mooncake_proxy.errors import MalformedAnswer
-from mooncake_proxy.flows.recomputation import DEFAULT_MAX_TOKENS
 from mooncake_proxy.flows.stream_forwarder import StreamForwarder
+from mooncake_proxy.flows.token_record import HALF_A_CHARACTER
 from mooncake_proxy.http1.sse import split_events
 
 OBSTACLES = (
@@ -32,7 +34,6 @@ OBSTACLES = (
 """Fields that look back on the answer so far, or whose form depends on where it begins."""
 COUNTED = ("presence_penalty", "frequency_penalty")
 """They count what was generated, and P's token would count as prompt."""
-HALF_A_CHARACTER = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,16 @@ class ContinuedPrompt:
 
 def can_continue(context: RequestContext) -> bool:
     """Whether a D may go on from P's token as if the client had sent it."""
-    parsed, fields = context.parsed, context.fields
+    parsed = context.parsed
     if not context.parsed.stream or (parsed.n or 1) > 1 or context.record is not None:
         return False
     if parsed.return_token_ids or parsed.includes_continuous_usage:
         return False
+    return depends_on_tokens_alone(context.fields)
+
+
+def depends_on_tokens_alone(fields: Fields) -> bool:
+    """Whether the rest of an answer is the same where its beginning counts as prompt."""
     if any(name in fields and not _is_off(fields[name]) for name in (*OBSTACLES, *COUNTED)):
         return False
     return "seed" not in fields or is_null(fields["seed"]) or _is_greedy(fields)

@@ -11,8 +11,8 @@ from mooncake_proxy.api.openai_bodies import CompletionResponse, answer_decoder
 from mooncake_proxy.api.proxied_request import RequestContext, plain_body
 from mooncake_proxy.api.tenants import used_tokens
 from mooncake_proxy.errors import MalformedAnswer, OutOfSockets, Rejected, UpstreamError, is_loss
-from mooncake_proxy.flows.recomputation import RecordingForwarder
 from mooncake_proxy.flows.stream_forwarder import StreamForwarder, check_streams
+from mooncake_proxy.flows.token_record import RecordingForwarder
 from mooncake_proxy.pool.instances import Instance, Role
 from mooncake_proxy.routing.router import RequestRouter
 

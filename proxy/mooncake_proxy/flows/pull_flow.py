@@ -47,7 +47,7 @@ from mooncake_proxy.flows.plain_flow import (
     role_without_disaggregation,
 )
 from mooncake_proxy.flows.push_flow import reserve_first
-from mooncake_proxy.flows.recomputation import run_passes
+from mooncake_proxy.flows.migration import has_passes, run_passes
 from mooncake_proxy.http1.upstream_connection import UpstreamConnection
 from mooncake_proxy.pool.bootstrap_server import BootstrapServer, for_prefill
 from mooncake_proxy.pool.instances import Instance, Role
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 def pull(router: RequestRouter, context: RequestContext) -> Awaitable[None]:
     """Serve one request from a prefill and a decode instance."""
-    if router.pool.recomputes:
+    if has_passes(router):
         return run_passes(router, context, _pass)
     return _pass(router, context)
 
@@ -309,9 +309,18 @@ def _deliver_first_token(
     if instance.spec.emits_first_token and prefill.continued is not None:
         is_repeated = False
     if context.answer_id is None and not is_repeated:
-        events = first_token_events(context.endpoint, answer, context.parsed)
-        context.request.start_stream("text/event-stream", context.reply_headers, events)
-        router.note_first_token(context, router.now())
+        events, record = (
+            first_token_events(context.endpoint, answer, context.parsed),
+            context.record,
+        )
         context.answer_id = answer.id
+        if record is not None:
+            events = record.take_first_token(answer, events)
+            context.answer_id = record.answer_id
+        if context.request.has_started:  # a later pass
+            context.request.write(events)
+        else:
+            context.request.start_stream("text/event-stream", context.reply_headers, events)
+            router.note_first_token(context, router.now())
     elif context.answer_id is not None and is_repeated:
         raise MalformedAnswer(instance.name, "would send the first token twice")

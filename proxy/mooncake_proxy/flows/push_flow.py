@@ -33,7 +33,7 @@ from mooncake_proxy.flows.plain_flow import (
     prefill_locally,
     role_without_disaggregation,
 )
-from mooncake_proxy.flows.recomputation import run_passes
+from mooncake_proxy.flows.migration import has_passes, run_passes
 from mooncake_proxy.pool.instances import Instance, Role
 from mooncake_proxy.routing.router import RequestRouter
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 def push(router: RequestRouter, context: RequestContext) -> Awaitable[None]:
     """Serve one request: first at D, then at P with the blocks that D has reserved."""
-    if router.pool.recomputes:
+    if has_passes(router):
         return run_passes(router, context, _pass)
     return _pass(router, context)
 

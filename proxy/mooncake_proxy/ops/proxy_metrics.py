@@ -214,6 +214,9 @@ class ProxyMetrics:
         self.recomputed = Counter(
             f"{prefix}recomputed_total", "Requests that D gave back for a new prefill."
         )
+        self.migrated = Counter(
+            f"{prefix}migrated_total", "Streams that went on elsewhere when their D was lost."
+        )
         self.stream_errors = Counter(
             f"{prefix}stream_errors_total", "Streams that ended with an error event."
         )

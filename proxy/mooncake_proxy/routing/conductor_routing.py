@@ -74,7 +74,7 @@ class ConductorRouting:
         if routed is None:
             return
         self._note(context, routed)
-        self._check(routed.decision.verdict)
+        self._check(context, routed.decision.verdict)
 
     def choose(
         self, context: RequestContext, routed: RoutedRequest, role: Role, tried: Sequence[Instance]
@@ -109,7 +109,7 @@ class ConductorRouting:
             fleet.measure_prefill(instance, num_tokens, num_cached, began, now)
         if routed is not None:
             routed.outcome |= {"prefill_s": now - began, "num_reused": num_cached}
-            self._check(fleet.prefilled(routed, now))
+            self._check(context, fleet.prefilled(routed, now))
 
     def cached_on_ranks(self, context: RequestContext, instance: Instance) -> list[int]:
         """By data-parallel rank of an instance, how many of the prompt's first tokens it has, as
@@ -245,8 +245,9 @@ class ConductorRouting:
         if len(self._records) > MAX_RECORDS:
             self._records.popitem(last=False)
 
-    def _check(self, verdict: Verdict) -> None:
-        if verdict.refusal is not None:
+    def _check(self, context: RequestContext, verdict: Verdict) -> None:
+        """A stream that has begun is not refused: it goes on, however late that is."""
+        if verdict.refusal is not None and not context.request.has_started:
             raise SloRefused(verdict.refusal.value, verdict.retry_after_s)
 
 

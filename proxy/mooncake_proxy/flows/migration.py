@@ -1,0 +1,155 @@
+"""A request goes on at other instances, from the tokens so far, where it can't end where it began.
+
+Two things lead to that. D runs out of KV and gives the request back (`stop_reason: "recomputed"`,
+vLLM-Ascend). Or, with `--migrate-streams`, the D that streams is lost or shuts down: request
+migration, as Dynamo calls it. Either way another pass begins, prefill and decode, whose prompt is
+the first one's and all that was generated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from msgspec import Raw
+
+from mooncake_proxy.api.openai_bodies import (
+    DEFAULT_MAX_TOKENS,
+    OpenAIEndpoint,
+    encode,
+    has_media,
+    parse_request,
+)
+from mooncake_proxy.api.proxied_request import RequestContext
+from mooncake_proxy.errors import ConnectFailed, Recomputed, UpstreamError, is_leaving, is_loss
+from mooncake_proxy.flows.continued_prompt import depends_on_tokens_alone
+from mooncake_proxy.flows.token_record import TokenRecord
+from mooncake_proxy.pool.instances import Role
+from mooncake_proxy.routing.retries import MAX_LOSSES
+from mooncake_proxy.routing.router import RequestRouter
+
+logger = logging.getLogger(__name__)
+
+MAX_PASSES = 8
+FIRST_PASS_FIELDS = {
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens",
+    "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+    "top_logprobs", "reasoning_effort", "truncate_prompt_tokens",
+}  # fmt: skip
+"""What has made the prompt's token ids, and chat's own: dropped once the prompt is token ids."""
+
+
+def has_passes(router: RequestRouter) -> bool:
+    """Whether requests may need more than one."""
+    return router.pool.recomputes or router.config.migrates_streams
+
+
+async def run_passes(
+    router: RequestRouter,
+    context: RequestContext,
+    one_pass: Callable[[RequestRouter, RequestContext], Awaitable[None]],
+) -> None:
+    """Prefill and decode until the answer is whole."""
+    context.record = record = _start_record(router, context)
+    while True:
+        try:
+            await one_pass(router, context)
+        except UpstreamError as error:
+            is_given_back = isinstance(error, Recomputed)
+            if record is None or record.num_passes >= MAX_PASSES:
+                raise
+            if not is_given_back and not _may_migrate(router, context, record, error):
+                raise
+            if record.has_finished:
+                includes_usage = context.parsed.includes_usage
+                context.request.end(record.closing_events(includes_usage=includes_usage))
+                return
+            if not _begin_next_pass(context, record):
+                raise
+            (router.metrics.recomputed if is_given_back else router.metrics.migrated).add()
+            logger.warning("request %s: goes on elsewhere: %s", context.request_id, error)
+        else:
+            return
+
+
+def _start_record(router: RequestRouter, context: RequestContext) -> TokenRecord | None:
+    """A record where another pass could be carried out at all, else None.
+
+    With several choices, tools or chat logprobs, token ids alone cannot continue the answer.
+    """
+    parsed = context.parsed
+    is_chat = context.endpoint is OpenAIEndpoint.CHAT
+    if (parsed.n or 1) > 1 or (is_chat and {"tools", "logprobs"} & context.fields.keys()):
+        return None
+    may_migrate = router.config.migrates_streams and _can_migrate(context)
+    if not (may_migrate or router.pool.recomputes):
+        return None
+    return TokenRecord(
+        context.endpoint, shows_ids=bool(parsed.return_token_ids), may_migrate=may_migrate
+    )
+
+
+def _can_migrate(context: RequestContext) -> bool:
+    """Whether a stream's rest can be had elsewhere as if nothing had happened."""
+    parsed = context.parsed
+    if not parsed.stream or parsed.return_token_ids or parsed.includes_continuous_usage:
+        return False
+    if context.disaggregation_obstacle() is not None or has_media(parsed.messages):
+        return False
+    return depends_on_tokens_alone(context.fields)
+
+
+def _may_migrate(
+    router: RequestRouter, context: RequestContext, record: TokenRecord, error: UpstreamError
+) -> bool:
+    """Whether a stream goes on elsewhere after this. Like any other retry it takes from the budget,
+    and a request that two instances were lost at stays where it is."""
+    has_begun = context.is_committed or context.answer_id is not None
+    if not record.may_migrate or not has_begun:
+        return False
+    if context.num_losses >= MAX_LOSSES or router.now() >= context.deadline:
+        return False
+    decoders = (*router.pool.live(Role.DECODE), *router.pool.live(Role.BOTH))
+    if all(each.name in context.lost_at for each in decoders):
+        return False
+    if is_leaving(error):
+        return True
+    return (is_loss(error) or isinstance(error, ConnectFailed)) and router.budget.take()
+
+
+def _begin_next_pass(context: RequestContext, record: TokenRecord) -> bool:
+    """Make the request one with everything so far as its prompt; False where that can't be."""
+    record.num_passes += 1
+    record.take_back_hidden()
+    if record.generated or context.is_committed or context.answer_id is not None:
+        if not record.prompt:
+            return False
+        _ask_for_rest(context, record)
+    context.attempt += 1
+    context.answer_id = None
+    context.is_committed = False
+    context.on_accepted = None
+    context.cached_tokens = None
+    context.prefix_blocks = ()
+    return True
+
+
+def _ask_for_rest(context: RequestContext, record: TokenRecord) -> None:
+    """The body of the next pass."""
+    fields = {n: raw for n, raw in context.fields.items() if n not in FIRST_PASS_FIELDS}
+    tokens, num_generated = record.prompt + record.generated, len(record.generated)
+    if record.num_passes == 1:
+        record.limit, record.min_tokens = context.parsed.token_limit, context.parsed.min_tokens or 0
+        if record.limit is None and record.endpoint is OpenAIEndpoint.COMPLETION:
+            record.limit = DEFAULT_MAX_TOKENS
+    # None stands for "as many as fit", which only a chat request may ask for
+    left = None if record.limit is None else max(1, record.limit - num_generated)
+    fields["prompt"] = Raw(encode(tokens))
+    fields["max_tokens"] = Raw(encode(left))
+    if record.min_tokens:
+        fields["min_tokens"] = Raw(encode(max(0, record.min_tokens - num_generated)))
+    context.request.body = body = encode(fields)
+    context.parsed, context.fields = parse_request(body)
+    context.endpoint = OpenAIEndpoint.COMPLETION
+    context.token_ids = tokens
+    context.prompt_tokens = len(tokens)

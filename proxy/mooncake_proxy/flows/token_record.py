@@ -1,0 +1,188 @@
+"""What a request has said so far, in token ids and in text, over all its passes.
+
+A request that can't end where it began goes on elsewhere with everything so far as its prompt: as
+token ids, which are what the model saw. Text would be tokenised anew, differently, and would have
+to be squeezed through the chat template a second time. The client sees one answer: one id, one
+usage, no finish between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from mooncake_proxy.api.openai_bodies import DONE, CompletionResponse, OpenAIEndpoint, encode
+from mooncake_proxy.api.proxied_request import RequestContext
+from mooncake_proxy.errors import MalformedAnswer, Recomputed
+from mooncake_proxy.flows.stream_forwarder import StreamForwarder
+from mooncake_proxy.http1.sse import split_events
+
+HALF_A_CHARACTER = "\ufffd"
+
+
+class TokenRecord:
+    """Token ids and text of one request over all its passes.
+
+    Args:
+        endpoint: that the client has asked, whatever later passes ask instances for.
+        shows_ids: whether the client itself asked for token ids; else they are taken out again.
+        may_migrate: whether its stream goes on elsewhere where a decode instance is lost.
+    """
+
+    def __init__(
+        self, endpoint: OpenAIEndpoint, *, shows_ids: bool, may_migrate: bool = False
+    ) -> None:
+        self.endpoint = endpoint
+        self.shows_ids = shows_ids
+        self.may_migrate = may_migrate
+        self.prompt: list[int] = []
+        self.generated: list[int] = []
+        # The leading ones of `generated` whose text is out. Behind them is half a character, or
+        # nothing that is shown: made again, they lose nothing, and a character stays whole.
+        self.num_shown = 0
+        # Whether its last token has been given to the client.
+        self.has_finished = False
+        self.text = ""
+        # What every chunk of the answer begins with; empty before the first one.
+        self.chunk_head: dict[str, Any] = {}
+        self.num_passes = 0
+        # The client's limits of new tokens over all passes.
+        self.limit: int | None = None
+        self.min_tokens = 0
+
+    @property
+    def answer_id(self) -> str | None:
+        """The one id of all passes, once there is one."""
+        return self.chunk_head.get("id")
+
+    def note_prefill(self, answer: CompletionResponse) -> None:
+        """Note the prompt's token ids from the first pass's P or D."""
+        if not self.prompt and answer.choices:
+            self.prompt = answer.prompt_token_ids or answer.choices[0].prompt_token_ids or []
+
+    def take_first_token(self, answer: CompletionResponse, events: bytes) -> bytes:
+        """Note P's token, which goes to the client before D is asked; returns its events."""
+        self.generated += answer.choices[0].token_ids or []
+        return b"".join(b"data: %b\n\n" % self.take_event(data) for _, data in split_events(events))
+
+    def take_event(self, data: bytes) -> bytes:
+        """Note the token ids of a chunk; returns the chunk for the client."""
+        chunk = msgspec.json.decode(data)
+        if not self.chunk_head:
+            self.chunk_head = {
+                name: chunk.get(name) for name in ("id", "object", "created", "model")
+            }
+        for choice in chunk.get("choices", ()):
+            self._take_choice(chunk, choice)
+            delta = choice.get("delta") or {}
+            self._note_text(choice.get("text") or delta.get("content") or "")
+            # what a parser has made of the text can't be told from the text's beginning
+            self.may_migrate &= not any(v for k, v in delta.items() if k not in ("role", "content"))
+            is_given_back = choice.get("stop_reason") == "recomputed"
+            self.has_finished |= choice.get("finish_reason") is not None and not is_given_back
+        self._normalize(chunk, "chat.completion.chunk")
+        return encode(chunk)
+
+    def take_answer(self, body: bytes, instance: str) -> bytes:
+        """The same for a whole answer; Recomputed when D gave the request back."""
+        answer = msgspec.json.decode(body)
+        [choice] = answer["choices"]
+        is_chat_shaped = "message" in choice
+        piece = choice["message"].get("content") if is_chat_shaped else choice.get("text")
+        self.chunk_head = self.chunk_head or {"id": answer.get("id")}
+        is_given_back = choice.get("stop_reason") == "recomputed"
+        self._take_choice(answer, choice)
+        self._note_text(piece or "")
+        if is_given_back:
+            raise Recomputed(instance, "gave the request back for recomputation")
+        if self.endpoint is OpenAIEndpoint.CHAT:
+            choice.pop("text", None)
+            choice["message"] = choice.get("message", {"role": "assistant"}) | {
+                "content": self.text
+            }
+        else:
+            choice["text"] = self.text
+        self._normalize(answer, "chat.completion")
+        return encode(answer)
+
+    def take_back_hidden(self) -> None:
+        """Forget the tokens whose text is not out: the next pass makes them again."""
+        if not self.shows_ids:
+            del self.generated[self.num_shown :]
+
+    def closing_events(self, *, includes_usage: bool) -> bytes:
+        """The end of a stream whose last token is out."""
+        if not includes_usage:
+            return DONE
+        usage: dict[str, Any] = {}
+        chunk = self.chunk_head | {"choices": [], "usage": usage}
+        self._count_usage(usage)
+        return b"data: %b\n\n%b" % (encode(chunk), DONE)
+
+    def _take_choice(self, answer: dict[str, Any], choice: dict[str, Any]) -> None:
+        if not self.prompt:
+            whole = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+            self.prompt = whole or []
+        self.generated += choice.get("token_ids") or []
+        if not self.shows_ids:
+            choice.pop("token_ids", None)
+            choice.pop("prompt_token_ids", None)
+
+    def _note_text(self, piece: str) -> None:
+        self.text += piece
+        if piece and not piece.endswith(HALF_A_CHARACTER):
+            self.num_shown = len(self.generated)
+
+    def _normalize(self, answer: dict[str, Any], chat_object: str) -> None:
+        """Make all passes one answer: the first id, the endpoint's own form, the total usage."""
+        if not self.shows_ids:
+            answer.pop("prompt_token_ids", None)
+        answer["id"] = self.answer_id
+        if self.endpoint is OpenAIEndpoint.CHAT and answer.get("object") == "text_completion":
+            answer["object"] = chat_object
+            for choice in answer["choices"]:
+                if "text" in choice:
+                    choice["delta"] = {"content": choice.pop("text")}
+        usage = answer.get("usage")
+        if usage and self.num_passes and self.prompt:
+            self._count_usage(usage)
+
+    def _count_usage(self, usage: dict[str, Any]) -> None:
+        usage["prompt_tokens"] = len(self.prompt)
+        usage["completion_tokens"] = len(self.generated)
+        usage["total_tokens"] = len(self.prompt) + len(self.generated)
+
+
+class RecordingForwarder(StreamForwarder):
+    """Reads every event for its token ids; only for requests that may have several passes."""
+
+    __slots__ = ("_record",)
+
+    def __init__(
+        self,
+        context: RequestContext,
+        instance: str,
+        on_start: Callable[[], None],
+        record: TokenRecord,
+    ) -> None:
+        super().__init__(context, instance, on_start)
+        self._record = record
+
+    def _forward(self, block: bytes) -> None:
+        try:
+            events = [self._recorded(event, data) for event, data in split_events(block)]
+        except (msgspec.DecodeError, TypeError, AttributeError) as exc:
+            raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
+        super()._forward(b"".join(events))
+
+    def _recorded(self, event: bytes, data: bytes) -> bytes:
+        if not data or data == b"[DONE]":
+            return event
+        return b"data: %b\n\n" % self._record.take_event(data)
+
+    def _given_back(self, data: bytes) -> Recomputed:
+        """The event that gives the request back may still carry tokens."""
+        self._record.take_event(data)
+        return super()._given_back(data)

@@ -1,0 +1,178 @@
+"""A stream whose D is lost or shuts down goes on elsewhere: the client sees one answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import uvloop
+from support.proxy_conductor import check_nothing_is_reserved, settings
+from support.proxy_fakes import PROMPT_IDS, Behaviour, Stand, stand, text_of, token_id
+from support.proxy_fakes_client import BODY, CHAT, events_of, post, streamed_text
+
+from mooncake_proxy.http1.upstream_connection import ClientLimits
+
+USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+PATHS = ("/v1/completions", "/v1/chat/completions")
+MIGRATES: dict[str, Any] = {"num_decodes": 2, "migrates_streams": True}
+
+
+def let_fail(s: Stand, **behaviour: Any) -> None:
+    """Whichever D has a request first fails it so."""
+    for decode in s.decodes:
+        emits = decode.behaviour.emits_first_token
+        decode.behaviour = Behaviour(spares_retries=True, emits_first_token=emits, **behaviour)
+
+
+def check_whole(events: list[Any], num_tokens: int = 5) -> None:
+    """One answer: one id, one kind of chunk, all tokens once, one usage and one end."""
+    assert streamed_text(events) == text_of(num_tokens)
+    assert events[-1] == "[DONE]"
+    usage = events[-2]["usage"]
+    counts = [usage[f"{name}_tokens"] for name in ("prompt", "completion", "total")]
+    assert counts == [len(PROMPT_IDS), num_tokens, len(PROMPT_IDS) + num_tokens]
+    assert len({event["id"] for event in events[:-1]}) == 1
+    assert len({event["object"] for event in events[:-1]}) == 1
+    roles = [c["delta"] for e in events[:-1] for c in e["choices"] if "delta" in c]
+    assert sum("role" in delta for delta in roles) == bool(roles)
+    assert not any("token_ids" in c for e in events[:-1] for c in e["choices"])
+
+
+@pytest.mark.parametrize("flow", ["pull", "push"])
+@pytest.mark.parametrize("emits_first_token", [False, True])
+@pytest.mark.parametrize(("cut", "die_after"), [("one", 2), ("split", 13)])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stream_whose_decoder_dies_goes_on_at_another(
+    path: str, cut: str, die_after: int, emits_first_token: bool, flow: str
+) -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=emits_first_token, flow=flow, **MIGRATES) as s:
+            let_fail(s, die_after=die_after, cut=cut)
+            body = (CHAT if "chat" in path else BODY) | USAGE
+            check_whole(events_of((await post(s, body, path)).text))
+            assert sorted(len(decode.generated) for decode in s.decodes) == [1, 1]
+            again = s.prefill.generated[1]
+            assert again.path == "/v1/completions"
+            sent = again.body["prompt"]
+            assert sent == [*PROMPT_IDS, *map(token_id, range(len(sent) - len(PROMPT_IDS)))]
+            assert again.headers["x-request-id"] == "abc-1"
+            assert s.count("migrated") == 1
+            assert s.count("stream_errors") == 0
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_instance_that_does_both_is_migrated_from_too(path: str) -> None:
+    async def main() -> None:
+        settings = {"num_prefills": 0, "num_decodes": 0, "num_both": 2, "migrates_streams": True}
+        async with stand(**settings) as s:
+            let_fail(s, die_after=3)
+            body = (CHAT if "chat" in path else BODY) | USAGE
+            check_whole(events_of((await post(s, body, path)).text))
+
+    uvloop.run(main())
+
+
+def test_a_decoder_that_hangs_is_left_and_not_asked_again() -> None:
+    async def main() -> None:
+        limits = ClientLimits(stall_timeout_s=0.3, first_byte_timeout_s=0.3)
+        async with stand(client=limits, **MIGRATES) as s:
+            let_fail(s, hang_after=2)
+            check_whole(events_of((await post(s, BODY | USAGE)).text))
+            assert sorted(len(decode.generated) for decode in s.decodes) == [1, 1]
+
+    uvloop.run(main())
+
+
+def test_a_decoder_that_shuts_down_costs_no_retry_and_no_stream() -> None:
+    async def main() -> None:
+        async with stand(retry_ratio=0.0, retry_reserve=0, **MIGRATES) as s:
+            let_fail(s, error_after=2, error_code="shutting_down", token_delay_s=0.01)
+            check_whole(events_of((await post(s, BODY | USAGE)).text))
+            assert s.count("migrated") == 1
+
+    uvloop.run(main())
+
+
+def test_what_died_behind_its_last_token_only_lacks_its_end() -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True, **MIGRATES) as s:
+            let_fail(s, die_after=5)
+            check_whole(events_of((await post(s, BODY | USAGE)).text))
+            assert len(s.prefill.generated) == 1
+
+    uvloop.run(main())
+
+
+def test_where_there_is_no_other_decoder_a_stream_ends_with_its_error() -> None:
+    async def main() -> None:
+        async with stand(num_decodes=1, migrates_streams=True) as s:
+            let_fail(s, drops=True)
+            events = events_of((await post(s, BODY | USAGE)).text)
+            assert streamed_text(events) == text_of(1)
+            assert events[-1]["error"]["code"] == "connection_lost"
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stop": ["never"]},
+        {"n": 2},
+        {"seed": 1, "temperature": 1.0},
+        {"presence_penalty": 0.5},
+        {"return_token_ids": True},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_what_depends_on_more_than_tokens_ends_with_its_error(more: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True, **MIGRATES) as s:
+            let_fail(s, die_after=3)
+            events = events_of((await post(s, BODY | USAGE | more)).text)
+            assert events[-1]["error"]["code"] == "connection_lost"
+            assert s.count("migrated") == 0
+
+    uvloop.run(main())
+
+
+def test_a_request_that_two_decoders_die_of_is_stopped() -> None:
+    async def main() -> None:
+        async with stand(num_decodes=3, migrates_streams=True) as s:
+            for decode in s.decodes:
+                decode.behaviour.die_after = 2
+            events = events_of((await post(s, BODY | USAGE)).text)
+            assert events[-1]["error"]["code"] == "connection_lost"
+            assert sum(len(decode.generated) for decode in s.decodes) == 2
+            assert (await post(s, BODY | USAGE)).status_code == 422
+
+    uvloop.run(main())
+
+
+def test_min_tokens_counts_over_all_passes() -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True, **MIGRATES) as s:
+            let_fail(s, die_after=3)
+            body = BODY | USAGE | {"min_tokens": 4}
+            check_whole(events_of((await post(s, body)).text))
+            second = next(
+                d.generated[-1].body
+                for d in s.decodes
+                if d.generated[-1].body.get("min_tokens") != 4
+            )
+            assert (second["min_tokens"], second["max_tokens"]) == (1, 2)
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("flow", ["pull", "push"])
+def test_the_conductor_places_the_rest_and_keeps_nothing_reserved(flow: str) -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True, **settings(flow=flow), **MIGRATES) as s:
+            let_fail(s, die_after=3)
+            check_whole(events_of((await post(s, BODY | USAGE)).text))
+            check_nothing_is_reserved(s)
+
+    uvloop.run(main())

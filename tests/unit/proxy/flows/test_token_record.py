@@ -1,0 +1,81 @@
+"""What a request has said so far, and what of it the next pass makes again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
+from mooncake_proxy.flows.token_record import TokenRecord
+
+
+def chunk(text: str, ids: list[int], **more: Any) -> bytes:
+    choice = {"index": 0, "text": text, "token_ids": ids, "finish_reason": None} | more
+    return json.dumps(
+        {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
+        | {"choices": [choice | {"prompt_token_ids": [1, 2]}]}
+    ).encode()
+
+
+def record(**more: Any) -> TokenRecord:
+    return TokenRecord(OpenAIEndpoint.COMPLETION, **({"shows_ids": False} | more))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "kept"),
+    [
+        ([("a", [10]), ("b", [11])], [10, 11]),
+        ([("a", [10]), ("", [11])], [10]),
+        ([("a", [10]), ("", [11]), ("é", [12])], [10, 11, 12]),
+        ([("a", [10]), ("\ufffd", [11])], [10]),
+        ([("", [10])], []),
+    ],
+    ids=["all shown", "half a character", "a whole one", "a torn one", "nothing yet"],
+)
+def test_tokens_whose_text_is_not_out_are_made_again(
+    pieces: list[tuple[str, list[int]]], kept: list[int]
+) -> None:
+    found = record()
+    for text, ids in pieces:
+        found.take_event(chunk(text, ids))
+    found.take_back_hidden()
+    assert (found.prompt, found.generated) == ([1, 2], kept)
+
+
+def test_a_client_that_sees_ids_keeps_them_all() -> None:
+    found = record(shows_ids=True)
+    found.take_event(chunk("", [10]))
+    found.take_back_hidden()
+    assert found.generated == [10]
+
+
+@pytest.mark.parametrize("stop_reason", [None, "recomputed"])
+def test_what_is_given_back_has_not_finished(stop_reason: str | None) -> None:
+    found = record()
+    found.take_event(chunk("a", [10], finish_reason="stop", stop_reason=stop_reason))
+    assert found.has_finished == (stop_reason is None)
+
+
+def test_what_a_parser_has_made_of_the_text_stays_where_it_is() -> None:
+    found = record(may_migrate=True)
+    found.take_event(chunk("a", [10]))
+    assert found.may_migrate
+    data = json.loads(chunk("", [11]))
+    data["choices"][0]["delta"] = {"role": "assistant", "reasoning_content": "hm"}
+    found.take_event(json.dumps(data).encode())
+    assert not found.may_migrate
+
+
+@pytest.mark.parametrize("includes_usage", [True, False])
+def test_a_stream_that_lacks_only_its_end_gets_one(includes_usage: bool) -> None:
+    found = record()
+    found.take_event(chunk("a", [10], finish_reason="length"))
+    *usage, done = found.closing_events(includes_usage=includes_usage).strip().split(b"\n\n")
+    assert done == b"data: [DONE]"
+    assert len(usage) == includes_usage
+    for event in usage:
+        said = json.loads(event[6:])
+        assert (said["id"], said["choices"]) == ("cmpl-1", [])
+        assert said["usage"] == {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
