@@ -180,7 +180,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     add(
         "--migrate-streams",
         action="store_true",
-        help="a stream whose decode instance is lost or shuts down goes on at another one, from the "
+        help="streams whose decode instance is lost or shuts down go on at another one, from the "
         "tokens so far; every event is read for that",
     )
     add(

@@ -429,6 +429,10 @@ class FakeInstance:
         events = []
         if is_chat and not delivered:
             events.append(self._chunk(seen, 0, {"role": "assistant", "content": ""}, None))
+        if delivered and seen.body.get("return_token_ids"):
+            repeated = json.loads(self._chunk(seen, 0, word(at), None)[6:])
+            repeated["choices"][0]["delta" if is_chat else "text"] = {} if is_chat else ""
+            events.append(f"data: {json.dumps(repeated)}\n\n".encode())
         for position in range(first, at + num_tokens):
             if position - first == behaviour.error_after and not self._spares(seen):
                 error = {"message": "broke", "type": "x", "code": behaviour.error_code}

@@ -380,8 +380,7 @@ class SsdTier:
             self._stats.num_ssd_corrupt += not is_right
         if not is_right:
             logger.warning(
-                "%s: a record is damaged: of the chunk %s, %d bytes from byte %d on, in segment %d at "
-                "%d",
+                "%s: a record is damaged: of chunk %s, %d bytes from byte %d on; segment %d at %d",
                 directory.config.path,
                 record.chunk.key.hex(),
                 len(payload),

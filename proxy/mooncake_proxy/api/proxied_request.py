@@ -101,8 +101,8 @@ class RequestContext(Struct, eq=False):
     client_body: bytes = b""
     # Instances that died or hung up while they worked on a request with this body.
     num_losses: int = 0
-    # Those that did so while they worked on this one.
-    lost_at: tuple[str, ...] = ()
+    # Those that its stream has begun at and could not end: not asked again while there are others.
+    left: tuple[Instance, ...] = ()
     # True once an instance's own stream events went to the client: no failover from then on.
     is_committed: bool = False
     # The answer's id once the client has seen it; D's own is replaced from then on.

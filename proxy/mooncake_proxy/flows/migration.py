@@ -66,7 +66,11 @@ async def run_passes(
                 return
             if not _begin_next_pass(context, record):
                 raise
-            (router.metrics.recomputed if is_given_back else router.metrics.migrated).add()
+            if is_given_back:
+                router.metrics.recomputed.add()
+            else:
+                router.metrics.migrated.add()
+                context.left += tuple(i for i in router.pool if i.name == error.instance)
             logger.warning("request %s: goes on elsewhere: %s", context.request_id, error)
         else:
             return
@@ -110,7 +114,7 @@ def _may_migrate(
     if context.num_losses >= MAX_LOSSES or router.now() >= context.deadline:
         return False
     decoders = (*router.pool.live(Role.DECODE), *router.pool.live(Role.BOTH))
-    if all(each.name in context.lost_at for each in decoders):
+    if all(each in context.left or each.name == error.instance for each in decoders):
         return False
     if is_leaving(error):
         return True

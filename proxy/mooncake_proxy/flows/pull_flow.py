@@ -38,6 +38,7 @@ from mooncake_proxy.flows.continued_prompt import (
     can_continue,
     continued_prompt,
 )
+from mooncake_proxy.flows.migration import has_passes, run_passes
 from mooncake_proxy.flows.plain_flow import (
     decode_answer,
     generate,
@@ -47,7 +48,6 @@ from mooncake_proxy.flows.plain_flow import (
     role_without_disaggregation,
 )
 from mooncake_proxy.flows.push_flow import reserve_first
-from mooncake_proxy.flows.migration import has_passes, run_passes
 from mooncake_proxy.http1.upstream_connection import UpstreamConnection
 from mooncake_proxy.pool.bootstrap_server import BootstrapServer, for_prefill
 from mooncake_proxy.pool.instances import Instance, Role

@@ -25,6 +25,7 @@ from mooncake_proxy.api.proxied_request import (
     with_prefix_sources,
 )
 from mooncake_proxy.errors import UpstreamError
+from mooncake_proxy.flows.migration import has_passes, run_passes
 from mooncake_proxy.flows.plain_flow import (
     decode_answer,
     generate,
@@ -33,7 +34,6 @@ from mooncake_proxy.flows.plain_flow import (
     prefill_locally,
     role_without_disaggregation,
 )
-from mooncake_proxy.flows.migration import has_passes, run_passes
 from mooncake_proxy.pool.instances import Instance, Role
 from mooncake_proxy.routing.router import RequestRouter
 

@@ -44,6 +44,8 @@ class TokenRecord:
         self.num_shown = 0
         # Whether its last token has been given to the client.
         self.has_finished = False
+        # Of P's token, which a D that is told of it begins with, without its text.
+        self._num_repeated = 0
         self.text = ""
         # What every chunk of the answer begins with; empty before the first one.
         self.chunk_head: dict[str, Any] = {}
@@ -64,7 +66,9 @@ class TokenRecord:
 
     def take_first_token(self, answer: CompletionResponse, events: bytes) -> bytes:
         """Note P's token, which goes to the client before D is asked; returns its events."""
-        self.generated += answer.choices[0].token_ids or []
+        token_ids = answer.choices[0].token_ids or []
+        self.generated += token_ids
+        self._num_repeated = len(token_ids)
         return b"".join(b"data: %b\n\n" % self.take_event(data) for _, data in split_events(events))
 
     def take_event(self, data: bytes) -> bytes:
@@ -125,7 +129,10 @@ class TokenRecord:
         if not self.prompt:
             whole = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
             self.prompt = whole or []
-        self.generated += choice.get("token_ids") or []
+        token_ids = choice.get("token_ids") or []
+        num_repeated = min(self._num_repeated, len(token_ids))
+        self._num_repeated -= num_repeated
+        self.generated += token_ids[num_repeated:]
         if not self.shows_ids:
             choice.pop("token_ids", None)
             choice.pop("prompt_token_ids", None)

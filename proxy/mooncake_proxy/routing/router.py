@@ -404,9 +404,7 @@ class RequestRouter:
         step: AttemptStep[T],
         is_compatible: IsCompatible | None,
     ) -> T:
-        tried: list[Instance] = []
-        if context.lost_at:  # in an earlier pass
-            tried += [each for each in self.pool.live(role) if each.name in context.lost_at]
+        tried = list(context.left)
         while True:
             instance = self.choose(role, context, tried, is_compatible)
             instance.num_running += 1
@@ -476,7 +474,6 @@ class RequestRouter:
             raise Quarantined(left_s)
 
     def _note_loss(self, context: RequestContext, error: UpstreamError, began: float) -> None:
-        context.lost_at = (*context.lost_at, error.instance)
         context.num_losses = self.suspects.note_loss(
             context.client_body, error.instance, began, self.now()
         )
