@@ -1,7 +1,8 @@
-"""Two vLLM prefill instances and a decode instance behind our proxy: hints, and a P that dies.
+"""Two vLLM prefill and two decode instances behind our proxy: hints, and some of them die.
 
 The proxy's conductor follows vLLM's own KV events: a prompt that one P has computed without the
 proxy's knowledge is sent to that P. Then a P is killed while it computes: the other one does it.
+Then a D is killed while it streams: its streams go on at the other one, from the same token.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Barrier
 
 from vllm_environment import CACHE, DidNotStart
 from vllm_requests import ask, figure, post, until_zero, without_token_ids
@@ -37,7 +39,9 @@ BLOCK = 128
 HITS = "vllm:prefix_cache_hits_total"
 EVENTS_S = 3.0
 """In which the proxy has taken in what was published."""
+RUNNING, MIGRATED = "vllm:num_requests_running", "mooncake_proxy_migrated_total"
 NUM_SALTS = 3
+NUM_STREAMS, LONG_ANSWER = 4, 900
 COSTS = "llama-3-8b:CPU:1"
 """What the proxy expects of an instance on a CPU. Taken for an A100, a P that once got no processor
 for half a second counts as slower than one that computes 1,000 tokens: where others work, a prompt
@@ -64,21 +68,26 @@ def check_fleet(
     try:
         with ExitStack() as stack:
             prefills = [Prefill(python, number) for number in range(2)]
-            decode = Launch(
-                python,
-                transfer_config("kv_consumer", "pull", ["shm", "tcp"]),
-                cores(1),
-                CACHE / "vllm-fleet-decode.log",
-            )
-            launches = [*(each.launch for each in prefills), decode]
+            decodes = [
+                Launch(
+                    python,
+                    transfer_config("kv_consumer", "pull", ["shm", "tcp"]),
+                    cores(1),
+                    CACHE / f"vllm-fleet-decode-{number}.log",
+                )
+                for number in range(2)
+            ]
+            launches = [*(each.launch for each in prefills), *decodes]
             children = [started(stack, launch) for launch in launches]
             for launch, child in zip(launches, children, strict=True):
                 wait_until_healthy(launch.url, launch.log, timeout_s, [child])
-            proxy = stack.enter_context(conducting(prefills, decode.url))
+            proxy = stack.enter_context(conducting(prefills, [each.url for each in decodes]))
             urls = [each.launch.url for each in prefills]
             problems = follow_hints(proxy, urls, asked, texts)
             problems += lose_one(proxy, children[0], asked, texts)
-            for url in (urls[1], decode.url):
+            running = {each.url: child for each, child in zip(decodes, children[2:], strict=True)}
+            problems += lose_streams(proxy, running, asked)
+            for url in (urls[1], *running):
                 problems += [
                     f"fleet: {url} has {each} {left:g}"
                     for each in NOTHING_LEFT
@@ -128,15 +137,16 @@ def started(stack: ExitStack, launch: Launch) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def conducting(prefills: Sequence[Prefill], decode: str) -> Iterator[str]:
+def conducting(prefills: Sequence[Prefill], decodes: Sequence[str]) -> Iterator[str]:
     """The proxy with a conductor; its URL."""
     pools = {
         "prefill": [each.entry for each in prefills],
-        "decode": [{"url": decode, "emits_first_token": True}],
+        "decode": [{"url": each, "emits_first_token": True} for each in decodes],
     }
     FLEET.write_text(json.dumps(pools))
     port = free_port()
     words = ["--pool-file", FLEET, "--policy", "cost", "--health-interval", "1", "--costs", COSTS]
+    words += ["--migrate-streams"]
     command = [sys.executable, "-m", "mooncake_proxy", "--port", port, *words]
     child = start([str(word) for word in command], dict(os.environ), PROXY_LOG)
     try:
@@ -188,6 +198,24 @@ def lose_one(
     name, path, body = salted[-1]
     body = body | {"cache_salt": "fleet after"}
     return problems + report("after that", ask(proxy, path, body)[0], texts[name])
+
+
+def lose_streams(
+    proxy: str, decodes: dict[str, subprocess.Popen[bytes]], asked: dict[str, tuple[str, Json]]
+) -> list[str]:
+    """A D dies with all its processes while it streams, and leaves ``decodes``: nobody notices."""
+    more = {"max_tokens": LONG_ANSWER, "ignore_eos": True, "stream": True}
+    bodies = [(path, body | more) for path, body in asked.values()][:NUM_STREAMS]
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        wanted = list(threads.map(lambda each: ask(proxy, *each), bodies))
+        begun = Barrier(len(bodies) + 1)
+        answers = [threads.submit(ask, proxy, *each, begun.wait) for each in bodies]
+        begun.wait(60)
+        busiest = max(decodes, key=lambda url: figure(url, RUNNING))
+        os.killpg(decodes.pop(busiest).pid, signal.SIGKILL)
+        said = [answer.result() for answer in answers]
+    problems = report(f"{len(bodies)} streams while a D dies", said, wanted)
+    return problems + report("some went on at the other", figure(proxy, MIGRATED) > 0, True)
 
 
 def report(what: str, found: object, wanted: object) -> list[str]:

@@ -8,6 +8,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 
 from vllm_serving import Json
 
@@ -54,14 +55,24 @@ def token_ids(answer: Json) -> object:
     return [choice["token_ids"] for choice in choices] if choices else answer
 
 
-def ask(url: str, path: str, body: Json) -> tuple[str, str]:
-    """Text and finish reason."""
+def ask(
+    url: str, path: str, body: Json, begun: Callable[[], object] | None = None
+) -> tuple[str, str]:
+    """Text and finish reason.
+
+    Args:
+        url, path, body: of the request.
+        begun: called when the answer's first line is there, and before the rest is read.
+    """
     request = urllib.request.Request(
         url + path, json.dumps(body).encode(), {"content-type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
-            content = answer.read().decode()
+            first = answer.readline()
+            if begun is not None:
+                begun()
+            content = (first + answer.read()).decode()
     except urllib.error.HTTPError as error:
         return f"{error.code} {error.read().decode('utf-8', 'replace')}", "error"
     if not body.get("stream"):
