@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -30,6 +31,7 @@ from bench_transfer import (
     install,
     read_answer,
 )
+from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -50,6 +52,8 @@ BOUNDED = ("mooncake-own", "mooncake-other")
 AT_LEAST, AT_MOST = 3.0, 0.5
 """Of Mooncake Store's speed, and of its CPU."""
 WARM_UP = 2
+CORES = len(os.sched_getaffinity(0))
+Bytes = NDArray[np.uint8]
 
 LMCACHE = PeerEngine(
     packages=(
@@ -109,11 +113,10 @@ def compare(ours: Side, peer: Side, shape: tuple[int, int], rounds: int) -> list
         side.prepare(count, nbytes)
     source = np.ones(count * nbytes, np.uint8)
     target = np.zeros_like(source)
-    copies: list[float] = []
+    copies: dict[int, list[float]] = {1: [], CORES: []}
     for _ in range(rounds + WARM_UP):
-        began = time.perf_counter()
-        target[:] = source
-        copies.append(time.perf_counter() - began)
+        for num_threads, took in copies.items():
+            took.append(memcpy_s(target, source, num_threads))
         for side in (ours, peer):
             for operation in OPERATIONS:
                 before = side.cpu_s()
@@ -121,8 +124,9 @@ def compare(ours: Side, peer: Side, shape: tuple[int, int], rounds: int) -> list
                 spent = side.cpu_s() - before
                 found.setdefault((side.name, operation), []).append((took, spent))
     items, total = [], count * nbytes
-    memcpy = total / median(copies[WARM_UP:]) / 1e9
-    print(f"memcpy of {total >> 20} MiB, one thread: {memcpy:.2f} GB/s", flush=True)
+    for num_threads, took in copies.items():
+        speed = total / median(took[WARM_UP:]) / 1e9
+        print(f"memcpy of {total >> 20} MiB, {num_threads} threads: {speed:.2f} GB/s", flush=True)
     for operation in OPERATIONS:
         shown = {}
         for side in (ours, peer):
@@ -139,6 +143,16 @@ def compare(ours: Side, peer: Side, shape: tuple[int, int], rounds: int) -> list
             items.append(Item(f"{name} {what}", our_speed / speed, AT_LEAST))
             items.append(Item(f"{name} CPU {what}", our_cpu / cpu, AT_MOST, at_least=False))
     return items
+
+
+def memcpy_s(target: Bytes, source: Bytes, num_threads: int) -> float:
+    """Seconds of one copy: with as many threads as cores, what the memory takes at most."""
+    parts = zip(np.split(target, num_threads), np.split(source, num_threads), strict=True)
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(lambda _: None, range(num_threads)))  # they have begun
+        began = time.perf_counter()
+        list(threads.map(lambda part: np.copyto(*part), parts))
+        return time.perf_counter() - began
 
 
 def own_cpu_s() -> float:

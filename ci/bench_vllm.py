@@ -1,12 +1,14 @@
 """vLLM alone, as pairs with its own connectors, and as pairs with ours: in turns, on its CPU build.
 
     python ci/bench_vllm.py [--clients 1,4,8,16] [--rounds 3] [--groups pull,push,engine,nixl]
+        [--shapes chat,long]
 
 The contenders of a group are up together, which takes some 3 GB a pair, and are warm before they
-are measured. A round asks each of them, at each number of clients, for answers of 64 tokens to
-prompts of 256 that no cache has. What is compared is the median over the rounds of the ratio within
-a round. Prints a table, where the time of a pair's request goes by vLLM's own clocks, then one line
-per item: name, figure, wanted, ok or short.
+are measured. A round asks each of them, at each number of clients, to answer prompts that no cache
+has: ``chat``, 256 tokens and 64 to answer; ``long``, 1,920 and 10, about what vLLM's own benchmark
+of disaggregated prefill asks for. What is compared is the median over the rounds of the ratio
+within a round. Prints a table, where the time of a pair's request goes by vLLM's own clocks, then
+one line per item: name, figure, wanted, ok or short.
 
 Exit 0: all hold; 1: one is short; 77: why vLLM, or a contender that was asked for, can't be run.
 """
@@ -32,6 +34,8 @@ from vllm_requests import COMPLETIONS, completion, figure, post, tokens
 from vllm_serving import Json, family, prepare, title
 
 NUM_IN, NUM_OUT = 256, 64
+SHAPES = {"chat": (NUM_IN, NUM_OUT), "long": (1920, 10)}
+"""Tokens of a prompt, and of its answer."""
 ALONE, THEIRS = "one vLLM", "mooncake tcp"
 PEERS = (THEIRS, "nixl")
 OURS = ("ours shm", "ours tcp", "ours push")
@@ -55,6 +59,10 @@ STAGES = (
 )
 """Of a pair's request: what it is called, whose clock it is, and vLLM's histograms of it. A D waits
 for its turn and for KV."""
+
+
+Said = dict[tuple[str, int, int], list[str]]
+"""Answers, by shape, clients and round."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +105,9 @@ class Item:
 
 @dataclass
 class Results:
-    """Of a group, by contender and clients, one per round; and what follows from them."""
+    """Of a group and a shape, by contender and clients, one per round; and what they come to."""
 
+    shape: str
     rounds: dict[tuple[str, int], list[Figures]] = field(default_factory=dict)
     items: list[Item] = field(default_factory=list)
 
@@ -113,7 +122,7 @@ class Results:
 
     def judge(self, name: str, found: str, wanted: str, holds: bool) -> None:
         """One more item."""
-        self.items.append(Item(name, found, wanted, holds))
+        self.items.append(Item(f"{self.shape}: {name}", found, wanted, holds))
 
 
 def main() -> int:
@@ -121,6 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--clients", default="1,4,8,16", help="loads")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--groups", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--only", default=",".join(CONTENDERS), help="of a group's contenders")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for each")
@@ -133,7 +143,7 @@ def main() -> int:
         return SKIPPED
     items: list[Item] = []
     missing: list[str] = []
-    said: dict[tuple[int, int], list[str]] = {}
+    said: Said = {}
     for group in args.groups.split(","):
         names = [name for name in GROUPS[group] if name in args.only.split(",")]
         items += measure_group(names, args, said, missing)
@@ -149,7 +159,7 @@ def main() -> int:
 def measure_group(
     names: Sequence[str],
     args: argparse.Namespace,
-    said: dict[tuple[int, int], list[str]],
+    said: Said,
     missing: list[str],
 ) -> list[Item]:
     """Contenders that are up together.
@@ -157,10 +167,11 @@ def measure_group(
     Args:
         names: theirs.
         args: of the command line.
-        said: by clients and round, what the first of all contenders has said; grows.
+        said: what the first of all contenders has said; grows.
         missing: takes the names of those that can't be had.
     """
-    loads, results = [int(clients) for clients in args.clients.split(",")], Results()
+    loads = [int(clients) for clients in args.clients.split(",")]
+    all_results = {shape: Results(shape) for shape in args.shapes.split(",")}
     with ExitStack() as stack:
         contenders = []
         for name in names:
@@ -171,15 +182,17 @@ def measure_group(
                 missing.append(name)
         for contender in contenders:
             warm_up(contender, max(loads))
-        for number in range(args.rounds):
-            measure_round(contenders, loads, number, results, said, missing)
+        for results in all_results.values():
+            for number in range(args.rounds):
+                measure_round(contenders, loads, number, results, said, missing)
         for contender in contenders:
-            if contender.name in OURS[:2]:
+            if contender.name in OURS[:2] and (results := all_results.get("chat")) is not None:
                 measure_hand_over(contender, results)
                 measure_pace(contender, results)
-    show_stages(results)
-    judge_all(results, loads)
-    return results.items
+    for results in all_results.values():
+        show_stages(results)
+        judge_all(results, loads)
+    return [item for results in all_results.values() for item in results.items]
 
 
 def show_stages(results: Results) -> None:
@@ -188,7 +201,7 @@ def show_stages(results: Results) -> None:
         found = [median(column) for column in zip(*(row.stages_ms for row in rows), strict=True)]
         if all(found):
             words = (f"{what} {ms:.0f} ms" for (what, _, _), ms in zip(STAGES, found, strict=True))
-            print(f"{clients:2} clients {name:14} {', '.join(words)}", flush=True)
+            print(f"{results.shape} {clients:2} clients {name:14} {', '.join(words)}", flush=True)
 
 
 # ---------------------------------------------------------------- measuring
@@ -196,7 +209,11 @@ def show_stages(results: Results) -> None:
 
 def warm_up(contender: Contender, clients: int) -> None:
     """What a first request pays: handshakes, memory that nobody has touched, first shapes."""
-    bodies = [request(seed=500_000 + each) for each in range(2 + 2 * clients)]
+    sizes = list(SHAPES.values())
+    bodies = [
+        request(500_000 + each, *reversed(sizes[each % len(sizes)]))
+        for each in range(2 + 2 * clients)
+    ]
     for batch in (bodies[:2], bodies[2:]):
         with ThreadPoolExecutor(len(batch)) as threads:
             list(threads.map(lambda body: ask(contender.url, body), batch))
@@ -207,7 +224,7 @@ def measure_round(
     loads: Sequence[int],
     number: int,
     results: Results,
-    said: dict[tuple[int, int], list[str]],
+    said: Said,
     missing: list[str],
 ) -> None:
     """Every contender at every load, one after the other. Where one of vLLM's own connectors stops
@@ -215,7 +232,8 @@ def measure_round(
     for clients in loads:
         for contender in tuple(contenders):
             try:
-                texts, figures = measure(contender, clients, number, said.get((clients, number)))
+                key = results.shape, clients, number
+                texts, figures = measure(contender, *key, said.get(key))
             except OSError as exc:
                 if contender.name not in PEERS:
                     raise
@@ -225,10 +243,10 @@ def measure_round(
                 for load in loads:
                     results.rounds.pop((contender.name, load), None)
                 continue
-            said.setdefault((clients, number), texts)
+            said.setdefault(key, texts)
             results.rounds.setdefault((contender.name, clients), []).append(figures)
             print(
-                f"round {number} {clients:2} clients {contender.name:14} "
+                f"{results.shape} round {number} {clients:2} clients {contender.name:14} "
                 f"{figures.tokens_per_s:7.1f} tok/s, TTFT {figures.ttft_p50_ms:6.1f} / "
                 f"{figures.ttft_p99_ms:6.1f} ms, TPOT {figures.tpot_ms:5.2f} ms, EngineCore "
                 f"{figures.core_cpu_ms:6.1f} ms a request, {figures.num_differing} differ",
@@ -237,11 +255,13 @@ def measure_round(
 
 
 def measure(
-    contender: Contender, clients: int, number: int, wanted: list[str] | None
+    contender: Contender, shape: str, clients: int, number: int, wanted: list[str] | None
 ) -> tuple[list[str], Figures]:
     """Ask as many at a time as there are clients."""
     count = max(4, REQUESTS_PER_CLIENT * clients)
-    bodies = [request(seed=1000 * clients + 100 * number + each) for each in range(count)]
+    num_in, num_out = SHAPES[shape]
+    seeds = [1000 * clients + 100 * number + each for each in range(count)]
+    bodies = [request(seed, num_out, num_in) for seed in seeds]
     cores = [pid for child in contender.processes for pid in engine_cores(child.pid)]
     stages, cpu, began = stages_s(contender), cpu_s(cores), time.perf_counter()
     with ThreadPoolExecutor(clients) as threads:
@@ -252,7 +272,7 @@ def measure(
     texts = [timing.text for timing in timings]
     differing = sum(a != b for a, b in zip(texts, wanted or texts, strict=True))
     return texts, Figures(
-        count * NUM_OUT / took,
+        count * num_out / took,
         1e3 * median(first),
         1e3 * first[min(count - 1, int(count * 0.99))],
         1e3 * median(timing.tpot_s for timing in timings),
