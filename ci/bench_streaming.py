@@ -93,7 +93,7 @@ def start_vllm(stack: ExitStack, python: Path, step_ms: float) -> tuple[int, int
     launch = Launch(python, None, "nobind", LOG, words, environment)
     child = launch.start()
     stack.callback(stop, child)
-    wait_until_healthy(launch.url, LOG, 300)
+    wait_until_healthy(launch.url, LOG, 300, [child])
     return launch.port, child.pid
 
 

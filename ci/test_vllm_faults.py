@@ -212,7 +212,7 @@ def running(python: Path, flow: str, wanted: dict[str, str], timeout_s: float) -
             if name != "P":
                 for other in parts.values():
                     if other.child is not None:
-                        wait_until_healthy(other.url, other.log, timeout_s)
+                        wait_until_healthy(other.url, other.log, timeout_s, [other.child])
         yield Pair(flow, parts, wanted, timeout_s)
 
 

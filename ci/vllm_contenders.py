@@ -89,7 +89,7 @@ def one_vllm(stack: ExitStack, timeout_s: float) -> Contender:
     """One instance without a connector, on one core like each of a pair."""
     launch = _launch(None, "0", "single")
     child = _start(stack, launch)
-    wait_until_healthy(launch.url, launch.log, timeout_s)
+    wait_until_healthy(launch.url, launch.log, timeout_s, [child])
     return Contender("", launch.url, launch.url, launch.url, [child])
 
 
@@ -210,7 +210,7 @@ def _pair(
     ]
     children = [_start(stack, each) for each in launches]
     for each in launches:
-        wait_until_healthy(each.url, each.log, timeout_s)
+        wait_until_healthy(each.url, each.log, timeout_s, children)
     urls = [each.url for each in launches]
     return _proxied(stack, urls[0], urls[1], children, flow, *words)
 
@@ -228,7 +228,7 @@ def _proxied(
     child = start_proxy(prefill, decode, port, flow, *words, emits_first_token=emits)
     stack.callback(stop, child)
     url = f"http://127.0.0.1:{port}"
-    wait_until_healthy(url, PROXY_LOG, 60)
+    wait_until_healthy(url, PROXY_LOG, 60, [child])
     return Contender("", url, prefill, decode, [*children, child])
 
 

@@ -168,7 +168,7 @@ def proxying(
     child = start_proxy(prefill, decode, port, flow, *words, emits_first_token=emits_first_token)
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_until_healthy(url, PROXY_LOG, 60)
+        wait_until_healthy(url, PROXY_LOG, 60, [child])
         yield url
     finally:
         stop(child)

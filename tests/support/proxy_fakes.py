@@ -85,7 +85,9 @@ class Behaviour:
     hang_after: int | None = None
     error_after: int | None = None
     recompute_after: int | None = None
-    # None of these three where a request is sent a second time.
+    # And the same for the time after that.
+    recompute_again_after: int | None = None
+    # Not the first three of these where a request is sent a second time.
     spares_retries: bool = False
     error_code: int | str = 500
     # P: leave kv_transfer_params out, or finish on the first token.
@@ -111,6 +113,12 @@ class Behaviour:
     topology: Json | None = None
     # D, push flow: how often it posts to the metaserver.
     num_posts: int = 1
+
+    def take_recomputation(self) -> int | None:
+        """After how many events this request is given back; the next one may be after others."""
+        found = self.recompute_after
+        self.recompute_after, self.recompute_again_after = self.recompute_again_after, None
+        return found
 
 
 class FakeInstance:
@@ -382,7 +390,7 @@ class FakeInstance:
         num_tokens = seen.body.get("max_tokens") or 16
         count = seen.body.get("n") or 1
         at = num_generated_before(seen.body)
-        given_back, self.behaviour.recompute_after = self.behaviour.recompute_after, None
+        given_back = self.behaviour.take_recomputation()
         if given_back is not None:
             num_tokens = given_back
         choices = [
@@ -438,7 +446,7 @@ class FakeInstance:
                 error = {"message": "broke", "type": "x", "code": behaviour.error_code}
                 return [*events, b"data: %b\n\n" % json.dumps({"error": error}).encode()]
             if position - first == behaviour.recompute_after:
-                behaviour.recompute_after = None
+                behaviour.take_recomputation()
                 chunk = json.loads(self._chunk(seen, 0, "", "stop")[6:])
                 chunk["choices"][0]["stop_reason"] = "recomputed"
                 return [*events, f"data: {json.dumps(chunk)}\n\n".encode(), b"data: [DONE]\n\n"]

@@ -88,9 +88,13 @@ def _start_record(router: RequestRouter, context: RequestContext) -> TokenRecord
     may_migrate = router.config.migrates_streams and _can_migrate(context)
     if not (may_migrate or router.pool.recomputes):
         return None
-    return TokenRecord(
+    record = TokenRecord(
         context.endpoint, shows_ids=bool(parsed.return_token_ids), may_migrate=may_migrate
     )
+    record.limit, record.min_tokens = parsed.token_limit, parsed.min_tokens or 0
+    if record.limit is None and not is_chat:
+        record.limit = DEFAULT_MAX_TOKENS
+    return record
 
 
 def _can_migrate(context: RequestContext) -> bool:
@@ -142,10 +146,6 @@ def _ask_for_rest(context: RequestContext, record: TokenRecord) -> None:
     """The body of the next pass."""
     fields = {n: raw for n, raw in context.fields.items() if n not in FIRST_PASS_FIELDS}
     tokens, num_generated = record.prompt + record.generated, len(record.generated)
-    if record.num_passes == 1:
-        record.limit, record.min_tokens = context.parsed.token_limit, context.parsed.min_tokens or 0
-        if record.limit is None and record.endpoint is OpenAIEndpoint.COMPLETION:
-            record.limit = DEFAULT_MAX_TOKENS
     # None stands for "as many as fit", which only a chat request may ask for
     left = None if record.limit is None else max(1, record.limit - num_generated)
     fields["prompt"] = Raw(encode(tokens))

@@ -98,3 +98,15 @@ def test_what_cannot_go_on_is_an_error_and_not_a_short_answer(flow: str) -> None
             assert events[-1]["error"]["code"] == "recomputed"
 
     uvloop.run(main())
+
+
+def test_the_limit_counts_over_passes_of_which_the_first_made_nothing() -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True, recomputes=True) as s:
+            s.decode.behaviour.recompute_after = 0
+            s.decode.behaviour.recompute_again_after = 2
+            events = events_of((await post(s, BODY | USAGE)).text)
+            assert streamed_text(events) == text_of(5)
+            assert s.count("recomputed") == 2
+
+    uvloop.run(main())
