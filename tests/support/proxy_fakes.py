@@ -94,7 +94,8 @@ class Behaviour:
     has_params: bool = True
     stops_at_first: bool = False
     first_text: str | None = None
-    last_token_id: int = 100
+    # None: of the token that it says.
+    last_token_id: int | None = 100
     # D: a vLLM that knows nothing of first_token_delivered.
     emits_first_token: bool = False
     # P: its D may be asked for the prompt and the first token.
@@ -344,7 +345,7 @@ class FakeInstance:
             "kv_transfer_params": None,
         }
         if behaviour.has_params and not behaviour.stops_at_first:
-            parts = [self._params(seen, held) for held in self._held_ids(seen)]
+            parts = [self._params(seen, held, at) for held in self._held_ids(seen)]
             several = {"choices": parts} if count > 1 else {}
             answer["kv_transfer_params"] = parts[0] | several
             self.holding += self._held_ids(seen)
@@ -364,7 +365,8 @@ class FakeInstance:
             choice["token_ids"] = [token_id(position) for position in positions]
         return choice
 
-    def _params(self, seen: Seen, held: str) -> Json:
+    def _params(self, seen: Seen, held: str, position: int) -> Json:
+        last_token_id = self.behaviour.last_token_id
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -380,7 +382,7 @@ class FakeInstance:
             "remote_multi_nodes_meta_mapping": {},
             "num_prompt_blocks": 2,
             "num_prompt_tokens": 7,
-            "last_token_id": self.behaviour.last_token_id,
+            "last_token_id": token_id(position) if last_token_id is None else last_token_id,
             "created": CREATED,
             "remote_cached_tokens": 3,
             "decode_continues_prompt": self.behaviour.continues_prompt,

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 from msgspec import Raw, Struct, field
 
 from mooncake_api import RequestRefused
-from mooncake_proxy.api.openai_bodies import Fields, OpenAIEndpoint, ParsedRequest, encode, is_batch
+from mooncake_proxy.api.openai_bodies import (
+    Fields,
+    OpenAIEndpoint,
+    ParsedRequest,
+    encode,
+    has_media,
+    is_batch,
+)
 from mooncake_proxy.errors import BadRequest
 from mooncake_proxy.http1.http_request import HttpRequest
 from mooncake_proxy.pool.dp_ranks import DP_RANK_HEADER
@@ -219,7 +226,7 @@ def estimate_prompt_tokens(endpoint: OpenAIEndpoint, parsed: ParsedRequest) -> i
     """Prompt tokens, roughly: ids are counted, text is measured, pictures are not text."""
     if endpoint is OpenAIEndpoint.CHAT:
         raw = bytes(parsed.messages)
-        if b'"image_url"' in raw or b'"input_audio"' in raw:
+        if has_media(parsed.messages):
             raw = re.sub(rb'"data:[^"]*"', b'""', raw)
         return len(raw) // _BYTES_PER_TOKEN + 1
     prompt = memoryview(parsed.prompt)

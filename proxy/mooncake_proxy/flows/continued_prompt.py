@@ -21,10 +21,10 @@ from mooncake_proxy.api.openai_bodies import (
     encode,
     is_null,
 )
-from mooncake_proxy.api.proxied_request import RequestContext, with_delivery
+from mooncake_proxy.api.proxied_request import TRUE, RequestContext, with_delivery
 from mooncake_proxy.errors import MalformedAnswer
 from mooncake_proxy.flows.stream_forwarder import StreamForwarder
-from mooncake_proxy.flows.token_record import HALF_A_CHARACTER
+from mooncake_proxy.flows.token_record import HALF_A_CHARACTER, only_begins
 from mooncake_proxy.http1.sse import split_events
 
 OBSTACLES = (
@@ -61,13 +61,17 @@ class ContinuedPrompt:
             if limit is not None:
                 fields[name] = Raw(encode(max(0, limit - 1)))
         fields["kv_transfer_params"] = params
+        if context.record is not None:
+            fields["return_token_ids"] = TRUE
         return encode(fields)
 
 
 def can_continue(context: RequestContext) -> bool:
     """Whether a D may go on from P's token as if the client had sent it."""
     parsed = context.parsed
-    if not context.parsed.stream or (parsed.n or 1) > 1 or context.record is not None:
+    if not context.parsed.stream or (parsed.n or 1) > 1:
+        return False
+    if context.record is not None and not context.record.may_migrate:
         return False
     if parsed.return_token_ids or parsed.includes_continuous_usage:
         return False
@@ -125,19 +129,13 @@ def _joined(event: bytes, data: bytes) -> bytes:
         return event
     chunk = msgspec.json.decode(data)
     usage, choices = chunk.get("usage"), chunk.get("choices")
-    if not usage and not (choices and _begins(choices[0])):
+    if not usage and not (choices and only_begins(choices[0])):
         return event
     if not usage:
         return b""
     usage["prompt_tokens"] -= 1
     usage["completion_tokens"] += 1
     return b"data: %b\n\n" % encode(chunk)
-
-
-def _begins(choice: dict[str, Any]) -> bool:
-    """Whether a chat chunk only says who speaks: the client has heard that."""
-    delta = choice.get("delta") or {}
-    return "role" in delta and not choice.get("finish_reason") and not delta.get("content")
 
 
 def _is_off(raw: Raw) -> bool:

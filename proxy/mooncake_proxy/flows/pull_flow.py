@@ -152,12 +152,16 @@ class HeldKV:
         context.decoder = instance.name
         params = self._prefill.params
         assert params is not None
-        continued = self._prefill.continued if instance.spec.emits_first_token else None
+        spec = instance.spec
+        continues = spec.emits_first_token and not spec.recomputes
+        continued = self._prefill.continued if continues else None
         is_held = False
         if context.parsed.stream:
             is_held = router.holds_headers and context.answer_id is None and continued is None
-            is_held = is_held and not instance.spec.repeats_first_token
-            deliver = partial(_deliver_first_token, router, context, self._prefill, instance)
+            is_held = is_held and not spec.repeats_first_token
+            deliver = partial(
+                _deliver_first_token, router, context, self._prefill, instance, continued
+            )
             if is_held:
                 context.on_accepted = deliver
             else:
@@ -302,12 +306,15 @@ def _answer_from_prefill(
 
 
 def _deliver_first_token(
-    router: RequestRouter, context: RequestContext, prefill: PrefillResult, instance: Instance
+    router: RequestRouter,
+    context: RequestContext,
+    prefill: PrefillResult,
+    instance: Instance,
+    continued: ContinuedPrompt | None,
 ) -> None:
     """Forward P's token before D is even asked, unless D will send it itself."""
-    answer, is_repeated = prefill.answer, instance.spec.repeats_first_token
-    if instance.spec.emits_first_token and prefill.continued is not None:
-        is_repeated = False
+    answer = prefill.answer
+    is_repeated = instance.spec.repeats_first_token and continued is None
     if context.answer_id is None and not is_repeated:
         events, record = (
             first_token_events(context.endpoint, answer, context.parsed),
@@ -315,7 +322,7 @@ def _deliver_first_token(
         )
         context.answer_id = answer.id
         if record is not None:
-            events = record.take_first_token(answer, events)
+            events = record.take_first_token(answer, events, is_prompt=continued is not None)
             context.answer_id = record.answer_id
         if context.request.has_started:  # a later pass
             context.request.write(events)

@@ -50,6 +50,8 @@ class TokenRecord:
         # What every chunk of the answer begins with; empty before the first one.
         self.chunk_head: dict[str, Any] = {}
         self.num_passes = 0
+        # Whether instances have each given a part of it: then no usage of theirs is the whole's.
+        self.is_joined = False
         # The client's limits of new tokens over all passes.
         self.limit: int | None = None
         self.min_tokens = 0
@@ -64,16 +66,28 @@ class TokenRecord:
         if not self.prompt and answer.choices:
             self.prompt = answer.prompt_token_ids or answer.choices[0].prompt_token_ids or []
 
-    def take_first_token(self, answer: CompletionResponse, events: bytes) -> bytes:
-        """Note P's token, which goes to the client before D is asked; returns its events."""
+    def take_first_token(
+        self, answer: CompletionResponse, events: bytes, *, is_prompt: bool
+    ) -> bytes:
+        """Note P's token, which goes to the client before D is asked; returns its events.
+
+        Args:
+            answer: of P.
+            events: what they are without a record.
+            is_prompt: D gets the token as the end of its prompt, and does not begin with it.
+        """
         token_ids = answer.choices[0].token_ids or []
         self.generated += token_ids
-        self._num_repeated = len(token_ids)
-        return b"".join(b"data: %b\n\n" % self.take_event(data) for _, data in split_events(events))
+        self._num_repeated = 0 if is_prompt else len(token_ids)
+        self.is_joined |= is_prompt
+        return b"".join(self.take_event(data) for _, data in split_events(events))
 
     def take_event(self, data: bytes) -> bytes:
-        """Note the token ids of a chunk; returns the chunk for the client."""
+        """Note the token ids of a chunk; returns the event for the client, nothing if it has heard
+        that."""
         chunk = msgspec.json.decode(data)
+        if self.chunk_head and chunk.get("choices") and only_begins(chunk["choices"][0]):
+            return b""
         if not self.chunk_head:
             self.chunk_head = {
                 name: chunk.get(name) for name in ("id", "object", "created", "model")
@@ -87,7 +101,7 @@ class TokenRecord:
             is_given_back = choice.get("stop_reason") == "recomputed"
             self.has_finished |= choice.get("finish_reason") is not None and not is_given_back
         self._normalize(chunk, "chat.completion.chunk")
-        return encode(chunk)
+        return b"data: %b\n\n" % encode(chunk)
 
     def take_answer(self, body: bytes, instance: str) -> bytes:
         """The same for a whole answer; Recomputed when D gave the request back."""
@@ -153,7 +167,7 @@ class TokenRecord:
                 if "text" in choice:
                     choice["delta"] = {"content": choice.pop("text")}
         usage = answer.get("usage")
-        if usage and self.num_passes and self.prompt:
+        if usage and self.is_joined and self.prompt:
             self._count_usage(usage)
 
     def _count_usage(self, usage: dict[str, Any]) -> None:
@@ -182,14 +196,22 @@ class RecordingForwarder(StreamForwarder):
             events = [self._recorded(event, data) for event, data in split_events(block)]
         except (msgspec.DecodeError, TypeError, AttributeError) as exc:
             raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
-        super()._forward(b"".join(events))
+        if joined := b"".join(events):
+            super()._forward(joined)
 
     def _recorded(self, event: bytes, data: bytes) -> bytes:
         if not data or data == b"[DONE]":
             return event
-        return b"data: %b\n\n" % self._record.take_event(data)
+        return self._record.take_event(data)
 
     def _given_back(self, data: bytes) -> Recomputed:
         """The event that gives the request back may still carry tokens."""
         self._record.take_event(data)
         return super()._given_back(data)
+
+
+def only_begins(choice: dict[str, Any]) -> bool:
+    """Whether a chat chunk only says who speaks."""
+    delta = choice.get("delta") or {}
+    says_more = choice.get("finish_reason") or choice.get("token_ids") or delta.get("content")
+    return "role" in delta and not says_more

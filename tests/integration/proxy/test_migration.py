@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import uvloop
 from support.proxy_conductor import check_nothing_is_reserved, settings
-from support.proxy_fakes import PROMPT_IDS, Behaviour, Stand, stand, text_of, token_id
+from support.proxy_fakes import PROMPT_IDS, Behaviour, Seen, Stand, stand, text_of, token_id
 from support.proxy_fakes_client import BODY, CHAT, events_of, post, streamed_text
 
 from mooncake_proxy.http1.upstream_connection import ClientLimits
@@ -22,6 +22,13 @@ def let_fail(s: Stand, **behaviour: Any) -> None:
     for decode in s.decodes:
         emits = decode.behaviour.emits_first_token
         decode.behaviour = Behaviour(spares_retries=True, emits_first_token=emits, **behaviour)
+
+
+def asked_of(seen: Seen) -> list[int]:
+    """The token ids that a D was given as its prompt."""
+    params = seen.body["kv_transfer_params"]
+    found: list[int] = params.get("prompt_token_ids") or seen.body["prompt"]
+    return found
 
 
 def check_whole(events: list[Any], num_tokens: int = 5) -> None:
@@ -39,14 +46,17 @@ def check_whole(events: list[Any], num_tokens: int = 5) -> None:
 
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
-@pytest.mark.parametrize("emits_first_token", [False, True])
+@pytest.mark.parametrize("first_token", ["by the proxy", "by D", "as prompt"])
 @pytest.mark.parametrize(("cut", "die_after"), [("one", 2), ("split", 13)])
 @pytest.mark.parametrize("path", PATHS)
 def test_a_stream_whose_decoder_dies_goes_on_at_another(
-    path: str, cut: str, die_after: int, emits_first_token: bool, flow: str
+    path: str, cut: str, die_after: int, first_token: str, flow: str
 ) -> None:
     async def main() -> None:
-        async with stand(emits_first_token=emits_first_token, flow=flow, **MIGRATES) as s:
+        emits = first_token != "by the proxy"
+        async with stand(emits_first_token=emits, flow=flow, **MIGRATES) as s:
+            s.prefill.behaviour.continues_prompt = first_token == "as prompt"
+            s.prefill.behaviour.last_token_id = None
             let_fail(s, die_after=die_after, cut=cut)
             body = (CHAT if "chat" in path else BODY) | USAGE
             check_whole(events_of((await post(s, body, path)).text))
@@ -58,6 +68,11 @@ def test_a_stream_whose_decoder_dies_goes_on_at_another(
             assert again.headers["x-request-id"] == "abc-1"
             assert s.count("migrated") == 1
             assert s.count("stream_errors") == 0
+            if first_token == "as prompt" and flow == "pull":
+                asked = [asked_of(decode.generated[0]) for decode in s.decodes]
+                firsts = [PROMPT_IDS, sent]
+                wanted = [[*ids, token_id(len(ids) - len(PROMPT_IDS))] for ids in firsts]
+                assert sorted(asked) == sorted(wanted)
 
     uvloop.run(main())
 
