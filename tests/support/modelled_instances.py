@@ -35,10 +35,10 @@ class ModelledInstance(FakeInstance):
         else:
             await self._decode_in_batch(seen, writer)
 
-    def _params(self, seen: Seen, held: str) -> Json:
+    def _params(self, seen: Seen, held: str, position: int) -> Json:
         """With the tokens that were computed: costs are learnt from them."""
         counts = {"num_prompt_tokens": len(seen.body["prompt"]), "remote_cached_tokens": 0}
-        return super()._params(seen, held) | counts
+        return super()._params(seen, held, position) | counts
 
     async def _decode_in_batch(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
         self.num_decoding += 1

@@ -16,11 +16,10 @@ _FORGETTING = 0.999
 _PRIOR_REPORTS = 1.0
 """How many reports the coefficients of the start are worth: reports of the usual size, so that
 short prompts are believed as soon as long ones."""
-_MOST_OF_EXPECTED = 4.0
-"""What a report counts for at most. A first request that compiles kernels, or an instance that got
-no processor for a moment, takes a hundred times as long as the next one will; believed, it would
-keep requests away, and with them the reports that say better. Where an instance is that slow, each
-report raises what the next one is compared with."""
+_DOUBTED_FROM = 4.0
+"""Times what was expected. A first request that compiles kernels, or an instance that got no
+processor for a moment, takes a hundred times as long as the next one will; believed, it would keep
+requests away, and with them the reports that say better."""
 _REFIT_EVERY = 16
 """Reports, once there were as many: fewer are compared with the fit of the last one."""
 
@@ -65,28 +64,35 @@ class OnlineFit:
         self._moment: NDArray[np.float64] = np.zeros(len(prior))
         self._weight = 0.0
         self._found = self._prior
+        self._doubted: tuple[NDArray[np.float64], float] | None = None
         self.num_reports = 0
 
     def report(self, features: Sequence[float], seconds: float) -> None:
         """What something took. A report that is no finite number above 0 is ignored, and one far
-        above what was expected counts for less."""
+        above what was expected waits for the next one: alone it is dropped."""
         if not 0 < seconds < float("inf"):
             return
         row = np.array(features) / self._scales
-        expected = float(row @ self._found)
-        if expected > 0:
-            seconds = min(seconds, _MOST_OF_EXPECTED * expected)
+        doubted, self._doubted = self._doubted, None
+        if seconds > _DOUBTED_FROM * float(row @ self._found):
+            if doubted is None:
+                self._doubted = row, seconds
+                return
+            self._take(*doubted)
+        self._take(row, seconds)
+
+    def coefficients(self) -> list[float]:
+        """What fits best now, none below 0."""
+        self._found = self._fit()
+        return [float(value) for value in self._found / self._scales]
+
+    def _take(self, row: NDArray[np.float64], seconds: float) -> None:
         self._gram = _FORGETTING * self._gram + np.outer(row, row)
         self._moment = _FORGETTING * self._moment + row * seconds
         self._weight = _FORGETTING * self._weight + 1.0
         self.num_reports += 1
         if self.num_reports < _REFIT_EVERY or self.num_reports % _REFIT_EVERY == 0:
             self._found = self._fit()
-
-    def coefficients(self) -> list[float]:
-        """What fits best now, none below 0."""
-        self._found = self._fit()
-        return [float(value) for value in self._found / self._scales]
 
     def _fit(self) -> NDArray[np.float64]:
         usual = np.diag(self._gram) / max(self._weight, 1.0)
