@@ -127,9 +127,7 @@ def _may_migrate(
 
 def _begin_next_pass(context: RequestContext, record: TokenRecord) -> bool:
     """Make the request one with everything so far as its prompt; False where that can't be."""
-    record.num_passes += 1
-    record.is_joined = True
-    record.take_back_hidden()
+    record.begin_next_pass()
     if record.generated or context.is_committed or context.answer_id is not None:
         if not record.prompt:
             return False

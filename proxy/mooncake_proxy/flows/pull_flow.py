@@ -316,12 +316,9 @@ def _deliver_first_token(
     answer = prefill.answer
     is_repeated = instance.spec.repeats_first_token and continued is None
     if context.answer_id is None and not is_repeated:
-        events, record = (
-            first_token_events(context.endpoint, answer, context.parsed),
-            context.record,
-        )
+        events = first_token_events(context.endpoint, answer, context.parsed)
         context.answer_id = answer.id
-        if record is not None:
+        if (record := context.record) is not None:
             events = record.take_first_token(answer, events, is_prompt=continued is not None)
             context.answer_id = record.answer_id
         if context.request.has_started:  # a later pass

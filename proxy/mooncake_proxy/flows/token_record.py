@@ -125,8 +125,11 @@ class TokenRecord:
         self._normalize(answer, "chat.completion")
         return encode(answer)
 
-    def take_back_hidden(self) -> None:
+    def begin_next_pass(self) -> None:
         """Forget the tokens whose text is not out: the next pass makes them again."""
+        self.num_passes += 1
+        self.is_joined = True
+        self._num_repeated = 0
         if not self.shows_ids:
             del self.generated[self.num_shown :]
 

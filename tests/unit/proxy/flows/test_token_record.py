@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
+from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, answer_decoder
 from mooncake_proxy.flows.token_record import TokenRecord
 
 
@@ -40,14 +40,14 @@ def test_tokens_whose_text_is_not_out_are_made_again(
     found = record()
     for text, ids in pieces:
         found.take_event(chunk(text, ids))
-    found.take_back_hidden()
+    found.begin_next_pass()
     assert (found.prompt, found.generated) == ([1, 2], kept)
 
 
 def test_a_client_that_sees_ids_keeps_them_all() -> None:
     found = record(shows_ids=True)
     found.take_event(chunk("", [10]))
-    found.take_back_hidden()
+    found.begin_next_pass()
     assert found.generated == [10]
 
 
@@ -79,3 +79,21 @@ def test_a_stream_that_lacks_only_its_end_gets_one(includes_usage: bool) -> None
         said = json.loads(event[6:])
         assert (said["id"], said["choices"]) == ("cmpl-1", [])
         assert said["usage"] == {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+
+
+def test_a_token_that_a_lost_decoder_never_repeated_is_not_expected_of_the_next_pass() -> None:
+    answer = answer_decoder.decode(chunk("a", [10]))
+    found = record()
+    found.take_first_token(answer, b"data: %b\n\n" % chunk("a", []), is_prompt=False)
+    found.begin_next_pass()
+    found.take_event(chunk("b", [11]))
+    assert found.generated == [10, 11]
+
+
+@pytest.mark.parametrize(("is_prompt", "ids"), [(False, [10, 11]), (True, [11])])
+def test_the_first_token_counts_once(is_prompt: bool, ids: list[int]) -> None:
+    answer = answer_decoder.decode(chunk("a", [10]))
+    found = record()
+    found.take_first_token(answer, b"data: %b\n\n" % chunk("a", []), is_prompt=is_prompt)
+    found.take_event(chunk("b", ids))
+    assert found.generated == [10, 11]
