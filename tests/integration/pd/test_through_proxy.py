@@ -195,7 +195,7 @@ def test_long_prompts_are_pulled_while_they_are_computed(early: Deployment) -> N
     before = figure(early.decode.url, received)
     whole = ask(**case).choices[0].text
     assert whole == PAGE[600:630]
-    assert figure(early.decode.url, received) > before
+    wait_until(lambda: figure(early.decode.url, received) > before, 5.0)  # told after the answer
     again = {**case, "prompt": PAGE[50:750]}
     assert "".join(c.choices[0].text for c in ask(**again, stream=True)) == PAGE[750:780]
     before = figure(early.decode.url, received)
