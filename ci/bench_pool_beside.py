@@ -147,7 +147,9 @@ def compare(ours: Side, peer: Side, shape: tuple[int, int], rounds: int) -> list
 
 def memcpy_s(target: Bytes, source: Bytes, num_threads: int) -> float:
     """Seconds of one copy: with as many threads as cores, what the memory takes at most."""
-    parts = zip(np.split(target, num_threads), np.split(source, num_threads), strict=True)
+    parts = zip(
+        np.array_split(target, num_threads), np.array_split(source, num_threads), strict=True
+    )
     with ThreadPoolExecutor(num_threads) as threads:
         list(threads.map(lambda _: None, range(num_threads)))  # they have begun
         began = time.perf_counter()

@@ -20,8 +20,6 @@ _DOUBTED_FROM = 4.0
 """Times what was expected. A first request that compiles kernels, or an instance that got no
 processor for a moment, takes a hundred times as long as the next one will; believed, it would keep
 requests away, and with them the reports that say better."""
-_REFIT_EVERY = 16
-"""Reports, once there were as many: fewer are compared with the fit of the last one."""
 
 
 def nonnegative_least_squares(
@@ -69,7 +67,8 @@ class OnlineFit:
 
     def report(self, features: Sequence[float], seconds: float) -> None:
         """What something took. A report that is no finite number above 0 is ignored, and one far
-        above what was expected waits for the next one: alone it is dropped."""
+        above what was expected waits for the next one: alone it is dropped. Expected is what the
+        coefficients say that were last asked for."""
         if not 0 < seconds < float("inf"):
             return
         row = np.array(features) / self._scales
@@ -83,7 +82,11 @@ class OnlineFit:
 
     def coefficients(self) -> list[float]:
         """What fits best now, none below 0."""
-        self._found = self._fit()
+        usual = np.diag(self._gram) / max(self._weight, 1.0)
+        prior = _PRIOR_REPORTS * np.where(usual > 0, usual, 1.0)
+        self._found = nonnegative_least_squares(
+            self._gram + np.diag(prior), self._moment + prior * self._prior
+        )
         return [float(value) for value in self._found / self._scales]
 
     def _take(self, row: NDArray[np.float64], seconds: float) -> None:
@@ -91,15 +94,6 @@ class OnlineFit:
         self._moment = _FORGETTING * self._moment + row * seconds
         self._weight = _FORGETTING * self._weight + 1.0
         self.num_reports += 1
-        if self.num_reports < _REFIT_EVERY or self.num_reports % _REFIT_EVERY == 0:
-            self._found = self._fit()
-
-    def _fit(self) -> NDArray[np.float64]:
-        usual = np.diag(self._gram) / max(self._weight, 1.0)
-        prior = _PRIOR_REPORTS * np.where(usual > 0, usual, 1.0)
-        return nonnegative_least_squares(
-            self._gram + np.diag(prior), self._moment + prior * self._prior
-        )
 
 
 class LatencyEstimator:

@@ -16,7 +16,6 @@ from msgspec import Raw
 from mooncake_proxy.api.openai_bodies import (
     DEFAULT_MAX_TOKENS,
     CompletionResponse,
-    Fields,
     OpenAIEndpoint,
     encode,
     is_null,
@@ -68,18 +67,13 @@ class ContinuedPrompt:
 
 def can_continue(context: RequestContext) -> bool:
     """Whether a D may go on from P's token as if the client had sent it."""
-    parsed = context.parsed
-    if not context.parsed.stream or (parsed.n or 1) > 1:
+    parsed, fields = context.parsed, context.fields
+    if not parsed.stream or (parsed.n or 1) > 1:
         return False
     if context.record is not None and not context.record.may_migrate:
         return False
     if parsed.return_token_ids or parsed.includes_continuous_usage:
         return False
-    return depends_on_tokens_alone(context.fields)
-
-
-def depends_on_tokens_alone(fields: Fields) -> bool:
-    """Whether the rest of an answer is the same where its beginning counts as prompt."""
     if any(name in fields and not _is_off(fields[name]) for name in (*OBSTACLES, *COUNTED)):
         return False
     return "seed" not in fields or is_null(fields["seed"]) or _is_greedy(fields)

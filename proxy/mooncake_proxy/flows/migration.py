@@ -22,7 +22,7 @@ from mooncake_proxy.api.openai_bodies import (
 )
 from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.errors import ConnectFailed, Recomputed, UpstreamError, is_leaving, is_loss
-from mooncake_proxy.flows.continued_prompt import depends_on_tokens_alone
+from mooncake_proxy.flows.continued_prompt import can_continue
 from mooncake_proxy.flows.token_record import TokenRecord
 from mooncake_proxy.pool.instances import Role
 from mooncake_proxy.routing.retries import MAX_LOSSES
@@ -99,12 +99,9 @@ def _start_record(router: RequestRouter, context: RequestContext) -> TokenRecord
 
 def _can_migrate(context: RequestContext) -> bool:
     """Whether a stream's rest can be had elsewhere as if nothing had happened."""
-    parsed = context.parsed
-    if not parsed.stream or parsed.return_token_ids or parsed.includes_continuous_usage:
+    if context.disaggregation_obstacle() is not None or has_media(context.parsed.messages):
         return False
-    if context.disaggregation_obstacle() is not None or has_media(parsed.messages):
-        return False
-    return depends_on_tokens_alone(context.fields)
+    return can_continue(context)
 
 
 def _may_migrate(
