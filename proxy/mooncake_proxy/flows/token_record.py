@@ -216,5 +216,6 @@ class RecordingForwarder(StreamForwarder):
 def only_begins(choice: dict[str, Any]) -> bool:
     """Whether a chat chunk only says who speaks."""
     delta = choice.get("delta") or {}
-    says_more = choice.get("finish_reason") or choice.get("token_ids") or delta.get("content")
-    return "role" in delta and not says_more
+    says_more = any(value for name, value in delta.items() if name != "role")
+    is_more = says_more or choice.get("finish_reason") or choice.get("token_ids")
+    return "role" in delta and not is_more

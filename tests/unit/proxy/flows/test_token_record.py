@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, answer_decoder
-from mooncake_proxy.flows.token_record import TokenRecord
+from mooncake_proxy.flows.token_record import TokenRecord, only_begins
 
 
 def chunk(text: str, ids: list[int], **more: Any) -> bytes:
@@ -97,3 +97,18 @@ def test_the_first_token_counts_once(is_prompt: bool, ids: list[int]) -> None:
     found.take_first_token(answer, b"data: %b\n\n" % chunk("a", []), is_prompt=is_prompt)
     found.take_event(chunk("b", ids))
     assert found.generated == [10, 11]
+
+
+@pytest.mark.parametrize(
+    ("delta", "begins"),
+    [
+        ({"role": "assistant", "content": ""}, True),
+        ({"role": "assistant", "content": "a"}, False),
+        ({"role": "assistant", "reasoning_content": "hm"}, False),
+        ({"content": ""}, False),
+    ],
+)
+def test_a_chunk_that_says_more_than_who_speaks_is_no_beginning(
+    delta: dict[str, str], begins: bool
+) -> None:
+    assert only_begins({"delta": delta}) is begins
