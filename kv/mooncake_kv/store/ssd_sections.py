@@ -6,7 +6,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,13 @@ from mooncake_kv.store.arena_allocator import GRANULE
 
 _WORDS = GRANULE // 8
 _STEP = 0x9E3779B97F4A7C15  # odd: the golden ratio, 64 bits of it
+# Not drawn by numpy's generators: what one release wrote, the next one reads. And drawn here, not
+# at first use: `lru_cache` has each of several threads that come first draw its own, and keeps one.
+# The others' memory was given back while compiled code still counted with it, and one of the first
+# records of a process had checksums that were never found again.
+_DRAWN = np.frombuffer(hashlib.shake_256(b"mooncake-kv").digest(GRANULE), "<u8")
+_WEIGHTS: NDArray[np.uint64] = _DRAWN.astype(np.uint64) | np.uint64(1)
+_WEIGHTS_ADDRESS = _WEIGHTS.ctypes.data
 
 _SOURCE = """
 #define _GNU_SOURCE
@@ -68,11 +77,11 @@ def section_checksums(payload: memoryview, section: int) -> bytes:
         payload: whole pages.
         section: whole pages; the last section may have fewer.
     """
-    library = _compiled()
-    if library is None:
+    compiled = _compiled()
+    if compiled is None:
         return interpreted_checksums(payload, section)
     arguments, sums = _arguments(payload, section)
-    library.mooncake_checksums(*arguments)
+    compiled.checksums(*arguments)
     return bytes(sums)
 
 
@@ -88,12 +97,12 @@ def read_sections(file: int, offset: int, payload: memoryview, section: int) -> 
     Raises:
         OSError: not all of it can be read.
     """
-    library = _compiled()
-    if library is None:
+    compiled = _compiled()
+    if compiled is None:
         _check(os.preadv(file, [payload], offset), len(payload))
         return interpreted_checksums(payload, section)
     arguments, sums = _arguments(payload, section)
-    _check(library.mooncake_read_sections(file, offset, *arguments), len(payload))
+    _check(compiled.read_sections(file, offset, *arguments), len(payload))
     return bytes(sums)
 
 
@@ -107,7 +116,7 @@ def _check(found: int, wanted: int) -> None:
 def interpreted_checksums(payload: memoryview, section: int) -> bytes:
     """``section_checksums`` without compiled code."""
     words: NDArray[np.uint64] = np.frombuffer(payload, np.uint64)
-    page_sums = (words.reshape(-1, _WORDS) @ _weights()).tolist()
+    page_sums = (words.reshape(-1, _WORDS) @ _WEIGHTS).tolist()
     totals = []
     for first in range(0, len(page_sums), section // GRANULE):
         total = 0
@@ -124,32 +133,28 @@ def _arguments(
     words: NDArray[np.uint64] = np.frombuffer(payload, np.uint64)
     sums = (ctypes.c_uint64 * -(-len(payload) // section))()
     pages = len(payload) // GRANULE
-    return (words.ctypes.data, pages, section // GRANULE, _weights_address(), sums), sums
+    return (words.ctypes.data, pages, section // GRANULE, _WEIGHTS_ADDRESS, sums), sums
+
+
+class _Compiled(NamedTuple):
+    """The compiled functions, each with its types: looked up once more in the library, one may be
+    an object of another thread that has none yet."""
+
+    checksums: Callable[..., None]
+    read_sections: Callable[..., int]
 
 
 @lru_cache(maxsize=1)
-def _weights() -> NDArray[np.uint64]:
-    # not numpy's generators: what one release wrote, the next one reads
-    drawn = np.frombuffer(hashlib.shake_256(b"mooncake-kv").digest(GRANULE), "<u8")
-    return drawn.astype(np.uint64) | np.uint64(1)
-
-
-@lru_cache(maxsize=1)
-def _weights_address() -> int:
-    return _weights().ctypes.data
-
-
-@lru_cache(maxsize=1)
-def _compiled() -> ctypes.CDLL | None:
+def _compiled() -> _Compiled | None:
     try:
         library = native.compile_c("kv_sections", _SOURCE)
     except NativeUnavailable as exc:
         native.warn_fallback("kv_sections", "numpy's integer products", exc.reason)
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    library.mooncake_checksums.argtypes = [pointer, size, size, pointer, pointer]
-    library.mooncake_checksums.restype = None
-    read = library.mooncake_read_sections
-    read.argtypes = [ctypes.c_int, ctypes.c_uint64, pointer, size, size, pointer, pointer]
-    read.restype = ctypes.c_int64
-    return library
+    checksums, read_sections = library.mooncake_checksums, library.mooncake_read_sections
+    checksums.argtypes = [pointer, size, size, pointer, pointer]
+    checksums.restype = None
+    read_sections.argtypes = [ctypes.c_int, ctypes.c_uint64, *checksums.argtypes]
+    read_sections.restype = ctypes.c_int64
+    return _Compiled(checksums, read_sections)

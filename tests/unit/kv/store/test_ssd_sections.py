@@ -1,7 +1,11 @@
 """Checksums of sections, and reading sections with them; compiled and not."""
 
 import hashlib
+import importlib.util
+import itertools
 import os
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,3 +76,35 @@ def test_what_can_not_be_read_whole_is_an_error(file, how):
     with pytest.raises(IsADirectoryError):
         read_sections(directory, 0, payload, PAGE)
     os.close(directory)
+
+
+def test_threads_that_come_first_count_with_weights_that_stay(monkeypatch):
+    """One draws weights while another one has come to use its own: neither's may be given back."""
+    spec = importlib.util.find_spec(ssd_sections.__name__)
+    sections = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sections)  # as in a process that has taken no checksum yet
+    compiled = sections._compiled()
+    if compiled is None:
+        pytest.skip("only compiled code is given an address")
+    data = memoryview(hashlib.shake_256(b"data").digest(2 * PAGE))
+    found, calls, draw = [], itertools.count(), hashlib.shake_256
+
+    def take():
+        found.append(sections.section_checksums(data, PAGE))
+
+    def checksums(*arguments):
+        others = [np.ones(PAGE // 8, np.uint64) for _ in range(16)]  # memory that is free is used
+        compiled.checksums(*arguments)
+        others.clear()
+
+    def overtaken(name):
+        if next(calls) == 0:
+            other = threading.Thread(target=take)
+            other.start()
+            other.join()
+        return draw(name)
+
+    monkeypatch.setattr(sections, "_compiled", lambda: compiled._replace(checksums=checksums))
+    monkeypatch.setattr(sections, "hashlib", SimpleNamespace(shake_256=overtaken))
+    take()
+    assert set(found) == {interpreted_checksums(data, PAGE)}
