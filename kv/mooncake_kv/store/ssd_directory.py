@@ -151,7 +151,7 @@ class SsdDirectory:
                 logger.warning("%s: the rest of a segment is lost: %s", self.config.path, exc)
 
     def append(self, nbytes: int) -> RecordLocation | None:
-        """Take room for a chunk's record; ``write`` or ``give_up`` must follow.
+        """Take room for a chunk's record; ``write``, if at all, and ``give_up`` must follow.
 
         Returns:
             None if there is none: the disk is full, or all segments are in use.
@@ -188,8 +188,6 @@ class SsdDirectory:
                 if self._current is segment:  # a scan would end at the hole
                     self._seal()
             raise StoreIOError(f"{self.config.path}: writing failed: {exc}") from exc
-        finally:
-            self.give_up(location)
 
     def hold(self, location: RecordLocation) -> bool:
         """Keep a segment from being recycled; False if it was already. ``give_up`` must follow."""

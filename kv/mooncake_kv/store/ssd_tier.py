@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -147,7 +148,7 @@ class SsdTier:
         self._lock = threading.Lock()
         self._stats = StoreStats()
         self._records: dict[bytes, _Record] = {}
-        self._writing: set[bytes] = set()
+        self._writing: dict[bytes, Chunk] = {}
         self._put_before: OrderedDict[bytes, None] = OrderedDict()
         self._budget = SsdBudget(config.write_bytes_per_day)
         self._drives: list[_Drive] = []
@@ -199,7 +200,7 @@ class SsdTier:
             if not self._budget.take(record_bytes(chunk.nbytes), self._clock()):
                 self._skip("budget")
                 return False
-            self._writing.add(chunk.key)
+            self._writing[chunk.key] = chunk
             drive.num_queued_writes += 1
         return True
 
@@ -208,7 +209,8 @@ class SsdTier:
         drive = self._drive_for(chunk)
         assert drive is not None
         with self._lock:
-            self._writing.discard(chunk.key)
+            if self._writing.get(chunk.key) is chunk:
+                del self._writing[chunk.key]
             drive.num_queued_writes -= 1
 
     def write(
@@ -276,9 +278,12 @@ class SsdTier:
         return RecordRead(parts, read_range, wanted.arrived, ended)
 
     def forget(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Give chunks up; returns those that were there."""
+        """Give chunks up, those that are being written, too; returns those that were there."""
         with self._lock:
-            return [key for key in keys if self._unindex(key)]
+            forgotten = list(keys)
+            for key in forgotten:
+                self._writing.pop(key, None)
+            return [key for key in forgotten if self._unindex(key)]
 
     def verify(self) -> tuple[int, int]:
         """Read every record; returns how many were right, and how many not, which are forgotten.
@@ -335,22 +340,29 @@ class SsdTier:
         # record would look right for ever; bytes that change from here on make it look wrong.
         if not is_held():
             header = msgspec.structs.replace(header, key=b"")
-        return self._put_record(_Record(chunk, drive, location, header), payload)
+        record = _Record(chunk, drive, location, header)
+        return self._put_record(record, payload, lambda: self._writing.get(chunk.key) is chunk)
 
-    def _put_record(self, record: _Record, payload: memoryview) -> bool:
-        """Write a record, and index it unless it is void."""
-        page, header = aligned_buffer(PAGE), record.header
-        fill_page(page, header)
+    def _put_record(
+        self, record: _Record, payload: memoryview, is_wanted: Callable[[], bool]
+    ) -> bool:
+        """Write a record, and index it unless it is void, or its chunk was forgotten meanwhile;
+        whether it is indexed."""
+        page, directory = aligned_buffer(PAGE), record.drive.directory
         try:
-            record.drive.directory.write(record.location, page, payload)
+            fill_page(page, record.header)
+            directory.write(record.location, page, payload)
+            with self._lock:
+                self._stats.ssd_written_bytes += len(page) + len(payload)
+                is_stored = bool(record.header.key) and is_wanted()
+                if is_stored:
+                    self._index(record)
         except StoreIOError as exc:
             self._failed(exc)
             return False
-        with self._lock:
-            self._stats.ssd_written_bytes += len(page) + len(payload)
-            if header.key:
-                self._index(record)
-        return bool(header.key)
+        finally:  # not before: a segment that is collected takes along what is indexed
+            directory.give_up(record.location)
+        return is_stored
 
     def _read_whole(self, record: _Record, payload: memoryview) -> bool:
         """Read all of a record here and now; whether it is right."""
@@ -436,7 +448,8 @@ class SsdTier:
             if location is None:
                 return
             header = record_header(record.chunk, location.use, payload)
-            self._put_record(_Record(record.chunk, drive, location, header), payload)
+            again = _Record(record.chunk, drive, location, header)
+            self._put_record(again, payload, partial(self._is_indexed, record))
 
     # -- the index; the lock held, but for single look-ups -----------------------------------------
 
@@ -460,6 +473,9 @@ class SsdTier:
         if not keys:
             del record.drive.keys_of_use[record.location.use]
         return True
+
+    def _is_indexed(self, record: _Record) -> bool:
+        return self._records.get(record.chunk.key) is record
 
     def _is_in(self, key: bytes, segment: Segment) -> bool:
         record = self._records.get(key)

@@ -43,6 +43,7 @@ def store(directory, number):
     page = aligned_buffer(PAGE)
     fill_page(page, record_header(chunk(number), location.use, payload))
     directory.write(location, page, payload)
+    directory.give_up(location)
     return location
 
 

@@ -12,7 +12,7 @@ from mooncake_kv.store.arena_allocator import GRANULE
 from mooncake_kv.store.chunk_store import Chunk, PutRefusal, Residence, Tier
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_directory import SsdDirectory, SsdDirectoryConfig
-from mooncake_kv.store.ssd_records import PAGE, record_bytes
+from mooncake_kv.store.ssd_records import PAGE, read_page, record_bytes
 from mooncake_kv.store.ssd_tier import SsdConfig
 
 NBYTES = 4 * GRANULE
@@ -95,6 +95,11 @@ class Stored:
             self.put(number)
             self.get([number])
             self.await_event("stored", Tier.SSD, chunk(number).key)
+
+    def await_writes(self):
+        """Wait until all that is written is, and collected; nothing is written any more then."""
+        for drive in self.store._moves.tier._drives:
+            drive.writes.shutdown(wait=True)
 
     def close(self):
         self.user.close()
@@ -259,6 +264,66 @@ def test_a_drop_is_one_of_all_tiers(opened):
     store.put(1)
     assert store.user.drop(keys([0, 1, 2, 0, 1])).result() == 2
     assert store.user.probe(keys([0, 1])).result() == [Residence.ABSENT] * 2
+
+
+def around_writes(monkeypatch, number, *, before=None, behind=None):
+    """Call something right before or behind each write of a chunk's record."""
+    write = SsdDirectory.write
+
+    def wrapped(directory, location, page, payload):
+        is_meant = read_page(page).key == chunk(number).key
+        if is_meant and before is not None:
+            before()
+        write(directory, location, page, payload)
+        if is_meant and behind is not None:
+            behind(directory, location)
+
+    monkeypatch.setattr(SsdDirectory, "write", wrapped)
+
+
+def test_what_is_dropped_while_it_is_written_is_not_found(opened, monkeypatch):
+    store = opened()
+    around_writes(monkeypatch, 0, before=lambda: store.user.drop(keys([0])))
+    store.put(0)
+    store.user.touch(keys([0]))  # the second use
+    store.await_writes()
+    assert store.user.probe(keys([0])).result() == [Residence.ABSENT]
+    assert ("stored", Tier.SSD, chunk(0).key) not in store.events
+
+
+def test_what_is_dropped_while_its_segment_is_collected_is_not_found(opened, monkeypatch):
+    store = opened(capacity=6, segments=3)
+    store.save([0, 1])
+    for number in range(100, 106):
+        store.put(number)
+    assert store.get([0]) == [Tier.SSD]  # so that it is written again
+    num_dropped = []
+    around_writes(
+        monkeypatch, 0, before=lambda: num_dropped.append(store.user.drop(keys([0])).result())
+    )
+    for number in range(10, 38):
+        store.save([number])
+    store.await_writes()
+    assert num_dropped == [1]
+    assert store.user.probe(keys([0])).result() == [Residence.ABSENT]
+
+
+def test_a_segment_is_not_collected_before_what_was_written_to_it_is_indexed(opened, monkeypatch):
+    """Else the index says for ever that an SSD has what is overwritten, and each load fails."""
+    recycled = []
+
+    def collect(directory, location):
+        directory._seal()
+        recycled.append(directory.recycle(location.segment))
+
+    store = opened()
+    around_writes(monkeypatch, 0, behind=collect)
+    store.put(0)
+    store.get([0])
+    store.await_event("stored", Tier.SSD, chunk(0).key)
+    store.await_writes()
+    assert recycled == [False]
+    assert store.store.verify() == (1, 0)
 
 
 def hang(monkeypatch):
