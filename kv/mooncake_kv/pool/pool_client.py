@@ -400,7 +400,7 @@ class PoolClient:
 
     async def _save(self, save: SaveRequest) -> None:
         handles: list[WriteHandle] = []
-        was_asked = is_right = False
+        was_asked = is_right = is_moving = False
         try:
             async with self._save_slots:
                 handles, runs = await self._reserve(save)
@@ -408,7 +408,9 @@ class PoolClient:
                     order = SaveRuns(
                         save.save_id, runs, tuple(save.block_ids), self._timeout_s, save.step
                     )
+                    is_moving = True
                     reports = await self._order(save.save_id, order)
+                    is_moving = False
                     failure = next((r.error for r in reports if r.error is not None), None)
                     if failure is None:
                         was_asked = True
@@ -422,7 +424,9 @@ class PoolClient:
             if not was_asked:
                 self._post(ChunksCopied(save.save_id, is_complete=False))
             try:
-                if handles:
+                # Ranks that have not reported may write yet: their memory is the store's again when
+                # the instance leaves it, which it does behind its ranks.
+                if handles and not is_moving:
                     await self._end_writes(
                         handles, is_right=is_right, is_copy=save.copy is not None
                     )
