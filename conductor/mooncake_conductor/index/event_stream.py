@@ -114,6 +114,8 @@ class EventStream:
         self._index = index
         self._slot = slot
         self._blocks = blocks
+        if blocks is not None:
+            blocks.placed = lambda tier, keys: index.stored(slot, tier, keys)
         self._namespace = namespace
         self._expected = 0
         self._asked_from = -1
@@ -127,8 +129,13 @@ class EventStream:
 
     @property
     def num_orphans(self) -> int:
-        """Events whose blocks are left out, as what comes before them is not known."""
+        """What is left out, as what comes before it is not known; see ``PublishedBlocks``."""
         return 0 if self._blocks is None else self._blocks.num_orphans
+
+    def end(self) -> None:
+        """Nobody follows it any more: what waits to be placed is nothing to the index."""
+        if self._blocks is not None:
+            self._blocks.clear()
 
     @property
     def expected(self) -> int:

@@ -23,8 +23,8 @@ from mooncake_proxy.pool.instances import Instance, KVEventEndpoints
 if TYPE_CHECKING:
     from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, KVEventFeed
 
-# After this a store whose chunks follow on those of others, which were not known yet when it said
-# what it holds, is asked again, once.
+# After this a store is asked again, once, if it has chunks that follow on what is still not known:
+# there may have been more than are kept until it is.
 ASK_AGAIN_S = 30.0
 
 
@@ -119,6 +119,7 @@ class FleetHoldings:
         for snapshot in delivery.snapshots:
             question = stream.snapshot_ended(snapshot.next_sequence, snapshot.batches)
             self._ask(delivery.name, question)
+        self._store_blocks.tell()
 
     def remember(self, slot: int, keys: Sequence[int]) -> None:
         """Without events: it holds now what it has just worked on."""
@@ -172,8 +173,9 @@ class FleetHoldings:
         self._feed().follow(name, endpoints)
 
     def _unfollow(self, held: _SlotHoldings) -> None:
-        for name in held.streams:
+        for name, stream in held.streams.items():
             self._feed().leave(name)
+            stream.end()
             del self._publishers[name]
         held.streams.clear()
         held.ask_again_at = None

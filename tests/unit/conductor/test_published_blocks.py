@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from mooncake_conductor.index import published_blocks
 from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream
 from mooncake_conductor.index.holder_sets import Tier
@@ -107,6 +108,79 @@ def test_a_part_of_a_prompt_follows_on_what_another_publisher_has() -> None:
     for name in (3, 4):
         first.stored(BlocksStored((name,), None, CHUNK_TOKENS, Tier.HOST, (name,) * CHUNK_TOKENS))
     assert second.stored(tail) == (), "what is known of others has a bound"
+
+
+def _chunk_event(number: int, tier: Tier = Tier.HOST) -> BlocksStored:
+    """The block of the so many-th chunk of one prompt, whose hash is that number."""
+    ids = range(number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
+    return BlocksStored((number,), number - 1 if number else None, CHUNK_TOKENS, tier, tuple(ids))
+
+
+PROMPT_KEYS = token_keys(list(range(6 * CHUNK_TOKENS)))
+
+
+class Stores:
+    """Stores that call blocks alike, and what an index is told of them."""
+
+    def __init__(self, count: int) -> None:
+        self.names, self.index = BlockNames(), ChunkIndex(count)
+        self.blocks = [PublishedBlocks(self.names) for _ in range(count)]
+        self.streams = [EventStream(self.index, n, b) for n, b in enumerate(self.blocks)]
+
+    def say(self, store: int, *events: BlocksStored | BlocksRemoved) -> None:
+        stream = self.streams[store]
+        stream.receive(stream.expected, EventBatch(float(stream.expected), events))
+        self.names.tell()
+
+    def held(self, store: int, tier: Tier = Tier.HOST) -> int:
+        return self.index.digest(store, tier)[0]
+
+
+def test_what_follows_on_another_s_block_is_placed_once_that_is_known() -> None:
+    stores = Stores(2)
+    stores.say(0, _chunk_event(1), _chunk_event(3), _chunk_event(1, Tier.DISK), _chunk_event(5))
+    assert (stores.held(0), stores.blocks[0].num_orphans) == (0, 3)
+    stores.say(1, _chunk_event(2))  # it waits as well
+    stores.say(1, _chunk_event(0))  # 0, then the other store's 1, the own 2, the other's 3
+    assert (stores.held(0), stores.held(0, Tier.DISK), stores.held(1)) == (2, 1, 2)
+    assert [stores.index.num_copies(key) for key in PROMPT_KEYS] == [1, 1, 1, 1, 0, 0]
+    assert [each.num_orphans for each in stores.blocks] == [1, 0]
+    stores.say(0, _chunk_event(4))
+    assert (stores.held(0), stores.blocks[0].num_orphans) == (4, 0)
+
+
+def test_what_is_gone_before_its_parent_is_known_is_not_placed() -> None:
+    stores = Stores(3)
+    stores.say(0, _chunk_event(1), _chunk_event(1, Tier.DISK), BlocksRemoved((1,), Tier.HOST))
+    stores.say(1, _chunk_event(1), BlocksRemoved((1,), Tier.HOST))
+    stores.say(2, _chunk_event(1))
+    stores.streams[2].end()
+    assert [each.num_orphans for each in stores.blocks] == [1, 0, 0]
+    stores.say(1, _chunk_event(0))
+    assert [stores.held(store) for store in range(3)] == [0, 1, 0]
+    assert [stores.held(store, Tier.DISK) for store in range(3)] == [1, 0, 0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), unique=True), st.integers(1, 2))
+@settings(deadline=None, max_examples=100)
+def test_in_whatever_order_stores_speak_the_index_knows_the_same(said, times) -> None:
+    stores = Stores(3)
+    for store, number in said:
+        stores.say(store, *[_chunk_event(number)] * times)
+    known = {number for _, number in said}
+    num_leading = next(number for number in range(7) if number not in known)
+    expected = [sum(at == key for _, at in said) for key in range(num_leading)]
+    assert [stores.index.num_copies(key) for key in PROMPT_KEYS[:num_leading]] == expected
+    assert not any(stores.index.num_copies(key) for key in PROMPT_KEYS[num_leading:])
+
+
+def test_what_waits_for_a_parent_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published_blocks, "MAX_ORPHAN_TOKENS", CHUNK_TOKENS)
+    stores = Stores(2)
+    stores.say(0, _chunk_event(1), _chunk_event(3))
+    assert stores.blocks[0].num_orphans == 2, "it is asked again for the other one"
+    stores.say(1, _chunk_event(0), _chunk_event(2))
+    assert (stores.held(0), stores.blocks[0].num_orphans) == (1, 1)
 
 
 def test_a_copy_in_host_memory_needs_no_tokens() -> None:
