@@ -83,7 +83,7 @@ def start_vllm(stack: ExitStack, python: Path, step_ms: float) -> tuple[int, int
     """
     words = ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
     words += ("--distributed-executor-backend", "uni", "--disable-uvicorn-access-log")
-    words += ("--worker-cls", "vllm_paced_worker.PacedWorker")
+    words += ("--worker-cls", "vllm_paced_worker.SchedulingWorker")
     environment = {
         "PYTHONPATH": str(ROOT / "ci"),
         "VLLM_PACED_STEP_MS": str(step_ms),

@@ -1,6 +1,7 @@
 """Our connector inside a real vLLM (its CPU build): tokens, bookkeeping, and who frees what.
 
     python ci/test_vllm.py [--parts unit,pairs] [--pairs 1:1/shm,2:1/tcp,1:2/shm/push]
+        [--pairs 1:1/shm/pull/recompute/sliding]
 
 Parts: unit is tests/vllm, vLLM's own scheduler and views without a server; up what make up
 ENGINE=vllm starts; pool the pool's connector; multi vLLM's MultiConnector with ours in it; mixed P
@@ -8,7 +9,8 @@ on vLLM with D on our own engine, and back, also by the pool; fleet two Ps, of w
 conductor chooses and one dies; pairs what follows.
 
 A pair is P's and D's tensor-parallel size (1x2: with two pipeline stages; 1d2: with two
-data-parallel ranks), the transport, who moves KV, and vLLM's kv_load_failure_policy (recompute).
+data-parallel ranks), the transport, who moves KV, vLLM's kv_load_failure_policy (recompute), and
+the model: full, or sliding, whose layers have blocks of three KV-cache groups.
 First one vLLM answers alone; then, for each pair, P and D with our connector answer the same, in
 fp32: token for token the same, directly and through the proxy, whole and streamed, 16 at once. Then
 what goes wrong on purpose: parameters that are used twice, contradict the prompt or name nobody;
@@ -58,9 +60,12 @@ from vllm_requests import (
 )
 from vllm_serving import (
     EXAMPLE,
+    OF_EXAMPLE,
+    SLIDING_WINDOW,
     Json,
     cores,
     prepare,
+    prepare_sliding,
     proxying,
     serving,
     transfer_config,
@@ -74,6 +79,11 @@ NUM_AT_ONCE = 16
 CHILDREN = "n = 3"
 PATIENCE_S = 120.0
 """For a transfer: where others work, too, a worker that got no processor once stood for 30 s."""
+FULL = "full"
+NUM_GROUPS = {FULL: 1, "sliding": 3}
+"""KV-cache groups, by model."""
+BEYOND = "one token beyond the window"
+BEYOND_TOKENS = SLIDING_WINDOW - 1 + 128  # vLLM's blocks on a CPU have 128
 SECRET = CACHE / "vllm-secret"
 PUSH_FAILURES = "vllm:mooncake_hal_push_failures_total"
 BYTES_SENT = "vllm:mooncake_hal_bytes_sent_total"
@@ -95,6 +105,7 @@ ALL_PAIRS = ",".join(
     ]
     + ["1x2:1/shm", "1x2:1/shm/push", "1:1x2/shm", "1d2:1/tcp", "1:1d2/tcp", "1d2:1/shm/push"]
     + ["1:1/shm/pull/fail"]
+    + [f"{pair}/recompute/sliding" for pair in ("1:1/shm/pull", "2:1/tcp/pull", "1:2/shm/push")]
 )
 
 
@@ -102,7 +113,7 @@ def main() -> int:
     """Install, serve, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
-        "--pairs", default=ALL_PAIRS, help="P:D/transport[/flow[/policy]], ...: all"
+        "--pairs", default=ALL_PAIRS, help="P:D/transport[/flow[/policy[/model]]], ...: all"
     )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for vLLM")
@@ -123,14 +134,19 @@ def find_problems(args: argparse.Namespace) -> list[str]:
         problems += check_up(python, args.start_timeout)
     if not {*parts} - {"unit", "up"}:
         return problems
+    pairs = [Pair.parse(text) for text in args.pairs.split(",") if "pairs" in parts]
     wanted = answers_alone(python, args.start_timeout, cases())
     chosen = {f"{n} tokens": cases()[f"{n} tokens"] for n in LENGTHS if n > 128}
     for part, check in BESIDE_PAIRS.items():
         if part in parts:
             problems += check(python, chosen, wanted, args.start_timeout)
-    if "pairs" in parts:
-        for pairs in by_prefill(Pair.parse(text) for text in args.pairs.split(",")):
-            problems += check_pairs(python, pairs, wanted, args)
+    for group in by_prefill(pair for pair in pairs if pair.model == FULL):
+        problems += check_pairs(python, group, wanted, args)
+    if sliding := [pair for pair in pairs if pair.model != FULL]:
+        asked = cases() | {BEYOND: (COMPLETIONS, completion(tokens(BEYOND_TOKENS)))}
+        wanted = answers_alone(python, args.start_timeout, asked, sliding[0].model)
+        for group in by_prefill(sliding):
+            problems += check_pairs(python, group, wanted, args)
     return problems
 
 
@@ -182,6 +198,7 @@ class Pair:
         transport: by which KV goes.
         flow: ``"pull"`` or ``"push"``.
         policy: what D does about a load that failed: ``"recompute"`` or ``"fail"``.
+        model: ``FULL`` or ``"sliding"``.
     """
 
     prefill: Size
@@ -189,25 +206,34 @@ class Pair:
     transport: str
     flow: str = "pull"
     policy: str = "recompute"
+    model: str = FULL
 
     @classmethod
     def parse(cls, text: str) -> Pair:
-        """Read ``2:1/tcp``, ``1x2:1/shm``, ``1:1/shm/push`` or ``1:1/shm/pull/fail``."""
+        """Read ``2:1/tcp``, ``1x2:1/shm``, ``1:1/shm/push``, ``1:1/shm/pull/fail`` or
+        ``1:1/shm/pull/recompute/sliding``."""
         sizes, *others = text.split("/")
         prefill, _, decode = sizes.partition(":")
         return cls(Size.parse(prefill), Size.parse(decode), *others)
 
     def __str__(self) -> str:
         policy = "" if self.policy == "recompute" else f"/{self.policy}"
-        return f"{self.prefill}:{self.decode}/{self.transport}/{self.flow}{policy}"
+        model = "" if self.model == FULL else f"/{self.model}"
+        return f"{self.prefill}:{self.decode}/{self.transport}/{self.flow}{policy}{model}"
+
+
+def served(python: Path, model: str) -> tuple[Path | None, tuple[str, ...]]:
+    """What an instance is started with to serve a pair's model: its folder, and words."""
+    return (None, ()) if model == FULL else (prepare_sliding(python), OF_EXAMPLE)
 
 
 def answers_alone(
-    python: Path, timeout_s: float, asked: dict[str, tuple[str, Json]]
+    python: Path, timeout_s: float, asked: dict[str, tuple[str, Json]], model: str = FULL
 ) -> dict[str, Json]:
     """What one vLLM answers to everything that is asked of pairs."""
     log = CACHE / "vllm-alone.log"
-    with serving(python, None, "0", log) as url:
+    folder, words = served(python, model)
+    with serving(python, None, "0", log, *words, model=folder) as url:
         wait_until_healthy(url, log, timeout_s)
         answers = {name: post(url, path, body) for name, (path, body) in asked.items()}
     for name, answer in answers.items():
@@ -231,7 +257,7 @@ def check_pairs(
     first, timeout_s = pairs[0], args.start_timeout
     transports = sorted({pair.transport for pair in pairs})
     problems: list[str] = []
-    with instance(python, "kv_producer", first.flow, first.prefill, transports) as prefill:
+    with instance(python, "kv_producer", first, transports) as prefill:
         for pair in pairs:
             try:
                 problems += check_pair(python, pair, prefill, wanted, timeout_s)
@@ -250,38 +276,34 @@ def check_pair(
         OSError: one of them does not answer.
     """
     with ExitStack() as stack:
-        decode = stack.enter_context(
-            instance(python, "kv_consumer", pair.flow, pair.decode, [pair.transport], pair.policy)
-        )
+        decode = stack.enter_context(instance(python, "kv_consumer", pair, [pair.transport]))
         for url, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
             wait_until_healthy(url, instance_log(role), timeout_s)
         proxy = stack.enter_context(proxying(prefill, decode, pair.flow))
         run = Run(pair, prefill, decode, proxy, wanted)
         for check in CHECKS["fail" if pair.policy == "fail" else pair.flow]:
             check(run)
+        if pair.model != FULL:
+            beyond_the_window(run)
     return run.problems
 
 
 @contextmanager
-def instance(
-    python: Path,
-    role: str,
-    flow: str,
-    size: Size,
-    transports: list[str],
-    policy: str = "recompute",
-) -> Iterator[str]:
+def instance(python: Path, role: str, pair: Pair, transports: list[str]) -> Iterator[str]:
     """A vLLM with our connector, in a deployment with a secret; its URL. Not necessarily up yet."""
     SECRET.touch(mode=0o600)
     SECRET.write_text("of these pairs\n")
     settings = {"transfer_timeout_seconds": PATIENCE_S, "secret_file": str(SECRET)}
-    transfer = transfer_config(role, flow, transports, **settings)
+    transfer = transfer_config(role, pair.flow, transports, **settings)
+    size = pair.prefill if role == "kv_producer" else pair.decode
+    folder, words = served(python, pair.model)
     with serving(
         python,
-        transfer | {"kv_load_failure_policy": policy},
+        transfer | {"kv_load_failure_policy": pair.policy},
         cores(0 if role == "kv_producer" else 1, size.tp * size.pp * size.dp),
         instance_log(role),
-        *(*size.words, "--max-num-batched-tokens", "256"),
+        *(*words, *size.words, "--max-num-batched-tokens", "256"),
+        model=folder,
     ) as url:
         yield url
 
@@ -430,7 +452,7 @@ def kv_came_over(run: Run) -> None:
     prompts = sum(
         answer["usage"]["prompt_tokens"]
         for name, answer in run.wanted.items()
-        if name not in ("trouble", CHILDREN)
+        if name not in ("trouble", CHILDREN, BEYOND)
     )
     hits = figure(run.decode, HITS)
     # A prompt of one token is not worth a load; two blocks of "prefix" were there already.
@@ -498,8 +520,8 @@ def trouble(run: Run) -> None:
         "nobody's port": {"remote_port": 1},
         "another prompt": {"prompt_digest": "another"},
         "a bad port": {"remote_port": "x"},
-        "no blocks": {"remote_block_ids": [[]]},
-        "foreign blocks": {"remote_block_ids": [[2**30]] * 1},
+        "no blocks": {"remote_block_ids": [[]] * NUM_GROUPS[run.pair.model]},
+        "foreign blocks": {"remote_block_ids": [[2**30]] * NUM_GROUPS[run.pair.model]},
     }
     for number, (what, change) in enumerate(changes.items()):
         fresh = completion(tokens(280, 5), cache_salt=f"trouble {number}")
@@ -544,6 +566,24 @@ def leave(url: str, path: str, body: Json) -> None:
     head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
     with socket.create_connection((address.hostname, address.port), ANSWER_TIMEOUT_S) as client:
         client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+
+
+def beyond_the_window(run: Run) -> None:
+    """A prompt whose last token, where D computes it again, needs a token that no P keeps: D does
+    all of it; where P's token is part of the prompt, its KV comes over."""
+    path, body = COMPLETIONS, completion(tokens(BEYOND_TOKENS))
+    wanted = run.wanted[BEYOND]
+    refused = "vllm:mooncake_hal_refused_requests_total"
+    before = figure(run.decode, refused), figure(run.decode, LOADS)
+    if run.pair.flow == "pull":
+        run.expect(BEYOND, token_ids(hand_over(run, path, body)), token_ids(wanted))
+        run.expect("is computed by D", figure(run.decode, refused) - before[0], 1)
+    salted = without_token_ids(body) | {"cache_salt": BEYOND, "stream": True}
+    [choice] = wanted["choices"]
+    answer = choice["text"], choice["finish_reason"]
+    run.expect(f"proxy: {BEYOND}, streamed", ask(run.proxy, path, salted), answer)
+    is_pull = run.pair.flow == "pull"
+    run.expect("comes over behind P's token", figure(run.decode, LOADS) - before[1], int(is_pull))
 
 
 def all_is_free(run: Run) -> None:

@@ -32,7 +32,7 @@ SOURCES = CACHE / "vllm-sources"
 CONTRACTS = ROOT / "tests" / "contract" / "vllm"
 CONNECTOR = "distributed/kv_transfer/kv_connector"
 CLASSES = {
-    f"{CONNECTOR}/v1/base.py": ("KVConnectorBase_V1", "KVConnectorTransferResults"),
+    f"{CONNECTOR}/v1/base.py": ("KVConnectorBase_V1", "KVConnectorTransferResults", "SupportsHMA"),
     f"{CONNECTOR}/v1/metrics.py": ("KVConnectorStats", "KVConnectorPromMetrics"),
     f"{CONNECTOR}/factory.py": ("KVConnectorFactory",),
     "v1/request.py": ("Request", "RequestStatus"),
@@ -44,6 +44,7 @@ CLASSES = {
         "KVCacheSpec",
         "AttentionSpec",
         "FullAttentionSpec",
+        "SlidingWindowSpec",
         "MLAAttentionSpec",
     ),
     "v1/kv_cache_layout.py": ("KVCacheLayout",),
@@ -73,6 +74,7 @@ PACKAGES = {"distributed": ("get_pp_group", "get_tp_group"), "platforms": ("curr
 """Packages whose own names we import."""
 WITH_SIGNATURES = (
     "KVConnectorBase_V1",
+    "SupportsHMA",
     "KVConnectorStats",
     "KVConnectorPromMetrics",
     "KVConnectorFactory",

@@ -61,6 +61,39 @@ config |= {"head_dim": new, "dtype": "float32"}
 """
 
 
+SLIDING_MODEL = CACHE / "tiny-sliding"
+SLIDING_WINDOW = 64
+# Two of three layers have the window, as in Gemma 3. The weights are noise, large enough to matter.
+MAKE_SLIDING = """
+import json, shutil, sys, torch
+from pathlib import Path
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+source, target, window = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+target.mkdir(parents=True, exist_ok=True)
+for file in source.glob("token*"):
+    shutil.copy(file, target)
+torch.manual_seed(0)
+Gemma3ForCausalLM(
+    Gemma3TextConfig(
+        **{name: json.loads((source / "config.json").read_text())[name]
+           for name in ("vocab_size", "max_position_embeddings", "eos_token_id")},
+        bos_token_id=None, hidden_size=128, intermediate_size=256, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32,
+        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        sliding_window=window, initializer_range=0.3,
+    )
+).float().save_pretrained(target)
+"""
+
+
+def prepare_sliding(python: Path) -> Path:
+    """A model with sliding windows, made with vLLM's own libraries."""
+    if not (SLIDING_MODEL / "model.safetensors").exists():
+        command = [python, "-c", MAKE_SLIDING, EXAMPLE, SLIDING_MODEL, str(SLIDING_WINDOW)]
+        run(command, "making a model with sliding windows")
+    return SLIDING_MODEL
+
+
 def prepare() -> Path:
     """The interpreter of vLLM's venv; the model is there, too."""
     python = install()
@@ -147,11 +180,17 @@ def cores(first: int, size: int = 1) -> str:
 
 @contextmanager
 def serving(
-    python: Path, transfer: Json | None, core: str, log: Path, *words: str, **environment: str
+    python: Path,
+    transfer: Json | None,
+    core: str,
+    log: Path,
+    *words: str,
+    model: Path | None = None,
+    **environment: str,
 ) -> Iterator[str]:
     """One vLLM instance; its URL. Not necessarily up yet. Arguments as in ``Launch``."""
     log.unlink(missing_ok=True)  # of an earlier run
-    launch = Launch(python, transfer, core, log, words, environment)
+    launch = Launch(python, transfer, core, log, words, environment, model=model)
     child = launch.start()
     try:
         yield launch.url

@@ -265,6 +265,7 @@ class EarlyPullReceiver:
             start,
             progress.num_tokens,
             spread_of(progress.holder.request_id),
+            reserved.num_tokens,
         )
         reserved.may_be_written = True
         try:

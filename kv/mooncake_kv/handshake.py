@@ -173,6 +173,13 @@ def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Ch
         "how KV lies in a block", prefill.geometry.format, decode.geometry.format, _SAME_PACKING
     )
     yield _Check("KV geometry", prefill.geometry, decode.geometry)
+    if any(group.window for group in prefill.geometry.groups):
+        yield _Check(
+            "block size",
+            prefill.block_size,
+            decode.block_size,
+            "blocks that have left a sliding window are dropped whole: use one --block-size",
+        )
     meant = differences(prefill.numerics.meaning, decode.numerics.meaning)
     for name, (ours, theirs) in meant.items():
         yield _Check(f"KV's {name}", ours, theirs, _SAME_NUMBERS)

@@ -108,14 +108,14 @@ class Reservation:
 
     Args:
         request_id: ours.
-        num_tokens: how many tokens' KV has to come.
+        tokens: the prompt's tokens whose KV has to come: from one on to its end.
         deadline: without a word until then, the peer is looked for or given up.
         last_heard: when the writer last said something.
         prompt_digest: of the prompt whose KV it has to be.
     """
 
     request_id: str
-    num_tokens: int
+    tokens: tuple[int, int]
     deadline: float
     last_heard: float
     stage: ReservationState = ReservationState.OFFERED
@@ -145,11 +145,11 @@ class ReservationTable:
         return self._held.get(request_id)
 
     def reserve(
-        self, request_id: str, num_tokens: int, now: float, prompt_digest: str = ""
+        self, request_id: str, tokens: tuple[int, int], now: float, prompt_digest: str = ""
     ) -> None:
         """Blocks are ready for a writer."""
         self._held[request_id] = Reservation(
-            request_id, num_tokens, now + self._open_s, now, prompt_digest=prompt_digest
+            request_id, tokens, now + self._open_s, now, prompt_digest=prompt_digest
         )
 
     def open(self, request_id: str, writer: Writer, now: float) -> LeaseStatus:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from hashlib import blake2b
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -62,7 +63,8 @@ class RemoteKV:
         host, port: its side channel.
         block_ids: its block table.
         num_tokens: prompt tokens whose KV is there.
-        claimed_tp_size, claimed_block_size: what the request says of the holder, if it does.
+        claimed_tp_size, claimed_block_size, claimed_num_groups: what the request says of the
+            holder, if it does; of each KV-cache group the table has an entry in turn.
         lease_s: how long the holder waits for a keepalive, if the request says so.
     """
 
@@ -74,6 +76,7 @@ class RemoteKV:
     num_tokens: int
     claimed_tp_size: int | None = None
     claimed_block_size: int | None = None
+    claimed_num_groups: int | None = None
     lease_s: float | None = None
 
 
@@ -284,10 +287,11 @@ def _check_address(wire: _Wire, names: tuple[str, ...], flag: str, advice: str) 
     if missing:
         raise _invalid(f"{flag} needs {', '.join(missing)}; {advice}")
     assert wire.remote_block_ids is not None
-    if len(wire.remote_block_ids) != 1:
+    lengths = {len(table) for table in wire.remote_block_ids}
+    if len(lengths) != 1:
         raise _invalid(
-            f"remote_block_ids must hold the table of one KV-cache group, "
-            f"got {len(wire.remote_block_ids)}"
+            "remote_block_ids must hold a table for each KV-cache group, all of one length; got "
+            f"{len(wire.remote_block_ids)} of lengths {sorted(lengths)}"
         )
 
 
@@ -317,10 +321,11 @@ def _remote(wire: _Wire, num_tokens: int) -> RemoteKV:
     assert wire.remote_block_ids is not None
     return RemoteKV(
         **values,
-        block_ids=tuple(wire.remote_block_ids[0]),
+        block_ids=tuple(chain.from_iterable(zip(*wire.remote_block_ids, strict=True))),
         num_tokens=num_tokens,
         claimed_tp_size=wire.remote_ptp_size or wire.remote_tp_size,
         claimed_block_size=_only_block_size(wire.remote_block_size),
+        claimed_num_groups=len(wire.remote_block_ids),
         lease_s=wire.lease_seconds,
     )
 
@@ -328,8 +333,8 @@ def _remote(wire: _Wire, num_tokens: int) -> RemoteKV:
 def _only_block_size(claimed: int | list[int] | None) -> int | None:
     if not isinstance(claimed, list):
         return claimed
-    if len(claimed) != 1:
-        raise _invalid(f"remote_block_size must be that of one KV-cache group, got {claimed}")
+    if len({*claimed}) != 1:
+        raise _invalid(f"remote_block_size must be one for all KV-cache groups, got {claimed}")
     return claimed[0]
 
 
@@ -368,6 +373,11 @@ class InstanceAddress:
     tp_size: int
     block_size: int
     lease_s: float
+    num_groups: int = 1
+
+    def tables(self, block_ids: Sequence[int]) -> list[list[int]]:
+        """A prompt's block table as parameters have it: one for each KV-cache group."""
+        return [list(block_ids[group :: self.num_groups]) for group in range(self.num_groups)]
 
 
 def build_params(
@@ -393,13 +403,13 @@ def build_params(
         "remote_request_id": request_id,
         "remote_host": holder.host,
         "remote_port": holder.port,
-        "remote_block_ids": [list(block_ids)],
+        "remote_block_ids": holder.tables(block_ids),
         "remote_block_size": holder.block_size,
         "remote_ptp_size": holder.tp_size,
         "remote_pcp_size": 1,
         "remote_dcp_size": 1,
         "remote_multi_nodes_meta_mapping": {},
-        "num_prompt_blocks": len(block_ids),
+        "num_prompt_blocks": len(block_ids) // holder.num_groups,
         "num_prompt_tokens": len(prompt),
         "prompt_digest": prompt_digest(prompt),
         "lease_seconds": holder.lease_s,
@@ -445,8 +455,8 @@ def build_reservation_params(
         "remote_engine_id": holder.engine_id,
         "remote_host": holder.host,
         "remote_port": holder.port,
-        "remote_block_ids": [list(block_ids)],
-        "remote_block_size": [holder.block_size],
+        "remote_block_ids": holder.tables(block_ids),
+        "remote_block_size": [holder.block_size] * holder.num_groups,
         "remote_tp_size": holder.tp_size,
         "remote_pcp_size": 1,
         "remote_dcp_size": 1,

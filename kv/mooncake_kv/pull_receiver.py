@@ -57,6 +57,7 @@ class PullReceiver:
             start,
             remote.num_tokens,
             spread=spread_of(remote.request_id),
+            prompt_stop=remote.num_tokens,
         )
         expected.is_loading = True
         self._context.spawn(self._run(order, expected), request_id)

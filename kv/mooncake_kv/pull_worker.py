@@ -112,6 +112,7 @@ class PullWorker(ConnectorWorker):
             command.remote_blocks,
             (command.start, command.stop),
             spread=command.spread,
+            prompt_stop=command.prompt_stop,
         )
         plans = plan_transfer(
             self.context.memory.geometry,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from mooncake_hal.kv.geometry import KVGeometry, KVShard
+from mooncake_hal.kv.geometry import KVGeometry, KVGroup, KVShard
 from mooncake_hal.kv.transfer_plan import (
     BlockTransfer,
     KVShardSpec,
@@ -197,22 +197,29 @@ def expected_bytes(
     geometry: KVGeometry,
     writers: Sequence[KVShard],
     readers: Sequence[KVShard],
-    num_tokens: int,
+    tokens: tuple[int, int],
     spread: int,
+    block_size: int,
 ) -> dict[tuple[int, int], int]:
-    """How many bytes each (writer, reader) pair has to move for ``num_tokens`` of all layers; of
-    units that tokens are moved in, all that these tokens are in.
+    """How many bytes each (writer, reader) pair has to move for a prompt's tokens from one on to
+    its end, in all layers; of units that tokens are moved in, all that these tokens are in.
 
     Raises:
         PlanError: the writers don't hold what a reader needs.
     """
-    if num_tokens <= 0:
+    start, stop = tokens
+    if start >= stop:
         return {}
-    num_units = -(-num_tokens // geometry.unit)
     unit_bytes = sum(geometry.plane_dims) * geometry.element_bytes
     expected = {}
     for reader, wanted in enumerate(readers):
         for writer in elect_sources(wanted, writers, spread):
             box = intersect(wanted, writers[writer])
-            expected[writer, reader] = box.layers * box.heads * num_units * unit_bytes
+            num_units = 0
+            for group in geometry.groups or (KVGroup(tuple(range(geometry.layers))),):
+                first, last = group.counted(box.layer_start, box.layer_stop)
+                kept = max(start, group.first_token(stop, block_size))
+                num_units += (last - first) * (-(-stop // geometry.unit) - kept // geometry.unit)
+            if num_units:
+                expected[writer, reader] = box.heads * num_units * unit_bytes
     return expected

@@ -91,10 +91,10 @@ class PushReceiver:
     def load(self, request_id: str, metaserver: Metaserver, params: KVTransferDict) -> None:
         """Reserve blocks and ask for their KV; ``LoadEnded`` follows, drained at last."""
         self.counts.transfers += 1
-        num_tokens = params["num_prompt_tokens"] - params["remote_cached_tokens"]
+        tokens = params["remote_cached_tokens"], params["num_prompt_tokens"]
         self._started[request_id] = self._context.clock()
         digest = params.get("prompt_digest", "")
-        self._table.reserve(request_id, num_tokens, self._context.clock(), digest)
+        self._table.reserve(request_id, tokens, self._context.clock(), digest)
         self._context.spawn(self._ask(request_id, metaserver, params), request_id)
 
     def cancel(self, request_id: str) -> None:
@@ -206,8 +206,9 @@ class PushReceiver:
                 self._context.instance.geometry,
                 [rank.shard for rank in metadata.ranks],
                 [rank.shard for rank in self._context.instance.ranks],
-                held.num_tokens,
+                held.tokens,
                 spread_of(held.request_id),
+                self._context.instance.block_size,
             )
         except PlanError as exc:
             return str(exc)

@@ -267,7 +267,12 @@ def _movement(session: PushSession, portion: Portion) -> BlockTransfer | None:
     if first >= last:
         return None
     return BlockTransfer(
-        portion.block_ids, order.remote_blocks, (first, last), portion.layers, order.spread
+        portion.block_ids,
+        order.remote_blocks,
+        (first, last),
+        portion.layers,
+        order.spread,
+        order.stop,
     )
 
 

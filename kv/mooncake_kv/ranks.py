@@ -42,7 +42,8 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to worker: read the KV of prompt tokens ``[start, stop)``."""
+    """Scheduler to worker: read the KV of tokens ``[start, stop)`` of a prompt that ends at
+    ``prompt_stop``."""
 
     request_id: str
     engine_id: str
@@ -51,6 +52,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     start: int
     stop: int
     spread: int
+    prompt_stop: int
 
 
 class CancelLoad(msgspec.Struct, frozen=True, tag=True):

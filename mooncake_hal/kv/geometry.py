@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,6 +16,31 @@ class AttentionKind(str, Enum):
     """Planes K and V with heads; heads are divided over ranks."""
     MLA = "mla"
     """Planes latent and rope with a single head; every rank holds all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers whose KV a request has in the same blocks: a KV-cache group, as vLLM calls it.
+
+    Args:
+        layers: which of the model's; rising.
+        window: how many tokens each token attends to at most, itself among them (sliding-window
+            attention); 0: all before it.
+    """
+
+    layers: tuple[int, ...]
+    window: int = 0
+
+    def first_token(self, stop: int, block_size: int) -> int:
+        """The first token whose KV is needed to go on behind token ``stop - 1``: that of a block,
+        since engines drop whole blocks that have left the window."""
+        if not self.window:
+            return 0
+        return max(0, stop - self.window + 1) // block_size * block_size
+
+    def counted(self, start: int, stop: int) -> tuple[int, int]:
+        """The group's part of a range of the model's layers, counted within the group."""
+        return bisect_left(self.layers, start), bisect_left(self.layers, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +59,9 @@ class KVGeometry:
             elements of such a piece, and the strides and offsets of tokens are those of pieces.
         format: how elements are ordered inside a piece, where that is not token after token; only
             instances of one format understand each other's.
+        groups: where not all layers have a request's KV in the same blocks: each layer in one of
+            them. A request's block table has an entry per block and group then, block by block:
+            entry ``i * len(groups) + g`` is the i-th block of group g.
     """
 
     kind: AttentionKind
@@ -43,6 +72,12 @@ class KVGeometry:
     element_bytes: int
     unit: int = 1
     format: str = "linear"
+    groups: tuple[KVGroup, ...] = ()
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables that a request has: one per group."""
+        return len(self.groups) or 1
 
     @property
     def planes(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_hal.errors import PlanError
-from mooncake_hal.kv.geometry import KVGeometry, KVShard
+from mooncake_hal.kv.geometry import KVGeometry, KVGroup, KVShard
 from mooncake_hal.kv.layout import KVLayout
 from mooncake_hal.transport import Spans
 
@@ -37,12 +37,15 @@ class BlockTransfer:
 
     Args:
         local_blocks, remote_blocks: block tables; entry i holds tokens
-            ``[i * block_size, (i + 1) * block_size)`` in that side's own block size.
+            ``[i * block_size, (i + 1) * block_size)`` in that side's own block size. Where the
+            geometry has groups: an entry for each of them in turn.
         tokens: half-open range of token positions.
         layers: half-open range of global layer indices; None means all. What the local rank has
             of them is moved.
         spread: picks among replicas, so that requests spread over the ranks that hold the same
             heads; any integer.
+        prompt_stop: where the prompt ends of which these tokens are a part: sliding windows reach
+            back from there. None: where the tokens end.
     """
 
     local_blocks: Sequence[int]
@@ -50,6 +53,7 @@ class BlockTransfer:
     tokens: tuple[int, int]
     layers: tuple[int, int] | None = None
     spread: int = 0
+    prompt_stop: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,12 +86,14 @@ def plan_transfer(
     Raises:
         PlanError: the block tables are too short, or the remotes don't cover ``local`` exactly.
     """
+    if geometry.groups:
+        return _plan_groups(geometry, local, remotes, transfer)
     if geometry.unit > 1:
         return _plan_units(geometry, local, remotes, transfer)
     start, stop = transfer.tokens
-    _check_table("local", local.layout, transfer.local_blocks, stop)
+    _check_table("local", local.layout, transfer.local_blocks, transfer.tokens)
     for remote in remotes:
-        _check_table("remote", remote.layout, transfer.remote_blocks, stop)
+        _check_table("remote", remote.layout, transfer.remote_blocks, transfer.tokens)
     wanted = local.shard
     if transfer.layers is not None:
         wanted = intersect(wanted, KVShard(*transfer.layers, wanted.head_start, wanted.head_stop))
@@ -131,6 +137,59 @@ def _plan_units(
         [in_units(remote) for remote in remotes],
         replace(transfer, tokens=(start // unit, -(-stop // unit))),
     )
+
+
+def _plan_groups(
+    geometry: KVGeometry,
+    local: KVShardSpec,
+    remotes: Sequence[KVShardSpec],
+    transfer: BlockTransfer,
+) -> list[PeerSpans]:
+    """A plan for each KV-cache group, as if its layers were the model's, put together."""
+    spans: dict[int, list[Spans]] = {}
+    for index, group in enumerate(geometry.groups):
+        part = replace(
+            transfer,
+            local_blocks=transfer.local_blocks[index :: geometry.num_tables],
+            remote_blocks=transfer.remote_blocks[index :: geometry.num_tables],
+            tokens=kept_tokens(group, transfer, local.layout.block_size),
+            layers=None if transfer.layers is None else group.counted(*transfer.layers),
+        )
+        if part.tokens[0] >= part.tokens[1]:
+            continue
+        for plan in plan_transfer(
+            replace(geometry, layers=len(group.layers), groups=()),
+            _of_group(local, group),
+            [_of_group(remote, group) for remote in remotes],
+            part,
+        ):
+            spans.setdefault(plan.peer, []).append(plan.spans)
+    return [PeerSpans(peer, _joined(parts)) for peer, parts in sorted(spans.items())]
+
+
+def kept_tokens(group: KVGroup, transfer: BlockTransfer, block_size: int) -> tuple[int, int]:
+    """Those of a transfer's tokens whose KV a group's layers still need; maybe none."""
+    start, stop = transfer.tokens
+    prompt_stop = stop if transfer.prompt_stop is None else transfer.prompt_stop
+    return max(start, group.first_token(prompt_stop, block_size)), stop
+
+
+def _of_group(rank: KVShardSpec, group: KVGroup) -> KVShardSpec:
+    """A rank's part of a group's KV; the group's layers count from 0."""
+    shard, layout = rank.shard, rank.layout
+    first, last = group.counted(shard.layer_start, shard.layer_stop)
+    held = [layer - shard.layer_start for layer in group.layers[first:last]]
+    bases = tuple(tuple(plane[layer] for layer in held) for plane in layout.bases)
+    return KVShardSpec(
+        replace(shard, layer_start=first, layer_stop=last), replace(layout, bases=bases)
+    )
+
+
+def _joined(parts: Sequence[Spans]) -> Spans:
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*((part.local, part.remote, part.nbytes) for part in parts), strict=True)
+    return Spans(*(np.concatenate(column) for column in columns))
 
 
 def intersect(a: KVShard, b: KVShard) -> KVShard:
@@ -359,14 +418,18 @@ def _merge(runs: _Runs) -> Spans:
     )
 
 
-def _check_table(which: str, layout: KVLayout, blocks: Sequence[int], tokens: int) -> None:
-    needed = -(-tokens // layout.block_size)
+def _check_table(
+    which: str, layout: KVLayout, blocks: Sequence[int], tokens: tuple[int, int]
+) -> None:
+    start, stop = tokens
+    needed = -(-stop // layout.block_size)
     if len(blocks) < needed:
         raise PlanError(
-            f"{tokens} tokens need {needed} {which} blocks of {layout.block_size}, "
+            f"{stop} tokens need {needed} {which} blocks of {layout.block_size}, "
             f"the table has {len(blocks)}"
         )
-    outside = [block for block in blocks[:needed] if not 0 <= block < layout.num_blocks]
+    wanted = blocks[start // layout.block_size : needed]
+    outside = [block for block in wanted if not 0 <= block < layout.num_blocks]
     if outside:
         raise PlanError(f"{which} block {outside[0]} is not in a pool of {layout.num_blocks}")
 

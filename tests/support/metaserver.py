@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -90,3 +91,33 @@ async def metaserver(dispatch: Dispatch, **options: Any) -> AsyncIterator[Metase
         yield server
     finally:
         await server.close()
+
+
+class Post:
+    """A metaserver in a thread of its own, which keeps what was posted."""
+
+    def __init__(self) -> None:
+        self.params: dict[str, Any] = {}
+        self._posted = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.server = Metaserver(self._take)
+        self._run(self.server.start())
+
+    def wait(self) -> dict[str, Any]:
+        assert self._posted.wait(60)
+        return self.params
+
+    def close(self) -> None:
+        self._run(self.server.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _take(self, key: str, params: dict[str, Any]) -> None:
+        self.params = params
+        self._posted.set()
+
+    def _run(self, coroutine: Any) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)

@@ -60,7 +60,8 @@ def make_caches(
     num_pages: int | None = None,
     format: str = LINEAR,
 ) -> Caches:
-    """A rank's KV caches, of zeros.
+    """A rank's KV caches, of zeros. With KV-cache groups, the first layers of all of them share one
+    tensor, the second ones the next, and so on.
 
     Args:
         model: what a token's KV is.
@@ -73,10 +74,14 @@ def make_caches(
     """
     held = layers or range(model.layers)
     start, stop = head_range(model.kv_heads, tp[1], tp[0])
-    shape = (len(held), num_blocks, stop - start, block_size, sum(model.plane_dims))
+    slots = {layer: at for group in model.groups for at, layer in enumerate(group.layers)}
+    at = [slots.get(layer, index) for index, layer in enumerate(held)]
+    shape = (max(at) + 1, num_blocks, stop - start, block_size, sum(model.plane_dims))
     physical = torch.zeros([shape[axis] for axis in ORDERS[order]], dtype=torch.float32)
     logical = physical.permute([ORDERS[order].index(axis) for axis in range(5)])
-    named = {f"model.layers.{n}.self_attn.attn": logical[at] for at, n in enumerate(held)}
+    named = {
+        f"model.layers.{n}.self_attn.attn": logical[slot] for slot, n in zip(at, held, strict=True)
+    }
     position = RankPosition(*tp, "cpu")
     return Caches(named, view_caches(named, model, position, num_pages or num_blocks, format))
 

@@ -26,6 +26,8 @@ HOST = Device(
 )
 MODEL = ModelFingerprint("weights", {"dtype": "float32"})
 DEADLINE_S = 60.0
+Tables = list[int] | tuple[list[int], ...]
+"""A request's blocks: in the only KV-cache group, or in each."""
 NO_TOKENS: Any = SimpleNamespace(
     scheduled_new_reqs=[],
     scheduled_cached_reqs=SimpleNamespace(
@@ -34,6 +36,11 @@ NO_TOKENS: Any = SimpleNamespace(
     num_scheduled_tokens={},
 )
 """A step in which nothing is computed."""
+
+
+def each_table(blocks: Tables) -> tuple[list[int], ...]:
+    """As vLLM says it: one for each KV-cache group."""
+    return blocks if isinstance(blocks, tuple) else (blocks,)
 
 
 @dataclass
@@ -114,7 +121,7 @@ class FakeVllm:
     def compute(
         self,
         request: Asked,
-        blocks: list[int],
+        blocks: Tables,
         chunks: Sequence[int],
         *,
         num_cached: int = 0,
@@ -124,7 +131,7 @@ class FakeVllm:
         done = num_cached
         for number, stop in enumerate(chunks):
             new = SimpleNamespace(
-                req_id=request.request_id, block_ids=(blocks,), num_computed_tokens=done
+                req_id=request.request_id, block_ids=each_table(blocks), num_computed_tokens=done
             )
             known = SimpleNamespace(
                 req_ids=[request.request_id],
@@ -141,25 +148,25 @@ class FakeVllm:
             done = stop
         request.num_computed_tokens, request.output_token_ids = done, [7]
         request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
-        return self.scheduler.request_finished(request, blocks)
+        return self.scheduler.request_finished(request, each_table(blocks))
 
-    def prefill(self, request: Asked, blocks: list[int]) -> dict[str, Any]:
+    def prefill(self, request: Asked, blocks: Tables) -> dict[str, Any]:
         """Finish a prefill; returns its answer's parameters."""
         self.scheduler.on_new_request(request)
         assert request.prompt_token_ids is not None
         request.num_computed_tokens = len(request.prompt_token_ids)
         request.output_token_ids = [7]
         request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
-        is_kept, params = self.scheduler.request_finished(request, blocks)
+        is_kept, params = self.scheduler.request_finished(request, each_table(blocks))
         assert is_kept
         assert params is not None
         return params
 
-    def admit(self, request: Asked, blocks: list[int], num_computed: int = 0) -> int | None:
+    def admit(self, request: Asked, blocks: Tables, num_computed: int = 0) -> int | None:
         """Ask and allocate, as vLLM's scheduler does; returns what the connector said it loads."""
         count = self.scheduler.num_to_load(request, num_computed)
         if count is not None:
-            table = SimpleNamespace(get_block_ids=lambda: (blocks,))
+            table = SimpleNamespace(get_block_ids=lambda: each_table(blocks))
             self.scheduler.blocks_allocated(request, table, count)
         return count
 

@@ -13,13 +13,14 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from support.vllm_caches import Caches, make_caches
 from support.vllm_instance import HOST
 from vllm.engine.arg_utils import EngineArgs
@@ -29,12 +30,18 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from mooncake_hal.kv.geometry import AttentionKind
+from mooncake_hal.kv.geometry import AttentionKind, KVGroup
 from mooncake_vllm.vllm_connectors import HalConnector, HalPoolConnector, HalStepMetadata
 from mooncake_vllm.vllm_instance import worker_sockets
 from mooncake_vllm.vllm_memory import ModelKV
@@ -72,7 +79,13 @@ class WrongKV(AssertionError):
 
 @cache
 def engine_config(
-    role: str, connector: str, policy: str, *, is_async: bool, pool: str | None = None
+    role: str,
+    connector: str,
+    policy: str,
+    *,
+    is_async: bool,
+    pool: str | None = None,
+    is_hybrid: bool = False,
 ) -> Any:
     """vLLM's own configuration; made once, since it takes its time."""
     extra = {} if pool is None else {"pool": pool}
@@ -84,7 +97,7 @@ def engine_config(
         max_num_seqs=4,
         max_num_batched_tokens=16,
         async_scheduling=is_async,
-        disable_hybrid_kv_cache_manager=True,
+        disable_hybrid_kv_cache_manager=not is_hybrid,
         kv_transfer_config={
             "kv_connector": connector,
             "kv_role": role,
@@ -105,10 +118,10 @@ def engine_config(
 
 @dataclass
 class KnownSequence:
-    """What a model runner knows of a request."""
+    """What a model runner knows of a request; a block table for each KV-cache group."""
 
     tokens: list[int]
-    blocks: list[int]
+    tables: list[list[int]]
 
 
 @dataclass
@@ -126,18 +139,40 @@ class Answer:
     params: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MadeUpLayer:
+    """One of the model's.
+
+    Args:
+        memory: its KV, ``[blocks, heads, tokens, content]``.
+        marks: what tells its numbers from the other layers' and heads'.
+        group: which block table is its.
+        window: how far it looks back; 0: over all.
+    """
+
+    memory: NDArray[np.float32]
+    marks: NDArray[np.float32]
+    group: int
+    window: int
+
+
 class MadeUpModel:
     """Writes and reads KV as a model runner does.
 
     Args:
         caches: the rank's memory.
+        groups: the layers' KV-cache groups.
     """
 
-    def __init__(self, caches: Caches) -> None:
-        self._layers = [layer.numpy() for layer in caches.layers.values()]
-        self._sequences: dict[str, KnownSequence] = {}
+    def __init__(self, caches: Caches, groups: Sequence[KVGroup]) -> None:
+        memories = [layer.numpy() for layer in caches.layers.values()]
         heads = np.arange(KV.kv_heads)[:, None] / 4
-        self._marks = [np.float32(layer / 8) + heads for layer in range(len(self._layers))]
+        self._layers = [
+            MadeUpLayer(memories[layer], np.float32(layer / 8) + heads, number, group.window)
+            for number, group in enumerate(groups)
+            for layer in group.layers
+        ]
+        self._sequences: dict[str, KnownSequence] = {}
 
     def run(self, step: Any) -> dict[str, list[int]]:
         """Compute a step; returns what each request of it samples."""
@@ -153,7 +188,7 @@ class MadeUpModel:
     def _take_new(self, step: Any) -> None:
         for new in step.scheduled_new_reqs:
             self._sequences[new.req_id] = KnownSequence(
-                list(new.prompt_token_ids), list(new.block_ids[0])
+                list(new.prompt_token_ids), [list(table) for table in new.block_ids]
             )
 
     def _take_known(self, step: Any) -> dict[str, int]:
@@ -165,9 +200,10 @@ class MadeUpModel:
                 sequence.tokens[:] = known.all_token_ids[name]
             blocks = known.new_block_ids[at]
             if name in known.resumed_req_ids:
-                sequence.blocks = list(blocks[0])
+                sequence.tables = [list(table) for table in blocks]
             elif blocks is not None:
-                sequence.blocks += blocks[0]
+                for table, more in zip(sequence.tables, blocks, strict=True):
+                    table += more
             starts[name] = known.num_computed_tokens[at]
         return starts
 
@@ -175,21 +211,25 @@ class MadeUpModel:
         sequence, stop = self._sequences[name], start + count
         wanted = kv_of(sequence.tokens)
         for position in range(start, stop):
-            block, slot = sequence.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
-            for layer, marks in zip(self._layers, self._marks, strict=True):
-                layer[block, :, slot] = wanted[position] + marks
-        self._check(name, sequence, wanted[:stop])
+            index, slot = divmod(position, BLOCK_SIZE)
+            for layer in self._layers:
+                block = sequence.tables[layer.group][index]
+                layer.memory[block, :, slot] = wanted[position] + layer.marks
+        for layer in self._layers:
+            first = max(0, start - layer.window + 1) if layer.window else 0
+            self._check(name, sequence.tables[layer.group], layer, first, wanted[:stop])
         if stop < len(sequence.tokens):
             return []
         sequence.tokens.append(wanted[-1] % VOCABULARY)
         return sequence.tokens[-1:]
 
-    def _check(self, name: str, sequence: KnownSequence, wanted: list[int]) -> None:
-        for position, value in enumerate(wanted):
-            block, slot = sequence.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
-            for layer, marks in zip(self._layers, self._marks, strict=True):
-                if not (layer[block, :, slot] == value + marks).all():
-                    raise WrongKV(f"{name}: KV of token {position} of {len(wanted)} in {block}")
+    def _check(
+        self, name: str, table: list[int], layer: MadeUpLayer, first: int, wanted: list[int]
+    ) -> None:
+        for position in range(first, len(wanted)):
+            block, slot = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+            if not (layer.memory[block, :, slot] == wanted[position] + layer.marks).all():
+                raise WrongKV(f"{name}: KV of token {position} of {len(wanted)} in {block}")
 
 
 class VllmInstance:
@@ -198,25 +238,31 @@ class VllmInstance:
     Args:
         config: see ``engine_config``.
         num_blocks: of KV; few of them make vLLM preempt.
+        window: of the first layer's attention; 0: none.
     """
 
-    def __init__(self, config: Any, num_blocks: int) -> None:
+    def __init__(self, config: Any, num_blocks: int, window: int = 0) -> None:
         load_general_plugins()
         config.kv_transfer_config.engine_id = uuid.uuid4().hex
         config.instance_id = uuid.uuid4().hex[:8]
         config.cache_config.num_gpu_blocks = num_blocks
-        self.caches = make_caches(KV, "LBHNC", num_blocks, BLOCK_SIZE)
-        self._model = MadeUpModel(self.caches)
+        groups = (KVGroup((0,), window), KVGroup((1,))) if window else ()
+        model = replace(KV, groups=groups)
+        self.caches = make_caches(model, "LBHNC", num_blocks, BLOCK_SIZE)
+        groups = groups or (KVGroup((0, 1)),)
+        self._model = MadeUpModel(self.caches, groups)
         connector = connector_class(config)
         settings = connector._read_settings(config)
         [path] = worker_sockets(config, connector.__name__)
         kind = POOL_WORKER if connector is HalPoolConnector else None
         self._worker = WorkerSide(settings, 0, path, self.caches.view, HOST, kind)
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
-        spec = FullAttentionSpec(
-            block_size=BLOCK_SIZE, num_kv_heads=2, head_size=2, dtype=torch.float32
-        )
-        memory = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(list(self.caches.layers), spec)])
+        names = list(self.caches.layers)
+        specs = [
+            KVCacheGroupSpec([names[layer] for layer in group.layers], attention(group.window))
+            for group in groups
+        ]
+        memory = KVCacheConfig(num_blocks, [], specs)
         scheduler = AsyncScheduler if self._depth == 2 else Scheduler
         self.scheduler = scheduler(
             config, memory, StructuredOutputManager(config), block_size=BLOCK_SIZE, log_stats=True
@@ -345,6 +391,19 @@ class VllmInstance:
                     answer.finish = str(item.finish_reason)
 
 
+def attention(window: int) -> AttentionSpec:
+    """What vLLM calls the KV of layers with that sliding window, or without one."""
+    shape: dict[str, Any] = {
+        "block_size": BLOCK_SIZE,
+        "num_kv_heads": KV.kv_heads,
+        "head_size": 2,
+        "dtype": torch.float32,
+    }
+    if window:
+        return SlidingWindowSpec(**shape, sliding_window=window)
+    return FullAttentionSpec(**shape)
+
+
 def connector_class(config: Any) -> type[HalConnector]:
     """The class that a configuration names."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -354,9 +413,9 @@ def connector_class(config: Any) -> type[HalConnector]:
 
 
 @contextmanager
-def vllm_instance(config: Any, num_blocks: int) -> Iterator[VllmInstance]:
+def vllm_instance(config: Any, num_blocks: int, window: int = 0) -> Iterator[VllmInstance]:
     """An instance for the length of a block."""
-    opened = VllmInstance(config, num_blocks)
+    opened = VllmInstance(config, num_blocks, window)
     try:
         yield opened
     finally:

@@ -6,6 +6,7 @@ They have what ``tests/contract/vllm`` says of vLLM's own, and nothing of what v
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, make_dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -45,6 +46,11 @@ class KVConnectorTransferResults:
     failed_recving: set[str] = field(default_factory=set)
 
 
+class SupportsHMA(ABC):
+    @abstractmethod
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any: ...
+
+
 class KVConnectorMetadata:
     pass
 
@@ -71,12 +77,12 @@ class Factory:
         cls.registered[name] = module_path, class_name
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let these be imported as vLLM, for one test."""
+def install(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
+    """Let these be imported as a vLLM that runs on such a device, for one test."""
     Factory.registered = {}
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
-        "vllm.platforms": {"current_platform": SimpleNamespace(device_type="cpu")},
+        "vllm.platforms": {"current_platform": SimpleNamespace(device_type=device)},
         "vllm.distributed": {"get_pp_group": None, "get_tp_group": None},
         "vllm.distributed.kv_events": {
             name: make_dataclass(name, [(each, Any, None) for each in fields])
@@ -88,6 +94,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
             "KVConnectorMetadata": KVConnectorMetadata,
             "KVConnectorRole": Role,
             "KVConnectorTransferResults": KVConnectorTransferResults,
+            "SupportsHMA": SupportsHMA,
         },
         f"{CONNECTOR}.v1.metrics": {
             "KVConnectorPromMetrics": KVConnectorPromMetrics,

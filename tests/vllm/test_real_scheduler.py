@@ -260,13 +260,16 @@ def test_p_says_how_much_of_a_prompt_it_had(is_async: bool) -> None:
     assert found == [0, 12]
 
 
+@pytest.mark.parametrize("window", [0, 6], ids=["full", "sliding"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
 @pytest.mark.parametrize("connector", ["HalPullConnector", "HalPushConnector"])
-def test_any_order_of_events(connector: str, is_async: bool, policy: str, posts: Any) -> None:
+def test_any_order_of_events(
+    connector: str, is_async: bool, policy: str, window: int, posts: Any
+) -> None:
     server, kept = posts
     configs = [
-        engine_config(role, connector, policy, is_async=is_async)
+        engine_config(role, connector, policy, is_async=is_async, is_hybrid=window > 0)
         for role in ("kv_producer", "kv_consumer")
     ]
 
@@ -280,8 +283,8 @@ def test_any_order_of_events(connector: str, is_async: bool, policy: str, posts:
     def run(events: list[tuple[str, int, int]], forgets: bool) -> None:
         kept.clear()
         with (
-            vllm_instance(configs[0], NUM_BLOCKS) as prefill,
-            vllm_instance(configs[1], NUM_BLOCKS) as decode,
+            vllm_instance(configs[0], NUM_BLOCKS, window) as prefill,
+            vllm_instance(configs[1], NUM_BLOCKS, window) as decode,
         ):
             world = World(
                 prefill, decode, server if connector == "HalPushConnector" else None, kept

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.platforms import current_platform
 
@@ -205,6 +206,12 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        return self._at_scheduler.request_finished(request, (block_ids,))
+
+    @guarded(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._at_scheduler.request_finished(request, block_ids)
 
     @guarded(lambda: False)
@@ -218,21 +225,20 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return [_as_vllm_event(event) for event in self._at_scheduler.take_events()]
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return (0,)
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     # ------------------------------------------------------------- workers
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Errors are let out: an instance that can't hand its KV over doesn't start."""
-        [group] = self._kv_cache_config.kv_cache_groups
-        spec, model = group.kv_cache_spec, self._vllm_config.model_config
+        groups, model = self._kv_cache_config.kv_cache_groups, self._vllm_config.model_config
         stage, ranks = get_pp_group(), get_tp_group()
         first = next(iter(kv_caches.values()))
         is_split = isinstance(first, tuple | list)  # vLLM-Ascend has K and V apart
         index = (first[0] if is_split else first).device.index
         device = describe_device(current_platform, index)
         position = rank_position(ranks.rank_in_group, ranks.world_size, device, index)
-        num_blocks, kv = self._kv_cache_config.num_blocks, model_kv(model, spec)
+        num_blocks, kv = self._kv_cache_config.num_blocks, model_kv(model, groups)
         if is_split:
             check_ascend(self._vllm_config.additional_config, npu_formats(kv_caches))
             heads_first = os.environ.get("VLLM_KV_CACHE_LAYOUT") in HEADS_FIRST
@@ -362,6 +368,13 @@ class HalPushConnector(HalConnector):
 
     connector_name = "MooncakeLayerwiseConnector"
     best_layout = "LBHNC"  # layers leave one by one: of each, a block's heads are one run
+
+
+# vLLM drops blocks that have left a sliding window only where its connector says that it knows of
+# KV-cache groups. The pool's chunks have one block table, and nobody has tried it on an NPU.
+if current_platform.device_type in ("cpu", "cuda"):
+    for connector in (HalPullConnector, HalPushConnector):
+        SupportsHMA.register(connector)
 
 
 class HalPoolConnector(HalConnector):

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from mooncake_hal.deployment import Hardware
-from mooncake_hal.kv.geometry import AttentionKind
+from mooncake_hal.kv.geometry import AttentionKind, KVGroup
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.model_fingerprint import ModelFingerprint, model_fingerprint
 from mooncake_vllm.errors import UnsupportedByVllmConnector
 from mooncake_vllm.rank_link import socket_paths
-from mooncake_vllm.vllm_memory import ModelKV, RankPosition
+from mooncake_vllm.vllm_memory import ModelKV, RankPosition, layer_index
 from mooncake_vllm.vllm_scheduler_side import Instance
 from mooncake_vllm.vllm_worker_side import Device
 
@@ -29,6 +29,7 @@ KINDS = {
     "FullAttentionSpec": AttentionKind.GQA,
     "MLAAttentionSpec": AttentionKind.MLA,
     "AscendMLAAttentionSpec": AttentionKind.MLA,
+    "SlidingWindowSpec": AttentionKind.GQA,
 }
 """Kinds of KV cache that can be handed over, by the name of vLLM's class."""
 
@@ -103,14 +104,10 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """
     parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
     problems = list(_parallel_problems(parallel))
-    if len(groups) != 1:
-        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-        problems.append(
-            f"a hybrid KV cache of {len(groups)} groups ({', '.join(kinds)}); start vLLM with "
-            "--disable-hybrid-kv-cache-manager where the model allows it"
-        )
-    else:
-        problems += _spec_problems(groups[0].kv_cache_spec)
+    problems += dict.fromkeys(
+        problem for group in groups for problem in _spec_problems(group.kv_cache_spec)
+    )
+    problems += _group_problems(parallel, [group.kv_cache_spec for group in groups])
     if problems:
         raise UnsupportedByVllmConnector(f"KV can't be handed over yet with {'; '.join(problems)}")
 
@@ -121,6 +118,22 @@ def _parallel_problems(parallel: Any) -> Iterator[str]:
             yield f"{name} {size}"
     if parallel.nnodes_within_dp > 1:
         yield "the ranks of one instance on several hosts"
+
+
+def _group_problems(parallel: Any, specs: Sequence[Any]) -> Iterator[str]:
+    advice = "start vLLM with --disable-hybrid-kv-cache-manager where the model allows it"
+    if parallel.pipeline_parallel_size > 1 and (len(specs) > 1 or any(map(_window, specs))):
+        yield f"KV-cache groups or sliding windows on several pipeline stages; {advice}"
+    shapes = {
+        (spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype))
+        for spec in specs
+        if type(spec).__name__ in KINDS
+    }
+    if len(shapes) > 1:
+        yield (
+            "KV-cache groups that differ in (block size, heads, sizes of K and V, type): "
+            f"{sorted(shapes)}; {advice}"
+        )
 
 
 def _spec_problems(spec: Any) -> Iterator[str]:
@@ -138,8 +151,14 @@ def _spec_problems(spec: Any) -> Iterator[str]:
             yield f"a KV cache whose {name} is {found} (known is {plain})"
 
 
-def model_kv(model_config: Any, spec: Any) -> ModelKV:
-    """What the model keeps of each token."""
+def model_kv(model_config: Any, groups: Sequence[Any]) -> ModelKV:
+    """What the model keeps of each token.
+
+    Args:
+        model_config: of vLLM.
+        groups: its KV-cache groups.
+    """
+    spec = groups[0].kv_cache_spec
     kind = KINDS[type(spec).__name__]
     if kind is AttentionKind.MLA:
         text = model_config.hf_text_config
@@ -147,7 +166,22 @@ def model_kv(model_config: Any, spec: Any) -> ModelKV:
     else:
         heads, dims = model_config.get_total_num_kv_heads(), (spec.head_size, spec.head_size_v)
     dtype = str(spec.dtype).removeprefix("torch.")
-    return ModelKV(kind, model_config.get_total_num_hidden_layers(), heads, dims, dtype)
+    found = tuple(map(_kv_group, groups))
+    is_plain = len(found) == 1 and not found[0].window
+    num_layers = model_config.get_total_num_hidden_layers()
+    return ModelKV(kind, num_layers, heads, dims, dtype, () if is_plain else found)
+
+
+def _kv_group(group: Any) -> KVGroup:
+    layers = tuple(sorted(layer_index(name) for name in group.layer_names))
+    return KVGroup(layers, _window(group.kv_cache_spec))
+
+
+def _window(spec: Any) -> int:
+    """Beyond which vLLM drops blocks; 0: it keeps them. Where its hybrid manager is off, full
+    attention may have a window, too, and keeps them."""
+    sliding = spec if type(spec).__name__ == "SlidingWindowSpec" else None
+    return 0 if sliding is None else int(sliding.sliding_window)
 
 
 def npu_formats(caches: Mapping[str, Sequence[torch.Tensor]]) -> set[int]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, KVShard, head_range
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, KVGroup, KVShard, head_range
 from mooncake_hal.kv.layout import KVLayout
 from mooncake_hal.transport import MemoryRegion
 from mooncake_vllm.errors import UnsupportedByVllmConnector
@@ -75,6 +75,7 @@ class ModelKV:
         kv_heads: of the whole model; 1 for MLA.
         plane_dims: elements per token and head, of K and V or of latent and rope.
         dtype: name of the element type.
+        groups: KV-cache groups, in vLLM's order; none where there is one.
     """
 
     kind: AttentionKind
@@ -82,6 +83,23 @@ class ModelKV:
     kv_heads: int
     plane_dims: tuple[int, ...]
     dtype: str
+    groups: tuple[KVGroup, ...] = ()
+
+    def geometry(
+        self, dims: tuple[int, ...], element_bytes: int, unit: int, format: str
+    ) -> KVGeometry:
+        """As peers are told; arguments as in ``KVGeometry``."""
+        return KVGeometry(
+            self.kind,
+            self.layers,
+            self.kv_heads,
+            dims,
+            self.dtype,
+            element_bytes,
+            unit,
+            format,
+            self.groups,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +170,7 @@ def view_caches(
     else:
         dims, unit = (tokens * content,), tokens
         _check_dense_page(first)
-    geometry = KVGeometry(
-        model.kind, model.layers, model.kv_heads, dims, model.dtype, size, unit, format
-    )
+    geometry = model.geometry(dims, size, unit, format)
     offsets = [sum(dims[:plane]) * size for plane in range(len(dims))]
     layout = KVLayout(
         "strided",
@@ -189,6 +205,18 @@ def expand_blocks(pages: Sequence[int], blocks_per_page: int) -> list[int]:
     if blocks_per_page == 1:
         return list(pages)
     return [page * blocks_per_page + part for page in pages for part in range(blocks_per_page)]
+
+
+def join_tables(tables: Sequence[Sequence[int]], blocks_per_page: int) -> list[int]:
+    """A request's block table as ``KVGeometry.groups`` wants it, of vLLM's, one for each group.
+
+    Raises:
+        ValueError: they are not of one length.
+    """
+    expanded = [expand_blocks(table, blocks_per_page) for table in tables]
+    if len(expanded) == 1:
+        return expanded[0]
+    return [block for row in zip(*expanded, strict=True) for block in row]
 
 
 def row_of_layers(caches: Mapping[str, Cache]) -> tuple[int, list[Cache]]:

@@ -223,7 +223,7 @@ class PoolSchedulerSide:
         return ()
 
     def request_finished(
-        self, request: Request, block_ids: Sequence[int]
+        self, request: Request, tables: Sequence[Sequence[int]]
     ) -> tuple[bool, KVTransferDict | None]:
         """A request has ended: whether its blocks stay until a report; its answer says nothing."""
         self.check_alive()
@@ -240,7 +240,8 @@ class PoolSchedulerSide:
             return False, None
         if request.status.name not in SAVED or not is_current or not _is_plain(request):
             return False, None
-        return self._save(request, block_ids, len(pooled.sources) if pooled else 0), None
+        [table] = tables
+        return self._save(request, table, len(pooled.sources) if pooled else 0), None
 
     def reset_cache(self) -> bool:
         """vLLM empties its caches, as it does for other weights: no chunk that stores have is

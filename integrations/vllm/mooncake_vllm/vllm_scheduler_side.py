@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mooncake_hal.kv.geometry import AttentionKind
+from mooncake_hal.kv.geometry import AttentionKind, KVGroup
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import (
     Connector,
@@ -41,7 +41,7 @@ from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.rank_link import RankInfo, Ranks, ReportLoad, ReportSend
 from mooncake_vllm.remote_prompts import RemotePrompts
 from mooncake_vllm.vllm_interface import KVCacheBlocks, Request, SchedulerOutput
-from mooncake_vllm.vllm_memory import expand_blocks
+from mooncake_vllm.vllm_memory import join_tables
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,9 @@ COMPLETE = {
 """Endings of a prefill that another instance continues. If its first token ends the answer, nobody
 is asked to come for its KV; but one that is pushed to waits for it."""
 
+
+NULL_BLOCK = 0
+"""What vLLM's block tables have in place of blocks that were dropped."""
 
 CONTINUES = "decode_continues_prompt"
 """In P's parameters: a decode instance of this kind can be asked for the prompt and P's token."""
@@ -101,7 +104,7 @@ class SchedulerHooks(Protocol):
     def is_waiting(self) -> bool: ...
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]: ...
     def request_finished(
-        self, request: Request, block_ids: Sequence[int]
+        self, request: Request, tables: Sequence[Sequence[int]]
     ) -> tuple[bool, KVTransferDict | None]: ...
     def reset_cache(self) -> bool: ...
     def take_events(self) -> Sequence[KVEvent]: ...
@@ -143,7 +146,8 @@ class SchedulerSide:
     def _start(self) -> None:
         info = self._ranks.info
         self._pages = info.blocks_per_page
-        self._page_tokens = info.block_size * self._pages
+        self._block_tokens = info.block_size
+        self._groups = info.geometry.groups
         self._ranks.listen(self._connector.on_rank_message)
         self._connector.start(
             InstanceMetadata(
@@ -248,15 +252,20 @@ class SchedulerSide:
         starts_over: bool,
     ) -> PushStep:
         stop = num_computed + step.num_scheduled_tokens[request_id]
-        blocks = tuple(expand_blocks(tables[0], self._pages)) if tables else ()
+        blocks = tuple(join_tables(tables, self._pages)) if tables else ()
         if starts_over:
             return PushStep(request_id, stop, (), blocks)
         return PushStep(request_id, stop, blocks)
 
     def request_finished(
-        self, request: Request, block_ids: Sequence[int]
+        self, request: Request, tables: Sequence[Sequence[int]]
     ) -> tuple[bool, KVTransferDict | None]:
-        """A request has ended: whether its blocks stay until a report, and what its answer says."""
+        """A request has ended: whether its blocks stay until a report, and what its answer says.
+
+        Args:
+            request: which.
+            tables: its block table in each KV-cache group.
+        """
         self.check_alive()
         request_id = request.request_id
         if name := self._prompts.leave(request_id):
@@ -265,8 +274,7 @@ class SchedulerSide:
             return False, None
         num_cached = self._sending.pop(request_id) or 0
         prompt = request.prompt_token_ids or []
-        needed = -(-len(prompt) // self._page_tokens)
-        is_whole = request.num_computed_tokens >= len(prompt) and len(block_ids) >= needed
+        is_whole = request.num_computed_tokens >= len(prompt) and self._hold(tables, len(prompt))
         is_complete = request.status.name in COMPLETE[self._mode] and is_whole
         if not is_complete and self._mode is TransferMode.PULL:
             return False, None
@@ -277,7 +285,7 @@ class SchedulerSide:
                 return True, None
             params = self._connector.request_finished(
                 request_id,
-                expand_blocks(block_ids[:needed], self._pages),
+                self._prompt_table(tables, len(prompt)),
                 prompt,
                 FirstToken(request.output_token_ids[0], num_cached_tokens=num_cached),
                 cache_salt=request.cache_salt or "",
@@ -326,10 +334,9 @@ class SchedulerSide:
             self._ranks.report(ReportLoad(request_id, "", is_failed=True))
             return
         try:
-            [table] = blocks.get_block_ids()
             self._connector.start_load_kv(
                 name,
-                expand_blocks(table, self._pages),
+                join_tables(blocks.get_block_ids(), self._pages),
                 prompt,
                 start,
                 cache_salt=request.cache_salt or "",
@@ -339,6 +346,24 @@ class SchedulerSide:
             self._ranks.report(ReportLoad(request_id, name, is_failed=True))
             raise
         self._started.append(name)
+
+    def _hold(self, tables: Sequence[Sequence[int]], num_tokens: int) -> bool:
+        """Whether these still have all that a prompt's decode needs of it."""
+        page_tokens = self._block_tokens * self._pages
+        needed = -(-num_tokens // page_tokens)
+        firsts = [
+            group.first_token(num_tokens, self._block_tokens) // page_tokens
+            for group in self._groups or (KVGroup(()),)
+        ]
+        return all(
+            len(table) >= needed and NULL_BLOCK not in table[first:needed]
+            for table, first in zip(tables, firsts, strict=True)
+        )
+
+    def _prompt_table(self, tables: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
+        """The connector's table of a prompt that these hold."""
+        needed = -(-num_tokens // (self._block_tokens * self._pages))
+        return join_tables([table[:needed] for table in tables], self._pages)
 
     def _read(self, request: Request, raw: KVTransferDict) -> KVTransferParams:
         """What a request asks for that can be done; the rest is computed here, and said once."""
@@ -365,6 +390,8 @@ class SchedulerSide:
                 f"{wants}: the request wants KV to be handed over by {params.mode.value}, this "
                 f"instance's connector does it by {self._mode.value}"
             )
+        if not params.keeps_kv:
+            self._check_windows(request)
         for what, found in (
             ("a LoRA adapter", request.lora_request),
             ("pictures or other media", request.mm_features),
@@ -374,6 +401,21 @@ class SchedulerSide:
                 raise InvalidKVParams(
                     f"{wants}: the request has {what}, of which token ids say nothing; its KV is "
                     "not handed over"
+                )
+
+    def _check_windows(self, request: Request) -> None:
+        """The prompt's last token, where it is computed again, looks back one token further than
+        the answer's first. Where a block ends between the two, no prefill keeps it."""
+        stop = len(handed_over(request))
+        if stop < len(request.prompt_token_ids or ()):  # the answer's first is computed next
+            return
+        for group in self._groups:
+            first = stop - group.window + 1
+            if group.window and first > 0 and first % self._block_tokens == 0:
+                raise InvalidKVParams(
+                    f"do_remote_prefill: of a prompt of {stop} tokens a prefill keeps those from "
+                    f"{first} on for a sliding window of {group.window}, and its last token, which "
+                    "this instance computes again, needs one more"
                 )
 
     def _release(self, request_id: str, raw: KVTransferDict) -> None:

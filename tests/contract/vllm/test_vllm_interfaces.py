@@ -56,7 +56,7 @@ LEFT_ALONE = {
     "requires_kv_delivery": "the role decides, as the base has it",
     "requires_piecewise_for_cudagraph": "what no layer's hook names is sent after the step",
     "register_finished_partial_tail": "for stores",
-    "supports_divergent_local_hybrid_hits": "hybrid caches are refused",
+    "supports_divergent_local_hybrid_hits": "recurrent states are refused",
     "get_external_cache_hit_sources": "the base's",
     "get_kv_connector_kv_cache_events": "stores tell the scheduler's side: take_events",
 }
@@ -75,6 +75,7 @@ READ = {
     "compilation_config": "CompilationConfig",
     "group": "KVCacheGroupSpec",
     "spec": "AttentionSpec",
+    "sliding": "SlidingWindowSpec",
     "layer": "AttentionLayerBase",
     "stage": "GroupCoordinator",
     "ranks": "GroupCoordinator",
@@ -120,7 +121,10 @@ def test_every_hook_is_ours_or_left_alone_for_a_reason(facts: dict[str, Any]) ->
 
 
 def test_what_we_name_is_still_there() -> None:
-    members = {*RELEASES[NEWEST]["members"]["KVConnectorBase_V1"]}
+    of_base, of_groups = (
+        RELEASES[NEWEST]["members"][name] for name in ("KVConnectorBase_V1", "SupportsHMA")
+    )
+    members = {*of_base, *of_groups}
     assert {*LEFT_ALONE} - members == set()
     assert {*LEFT_ALONE} & {*CONNECTOR} == set()
     ours = {name for name in CONNECTOR if not name.startswith("_")}
@@ -131,25 +135,26 @@ def test_what_we_name_is_still_there() -> None:
 
 @release
 def test_everything_abstract_is_there(facts: dict[str, Any]) -> None:
-    methods = facts["methods"]["KVConnectorBase_V1"]
+    methods = facts["methods"]["KVConnectorBase_V1"] | facts["methods"]["SupportsHMA"]
     assert {name for name, each in methods.items() if each["abstract"]} <= {*CONNECTOR}
 
 
 @release
 @pytest.mark.parametrize(
-    ("base", "tree", "name"),
+    ("base", "tree", "name", "num_shared"),
     [
-        ("KVConnectorBase_V1", CONNECTORS, "HalConnector"),
-        ("KVConnectorStats", STATS, "HalStats"),
-        ("KVConnectorPromMetrics", STATS, "HalPromMetrics"),
+        ("KVConnectorBase_V1", CONNECTORS, "HalConnector", 2),
+        ("SupportsHMA", CONNECTORS, "HalConnector", 1),
+        ("KVConnectorStats", STATS, "HalStats", 2),
+        ("KVConnectorPromMetrics", STATS, "HalPromMetrics", 2),
     ],
 )
 def test_overrides_take_what_the_base_takes(
-    facts: dict[str, Any], base: str, tree: ast.Module, name: str
+    facts: dict[str, Any], base: str, tree: ast.Module, name: str, num_shared: int
 ) -> None:
     ours = functions(classes(tree)[name])
     shared = {*facts["methods"][base]} & {*ours}
-    assert len(shared) >= 2
+    assert len(shared) >= num_shared
     for method in shared:
         theirs, own = facts["methods"][base][method], ours[method]
         parameters = theirs["parameters"]

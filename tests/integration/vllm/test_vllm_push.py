@@ -3,8 +3,6 @@ vLLM: D reserves blocks and tells a metaserver, which sends P the request, as th
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.metaserver import Metaserver
+from support.metaserver import Post
 from support.vllm_caches import Caches, make_caches
 from support.vllm_instance import Asked, FakeVllm, running
 
@@ -27,36 +25,6 @@ CONFIG = KVTransferConfig(
 )
 PROMPT = list(range(100, 114))
 P_BLOCKS, D_BLOCKS = [5, 1, 4, 2], [3, 0, 6, 1]
-
-
-class Post:
-    """A metaserver in a thread of its own, which keeps what was posted."""
-
-    def __init__(self) -> None:
-        self.params: dict[str, Any] = {}
-        self._posted = threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        self.server = Metaserver(self._take)
-        self._run(self.server.start())
-
-    def wait(self) -> dict[str, Any]:
-        assert self._posted.wait(60)
-        return self.params
-
-    def close(self) -> None:
-        self._run(self.server.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _take(self, key: str, params: dict[str, Any]) -> None:
-        self.params = params
-        self._posted.set()
-
-    def _run(self, coroutine: Any) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
 
 @pytest.fixture
@@ -185,7 +153,7 @@ def test_a_prefill_that_ends_early_fails_the_load(
     request = Asked("p", PROMPT, post.wait())
     prefill.scheduler.on_new_request(request)
     request.status.name = "FINISHED_ABORTED"
-    assert prefill.scheduler.request_finished(request, P_BLOCKS[:1]) == (True, None)
+    assert prefill.scheduler.request_finished(request, [P_BLOCKS[:1]]) == (True, None)
     decode.step_until(decode.told.received, "d")
     prefill.step_until(prefill.told.sent, "p")
     assert decode.told.failed == {"d"}
@@ -195,7 +163,7 @@ def test_a_decode_that_ends_early_frees_both(stack: ExitStack, tmp_path: Path, p
     prefill, decode = start(stack, tmp_path)
     waiting = expect(decode, post)
     request = Asked("p", PROMPT, post.wait())
-    assert decode.scheduler.request_finished(waiting, D_BLOCKS) == (False, None)
+    assert decode.scheduler.request_finished(waiting, [D_BLOCKS]) == (False, None)
     decode.step_until(decode.told.received, "d")
     prefill.scheduler.on_new_request(request)
     prefill.compute(request, P_BLOCKS, (14,))

@@ -87,7 +87,7 @@ def test_a_prompt_arrives_and_each_side_is_told_once(
     found, wanted = whole(decode, D_BLOCKS), whole(prefill, P_BLOCKS)
     assert (found[:, :, : len(PROMPT)] == wanted[:, :, : len(PROMPT)]).all()
     assert decode.scheduler.num_to_load(request, 0) == 0  # after a preemption
-    assert decode.scheduler.request_finished(request, D_BLOCKS) == (False, None)
+    assert decode.scheduler.request_finished(request, [D_BLOCKS]) == (False, None)
 
 
 @pytest.mark.parametrize("num_cached", [0, 8])
@@ -115,7 +115,7 @@ def test_what_a_prompt_finds_of_itself_after_a_preemption_was_not_cached(
         instance.step(SimpleNamespace(**step))
     request.num_computed_tokens, request.output_token_ids = len(PROMPT), [7]
     request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
-    _, params = instance.scheduler.request_finished(request, P_BLOCKS)
+    _, params = instance.scheduler.request_finished(request, [P_BLOCKS])
     assert params is not None
     assert params["remote_cached_tokens"] == 4
 
@@ -222,7 +222,7 @@ def test_a_second_reader_fails_and_is_told_once(stack: ExitStack, tmp_path: Path
         decode.scheduler.on_new_request(request)
         decode.admit(request, D_BLOCKS)
         decode.step_until(decode.told.received, name)
-        decode.scheduler.request_finished(request, D_BLOCKS)
+        decode.scheduler.request_finished(request, [D_BLOCKS])
     assert decode.told.failed == {"again"}
 
 
@@ -236,7 +236,7 @@ def test_a_request_that_ends_early_frees_the_peer(
     decode.scheduler.on_new_request(request)
     if is_loading:
         decode.admit(request, D_BLOCKS)
-    assert decode.scheduler.request_finished(request, D_BLOCKS) == (False, None)
+    assert decode.scheduler.request_finished(request, [D_BLOCKS]) == (False, None)
     if is_loading:  # vLLM keeps the blocks until it is told; a load begins with the step after it
         decode.step_until(decode.told.received, "d")
     prefill.step_until(prefill.told.sent, "p")
@@ -259,7 +259,7 @@ def test_one_that_is_refused_runs_alone_and_frees_the_peer(
     request = replace(Asked("d", PROMPT, params), **change)
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS) == 0
-    assert decode.scheduler.request_finished(request, D_BLOCKS) == (False, None)
+    assert decode.scheduler.request_finished(request, [D_BLOCKS]) == (False, None)
     prefill.step_until(prefill.told.sent, "p")
 
 
@@ -285,7 +285,7 @@ def test_a_prefill_that_leaves_nothing_to_continue_keeps_no_blocks(
     request = Asked("p", PROMPT, SEND, num_computed, [7])
     prefill.scheduler.on_new_request(request)
     request.status.name = status
-    assert prefill.scheduler.request_finished(request, P_BLOCKS) == (False, None)
+    assert prefill.scheduler.request_finished(request, [P_BLOCKS]) == (False, None)
 
 
 def test_a_lease_that_nobody_wants_ends(stack: ExitStack, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from mooncake_kv.ranks import ConnectPeer, ForgetPeer, Load, RankReady, StartPus
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 2, (8, 8), "float32", 4)
 NUM_BLOCKS, BLOCK_SIZE = 4, 16
-LOAD = Load("r", "p", (0,), (0,), 0, 4, 0)
+LOAD = Load("r", "p", (0,), (0,), 0, 4, 0, 4)
 PUSH = StartPush("r", "p", (0,), 0, 4, 0)
 BOTH = pytest.mark.parametrize(("worker", "order"), [(PullWorker, LOAD), (PushWorker, PUSH)])
 

@@ -83,9 +83,9 @@ def test_a_prefill_to_be_fetched_has_no_target() -> None:
     ("change", "words"),
     [
         ({"remote_port": None}, "do_remote_decode needs remote_port"),
-        ({"remote_block_ids": [[1], [2]]}, "one KV-cache group"),
+        ({"remote_block_ids": [[1], [2, 3]]}, "all of one length"),
         ({"remote_block_ids": [["x"]]}, "Expected `int`"),
-        ({"remote_block_size": [16, 16]}, "that of one KV-cache group"),
+        ({"remote_block_size": [16, 32]}, "one for all KV-cache groups"),
         ({"num_prompt_tokens": 39}, "the decode instance counted 39 prompt tokens"),
         ({"remote_cached_tokens": 41}, "the prompt has only 40 tokens"),
         ({"remote_cached_tokens": -1}, "Expected `int` >= 0"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from mooncake_hal.errors import PlanError
-from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of, shards_of
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, KVGroup, shard_of, shards_of
 from mooncake_hal.kv.layout import KV_LAYOUTS, make_layout
 from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
 from mooncake_kv.push_progress import InstancePair, expected_bytes, plan_push
@@ -17,7 +18,7 @@ NUM_BLOCKS = 40
 SPACE = 1 << 32
 """Ranks lie so far apart that an address says whose it is."""
 
-geometries = st.one_of(
+uniform_geometries = st.one_of(
     st.builds(
         lambda heads, layers: KVGeometry(AttentionKind.GQA, layers, heads, (4, 4), "float16", 2),
         st.sampled_from([1, 2, 4, 6, 8]),
@@ -28,6 +29,22 @@ geometries = st.one_of(
         st.integers(1, 3),
     ),
 )
+
+
+@st.composite
+def grouped_geometries(draw: st.DrawFn) -> KVGeometry:
+    """Layers in one to three KV-cache groups, some with a sliding window."""
+    geometry = draw(uniform_geometries)
+    group_of = draw(st.lists(st.integers(0, 2), min_size=3, max_size=3))[: geometry.layers]
+    members = [
+        tuple(layer for layer, group in enumerate(group_of) if group == wanted)
+        for wanted in sorted({*group_of})
+    ]
+    windows = draw(st.lists(st.sampled_from([0, 2, 7, 30]), min_size=3, max_size=3))
+    return replace(geometry, groups=tuple(map(KVGroup, members, windows)))
+
+
+geometries = uniform_geometries | grouped_geometries()
 
 
 def placements(
@@ -48,16 +65,24 @@ def cases(draw: st.DrawFn) -> tuple[InstancePair, BlockTransfer]:
     geometry = draw(geometries)
     sides = []
     tables = []
-    for _ in range(2):
-        block_size = draw(st.sampled_from([4, 16]))
+    block_sizes = [draw(st.sampled_from([4, 16]))]
+    block_sizes.append(block_sizes[0] if geometry.groups else draw(st.sampled_from([4, 16])))
+    for block_size in block_sizes:
         ranks = draw(st.integers(1, 8)), draw(st.integers(1, geometry.layers))
         layout = draw(st.sampled_from(sorted(KV_LAYOUTS)))
         sides.append(placements(geometry, ranks, layout, block_size))
-        tables.append(draw(st.permutations(range(NUM_BLOCKS))))
+        of_groups = [draw(st.permutations(range(NUM_BLOCKS))) for _ in range(geometry.num_tables)]
+        tables.append([block for row in zip(*of_groups, strict=True) for block in row])
     start = draw(st.integers(0, 60))
     tokens = start, draw(st.integers(start + 1, 100))
     spread = draw(st.integers(0, 1000))
     return InstancePair(geometry, sides[0], sides[1]), BlockTransfer(*tables, tokens, None, spread)
+
+
+def expected_by(sides: InstancePair, movement: BlockTransfer) -> dict[tuple[int, int], int]:
+    shards = [[p.shard for p in side] for side in (sides.writers, sides.readers)]
+    block_size = sides.readers[0].layout.block_size
+    return expected_bytes(sides.geometry, *shards, movement.tokens, movement.spread, block_size)
 
 
 def bytes_of(local: list[int], remote: list[int], nbytes: list[int]) -> Counter[tuple[int, int]]:
@@ -92,9 +117,7 @@ def test_writers_write_what_each_reader_would_read(
             spans = plan.spans
             wanted += bytes_of(spans.remote.tolist(), spans.local.tolist(), spans.nbytes.tolist())
         assert written[index] == wanted
-    shards = [[p.shard for p in side] for side in (sides.writers, sides.readers)]
-    num_tokens = movement.tokens[1] - movement.tokens[0]
-    assert totals == expected_bytes(sides.geometry, *shards, num_tokens, movement.spread)
+    assert totals == expected_by(sides, movement)
 
 
 @settings(max_examples=60)
@@ -114,22 +137,22 @@ def test_chunks_and_layers_add_up_to_the_whole(
                 tokens,
                 (layer, layer + 1),
                 movement.spread,
+                stop,
             )
             for writer in range(len(sides.writers)):
                 for plan in plan_push(sides, writer, part):
                     sums[writer, plan.peer] += plan.spans.total_bytes
-    shards = [[p.shard for p in side] for side in (sides.writers, sides.readers)]
-    assert dict(sums) == expected_bytes(sides.geometry, *shards, stop - start, movement.spread)
+    assert dict(sums) == expected_by(sides, movement)
 
 
 def test_nothing_to_write_is_nothing_expected() -> None:
     geometry = KVGeometry(AttentionKind.GQA, 2, 2, (4, 4), "float16", 2)
     shard = shard_of(geometry, 1, 0)
-    assert expected_bytes(geometry, [shard], [shard], 0, 0) == {}
+    assert expected_bytes(geometry, [shard], [shard], (3, 3), 0, 4) == {}
 
 
 def test_writers_that_lack_heads_are_refused() -> None:
     geometry = KVGeometry(AttentionKind.GQA, 2, 2, (4, 4), "float16", 2)
     whole, half = shard_of(geometry, 1, 0), shard_of(geometry, 2, 0)
     with pytest.raises(PlanError, match="hold 2 of them"):
-        expected_bytes(geometry, [half], [whole], 10, 0)
+        expected_bytes(geometry, [half], [whole], (0, 10), 0, 4)

@@ -20,7 +20,7 @@ def table() -> ReservationTable:
 
 
 def test_the_first_writer_is_let_in_and_nobody_after_it(table: ReservationTable) -> None:
-    table.reserve("r", 10, now=0.0)
+    table.reserve("r", (0, 10), now=0.0)
     assert table.open("r", ONE, 1.0) is LeaseStatus.HELD
     assert table.open("r", ONE, 1.5) is LeaseStatus.HELD
     assert table.open("r", TWO, 2.0) is LeaseStatus.EXPIRED
@@ -29,7 +29,7 @@ def test_the_first_writer_is_let_in_and_nobody_after_it(table: ReservationTable)
 
 def test_who_comes_too_early_or_too_late_is_not_let_in(table: ReservationTable) -> None:
     assert table.open("r", ONE, 0.0) is LeaseStatus.UNKNOWN
-    table.reserve("r", 10, now=0.0)
+    table.reserve("r", (0, 10), now=0.0)
     assert table.revoke("r", 1.0)
     assert table.open("r", ONE, 2.0) is LeaseStatus.EXPIRED
     assert len(table) == 0
@@ -38,7 +38,7 @@ def test_who_comes_too_early_or_too_late_is_not_let_in(table: ReservationTable) 
 def test_a_granted_reservation_is_not_free_before_its_writer_says_so(
     table: ReservationTable,
 ) -> None:
-    table.reserve("r", 10, now=0.0)
+    table.reserve("r", (0, 10), now=0.0)
     table.open("r", ONE, 1.0)
     assert not table.revoke("r", 2.0)
     assert table.renew(["r"], 3.0) == ("r",)
@@ -50,7 +50,7 @@ def test_a_granted_reservation_is_not_free_before_its_writer_says_so(
 
 
 def test_the_same_ending_is_told_however_often_it_is_asked_for(table: ReservationTable) -> None:
-    table.reserve("r", 10, now=0.0)
+    table.reserve("r", (0, 10), now=0.0)
     table.open("r", ONE, 1.0)
     assert table.end("r", ONE, LeaseStatus.RELEASED)
     assert not table.end("r", ONE, LeaseStatus.RELEASED)
@@ -60,7 +60,7 @@ def test_the_same_ending_is_told_however_often_it_is_asked_for(table: Reservatio
 
 
 def test_keepalives_put_the_deadline_off(table: ReservationTable) -> None:
-    table.reserve("r", 10, now=0.0)
+    table.reserve("r", (0, 10), now=0.0)
     assert [held.request_id for held in table.overdue(30.0)] == ["r"]
     table.open("r", ONE, 31.0)
     assert table.renew(["r", "x"], 33.0) == ("x",)
@@ -88,7 +88,7 @@ class ReservationMachine(RuleBasedStateMachine):
     def reserve(self, name: str) -> None:
         if name not in self.used:
             self.used.add(name)
-            self.table.reserve(name, 1, self.now)
+            self.table.reserve(name, (0, 1), self.now)
 
     @rule(name=names, writer=writers)
     def open(self, name: str, writer: Writer) -> None:

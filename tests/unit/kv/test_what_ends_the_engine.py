@@ -32,7 +32,7 @@ from mooncake_kv.push_worker import PushSession, SendServices, SendTask, SendThr
 from mooncake_kv.ranks import Load, LoadReport, RankGroup, RankLoads, decode_from_rank
 
 PATIENCE_S = 20.0
-LOAD = Load("r", "p", (0,), (0,), 0, 4, 0)
+LOAD = Load("r", "p", (0,), (0,), 0, 4, 0, 4)
 
 
 class Oops(Exception):

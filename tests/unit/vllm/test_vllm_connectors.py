@@ -52,6 +52,7 @@ CALLS: list[tuple[str, tuple[Any, ...], Any]] = [
     ("get_num_new_matched_tokens", (None, 0), (0, False)),
     ("update_state_after_alloc", (None, None, 5), None),
     ("request_finished", (None, []), (False, None)),
+    ("request_finished_all_groups", (None, ([],)), (False, None)),
     ("reset_cache", (), False),
     ("take_events", (), ()),
     ("get_kv_connector_stats", (), None),
@@ -60,6 +61,17 @@ CALLS: list[tuple[str, tuple[Any, ...], Any]] = [
     ("wait_for_save", (), None),
     ("shutdown", (), None),
 ]
+
+
+@pytest.mark.parametrize(("device", "takes"), [("cpu", True), ("cuda", True), ("npu", False)])
+def test_who_takes_kv_cache_groups(
+    monkeypatch: pytest.MonkeyPatch, device: str, takes: bool
+) -> None:
+    vllm_stub.install(monkeypatch, device)
+    module = importlib.import_module("mooncake_vllm.vllm_connectors")
+    assert issubclass(module.HalPullConnector, vllm_stub.SupportsHMA) is takes
+    assert issubclass(module.HalPushConnector, vllm_stub.SupportsHMA) is takes
+    assert not issubclass(module.HalPoolConnector, vllm_stub.SupportsHMA)
 
 
 @pytest.mark.parametrize(("hook", "arguments", "instead"), CALLS, ids=[call[0] for call in CALLS])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mooncake_hal.kv.geometry import AttentionKind
+from mooncake_hal.kv.geometry import AttentionKind, KVGroup
 from mooncake_kv.model_fingerprint import model_fingerprint
 from mooncake_vllm.errors import UnsupportedByVllmConnector
 from mooncake_vllm.vllm_instance import (
@@ -35,8 +35,14 @@ class SlidingWindowSpec(SimpleNamespace):
     """By vLLM's name."""
 
 
+class MambaSpec(SimpleNamespace):
+    """By vLLM's name."""
+
+
 def spec(kind: type = FullAttentionSpec, **changes: Any) -> Any:
     plain = {
+        "block_size": 16,
+        "num_kv_heads": 8,
         "head_size": 64,
         "head_size_v": 64,
         "dtype": torch.bfloat16,
@@ -49,8 +55,22 @@ def spec(kind: type = FullAttentionSpec, **changes: Any) -> Any:
     return kind(**(plain | changes))
 
 
+SLIDING = spec(SlidingWindowSpec, sliding_window=128)
+
+
+def groups(*specs: Any) -> list[Any]:
+    """Layers go to the KV-cache groups in turn."""
+    return [
+        SimpleNamespace(
+            kv_cache_spec=each,
+            layer_names=[f"model.layers.{n}.attn" for n in range(at, 6, len(specs))],
+        )
+        for at, each in enumerate(specs)
+    ]
+
+
 def caches(*specs: Any) -> Any:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=each) for each in specs])
+    return SimpleNamespace(kv_cache_groups=groups(*specs))
 
 
 def config(**changes: Any) -> Any:
@@ -84,16 +104,30 @@ def model(**changes: Any) -> Any:
     return SimpleNamespace(**(plain | changes))
 
 
-@pytest.mark.parametrize("kind", [FullAttentionSpec, MLAAttentionSpec])
-def test_plain_caches_are_taken(kind: type) -> None:
-    check_supported(config(), caches(spec(kind)))
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [spec()],
+        [spec(MLAAttentionSpec)],
+        [SLIDING],
+        [spec(), SLIDING],
+        [spec(), SLIDING, SLIDING],
+        [spec(sliding_window=128)],
+    ],
+    ids=str,
+)
+def test_attention_with_and_without_windows_is_taken(specs: list[Any]) -> None:
+    check_supported(config(), caches(*specs))
 
 
 @pytest.mark.parametrize(
     ("cache", "changes", "words"),
     [
-        (caches(spec(), spec(SlidingWindowSpec)), {}, "groups (FullAttentionSpec, SlidingWindow"),
-        (caches(spec(SlidingWindowSpec)), {}, "a KV cache of SlidingWindowSpec"),
+        (caches(spec(), MambaSpec()), {}, "a KV cache of MambaSpec"),
+        (caches(spec(head_size=32), SLIDING), {}, "KV-cache groups that differ"),
+        (caches(spec(block_size=32), SLIDING), {}, "--disable-hybrid-kv-cache-manager"),
+        (caches(spec(), SLIDING), {"pipeline_parallel_size": 2}, "on several pipeline stages"),
+        (caches(SLIDING), {"pipeline_parallel_size": 2}, "sliding windows on several pipeline"),
         (caches(spec(kv_quant_mode=1)), {}, "kv_quant_mode is 1"),
         (caches(spec(tokens_per_state=4)), {}, "tokens_per_state is 4"),
         (caches(spec(page_size_padded=4096)), {}, "page_size_padded is 4096"),
@@ -130,11 +164,22 @@ def test_one_without_readable_weights_is_told_by_its_name(
 
 
 def test_what_a_token_keeps() -> None:
-    plain = model_kv(model(), spec())
+    plain = model_kv(model(), groups(spec()))
     assert (plain.kind, plain.kv_heads, plain.plane_dims) == (AttentionKind.GQA, 8, (64, 64))
     assert (plain.layers, plain.dtype) == (32, "bfloat16")
-    latent = model_kv(model(), spec(MLAAttentionSpec))
+    latent = model_kv(model(), groups(spec(MLAAttentionSpec)))
     assert (latent.kind, latent.kv_heads, latent.plane_dims) == (AttentionKind.MLA, 1, (512, 64))
+
+
+def test_layers_with_a_sliding_window_have_blocks_of_their_own() -> None:
+    assert model_kv(model(), groups(spec(), SLIDING)).groups == (
+        KVGroup((0, 2, 4)),
+        KVGroup((1, 3, 5), 128),
+    )
+    assert model_kv(model(), groups(SLIDING)).groups == (KVGroup((0, 1, 2, 3, 4, 5), 128),)
+    assert model_kv(model(), groups(spec())).groups == ()
+    kept_whole = spec(sliding_window=128)  # as where vLLM's hybrid manager is off
+    assert model_kv(model(), groups(kept_whole)).groups == ()
 
 
 def test_devices() -> None:

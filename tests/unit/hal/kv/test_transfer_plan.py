@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from mooncake_hal.errors import PlanError
-from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of, shards_of
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, KVGroup, shard_of, shards_of
 from mooncake_hal.kv.layout import KV_LAYOUTS, layout_bytes, make_layout
 from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
 
@@ -181,3 +181,68 @@ def test_block_tables_that_do_not_fit_are_refused() -> None:
 def test_nothing_to_move_is_an_empty_plan() -> None:
     placement = _placements(1, "BHLPT")[0]
     assert plan_transfer(LLAMA, placement, [placement], BlockTransfer([0], [0], (16, 16))) == []
+
+
+def _grouped(geometry: KVGeometry, window: int) -> KVGeometry:
+    """Every second layer has a sliding window, and blocks of its own."""
+    sliding = tuple(range(0, geometry.layers, 2))
+    full = tuple(range(1, geometry.layers, 2))
+    return replace(geometry, groups=(KVGroup(sliding, window), KVGroup(full)))
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize("unit", [1, 4])
+def test_each_group_has_its_own_blocks_and_only_what_its_window_reaches(
+    source_tp: int, target_tp: int, unit: int
+) -> None:
+    plain = KVGeometry(AttentionKind.GQA, 5, 4, (3 * unit, 3 * unit), "test", 1, unit)
+    geometry, stop, window, size = _grouped(plain, 6), 22, 6, 4
+    sliding, full = [9, 9, 9, 9, 5, 6], [1, 2, 3, 4, 7, 8]  # 9: dropped; is never looked at
+    of_source = [block for pair in zip(sliding, full, strict=True) for block in pair]
+    of_target = [39 - block for block in of_source]
+    per_token = sum(plain.plane_dims) // unit
+    for layers in (None, (0, 1), (1, 4)):
+        moved = {layer: 0 for layer in range(5)}
+        for placement in make_side(plain, target_tp, "LPBHT", size, []).placements:
+            for plan in plan_transfer(
+                geometry,
+                placement,
+                make_side(plain, source_tp, "BHLPT", size, []).placements,
+                BlockTransfer(of_target, of_source, (4, stop), layers),
+            ):
+                for address, nbytes in zip(
+                    plan.spans.local.tolist(), plan.spans.nbytes.tolist(), strict=True
+                ):
+                    layer, block = _place(placement, address)
+                    own = sliding if layer % 2 == 0 else full
+                    assert 39 - block in {*own[1:]} - {9}
+                    moved[layer] += nbytes
+        for layer, nbytes in moved.items():
+            wanted = layers is None or layers[0] <= layer < layers[1]
+            first = (stop - window + 1) // size * size if layer % 2 == 0 else 4
+            last = -(-stop // unit) * unit
+            assert nbytes == wanted * (last - first) * 4 * per_token
+
+
+def _place(placement: KVShardSpec, address: int) -> tuple[int, int]:
+    """Layer and block of an address, where layers and planes are outermost."""
+    layout = placement.layout
+    for plane, bases in enumerate(layout.bases):
+        for layer, base in enumerate(bases):
+            offset = address - base
+            if 0 <= offset < layout.num_blocks * layout.block_strides[plane]:
+                return layer, offset // layout.block_strides[plane]
+    raise AssertionError(address)
+
+
+def test_a_window_reaches_back_from_the_prompts_end() -> None:
+    geometry = _grouped(KVGeometry(AttentionKind.GQA, 2, 1, (4, 4), "test", 1), 8)
+    side = make_side(replace(geometry, groups=()), 1, "LPBHT", 4, []).placements
+    blocks = list(range(20))
+
+    def num_bytes(tokens: tuple[int, int]) -> int:
+        movement = BlockTransfer(blocks, blocks, tokens, prompt_stop=40)
+        return sum(p.spans.total_bytes for p in plan_transfer(geometry, side[0], side, movement))
+
+    assert num_bytes((0, 16)) == 16 * 8  # none of it is in the window
+    assert num_bytes((16, 40)) == 24 * 8 + 8 * 8  # tokens from 32, where a block begins

@@ -1,0 +1,174 @@
+"""Layers with a sliding window have blocks of their own, of which vLLM drops those that have left
+it: a prompt goes over group by group, by the connector's two sides, without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.metaserver import Post
+from support.vllm_caches import Caches, make_caches
+from support.vllm_instance import Asked, FakeVllm, running
+
+from mooncake_hal.kv.geometry import AttentionKind, KVGroup
+from mooncake_kv.config import KVTransferConfig
+from mooncake_vllm.vllm_memory import LINEAR, ModelKV
+
+WINDOW = 6
+MODEL = ModelKV(
+    AttentionKind.GQA, 4, 4, (8, 8), "float32", (KVGroup((0, 2), WINDOW), KVGroup((1, 3)))
+)
+PULL = KVTransferConfig(transports=("tcp",), advertise_host="127.0.0.1")
+PUSH = replace(PULL, connector="MooncakeLayerwiseConnector")
+PROMPT = list(range(100, 114))
+# blocks of 4 tokens: the window of token 14 reaches back to token 9, in the third of them
+P_BLOCKS: tuple[list[int], ...] = ([0, 0, 4, 2], [5, 1, 6, 3])
+D_BLOCKS: tuple[list[int], ...] = ([0, 0, 3, 7], [6, 2, 1, 5])
+SEND = {"do_remote_decode": True}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def caches(tp_size: int, seed: int, model: ModelKV, format: str) -> list[Caches]:
+    ranks = [
+        make_caches(model, "LBHNC", 8, 4, tp=(rank, tp_size), format=format)
+        for rank in range(tp_size)
+    ]
+    random = np.random.default_rng(seed)
+    for rank in ranks:
+        rank.fill(random.random(rank.stacked().shape, dtype=np.float32))
+    return ranks
+
+
+def start(
+    stack: ExitStack,
+    folder: Path,
+    config: KVTransferConfig,
+    tps: tuple[int, int] = (1, 1),
+    window: int = WINDOW,
+    format: str = LINEAR,
+) -> tuple[FakeVllm, FakeVllm]:
+    model = replace(MODEL, groups=(KVGroup((0, 2), window), KVGroup((1, 3))))
+    first, second = caches(tps[0], 1, model, format), caches(tps[1], 2, model, format)
+    return (
+        stack.enter_context(running("p", folder, first, config)),
+        stack.enter_context(running("d", folder, second, config)),
+    )
+
+
+def memory(instance: FakeVllm) -> Any:
+    """``[layers, blocks, heads, tokens, content]`` of all ranks."""
+    return np.concatenate([rank.stacked() for rank in instance.caches], axis=2)
+
+
+def check_arrived(decode: FakeVllm, prefill: FakeVllm, before: Any, format: str) -> None:
+    """What D keeps is P's, and nothing else has changed."""
+    wanted, source = before, memory(prefill)
+    for layer in range(MODEL.layers):
+        for ours, theirs in zip(D_BLOCKS[layer % 2], P_BLOCKS[layer % 2], strict=True):
+            last = 2 if theirs in (P_BLOCKS[0][3], P_BLOCKS[1][3]) and format == LINEAR else 4
+            if ours:
+                for shared in (layer, layer ^ 1):  # the other group's layer in the same tensor
+                    wanted[shared, ours, :, :last] = source[layer, theirs, :, :last]
+    assert (memory(decode) == wanted).all()
+
+
+@pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2)])
+def test_what_the_windows_reach_is_pulled(
+    stack: ExitStack, tmp_path: Path, tps: tuple[int, int]
+) -> None:
+    prefill, decode = start(stack, tmp_path, PULL, tps)
+    before = memory(decode)
+    params = prefill.prefill(Asked("one", PROMPT, SEND), P_BLOCKS)
+    assert params["remote_block_ids"] == [[0, 0, 4, 2], [5, 1, 6, 3]]
+    assert params["num_prompt_blocks"] == 4
+    request = Asked("two", PROMPT, params)
+    decode.scheduler.on_new_request(request)
+    assert decode.admit(request, D_BLOCKS) == len(PROMPT)
+    decode.step_until(decode.told.received, "two")
+    prefill.step_until(prefill.told.sent, "one")
+    assert not decode.told.failed
+    check_arrived(decode, prefill, before, LINEAR)
+
+
+@pytest.mark.parametrize("names_layers", [True, False])
+@pytest.mark.parametrize(
+    ("tps", "format"),
+    [((1, 1), LINEAR), ((2, 1), LINEAR), ((1, 2), LINEAR), ((1, 1), "vllm-cpu/vec/4")],
+)
+def test_what_the_windows_reach_is_pushed(
+    stack: ExitStack,
+    tmp_path: Path,
+    tps: tuple[int, int],
+    format: str,
+    names_layers: bool,
+) -> None:
+    post = Post()
+    stack.callback(post.close)
+    prefill, decode = start(stack, tmp_path, PUSH, tps, format=format)
+    before = memory(decode)
+    waiting = Asked("d", PROMPT, {"do_remote_prefill": True, "metaserver": post.server.url("d")})
+    decode.scheduler.on_new_request(waiting)
+    assert decode.admit(waiting, D_BLOCKS) == len(PROMPT)
+    decode.step()
+    request = Asked("p", PROMPT, post.wait())
+    prefill.scheduler.on_new_request(request)
+    chunks = (4, 9, len(PROMPT))
+    assert prefill.compute(request, P_BLOCKS, chunks, names_layers=names_layers) == (True, None)
+    prefill.step_until(prefill.told.sent, "p")
+    decode.step_until(decode.told.received, "d")
+    assert not decode.told.failed
+    check_arrived(decode, prefill, before, format)
+
+
+def test_a_prefill_that_lacks_a_block_of_the_window_is_not_handed_over(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    prefill, _ = start(stack, tmp_path, PULL)
+    request = Asked("one", PROMPT, SEND)
+    prefill.scheduler.on_new_request(request)
+    request.num_computed_tokens, request.output_token_ids = len(PROMPT), [7]
+    request.status.name = "FINISHED_LENGTH_CAPPED"
+    dropped = [0, 0, 0, 2], P_BLOCKS[1]
+    assert prefill.scheduler.request_finished(request, dropped) == (False, None)
+
+
+def test_a_token_that_no_prefill_keeps_is_not_waited_for(stack: ExitStack, tmp_path: Path) -> None:
+    prefill, decode = start(stack, tmp_path, PULL, window=WINDOW + 1)
+    params = prefill.prefill(Asked("one", PROMPT, SEND), P_BLOCKS)
+    again = Asked("again", PROMPT, dict(params))  # computes token 13, which looks back at token 7
+    decode.scheduler.on_new_request(again)
+    assert decode.scheduler.num_to_load(again, 0) == 0
+    assert decode.scheduler.num_refused == 1
+    prefill.step_until(prefill.told.sent, "one")
+
+    params = prefill.prefill(Asked("three", PROMPT, SEND), P_BLOCKS)
+    params |= {"first_token_delivered": True}
+    beyond = Asked("beyond", [*PROMPT, params["last_token_id"]], params)
+    decode.scheduler.on_new_request(beyond)
+    assert decode.admit(beyond, D_BLOCKS) == len(PROMPT)
+    decode.step_until(decode.told.received, "beyond")
+    assert not decode.told.failed
+
+
+def test_the_parameters_of_an_instance_without_groups_are_refused(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    prefill, decode = start(stack, tmp_path, PULL)
+    params = prefill.prefill(Asked("one", PROMPT, SEND), P_BLOCKS)
+    params["remote_block_ids"] = params["remote_block_ids"][:1]
+    request = Asked("two", PROMPT, params)
+    decode.scheduler.on_new_request(request)
+    assert decode.admit(request, D_BLOCKS) == len(PROMPT)
+    decode.step_until(decode.told.received, "two")
+    assert decode.told.failed == {"two"}
+    prefill.step_until(prefill.told.sent, "one")
