@@ -280,7 +280,10 @@ class PoolSchedulerSide:
         return figures | {"pool_saves_under_way": float(len(self._saving))}
 
     def close(self) -> None:
-        """Give up what is loading or saved. Idempotent."""
+        """Give up what is loading or saved. Idempotent.
+
+        No rank may write into a store any more: vLLM ends its workers before its scheduler.
+        """
         self._client.close()
         self._ranks.close()
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from mooncake_hal.deployment import Hardware
-from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shards_of
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, KVGroup, shards_of
 from mooncake_hal.kv.layout import make_layout
 from mooncake_hal.specs import TransportConstraints
 from mooncake_kv.errors import HandshakeRefused
@@ -210,3 +210,16 @@ def test_another_packing_is_refused_with_both() -> None:
 def test_blocks_hold_whole_units(unit: int) -> None:
     torn = msgspec.structs.replace(facts(), geometry=replace(GEOMETRY, unit=unit))
     assert "contradicts itself" in refusal(torn, torn)
+
+
+def test_windows_need_one_block_size_and_the_same_groups() -> None:
+    sliding, full = KVGroup(tuple(range(1, GEOMETRY.layers)), 128), KVGroup((0,))
+    grouped = replace(GEOMETRY, groups=(sliding, full))
+    small, large = (
+        msgspec.structs.replace(facts(block_size=size), geometry=grouped) for size in (16, 128)
+    )
+    check_compatible(small, small)
+    assert "block size differs: the prefill instance has 16, the decode instance 128" in refusal(
+        small, large
+    )
+    assert "KV geometry differs" in refusal(small, facts())
