@@ -263,7 +263,7 @@ class ConnectorScheduler(ABC):
             self._instance.tp_size,
             self._instance.block_size,
             config.lease_s,
-            self._instance.geometry.num_tables,
+            len(self._instance.geometry.tables),
         )
         for task in (*self._open_flows(context), self._peers.sweep()):
             self._loop.spawn_housekeeping(task)

@@ -106,7 +106,7 @@ class PeerInstance:
         for name, claimed, found in (
             ("tensor-parallel size", remote.claimed_tp_size, self.metadata.tp_size),
             ("block size", remote.claimed_block_size, self.metadata.block_size),
-            ("number of KV groups", remote.claimed_num_groups, self.metadata.geometry.num_tables),
+            ("number of KV groups", remote.claimed_num_groups, len(self.metadata.geometry.tables)),
         ):
             if claimed is not None and claimed != found:
                 raise HandshakeRefused(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from mooncake_hal.kv.geometry import KVGeometry, KVGroup, KVShard
+from mooncake_hal.kv.geometry import KVGeometry, KVShard
 from mooncake_hal.kv.transfer_plan import (
     BlockTransfer,
     KVShardSpec,
@@ -207,8 +207,7 @@ def expected_bytes(
     Raises:
         PlanError: the writers don't hold what a reader needs.
     """
-    start, stop = tokens
-    if start >= stop:
+    if tokens[0] >= tokens[1]:
         return {}
     unit_bytes = sum(geometry.plane_dims) * geometry.element_bytes
     expected = {}
@@ -216,10 +215,10 @@ def expected_bytes(
         for writer in elect_sources(wanted, writers, spread):
             box = intersect(wanted, writers[writer])
             num_units = 0
-            for group in geometry.groups or (KVGroup(tuple(range(geometry.layers))),):
+            for group in geometry.tables:
                 first, last = group.counted(box.layer_start, box.layer_stop)
-                kept = max(start, group.first_token(stop, block_size))
-                num_units += (last - first) * (-(-stop // geometry.unit) - kept // geometry.unit)
+                start, stop = group.kept(tokens, tokens[1], block_size)
+                num_units += (last - first) * (-(-stop // geometry.unit) - start // geometry.unit)
             if num_units:
                 expected[writer, reader] = box.heads * num_units * unit_bytes
     return expected

@@ -38,6 +38,12 @@ class KVGroup:
             return 0
         return max(0, stop - self.window + 1) // block_size * block_size
 
+    def kept(self, tokens: tuple[int, int], prompt_stop: int, block_size: int) -> tuple[int, int]:
+        """Those of a range of tokens whose KV is needed to go on behind the prompt that they are a
+        part of; maybe none."""
+        start, stop = tokens
+        return max(start, self.first_token(prompt_stop, block_size)), stop
+
     def counted(self, start: int, stop: int) -> tuple[int, int]:
         """The group's part of a range of the model's layers, counted within the group."""
         return bisect_left(self.layers, start), bisect_left(self.layers, stop)
@@ -75,9 +81,9 @@ class KVGeometry:
     groups: tuple[KVGroup, ...] = ()
 
     @property
-    def num_tables(self) -> int:
-        """Block tables that a request has: one per group."""
-        return len(self.groups) or 1
+    def tables(self) -> tuple[KVGroup, ...]:
+        """Whose KV each of a request's block tables is: the groups', or all layers'."""
+        return self.groups or (KVGroup(tuple(range(self.layers))),)
 
     @property
     def planes(self) -> int:

@@ -146,13 +146,15 @@ def _plan_groups(
     transfer: BlockTransfer,
 ) -> list[PeerSpans]:
     """A plan for each KV-cache group, as if its layers were the model's, put together."""
+    prompt_stop = transfer.tokens[1] if transfer.prompt_stop is None else transfer.prompt_stop
+    num_groups = len(geometry.groups)
     spans: dict[int, list[Spans]] = {}
     for index, group in enumerate(geometry.groups):
         part = replace(
             transfer,
-            local_blocks=transfer.local_blocks[index :: geometry.num_tables],
-            remote_blocks=transfer.remote_blocks[index :: geometry.num_tables],
-            tokens=kept_tokens(group, transfer, local.layout.block_size),
+            local_blocks=transfer.local_blocks[index::num_groups],
+            remote_blocks=transfer.remote_blocks[index::num_groups],
+            tokens=group.kept(transfer.tokens, prompt_stop, local.layout.block_size),
             layers=None if transfer.layers is None else group.counted(*transfer.layers),
         )
         if part.tokens[0] >= part.tokens[1]:
@@ -165,13 +167,6 @@ def _plan_groups(
         ):
             spans.setdefault(plan.peer, []).append(plan.spans)
     return [PeerSpans(peer, _joined(parts)) for peer, parts in sorted(spans.items())]
-
-
-def kept_tokens(group: KVGroup, transfer: BlockTransfer, block_size: int) -> tuple[int, int]:
-    """Those of a transfer's tokens whose KV a group's layers still need; maybe none."""
-    start, stop = transfer.tokens
-    prompt_stop = stop if transfer.prompt_stop is None else transfer.prompt_stop
-    return max(start, group.first_token(prompt_stop, block_size)), stop
 
 
 def _of_group(rank: KVShardSpec, group: KVGroup) -> KVShardSpec:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mooncake_hal.kv.geometry import AttentionKind, KVGroup
+from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import (
     Connector,
@@ -147,7 +147,7 @@ class SchedulerSide:
         info = self._ranks.info
         self._pages = info.blocks_per_page
         self._block_tokens = info.block_size
-        self._groups = info.geometry.groups
+        self._groups = info.geometry.tables
         self._ranks.listen(self._connector.on_rank_message)
         self._connector.start(
             InstanceMetadata(
@@ -353,7 +353,7 @@ class SchedulerSide:
         needed = -(-num_tokens // page_tokens)
         firsts = [
             group.first_token(num_tokens, self._block_tokens) // page_tokens
-            for group in self._groups or (KVGroup(()),)
+            for group in self._groups
         ]
         return all(
             len(table) >= needed and NULL_BLOCK not in table[first:needed]

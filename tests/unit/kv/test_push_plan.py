@@ -71,7 +71,7 @@ def cases(draw: st.DrawFn) -> tuple[InstancePair, BlockTransfer]:
         ranks = draw(st.integers(1, 8)), draw(st.integers(1, geometry.layers))
         layout = draw(st.sampled_from(sorted(KV_LAYOUTS)))
         sides.append(placements(geometry, ranks, layout, block_size))
-        of_groups = [draw(st.permutations(range(NUM_BLOCKS))) for _ in range(geometry.num_tables)]
+        of_groups = [draw(st.permutations(range(NUM_BLOCKS))) for _ in geometry.tables]
         tables.append([block for row in zip(*of_groups, strict=True) for block in row])
     start = draw(st.integers(0, 60))
     tokens = start, draw(st.integers(start + 1, 100))
