@@ -1,7 +1,10 @@
 """vLLM alone, as pairs with its own connectors, and as pairs with ours: in turns, on its CPU build.
 
     python ci/bench_vllm.py [--clients 1,4,8,16] [--rounds 3] [--groups pull,push,engine,nixl]
-        [--shapes chat,long]
+        [--shapes chat,long] [--device paced]
+
+With ``--device paced`` vLLM's device is pretended and takes an H200's time, with the KV of a model
+of 7 B parameters (vllm_paced_worker.py): cores compute nothing that a GPU's host would not.
 
 The contenders of a group are up together, which takes some 3 GB a pair, and are warm before they
 are measured. A round asks each of them, at each number of clients, to answer prompts that no cache
@@ -40,12 +43,18 @@ ALONE, THEIRS = "one vLLM", "mooncake tcp"
 PEERS = (THEIRS, "nixl")
 OURS = ("ours shm", "ours tcp", "ours push")
 GROUPS = {
-    "pull": (ALONE, THEIRS, "ours shm", "ours tcp"),
-    "push": (THEIRS, "ours push"),
-    "engine": ("one engine", "engine pair"),
-    "nixl": ("nixl",),
+    "pull": ((ALONE, THEIRS, "ours shm", "ours tcp"),),
+    "push": ((THEIRS, "ours push"),),
+    "engine": (("one engine", "engine pair"),),
+    "nixl": (("nixl",),),
 }
 """Who is up together, and compared. NIXL's pair keeps both cores busy while nobody asks it."""
+PACED_GROUPS = {
+    "pull": ((ALONE, THEIRS, "ours shm"), (THEIRS, "ours tcp")),
+    "push": GROUPS["push"],
+    "nixl": GROUPS["nixl"],
+}
+"""The same with paced devices: an instance takes some 3.5 GB. Our own engine has none here."""
 REQUESTS_PER_CLIENT = 3
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WANTED_SPEED_UP, WANTED_OF_ENGINE = 1.2, 0.9
@@ -131,10 +140,15 @@ def main() -> int:
     parser.add_argument("--clients", default="1,4,8,16", help="loads")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--groups", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--groups", help=f"of {', '.join(GROUPS)}; all that the device has")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "paced"), help="of vLLM")
     parser.add_argument("--only", default=",".join(CONTENDERS), help="of a group's contenders")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for each")
     args = parser.parse_args()
+    groups = PACED_GROUPS if args.device == "paced" else GROUPS
+    wanted = args.groups.split(",") if args.groups else [*groups]
+    if unknown := {*wanted} - {*groups}:
+        parser.error(f"no such groups on a {args.device} device: {', '.join(sorted(unknown))}")
     end_in_order()
     try:
         install_connector(prepare())
@@ -144,12 +158,13 @@ def main() -> int:
     items: list[Item] = []
     missing: list[str] = []
     said: Said = {}
-    for group in args.groups.split(","):
-        names = [name for name in GROUPS[group] if name in args.only.split(",")]
+    for together in (each for group in wanted for each in groups[group]):
+        names = [name for name in together if name in args.only.split(",")]
         items += measure_group(names, args, said, missing)
+    device = "" if args.device == "cpu" else f"{args.device} "
     for item in items:
         verdict = "ok" if item.holds else "short"
-        print(f"{item.name:58} {item.found:>14} {item.wanted:>12} {verdict}")
+        print(f"{device + item.name:64} {item.found:>14} {item.wanted:>12} {verdict}")
     if missing:
         print(f"skipped: {', '.join(missing)}, see above")
         return SKIPPED
@@ -176,7 +191,11 @@ def measure_group(
         contenders = []
         for name in names:
             try:
-                contenders.append(stack.enter_context(running(name, args.start_timeout)))
+                contenders.append(
+                    stack.enter_context(
+                        running(name, args.start_timeout, is_paced=args.device == "paced")
+                    )
+                )
             except Skip as reason:
                 print(f"{name} can't be had: {reason}", flush=True)
                 missing.append(name)

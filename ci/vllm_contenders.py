@@ -8,7 +8,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import vllm_paced_serving as paced
 from vllm_environment import CACHE, install_mooncake
+from vllm_paced_plugin import ENTRY_POINT
 from vllm_serving import (
     PROXY_LOG,
     Json,
@@ -51,6 +53,11 @@ def register():
     shm_broadcast.SpinCondition = SocketCondition
 '''
 SMALL_STEPS = ("--max-num-seqs", "16")
+WIDE_QUEUES = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "1000000",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "1000000",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "10000",
+}
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -72,46 +79,61 @@ class Contender:
     processes: list[subprocess.Popen[bytes]]
 
 
+@dataclass(frozen=True)
+class Start:
+    """How a contender is started.
+
+    Args:
+        stack: ends what it runs.
+        timeout_s: within which each instance has to be up.
+        is_paced: whether vLLM's device is pretended.
+    """
+
+    stack: ExitStack
+    timeout_s: float
+    is_paced: bool
+
+
 @contextmanager
-def running(name: str, timeout_s: float) -> Iterator[Contender]:
+def running(name: str, timeout_s: float, *, is_paced: bool) -> Iterator[Contender]:
     """A contender that is up.
 
     Raises:
         Skip: it can't be run here.
     """
     with ExitStack() as stack:
-        found = CONTENDERS[name](stack, timeout_s)
+        found = CONTENDERS[name](Start(stack, timeout_s, is_paced))
         found.name = name
         yield found
 
 
-def one_vllm(stack: ExitStack, timeout_s: float) -> Contender:
+def one_vllm(start: Start) -> Contender:
     """One instance without a connector, on one core like each of a pair."""
-    launch = _launch(None, "0", "single")
-    child = _start(stack, launch)
-    wait_until_healthy(launch.url, launch.log, timeout_s, [child])
+    launch = _launch(start, None, "0", "single")
+    child = _start(start, launch)
+    wait_until_healthy(launch.url, launch.log, start.timeout_s, [child])
     return Contender("", launch.url, launch.url, launch.url, [child])
 
 
-def ours(connector: str, transport: str) -> Callable[[ExitStack, float], Contender]:
+def ours(connector: str, transport: str) -> Callable[[Start], Contender]:
     """A pair with our connector."""
     extra: Json = {"kv_connector_extra_config": {"transport": [transport]}}
     flow = "push" if "Push" in connector else "pull"
     config = {"kv_connector": connector, "kv_load_failure_policy": "recompute"} | extra
 
-    def begin(stack: ExitStack, timeout_s: float) -> Contender:
-        return _pair(stack, timeout_s, config, {}, {}, flow)
+    def begin(start: Start) -> Contender:
+        return _pair(start, config, {}, {}, flow)
 
     return begin
 
 
-def nixl(stack: ExitStack, timeout_s: float) -> Contender:
+def nixl(start: Start) -> Contender:
     """A pair with vLLM's NIXL connector over TCP and shared memory."""
     config = {"kv_connector": "NixlConnector"}
-    return _pair(stack, timeout_s, config, nixl_variables(), nixl_variables(), "pull")
+    return _pair(start, config, nixl_variables(), nixl_variables(), "pull")
 
 
-def mooncake(stack: ExitStack, timeout_s: float) -> Contender:
+def mooncake(start: Start) -> Contender:
     """A pair with vLLM's Mooncake connector over TCP."""
     install_mooncake(prepare())
     ports = free_port(), free_port()
@@ -127,24 +149,28 @@ def mooncake(stack: ExitStack, timeout_s: float) -> Contender:
         "kv_connector_module_path": "vllm_mooncake_on_cpu",
         "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
     }
+    if start.is_paced:  # its engine refuses what a few large prompts queue, and requests fail
+        config["kv_load_failure_policy"] = "recompute"
+        prefill |= WIDE_QUEUES
+        decode |= WIDE_QUEUES
     words = ("--prefill-bootstrap-port", str(ports[0]))
-    return _pair(stack, timeout_s, config, prefill, decode, "pull", *words)
+    return _pair(start, config, prefill, decode, "pull", *words)
 
 
-def one_engine(stack: ExitStack, timeout_s: float) -> Contender:
+def one_engine(start: Start) -> Contender:
     """Our own engine, prefill and decode in one instance."""
-    url, child = _engine(stack, "both", 0, timeout_s)
+    url, child = _engine(start, "both", 0)
     return Contender("", url, url, url, [child])
 
 
-def engine_pair(stack: ExitStack, timeout_s: float) -> Contender:
+def engine_pair(start: Start) -> Contender:
     """Our own engine as P and D."""
-    prefill, first = _engine(stack, "prefill", 0, timeout_s)
-    decode, second = _engine(stack, "decode", 1, timeout_s)
-    return _proxied(stack, prefill, decode, [first, second], "pull", emits=False)
+    prefill, first = _engine(start, "prefill", 0)
+    decode, second = _engine(start, "decode", 1)
+    return _proxied(start, prefill, decode, [first, second], "pull", emits=False)
 
 
-CONTENDERS: dict[str, Callable[[ExitStack, float], Contender]] = {
+CONTENDERS: dict[str, Callable[[Start], Contender]] = {
     "one vLLM": one_vllm,
     "mooncake tcp": mooncake,
     "nixl": nixl,
@@ -157,39 +183,48 @@ CONTENDERS: dict[str, Callable[[ExitStack, float], Contender]] = {
 
 
 def _launch(
-    transfer: Json | None, core: str, name: str, environment: dict[str, str] | None = None
+    start: Start,
+    transfer: Json | None,
+    core: str,
+    name: str,
+    environment: dict[str, str] | None = None,
 ) -> Launch:
     log = CACHE / f"bench-{name}.log"
     log.unlink(missing_ok=True)
-    variables = {"PYTHONPATH": str(_plugins())} | (environment or {})
-    return Launch(prepare(), transfer, cores(int(core)), log, SMALL_STEPS, variables)
+    variables = {"PYTHONPATH": str(_plugins(start))} | (environment or {})
+    if not start.is_paced:
+        return Launch(prepare(), transfer, cores(int(core)), log, SMALL_STEPS, variables)
+    variables |= paced.VARIABLES
+    variables["PYTHONPATH"] += f":{paced.FOLDER}"
+    words = (*paced.OF_MODEL, *paced.WORKER, *SMALL_STEPS)
+    model = paced.prepare_model()
+    return Launch(prepare(), transfer, paced.UNBOUND, log, words, variables, model=model)
 
 
-def _plugins() -> Path:
+def _plugins(start: Start) -> Path:
     """A folder with what this machine needs of vLLM, installed for whoever has it on its path."""
-    folder = CACHE / "vllm-plugins"
+    folder = CACHE / ("vllm-paced-plugins" if start.is_paced else "vllm-plugins")
     installed = folder / "bench_vllm_plugins-1.dist-info"
     installed.mkdir(parents=True, exist_ok=True)
     (installed / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: bench-vllm-plugins\nVersion: 1\n"
     )
-    (installed / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nwithout_busy_loops = vllm_without_busy_loops:register\n"
-    )
+    plugins = ["without_busy_loops = vllm_without_busy_loops:register"]
+    plugins += [ENTRY_POINT] if start.is_paced else []
+    (installed / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *plugins, ""]))
     (folder / "vllm_without_busy_loops.py").write_text(WITHOUT_BUSY_LOOPS)
     (folder / "vllm_mooncake_on_cpu.py").write_text(MOONCAKE_ON_CPU)
     return folder
 
 
-def _start(stack: ExitStack, launch: Launch) -> subprocess.Popen[bytes]:
+def _start(start: Start, launch: Launch) -> subprocess.Popen[bytes]:
     child = launch.start()
-    stack.callback(stop, child)
+    start.stack.callback(stop, child)
     return child
 
 
 def _pair(
-    stack: ExitStack,
-    timeout_s: float,
+    start: Start,
     config: Json,
     prefill_environment: dict[str, str],
     decode_environment: dict[str, str],
@@ -198,6 +233,7 @@ def _pair(
 ) -> Contender:
     launches = [
         _launch(
+            start,
             config | {"kv_role": ROLES[role], "engine_id": f"{role}-{free_port()}"},
             core,
             f"{config['kv_connector']}-{role}",
@@ -208,15 +244,15 @@ def _pair(
             ("decode", "1", decode_environment),
         )
     ]
-    children = [_start(stack, each) for each in launches]
+    children = [_start(start, each) for each in launches]
     for each in launches:
-        wait_until_healthy(each.url, each.log, timeout_s, children)
+        wait_until_healthy(each.url, each.log, start.timeout_s, children)
     urls = [each.url for each in launches]
-    return _proxied(stack, urls[0], urls[1], children, flow, *words)
+    return _proxied(start, urls[0], urls[1], children, flow, *words)
 
 
 def _proxied(
-    stack: ExitStack,
+    start: Start,
     prefill: str,
     decode: str,
     children: list[subprocess.Popen[bytes]],
@@ -226,17 +262,15 @@ def _proxied(
 ) -> Contender:
     port = free_port()
     child = start_proxy(prefill, decode, port, flow, *words, emits_first_token=emits)
-    stack.callback(stop, child)
+    start.stack.callback(stop, child)
     url = f"http://127.0.0.1:{port}"
     wait_until_healthy(url, PROXY_LOG, 60, [child])
     return Contender("", url, prefill, decode, [*children, child])
 
 
-def _engine(
-    stack: ExitStack, role: str, core: int, timeout_s: float
-) -> tuple[str, subprocess.Popen[bytes]]:
+def _engine(start: Start, role: str, core: int) -> tuple[str, subprocess.Popen[bytes]]:
     log = CACHE / f"bench-engine-{role}.log"
     url, child = start_engine(role, core, log)
-    stack.callback(stop, child)
-    wait_until_healthy(url, log, timeout_s, [child])
+    start.stack.callback(stop, child)
+    wait_until_healthy(url, log, start.timeout_s, [child])
     return url, child
