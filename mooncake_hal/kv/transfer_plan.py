@@ -150,15 +150,17 @@ def _plan_groups(
     num_groups = len(geometry.groups)
     spans: dict[int, list[Spans]] = {}
     for index, group in enumerate(geometry.groups):
+        tokens = group.kept(transfer.tokens, prompt_stop, local.layout.block_size)
+        layers = group.counted(*(transfer.layers or (0, geometry.layers)))
+        if tokens[0] >= tokens[1] or layers[0] >= layers[1]:
+            continue
         part = replace(
             transfer,
             local_blocks=transfer.local_blocks[index::num_groups],
             remote_blocks=transfer.remote_blocks[index::num_groups],
-            tokens=group.kept(transfer.tokens, prompt_stop, local.layout.block_size),
-            layers=None if transfer.layers is None else group.counted(*transfer.layers),
+            tokens=tokens,
+            layers=layers,
         )
-        if part.tokens[0] >= part.tokens[1]:
-            continue
         for plan in plan_transfer(
             replace(geometry, layers=len(group.layers), groups=()),
             _of_group(local, group),
