@@ -87,6 +87,8 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
         facts = {f"the model's {name}": value for name, value in self.model_settings.items()}
         facts |= {f"KV's {name}": value for name, value in self.numerics.meaning.items()}
         facts |= {"model": self.model_fingerprint, "KV geometry": str(self.geometry)}
+        if self.geometry.groups:
+            facts["KV-cache groups"] = str(self.geometry.groups)
         if self.tokenizer_fingerprint:
             facts["tokenizer"] = self.tokenizer_fingerprint
         return facts
@@ -171,6 +173,12 @@ def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Ch
     yield _Check("the type of KV", prefill.geometry.dtype, decode.geometry.dtype, _SAME_NUMBERS)
     yield _Check(
         "how KV lies in a block", prefill.geometry.format, decode.geometry.format, _SAME_PACKING
+    )
+    yield _Check(
+        "how layers share block tables",
+        prefill.geometry.groups,
+        decode.geometry.groups,
+        "give vLLM the same --disable-hybrid-kv-cache-manager on both",
     )
     yield _Check("KV geometry", prefill.geometry, decode.geometry)
     if any(group.window for group in prefill.geometry.groups):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from mooncake_hal.errors import PlanError
@@ -78,7 +78,8 @@ class KVGeometry:
     element_bytes: int
     unit: int = 1
     format: str = "linear"
-    groups: tuple[KVGroup, ...] = ()
+    # Not in its text, which proxies compare: releases without groups have the same one.
+    groups: tuple[KVGroup, ...] = field(default=(), repr=False)
 
     @property
     def tables(self) -> tuple[KVGroup, ...]:

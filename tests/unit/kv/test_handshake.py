@@ -222,4 +222,6 @@ def test_windows_need_one_block_size_and_the_same_groups() -> None:
     assert "block size differs: the prefill instance has 16, the decode instance 128" in refusal(
         small, large
     )
-    assert "KV geometry differs" in refusal(small, facts())
+    assert "how layers share block tables differs" in refusal(small, facts())
+    assert facts().must_match["KV geometry"] == small.must_match["KV geometry"]
+    assert small.must_match["KV-cache groups"] == str(grouped.groups)
