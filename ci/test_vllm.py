@@ -575,14 +575,14 @@ def beyond_the_window(run: Run) -> None:
     wanted = run.wanted[BEYOND]
     refused = "vllm:mooncake_hal_refused_requests_total"
     before = figure(run.decode, refused), figure(run.decode, LOADS)
-    if run.pair.flow == "pull":
+    is_pull = run.pair.flow == "pull"
+    if is_pull:
         run.expect(BEYOND, token_ids(hand_over(run, path, body)), token_ids(wanted))
         run.expect("is computed by D", figure(run.decode, refused) - before[0], 1)
     salted = without_token_ids(body) | {"cache_salt": BEYOND, "stream": True}
     [choice] = wanted["choices"]
     answer = choice["text"], choice["finish_reason"]
     run.expect(f"proxy: {BEYOND}, streamed", ask(run.proxy, path, salted), answer)
-    is_pull = run.pair.flow == "pull"
     run.expect("comes over behind P's token", figure(run.decode, LOADS) - before[1], int(is_pull))
 
 

@@ -86,6 +86,20 @@ def make_caches(
     return Caches(named, view_caches(named, model, position, num_pages or num_blocks, format))
 
 
+def filled_ranks(
+    model: ModelKV, order: str, tp_size: int, *, seed: int = 0, format: str = LINEAR
+) -> list[Caches]:
+    """An instance's KV caches, rank by rank, 8 blocks of 4 tokens each, full of noise."""
+    ranks = [
+        make_caches(model, order, 8, 4, tp=(rank, tp_size), format=format)
+        for rank in range(tp_size)
+    ]
+    random = np.random.default_rng(seed)
+    for rank in ranks:
+        rank.fill(random.random(rank.stacked().shape, dtype=np.float32))
+    return ranks
+
+
 @dataclass(frozen=True, slots=True)
 class AscendCaches:
     """The same as vLLM-Ascend makes them: K and V apart.

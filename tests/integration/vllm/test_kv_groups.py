@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.metaserver import Post
-from support.vllm_caches import Caches, make_caches
+from support.vllm_caches import filled_ranks
 from support.vllm_instance import Asked, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind, KVGroup
@@ -38,17 +38,6 @@ def stack() -> Iterator[ExitStack]:
         yield opened
 
 
-def caches(tp_size: int, seed: int, model: ModelKV, format: str) -> list[Caches]:
-    ranks = [
-        make_caches(model, "LBHNC", 8, 4, tp=(rank, tp_size), format=format)
-        for rank in range(tp_size)
-    ]
-    random = np.random.default_rng(seed)
-    for rank in ranks:
-        rank.fill(random.random(rank.stacked().shape, dtype=np.float32))
-    return ranks
-
-
 def start(
     stack: ExitStack,
     folder: Path,
@@ -58,7 +47,10 @@ def start(
     format: str = LINEAR,
 ) -> tuple[FakeVllm, FakeVllm]:
     model = replace(MODEL, groups=(KVGroup((0, 2), window), KVGroup((1, 3))))
-    first, second = caches(tps[0], 1, model, format), caches(tps[1], 2, model, format)
+    first, second = (
+        filled_ranks(model, "LBHNC", tp_size, seed=seed, format=format)
+        for seed, tp_size in enumerate(tps, start=1)
+    )
     return (
         stack.enter_context(running("p", folder, first, config)),
         stack.enter_context(running("d", folder, second, config)),

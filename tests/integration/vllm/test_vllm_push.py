@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.metaserver import Post
-from support.vllm_caches import Caches, make_caches
+from support.vllm_caches import filled_ranks
 from support.vllm_instance import Asked, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind
@@ -40,23 +40,16 @@ def post(stack: ExitStack) -> Post:
     return server
 
 
-def caches(tp_size: int, seed: int, format: str) -> list[Caches]:
-    ranks = [
-        make_caches(MODEL, "LBHNC", 8, 4, tp=(rank, tp_size), format=format)
-        for rank in range(tp_size)
-    ]
-    random = np.random.default_rng(seed)
-    for rank in ranks:
-        rank.fill(random.random(rank.stacked().shape, dtype=np.float32))
-    return ranks
-
-
 def start(
     stack: ExitStack, folder: Path, tps: tuple[int, int] = (1, 1), format: str = LINEAR
 ) -> tuple[FakeVllm, FakeVllm]:
+    first, second = (
+        filled_ranks(MODEL, "LBHNC", tp_size, seed=seed, format=format)
+        for seed, tp_size in enumerate(tps, start=1)
+    )
     return (
-        stack.enter_context(running("p", folder, caches(tps[0], 1, format), CONFIG)),
-        stack.enter_context(running("d", folder, caches(tps[1], 2, format), CONFIG)),
+        stack.enter_context(running("p", folder, first, CONFIG)),
+        stack.enter_context(running("d", folder, second, CONFIG)),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.vllm_caches import Caches, make_caches
+from support.vllm_caches import filled_ranks
 from support.vllm_instance import NO_TOKENS, Asked, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind
@@ -26,16 +26,6 @@ CONFIG = KVTransferConfig(transports=("tcp",), advertise_host="127.0.0.1")
 PROMPT = list(range(100, 114))
 P_BLOCKS, D_BLOCKS = [5, 1, 4, 2], [3, 0, 6, 1]
 SEND = {"do_remote_decode": True}
-
-
-def caches(tp_size: int, order: str, format: str = LINEAR, seed: int = 0) -> list[Caches]:
-    ranks = [
-        make_caches(MODEL, order, 8, 4, tp=(r, tp_size), format=format) for r in range(tp_size)
-    ]
-    random = np.random.default_rng(seed)
-    for rank in ranks:
-        rank.fill(random.random(rank.stacked().shape, dtype=np.float32))
-    return ranks
 
 
 def whole(instance: FakeVllm, blocks: list[int]) -> Any:
@@ -62,8 +52,8 @@ def start(
     config: KVTransferConfig = CONFIG,
     formats: tuple[str, str] = (LINEAR, LINEAR),
 ) -> Pair:
-    first = caches(tps[0], orders[0], formats[0], 1)
-    second = caches(tps[1], orders[1], formats[1], 2)
+    first = filled_ranks(MODEL, orders[0], tps[0], seed=1, format=formats[0])
+    second = filled_ranks(MODEL, orders[1], tps[1], seed=2, format=formats[1])
     return (
         stack.enter_context(running("p", folder, first, config)),
         stack.enter_context(running("d", folder, second, config)),
@@ -94,7 +84,7 @@ def test_a_prompt_arrives_and_each_side_is_told_once(
 def test_the_proxy_is_told_how_much_of_a_prompt_was_cached(
     stack: ExitStack, tmp_path: Path, num_cached: int
 ) -> None:
-    instance = stack.enter_context(running("p", tmp_path, caches(1, "LBHNC"), CONFIG))
+    instance = stack.enter_context(running("p", tmp_path, filled_ranks(MODEL, "LBHNC", 1), CONFIG))
     request = Asked("p", PROMPT, SEND)
     instance.scheduler.on_new_request(request)
     chunks = [num_cached + 4, len(PROMPT)]
@@ -106,7 +96,7 @@ def test_the_proxy_is_told_how_much_of_a_prompt_was_cached(
 def test_what_a_prompt_finds_of_itself_after_a_preemption_was_not_cached(
     stack: ExitStack, tmp_path: Path
 ) -> None:
-    instance = stack.enter_context(running("p", tmp_path, caches(1, "LBHNC"), CONFIG))
+    instance = stack.enter_context(running("p", tmp_path, filled_ranks(MODEL, "LBHNC", 1), CONFIG))
     request = Asked("p", PROMPT, SEND)
     instance.scheduler.on_new_request(request)
     for num_computed in (4, 12):
@@ -336,7 +326,10 @@ def test_pages_of_another_packing_are_refused_by_name(
 
 
 def test_ranks_that_differ_are_no_instance(tmp_path: Path) -> None:
-    ranks = [caches(2, "LBHNC")[0], caches(2, "LBHNC", "vllm-cpu/vec/4")[1]]
+    ranks = [
+        filled_ranks(MODEL, "LBHNC", 2)[0],
+        filled_ranks(MODEL, "LBHNC", 2, format="vllm-cpu/vec/4")[1],
+    ]
     with (
         pytest.raises(KVConfigError, match="the ranks of this instance differ"),
         running("p", tmp_path, ranks, CONFIG),
