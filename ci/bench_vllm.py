@@ -356,13 +356,13 @@ def cpu_s(pids: Sequence[int]) -> float:
 def measure_hand_over(contender: Contender, results: Results) -> None:
     """D's first token with KV that comes, and with KV that is here.
 
-    Whole blocks and a token: either way D computes that token and nothing else.
+    Either way D computes the one token behind whole blocks, and nothing else.
     """
     arriving, present = [], []
     for seed in range(12):
-        body = request(seed=90_000 + seed, num_out=2, num_in=NUM_IN + 1)
-        arriving.append(ask(contender.decode, body | held(contender, body)).first_s)
-        present.append(ask(contender.decode, body).first_s)
+        body = prefilled(contender, request(seed=90_000 + seed, num_out=2))
+        arriving.append(ask(contender.decode, body).first_s)
+        present.append(ask(contender.decode, without_transfer(body)).first_s)
     bound = HAND_OVER_MS + NUM_STEPS * median_tpot(contender)
     found = 1e3 * (median(arriving[2:]) - median(present[2:]))
     name = f"{contender.name}: hand-over at one client, beyond a prefix hit"
@@ -376,15 +376,14 @@ def measure_pace(contender: Contender, results: Results) -> None:
     """
     alone, hits = [], []
     for number in range(PACE_ROUNDS):
-        bodies = [
-            request(seed=95_000 + 100 * number + each, num_out=1, num_in=NUM_IN + 1)
+        loading = [
+            prefilled(contender, request(seed=95_000 + 100 * number + each, num_out=1))
             for each in range(LOADS_PER_ROUND)
         ]
-        loading = [body | held(contender, body) for body in bodies]
         by_itself = tpot_beside(contender, [])
         loads = tpot_beside(contender, loading)
         alone.append(loads / by_itself)
-        hits.append(loads / tpot_beside(contender, bodies))
+        hits.append(loads / tpot_beside(contender, [*map(without_transfer, loading)]))
     for found, by in ((median(alone), "alone"), (median(hits), "prefix hits")):
         name = f"{contender.name}: TPOT of D while loads run, by {by}"
         results.judge(name, f"{found:.3f}", f"<= {WANTED_TPOT}", found <= WANTED_TPOT)
@@ -400,13 +399,23 @@ def tpot_beside(contender: Contender, bodies: Sequence[Json]) -> float:
     return found
 
 
-def held(contender: Contender, body: Json) -> Json:
-    """Compute a prompt on P; D's parameters."""
+def prefilled(contender: Contender, body: Json) -> Json:
+    """Compute a prompt on P; what a proxy then asks D for: the prompt and P's token, with P's
+    parameters."""
     asked = body | {"max_tokens": 1, "stream": False}
     answer = post(
         contender.prefill, COMPLETIONS, asked | {"kv_transfer_params": {"do_remote_decode": True}}
     )
-    return {"kv_transfer_params": answer["kv_transfer_params"]}
+    params = answer["kv_transfer_params"] | {"first_token_delivered": True}
+    return body | {
+        "prompt": [*body["prompt"], params["last_token_id"]],
+        "kv_transfer_params": params,
+    }
+
+
+def without_transfer(body: Json) -> Json:
+    """The same prompt for an instance that has its KV."""
+    return {key: value for key, value in body.items() if key != "kv_transfer_params"}
 
 
 def feed(contender: Contender, bodies: Sequence[Json]) -> None:

@@ -143,6 +143,8 @@ class Launch:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            # In huge pages: a peer reads KV over shm twice as fast.
+            "THP_MEM_ALLOC_ENABLE": "1",
             # With a connector the default reserves both cores of a small machine.
             "VLLM_CPU_OMP_THREADS_BIND": self.core,
             "VLLM_NO_USAGE_STATS": "1",

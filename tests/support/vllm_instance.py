@@ -181,7 +181,7 @@ def running(
     scheduler = None
     try:
         for rank, (path, cache) in enumerate(zip(paths, caches, strict=True)):
-            workers.append(WorkerSide(config, rank, path, cache.view, HOST))
+            workers.append(WorkerSide(config, rank, path, cache.view, HOST, num_behind=1))
         instance = Instance(f"{name}-epoch", MODEL, len(caches), sends=True, loads=True)
         scheduler = SchedulerSide(config, instance, paths)
         yield FakeVllm(scheduler, workers, caches)

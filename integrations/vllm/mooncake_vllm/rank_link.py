@@ -87,8 +87,12 @@ class ReportSend(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class WakeUp(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to worker: a request has come, and waits for the step that waits for a report."""
+
+
 RankMessage = RankInfo | FromWorker | WorkerDied
-SchedulerMessage = ToWorker | ReportLoad | ReportSend
+SchedulerMessage = ToWorker | ReportLoad | ReportSend | WakeUp
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_from_rank = msgspec.msgpack.Decoder(RankMessage).decode
@@ -327,6 +331,10 @@ class Ranks:
     def report(self, message: ReportLoad | ReportSend) -> None:
         """Have every rank tell vLLM. Any thread."""
         self._link.broadcast(message)
+
+    def wake_up(self) -> None:
+        """Have no rank's step wait for a report any longer: there is something to compute."""
+        self._link.broadcast(WakeUp())
 
     def close(self) -> None:
         """Hang up. Idempotent."""

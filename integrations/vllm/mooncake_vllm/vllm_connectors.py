@@ -250,7 +250,10 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             view = view_caches(kv_caches, kv, position, num_blocks, packing)
         rank = stage.rank_in_group * ranks.world_size + ranks.rank_in_group
         path = worker_sockets(self._vllm_config, type(self).__name__)[rank]
-        self._worker = WorkerSide(self._config, rank, path, view, device, self._worker_kind())
+        num_behind = self._vllm_config.max_concurrent_batches - 1
+        self._worker = WorkerSide(
+            self._config, rank, path, view, device, self._worker_kind(), num_behind
+        )
 
     @guarded(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

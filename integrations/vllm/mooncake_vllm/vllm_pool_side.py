@@ -150,6 +150,8 @@ class PoolSchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """A request has come: look its prompt up."""
         self.check_alive()
+        if self.is_waiting:
+            self._ranks.wake_up()
         prompt = request.prompt_token_ids or []
         count = num_loadable_chunks(len(prompt), self._chunk_tokens)
         with self._lock:

@@ -169,6 +169,8 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """A request has come: read once what its parameters ask for."""
         self.check_alive()
+        if self.is_waiting:
+            self._ranks.wake_up()
         raw = request.kv_transfer_params
         if not raw:
             return

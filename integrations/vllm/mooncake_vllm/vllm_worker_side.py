@@ -22,6 +22,7 @@ from mooncake_vllm.rank_link import (
     ReportLoad,
     SchedulerMessage,
     ToWorker,
+    WakeUp,
     WorkerDied,
     WorkerLink,
 )
@@ -29,12 +30,12 @@ from mooncake_vllm.vllm_memory import TRANSPORTS, CacheView, layer_index
 
 logger = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 0.005
+IDLE_WAIT_S = 0.010
 """How long a step that computes nothing waits for something to tell: the end of a load, or of a
 lease. vLLM steps again and again meanwhile, sleeps for a millisecond in between, and its workers
 look for the next step in a busy loop. The end would be told a step later, and on a host with few
 processors those who have to come for the KV would get none. A new request waits at most this much
-longer."""
+longer: the step that it finds may wait, and those behind that one don't."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,16 @@ class Results:
 
 
 class Reports:
-    """What vLLM is to be told with the next step. Any thread."""
+    """What vLLM is to be told with the next step. Any thread.
 
-    def __init__(self) -> None:
+    Args:
+        num_behind: steps that vLLM may have scheduled by the time that it sees what one tells. They
+            don't wait, nor do those that a new request finds: something is to be computed.
+    """
+
+    def __init__(self, num_behind: int) -> None:
+        self._num_behind = num_behind
+        self._num_hasty = 0  # of the next steps
         self._changed = threading.Condition()
         self._results = Results(set(), set(), set())
 
@@ -84,13 +92,21 @@ class Reports:
             self._results.sent.add(request_id)
             self._changed.notify()
 
+    def wake_up(self) -> None:
+        """A request has come."""
+        with self._changed:
+            self._num_hasty = self._num_behind
+            self._changed.notify()
+
     def take(self, wait_s: float = 0.0) -> Results:
         """Everything that has not been taken yet; if that is nothing, what comes first within this
-        many seconds."""
+        many seconds, unless it is not the time to wait."""
         with self._changed:
-            if wait_s and not self._results.sent and not self._results.received:
+            if wait_s and not (self._num_hasty or self._results.sent or self._results.received):
                 self._changed.wait(wait_s)
             taken, self._results = self._results, Results(set(), set(), set())
+            is_news = bool(taken.sent or taken.received)
+            self._num_hasty = self._num_behind if is_news else max(0, self._num_hasty - 1)
         return taken
 
 
@@ -206,6 +222,7 @@ class WorkerSide:
         view: the rank's memory.
         device: what it is on.
         kind: what moves it; None: the worker of the connector that the configuration names.
+        num_behind: see ``Reports``.
 
     Raises:
         KVConfigError: the memory can't be moved as asked.
@@ -219,9 +236,10 @@ class WorkerSide:
         view: CacheView,
         device: Device,
         kind: WorkerKind | None = None,
+        num_behind: int = 0,
     ) -> None:
         kind = kind or connector_worker(config.connector)
-        self._reports = Reports()
+        self._reports = Reports(num_behind)
         self._layer_done: LayerDone | None = None
         self._layers_done: set[int] = set()
         self._loads = HeldLoads(lambda order: self._worker.receive(order), kind.load_of)
@@ -293,5 +311,7 @@ class WorkerSide:
         elif isinstance(message, ReportLoad):
             self._loads.forget(message.load)
             self._reports.add_load(message.request_id, message.is_failed)
+        elif isinstance(message, WakeUp):
+            self._reports.wake_up()
         else:
             self._reports.add_send(message.request_id)

@@ -3,6 +3,7 @@ vLLM: over real sockets and transports, whatever the layouts, and however reques
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,6 +27,7 @@ CONFIG = KVTransferConfig(transports=("tcp",), advertise_host="127.0.0.1")
 PROMPT = list(range(100, 114))
 P_BLOCKS, D_BLOCKS = [5, 1, 4, 2], [3, 0, 6, 1]
 SEND = {"do_remote_decode": True}
+LONG_S = 30.0
 
 
 def whole(instance: FakeVllm, blocks: list[int]) -> Any:
@@ -139,6 +141,19 @@ def test_both_wait_until_there_is_something_to_tell(stack: ExitStack, tmp_path: 
     prefill.step_until(prefill.told.sent, "p")
     assert not decode.scheduler.is_waiting
     assert not prefill.scheduler.is_waiting
+
+
+def test_a_new_request_does_not_wait_for_the_end_of_a_lease(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    instance = stack.enter_context(running("p", tmp_path, filled_ranks(MODEL, "LBHNC", 1), CONFIG))
+    instance.prefill(Asked("held", PROMPT, SEND), P_BLOCKS)
+    [worker], taken = instance.workers, []
+    step = threading.Thread(target=lambda: taken.append(worker.take_results(LONG_S)))
+    step.start()
+    instance.scheduler.on_new_request(Asked("new", PROMPT))
+    step.join(LONG_S / 2)
+    assert [(each.sent, each.received) for each in taken] == [(set(), set())]
 
 
 def test_a_prefix_that_is_here_is_not_loaded_and_a_whole_one_frees_the_peer(
