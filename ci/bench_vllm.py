@@ -372,21 +372,28 @@ def measure_hand_over(contender: Contender, results: Results) -> None:
 def measure_pace(contender: Contender, results: Results) -> None:
     """D's pace while KV comes, by alone, and by what the same requests cost where it has the KV.
 
-    A stream of D's alone, beside ten loads a second, and beside ten prefix hits a second, in turns.
+    A stream of D's alone, beside ten loads a second, and beside ten prefix hits a second, in turns;
+    P, which may be on the same cores, holds prompts all the while.
     """
     alone, hits = [], []
+    loading = prefilled_prompts(contender, 0)
     for number in range(PACE_ROUNDS):
-        loading = [
-            prefilled(contender, request(seed=95_000 + 100 * number + each, num_out=1))
-            for each in range(LOADS_PER_ROUND)
-        ]
         by_itself = tpot_beside(contender, [])
         loads = tpot_beside(contender, loading)
         alone.append(loads / by_itself)
-        hits.append(loads / tpot_beside(contender, [*map(without_transfer, loading)]))
+        present = [*map(without_transfer, loading)]
+        loading = prefilled_prompts(contender, number + 1)
+        hits.append(loads / tpot_beside(contender, present))
+    feed(contender, loading)
     for found, by in ((median(alone), "alone"), (median(hits), "prefix hits")):
         name = f"{contender.name}: TPOT of D while loads run, by {by}"
         results.judge(name, f"{found:.3f}", f"<= {WANTED_TPOT}", found <= WANTED_TPOT)
+
+
+def prefilled_prompts(contender: Contender, number: int) -> list[Json]:
+    """Some that D has never seen."""
+    seeds = range(95_000 + 100 * number, 95_000 + 100 * number + LOADS_PER_ROUND)
+    return [prefilled(contender, request(seed, num_out=1)) for seed in seeds]
 
 
 def tpot_beside(contender: Contender, bodies: Sequence[Json]) -> float:
