@@ -21,12 +21,12 @@ from vllm_requests import ask, figure
 from vllm_serving import (
     EXAMPLE,
     Json,
+    RunningVllm,
     cores,
     nixl_variables,
     prepare,
     proxying,
     serving,
-    wait_until_healthy,
 )
 
 
@@ -51,17 +51,20 @@ def main() -> int:
 def start_all(stack: ExitStack, python: Path, timeout_s: float) -> tuple[str, str, str]:
     """URLs of proxy, P and D."""
     logs = [CACHE / f"vllm-{role}.log" for role in ("prefill", "decode")]
-    urls = [
+    pair = [
         stack.enter_context(nixl_instance(python, role, core, log))
         for role, core, log in zip(("kv_producer", "kv_consumer"), (0, 1), logs, strict=True)
     ]
-    for url, log in zip(urls, logs, strict=True):
-        wait_until_healthy(url, log, timeout_s)
-    return stack.enter_context(proxying(*urls)), urls[0], urls[1]
+    for vllm in pair:
+        vllm.wait_until_healthy(timeout_s)
+    prefill, decode = (vllm.url for vllm in pair)
+    return stack.enter_context(proxying(prefill, decode)), prefill, decode
 
 
-def nixl_instance(python: Path, kv_role: str, core: int, log: Path) -> AbstractContextManager[str]:
-    """One vLLM instance with vLLM's own connector; its URL."""
+def nixl_instance(
+    python: Path, kv_role: str, core: int, log: Path
+) -> AbstractContextManager[RunningVllm]:
+    """One vLLM instance with vLLM's own connector."""
     transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role, "engine_id": kv_role}
     return serving(
         python,

@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from test_vllm import answers_alone
 from vllm_environment import CACHE, DidNotStart, Skip, exit_status, install_connector
+from vllm_pairs import answers_alone
 from vllm_requests import COMPLETIONS, completion, figure, post, tokens, until_zero
 from vllm_serving import (
     PROXY_LOG,
@@ -450,7 +450,7 @@ def come_late(
     """How many answers were right, errors, wrong."""
     few = ("--num-gpu-blocks-override", "32", "--max-num-batched-tokens", "256")
     with ExitStack() as stack:
-        urls = []
+        pair = []
         for role, core in (("kv_producer", 0), ("kv_consumer", 1)):
             transfer = transfer_config(role, "pull", ["shm", "tcp"], lease_seconds=LEASE_S)
             variables = {}
@@ -459,12 +459,13 @@ def come_late(
                 transfer["kv_connector_extra_config"] = {"kv_lease_duration": 6}
                 variables = nixl_variables()
             log = faults_log(role)
-            urls.append(
+            pair.append(
                 stack.enter_context(serving(python, transfer, cores(core), log, *few, **variables))
             )
-        for url, role in zip(urls, ("kv_producer", "kv_consumer"), strict=True):
-            wait_until_healthy(url, faults_log(role), timeout_s)
-        return ask_late(*urls, wanted)
+        for vllm in pair:
+            vllm.wait_until_healthy(timeout_s)
+        prefill, decode = (vllm.url for vllm in pair)
+        return ask_late(prefill, decode, wanted)
 
 
 def ask_late(prefill: str, decode: str, wanted: dict[str, str]) -> tuple[int, int, int]:

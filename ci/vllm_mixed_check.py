@@ -73,11 +73,12 @@ def both_ways(
     log = CACHE / "vllm-mixed-linear.log"
     transfer = transfer_config("kv_both", "pull", TRANSPORTS)
     with ExitStack() as stack:
-        vllm = stack.enter_context(
+        running = stack.enter_context(
             serving(python, transfer, cores(0), log, **linear_attention(python))
         )
         prefill, decode = (engine(stack, role, timeout_s) for role in ("prefill", "decode"))
-        wait_until_healthy(vllm, log, timeout_s)
+        running.wait_until_healthy(timeout_s)
+        vllm = running.url
         problems = []
         with proxying(vllm, decode, emits_first_token=False) as proxy:
             problems += compare("from vLLM", proxy, asked, texts)
@@ -105,10 +106,11 @@ def pooled(
         # Of so small a model all would be computed again: it is faster.
         pool = f"dram=256MiB,port={port},chunk={CHUNK},load=always"
         ours = engine(stack, "both", timeout_s, "--kv-pool", pool)
-        vllm = stack.enter_context(
+        running = stack.enter_context(
             serving(python, transfer, cores(0), log, **linear_attention(python))
         )
-        wait_until_healthy(vllm, log, timeout_s)
+        running.wait_until_healthy(timeout_s)
+        vllm = running.url
         problems, saved, whole = [], {ours: 0, vllm: 0}, {ours: 0, vllm: 0}
         turns = [("from vLLM", vllm, SAVED, ours), ("to vLLM", ours, OUR_SAVED, vllm)]
         for number, (name, (path, body)) in enumerate(asked.items()):
@@ -134,10 +136,10 @@ def packed(
     log = CACHE / "vllm-mixed-packed.log"
     transfer = transfer_config("kv_producer", "pull", TRANSPORTS)
     with ExitStack() as stack:
-        vllm = stack.enter_context(serving(python, transfer, cores(0), log))
+        running = stack.enter_context(serving(python, transfer, cores(0), log))
         decode = engine(stack, "decode", timeout_s)
-        wait_until_healthy(vllm, log, timeout_s)
-        with proxying(vllm, decode, emits_first_token=False) as proxy:
+        running.wait_until_healthy(timeout_s)
+        with proxying(running.url, decode, emits_first_token=False) as proxy:
             problems = compare("packed", proxy, asked, texts)
         refused = figure(decode, OUR_REFUSALS)
         said = engine_log("decode").read_text("utf-8", "replace")

@@ -20,7 +20,6 @@ from vllm_serving import (
     proxying,
     serving,
     transfer_config,
-    wait_until_healthy,
 )
 
 FILES = CACHE / "vllm-example-connector"
@@ -88,8 +87,9 @@ def check_order(
         for number, (role, pool) in enumerate(pools.items()):
             log = CACHE / f"vllm-multi-{role}.log"
             transfer = multi_config(order, role, pool)
-            urls.append(stack.enter_context(serving(python, transfer, cores(number), log)))
-            wait_until_healthy(urls[-1], log, timeout_s)  # the store comes first
+            vllm = stack.enter_context(serving(python, transfer, cores(number), log))
+            vllm.wait_until_healthy(timeout_s)  # the store comes first
+            urls.append(vllm.url)
         prefill, decode = urls
         flow = "push" if "push" in order else "pull"
         proxy = stack.enter_context(proxying(prefill, decode, flow))

@@ -14,7 +14,7 @@ from pathlib import Path
 import zmq
 from vllm_environment import CACHE
 from vllm_requests import figure, post, token_ids
-from vllm_serving import Json, cores, free_port, serving, wait_until_healthy
+from vllm_serving import Json, cores, free_port, serving
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream
@@ -88,10 +88,11 @@ def check_shared(python: Path, answers: PoolAnswers, timeout_s: float) -> list[s
         for number, pool in enumerate((own_pool(port), f"connect=127.0.0.1:{port},chunk={CHUNK}")):
             log = CACHE / f"vllm-pool-{number}.log"
             words = ("--kv-events-config", json.dumps(published)) if number == 0 else ()
-            urls.append(
-                stack.enter_context(serving(python, pool_config(pool), cores(number), log, *words))
+            vllm = stack.enter_context(
+                serving(python, pool_config(pool), cores(number), log, *words)
             )
-            wait_until_healthy(urls[-1], log, timeout_s)  # the store comes first
+            vllm.wait_until_healthy(timeout_s)  # the store comes first
+            urls.append(vllm.url)
         for number, name in enumerate(answers.cases):
             problems += answers.check(urls[0], name, "computed")
             until_saved(urls[0], number + 1)  # it is saved behind its answer
@@ -113,8 +114,9 @@ def check_shared(python: Path, answers: PoolAnswers, timeout_s: float) -> list[s
 def check_again(python: Path, answers: PoolAnswers, timeout_s: float) -> list[str]:
     """The first instance again, whose memory is empty; returns what was wrong."""
     log = CACHE / "vllm-pool-again.log"
-    with serving(python, pool_config(own_pool(free_port())), cores(0), log) as url:
-        wait_until_healthy(url, log, timeout_s)
+    with serving(python, pool_config(own_pool(free_port())), cores(0), log) as vllm:
+        vllm.wait_until_healthy(timeout_s)
+        url = vllm.url
         problems = [
             each for name in answers.cases for each in answers.check(url, name, "from its SSD")
         ]

@@ -180,6 +180,25 @@ def cores(first: int, size: int = 1) -> str:
     return "|".join(str((first + rank) % number) for rank in range(size))
 
 
+@dataclass(frozen=True)
+class RunningVllm:
+    """A vLLM instance that was started.
+
+    Args:
+        url: of its API.
+        log: where it writes.
+        child: its process.
+    """
+
+    url: str
+    log: Path
+    child: subprocess.Popen[bytes]
+
+    def wait_until_healthy(self, timeout_s: float) -> None:
+        """Wait until it is up; raises DidNotStart as the function does."""
+        wait_until_healthy(self.url, self.log, timeout_s, [self.child])
+
+
 @contextmanager
 def serving(
     python: Path,
@@ -189,13 +208,13 @@ def serving(
     *words: str,
     model: Path | None = None,
     **environment: str,
-) -> Iterator[str]:
-    """One vLLM instance; its URL. Not necessarily up yet. Arguments as in ``Launch``."""
+) -> Iterator[RunningVllm]:
+    """One vLLM instance, not necessarily up yet. Arguments as in ``Launch``."""
     log.unlink(missing_ok=True)  # of an earlier run
     launch = Launch(python, transfer, core, log, words, environment, model=model)
     child = launch.start()
     try:
-        yield launch.url
+        yield RunningVllm(launch.url, log, child)
     finally:
         stop(child)
 
@@ -291,7 +310,8 @@ def wait_until_healthy(
         DidNotStart: it is not healthy in time, or one has ended; with its log's last words.
     """
     print(f"-- waiting for {url}", flush=True)
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
+    deadline = began + timeout_s
     while time.monotonic() < deadline and all(child.poll() is None for child in needed):
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
@@ -300,4 +320,5 @@ def wait_until_healthy(
         except OSError:
             time.sleep(1)
     last = log.read_text("utf-8", "replace").splitlines()[-3:]
-    raise DidNotStart(f"{url} has not become healthy within {timeout_s:g} s: {' | '.join(last)}")
+    took_s = time.monotonic() - began
+    raise DidNotStart(f"{url} has not become healthy in {took_s:.0f} s: {' | '.join(last)}")

@@ -1,0 +1,416 @@
+"""A pair of vLLM instances with our connector answers as one instance does, whatever goes wrong.
+
+First a pair answers what one vLLM has: token for token the same, directly and through the proxy,
+whole and streamed, 16 at once. Then what goes wrong on purpose: parameters that are used twice,
+contradict the prompt or name nobody; clients that leave. In the end every block is free on both
+sides, and the figures say that KV came over. A P stays up for all pairs that it is part of; each D
+is a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_environment import DidNotStart
+from vllm_pairs import FULL, NUM_GROUPS, Pair, by_prefill, instance
+from vllm_requests import (
+    ANSWER_TIMEOUT_S,
+    COMPLETIONS,
+    METRICS_TIMEOUT_S,
+    NUM_TOKENS,
+    ask,
+    completion,
+    figure,
+    post,
+    token_ids,
+    tokens,
+    until_equal,
+    until_zero,
+    without_token_ids,
+)
+from vllm_serving import EXAMPLE, SLIDING_WINDOW, Json, RunningVllm, proxying
+
+LENGTHS = (1, 20, 127, 128, 129, 256, 300, 1000)
+"""Of prompts: vLLM's blocks on a CPU have 128 tokens."""
+NUM_AT_ONCE = 16
+CHILDREN = "n = 3"
+BEYOND = "one token beyond the window"
+BEYOND_TOKENS = SLIDING_WINDOW - 1 + 128  # vLLM's blocks on a CPU have 128
+PUSH_FAILURES = "vllm:mooncake_hal_push_failures_total"
+BYTES_SENT = "vllm:mooncake_hal_bytes_sent_total"
+BYTES_RECEIVED = "vllm:mooncake_hal_bytes_received_total"
+HITS = "vllm:external_prefix_cache_hits_total"
+LOADS = "vllm:mooncake_hal_loads_total"
+LOAD_FAILURES = "vllm:mooncake_hal_load_failures_total"
+PICKED = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+PICKED_INFO = "vllm:cache_config_info"
+"""What the model server protocol of the Gateway API inference extension wants of a server."""
+
+
+def check_pairs(
+    python: Path, pairs: Iterable[Pair], wanted: dict[str, Json], timeout_s: float
+) -> list[str]:
+    """Serve each P, with the D of each of its pairs and a proxy in turn; returns what was wrong.
+
+    Args:
+        python: of vLLM's environment.
+        pairs: of one model.
+        wanted: what one vLLM says to what pairs are asked.
+        timeout_s: for an instance to start.
+    """
+    return [
+        problem
+        for group in by_prefill(pairs)
+        for problem in check_pairs_of(python, group, wanted, timeout_s)
+    ]
+
+
+def check_pairs_of(
+    python: Path, pairs: list[Pair], wanted: dict[str, Json], timeout_s: float
+) -> list[str]:
+    """Those of one P."""
+    transports = sorted({pair.transport for pair in pairs})
+    problems: list[str] = []
+    with instance(python, "kv_producer", pairs[0], transports) as prefill:
+        for pair in pairs:
+            try:
+                problems += check_pair(python, pair, prefill, wanted, timeout_s)
+            except (DidNotStart, OSError) as exc:
+                problems.append(f"{pair}: {exc!r}")
+    return problems
+
+
+def check_pair(
+    python: Path, pair: Pair, prefill: RunningVllm, wanted: dict[str, Json], timeout_s: float
+) -> list[str]:
+    """Serve a D and a proxy beside a P; returns what was wrong.
+
+    Raises:
+        DidNotStart: P or D has not come up.
+        OSError: one of them does not answer.
+    """
+    with ExitStack() as stack:
+        decode = stack.enter_context(instance(python, "kv_consumer", pair, [pair.transport]))
+        for vllm in (prefill, decode):
+            vllm.wait_until_healthy(timeout_s)
+        proxy = stack.enter_context(proxying(prefill.url, decode.url, pair.flow))
+        run = Run(pair, prefill.url, decode.url, proxy, wanted)
+        for check in CHECKS["fail" if pair.policy == "fail" else pair.flow]:
+            check(run)
+        if pair.model != FULL:
+            beyond_the_window(run)
+    return run.problems
+
+
+@dataclass
+class Run:
+    """A pair that serves, and what has been wrong with it so far."""
+
+    pair: Pair
+    prefill: str
+    decode: str
+    proxy: str
+    wanted: dict[str, Json]
+    problems: list[str] = field(default_factory=list)
+    before: dict[str, float] = field(init=False)
+    """What P has counted for the pairs before this one."""
+
+    def __post_init__(self) -> None:
+        self.before = {name: figure(self.prefill, name) for name in (BYTES_SENT, PUSH_FAILURES)}
+
+    def expect(self, what: str, found: object, wanted: object) -> None:
+        """Say whether something is as wanted."""
+        same, name = found == wanted, str(self.pair)
+        print(f"{name:13} {what:34} {'ok' if same else 'WRONG'}", flush=True)
+        if not same:
+            print(f"{'':13} wanted {wanted!r:.200}\n{'':13} found  {found!r:.200}", flush=True)
+            self.problems.append(f"{name} {what}: wanted {wanted!r:.200}, found {found!r:.200}")
+
+
+def cases() -> dict[str, tuple[str, Json]]:
+    """Path and body of all that a pair has to answer as one instance does."""
+    question = next(iter(json.loads((EXAMPLE / "chat.json").read_text())["answers"]))
+    chat = {"messages": [{"role": "user", "content": question}]}
+    found = {f"{n} tokens": completion(tokens(n)) for n in LENGTHS}
+    found |= {f"at once {n}": completion(tokens(60 + 41 * n, 1)) for n in range(NUM_AT_ONCE)}
+    found |= {
+        "prefix": completion(tokens(300)[:256] + tokens(90, 2)),
+        CHILDREN: completion(tokens(200, 3), n=3, temperature=0.01),  # all but greedy
+        "logprobs": completion(tokens(170, 6), logprobs=2),
+        "penalties": completion(
+            # Without ignore_eos the first token ends it, and nothing is handed over.
+            tokens(150, 4),
+            presence_penalty=1.5,
+            repetition_penalty=1.2,
+            ignore_eos=True,
+        ),
+        "trouble": completion(tokens(280, 5)),
+    }
+    with_paths = {name: (COMPLETIONS, body) for name, body in found.items()}
+    chat |= {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS, "return_token_ids": True}
+    return with_paths | {"chat": ("/v1/chat/completions", chat)}
+
+
+def cases_with_window() -> dict[str, tuple[str, Json]]:
+    """The same for the model with sliding windows, and what is special there."""
+    return cases() | {BEYOND: (COMPLETIONS, completion(tokens(BEYOND_TOKENS)))}
+
+
+def prefill(run: Run, path: str, body: Json) -> Json:
+    """Compute a prompt on P; returns its answer's parameters."""
+    asked = body | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    asked.pop("n", None)
+    answer = post(run.prefill, path, asked)
+    return answer.get("kv_transfer_params") or {"no parameters in": answer}
+
+
+def hand_over(run: Run, path: str, body: Json, **changes: object) -> Json:
+    """P, then D with what P said."""
+    params = prefill(run, path, body) | changes
+    return post(run.decode, path, body | {"kv_transfer_params": params})
+
+
+# ---------------------------------------------------------------- checks
+
+
+def same_tokens(run: Run) -> None:
+    """By hand, one after the other: every case has one instance's tokens."""
+    for name, (path, body) in cases().items():
+        if not name.startswith(("at once", "trouble", CHILDREN)):
+            run.expect(name, token_ids(hand_over(run, path, body)), token_ids(run.wanted[name]))
+
+
+def at_once(run: Run) -> None:
+    """Many, at the same time."""
+    named = [(name, case) for name, case in cases().items() if name.startswith("at once")]
+    with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+        answers = list(threads.map(lambda item: hand_over(run, *item[1]), named))
+    wanted = [token_ids(run.wanted[name]) for name, _ in named]
+    run.expect(f"{NUM_AT_ONCE} at once", [token_ids(answer) for answer in answers], wanted)
+
+
+def through_a_sidecar(run: Run) -> None:
+    """The order of calls and the fields of llm-d's routing sidecar, which sits before D and is told
+    of P by a header; and the gauges that an InferencePool's endpoint picker reads."""
+    body = completion(tokens(210, 8))
+    wanted = token_ids(post(run.prefill, COMPLETIONS, body))
+    nobody: Json = dict.fromkeys(
+        ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+    )
+    asked = body | {"stream": False, "max_tokens": 1, "max_completion_tokens": 1}
+    asked["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False} | nobody
+    params = post(run.prefill, COMPLETIONS, asked).get("kv_transfer_params")
+    before = figure(run.decode, LOADS)
+    answer = post(run.decode, COMPLETIONS, body | {"kv_transfer_params": params})
+    run.expect("a sidecar's order of calls", token_ids(answer), wanted)
+    run.expect("its KV was handed over", figure(run.decode, LOADS) - before, 1)
+    for url, size in ((run.prefill, run.pair.prefill), (run.decode, run.pair.decode)):
+        found = {name for name in PICKED if num_gauges(url, name) == size.dp}
+        run.expect("an endpoint picker's gauges", found, {*PICKED})
+        infos = [line for line in metrics(url) if line.startswith(f"{PICKED_INFO}{{")]
+        has_labels = ['block_size="' in info and 'num_gpu_blocks="' in info for info in infos]
+        run.expect("its facts of the cache", has_labels, [True] * size.dp)
+
+
+def num_gauges(url: str, name: str) -> int:
+    """How many series a gauge of a /metrics page has, one per data-parallel rank."""
+    lines = metrics(url)
+    series = [line for line in lines if line.partition("{")[0].partition(" ")[0] == name]
+    return len(series) if f"# TYPE {name} gauge" in lines else 0
+
+
+def metrics(url: str) -> list[str]:
+    """The lines of a /metrics page."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=METRICS_TIMEOUT_S) as answer:
+        return answer.read().decode().splitlines()
+
+
+def children(run: Run) -> None:
+    """Of one request. On one data-parallel rank of D one of them loads for all; a lease has one
+    reader, so that those on another rank compute their prompt."""
+    before = figure(run.decode, HITS)
+    answer = hand_over(run, *cases()[CHILDREN])
+    run.expect(CHILDREN, token_ids(answer), token_ids(run.wanted[CHILDREN]))
+    if run.pair.decode.dp == 1:
+        num_tokens = run.wanted[CHILDREN]["usage"]["prompt_tokens"]
+        run.expect("tokens pulled for them", figure(run.decode, HITS) - before, num_tokens)
+        run.expect("loads that failed for them", figure(run.decode, LOAD_FAILURES), 0)
+
+
+def kv_came_over(run: Run) -> None:
+    """So far everything that was not here has been pulled, and nothing failed."""
+    run.expect("load failures", figure(run.decode, LOAD_FAILURES), 0)
+    prompts = sum(
+        answer["usage"]["prompt_tokens"]
+        for name, answer in run.wanted.items()
+        if name not in ("trouble", CHILDREN, BEYOND)
+    )
+    hits = figure(run.decode, HITS)
+    # A prompt of one token is not worth a load; two blocks of "prefix" were there already.
+    run.expect("tokens that were pulled", hits, prompts - 1 - 256)
+
+
+def through_the_proxy(run: Run) -> None:
+    """Texts, whole and streamed."""
+    for name, (path, body) in cases().items():
+        if name.startswith(("at once", "n =", "trouble", "1 tokens")):
+            continue
+        plain = without_token_ids(body)
+        [choice] = run.wanted[name]["choices"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        wanted = text, choice["finish_reason"]
+        for how, extra in (("whole", {}), ("streamed", {"stream": True})):
+            run.expect(f"proxy: {name}, {how}", ask(run.proxy, path, plain | extra), wanted)
+    fallbacks = figure(run.proxy, "mooncake_proxy_local_prefill_total")
+    run.expect("prompts that D computed itself", fallbacks, 0)
+
+
+def at_once_through_the_proxy(run: Run) -> None:
+    """Many, at the same time; and children of one request."""
+    named = [(name, case) for name, case in cases().items() if name.startswith("at once")]
+    with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+        answers = list(threads.map(lambda item: post(run.proxy, *item[1]), named))
+    wanted = [token_ids(run.wanted[name]) for name, _ in named]
+    run.expect(f"proxy: {NUM_AT_ONCE} at once", [token_ids(answer) for answer in answers], wanted)
+    children = token_ids(post(run.proxy, *cases()[CHILDREN]))
+    run.expect("proxy: n = 3", children, token_ids(run.wanted[CHILDREN]))
+
+
+def kv_was_pushed(run: Run) -> None:
+    """Both sides have counted it, and nothing failed."""
+    failures = figure(run.prefill, PUSH_FAILURES) - run.before[PUSH_FAILURES]
+    run.expect("push failures", failures, 0)
+    run.expect("load failures", figure(run.decode, LOAD_FAILURES), 0)
+    received, before = figure(run.decode, BYTES_RECEIVED), run.before[BYTES_SENT]
+    sent = until_equal(run.prefill, BYTES_SENT, before + received) - before
+    run.expect("bytes", received, sent)
+    run.expect("some bytes", sent > 0, True)
+
+
+def clients_of_the_proxy_leave(run: Run) -> None:
+    """While P computes, and while D answers."""
+    path, body = cases()["trouble"]
+    for seed in range(6):
+        long = completion(tokens(900, 10 + seed), max_tokens=200, stream=True)
+        leave(run.proxy, path, long)
+    run.expect(
+        "after that", token_ids(post(run.proxy, path, body)), token_ids(run.wanted["trouble"])
+    )
+
+
+def trouble(run: Run) -> None:
+    """Parameters that can't be honoured: D computes by itself, and says the same."""
+    path, body = cases()["trouble"]
+    wanted = token_ids(run.wanted["trouble"])
+    params = prefill(run, path, body)
+    for what in ("first use", "second use"):
+        answer = post(run.decode, path, body | {"kv_transfer_params": params})
+        run.expect(what, token_ids(answer), wanted)
+    changes: dict[str, Json] = {
+        "nobody's id": {"remote_engine_id": "nobody"},
+        "nobody's port": {"remote_port": 1},
+        "another prompt": {"prompt_digest": "another"},
+        "a bad port": {"remote_port": "x"},
+        "no blocks": {"remote_block_ids": [[]] * NUM_GROUPS[run.pair.model]},
+        "foreign blocks": {"remote_block_ids": [[2**30]] * NUM_GROUPS[run.pair.model]},
+    }
+    for number, (what, change) in enumerate(changes.items()):
+        fresh = completion(tokens(280, 5), cache_salt=f"trouble {number}")
+        run.expect(what, token_ids(hand_over(run, path, fresh, **change)), wanted)
+    refused = hand_over(run, path, completion(tokens(280, 6), max_tokens=100_000))
+    run.expect("a request that D's front refuses", "error" in refused, True)
+
+
+def failed_loads_are_errors(run: Run) -> None:
+    """A load that fails ends its request with an error, as vLLM was told to, and no other one."""
+    path, body = cases()["trouble"]
+    changes: dict[str, Json] = {
+        "nobody's port": {"remote_port": 1},
+        "nobody's id": {"remote_engine_id": "nobody"},
+    }
+    for number, (what, change) in enumerate(changes.items()):
+        fresh = body | {"cache_salt": f"fail {number}"}
+        run.expect(what, "error" in hand_over(run, path, fresh, **change), True)
+    run.expect("load failures", figure(run.decode, LOAD_FAILURES), len(changes))
+    run.expect(
+        "D after that", token_ids(hand_over(run, path, body)), token_ids(run.wanted["trouble"])
+    )
+
+
+def clients_leave(run: Run) -> None:
+    """At every stage: while P computes, before D is asked, while D answers."""
+    path, body = cases()["trouble"]
+    for seed in range(6):
+        long = completion(tokens(900, 10 + seed), max_tokens=200)
+        leave(run.prefill, path, long | {"kv_transfer_params": {"do_remote_decode": True}})
+        params = prefill(run, path, long)
+        leave(run.decode, path, long | {"kv_transfer_params": params, "stream": True})
+    run.expect(
+        "D after that", token_ids(hand_over(run, path, body)), token_ids(run.wanted["trouble"])
+    )
+
+
+def leave(url: str, path: str, body: Json) -> None:
+    """Ask, and hang up without waiting for an answer."""
+    address = urllib.parse.urlsplit(url)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((address.hostname, address.port), ANSWER_TIMEOUT_S) as client:
+        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+
+
+def beyond_the_window(run: Run) -> None:
+    """A prompt whose last token, where D computes it again, needs a token that no P keeps: D does
+    all of it; where P's token is part of the prompt, its KV comes over."""
+    path, body = COMPLETIONS, completion(tokens(BEYOND_TOKENS))
+    wanted = run.wanted[BEYOND]
+    refused = "vllm:mooncake_hal_refused_requests_total"
+    before = figure(run.decode, refused), figure(run.decode, LOADS)
+    is_pull = run.pair.flow == "pull"
+    if is_pull:
+        run.expect(BEYOND, token_ids(hand_over(run, path, body)), token_ids(wanted))
+        run.expect("is computed by D", figure(run.decode, refused) - before[0], 1)
+    salted = without_token_ids(body) | {"cache_salt": BEYOND, "stream": True}
+    [choice] = wanted["choices"]
+    answer = choice["text"], choice["finish_reason"]
+    run.expect(f"proxy: {BEYOND}, streamed", ask(run.proxy, path, salted), answer)
+    run.expect("comes over behind P's token", figure(run.decode, LOADS) - before[1], int(is_pull))
+
+
+def all_is_free(run: Run) -> None:
+    """Every block is free, no lease is held, and no hook has failed."""
+    for name, url in (("P", run.prefill), ("D", run.decode)):
+        for what in ("vllm:kv_cache_usage_perc", "vllm:mooncake_hal_leases_held"):
+            run.expect(f"{name} {what}", until_zero(url, what), 0)
+        run.expect(f"{name} hook errors", figure(url, "vllm:mooncake_hal_hook_errors_total"), 0)
+
+
+CHECKS: dict[str, tuple[Callable[[Run], None], ...]] = {
+    "pull": (
+        same_tokens,
+        at_once,
+        kv_came_over,
+        children,
+        through_a_sidecar,
+        through_the_proxy,
+        trouble,
+        clients_leave,
+        all_is_free,
+    ),
+    "fail": (same_tokens, children, failed_loads_are_errors, all_is_free),
+    "push": (
+        through_the_proxy,
+        at_once_through_the_proxy,
+        kv_was_pushed,
+        clients_of_the_proxy_leave,
+        all_is_free,
+    ),
+}

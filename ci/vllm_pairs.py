@@ -1,0 +1,153 @@
+"""Pairs of vLLM instances with our connector: how they are written, and how they are served.
+
+A pair is P's and D's tensor-parallel size (1x2: with two pipeline stages; 1d2: with two
+data-parallel ranks), the transport, who moves KV, vLLM's kv_load_failure_policy (recompute), and
+the model: full, or sliding, whose layers have blocks of three KV-cache groups.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_environment import CACHE
+from vllm_requests import post
+from vllm_serving import (
+    OF_EXAMPLE,
+    Json,
+    RunningVllm,
+    cores,
+    prepare_sliding,
+    serving,
+    transfer_config,
+)
+
+PATIENCE_S = 120.0
+"""For a transfer: where others work, too, a worker that got no processor once stood for 30 s."""
+FULL = "full"
+NUM_GROUPS = {FULL: 1, "sliding": 3}
+"""KV-cache groups, by model."""
+SECRET = CACHE / "vllm-secret"
+ALL_PAIRS = ",".join(
+    [
+        f"{prefill}:{decode}/{transport}/{flow}"
+        for flow in ("pull", "push")
+        for prefill in (1, 2)
+        for decode in (1, 2)
+        for transport in ("shm", "tcp")
+    ]
+    + ["1x2:1/shm", "1x2:1/shm/push", "1:1x2/shm", "1d2:1/tcp", "1:1d2/tcp", "1d2:1/shm/push"]
+    + ["1:1/shm/pull/fail"]
+    + [f"{pair}/recompute/sliding" for pair in ("1:1/shm/pull", "2:1/tcp/pull", "1:2/shm/push")]
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of an instance: tensor-parallel ranks, pipeline stages, data-parallel ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        """Read ``2``, or with stages ``1x2``, or with data-parallel ranks ``1d2``."""
+        tp, pp, dp = re.fullmatch(r"(\d+)(?:x(\d+))?(?:d(\d+))?", text).groups("1")  # type: ignore[union-attr]  # ends with a trace
+        return cls(int(tp), int(pp), int(dp))
+
+    def __str__(self) -> str:
+        stages = f"x{self.pp}" if self.pp > 1 else ""
+        return f"{self.tp}{stages}" + (f"d{self.dp}" if self.dp > 1 else "")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Of ``vllm serve``."""
+        found = ["--tensor-parallel-size", str(self.tp), "--data-parallel-size", str(self.dp)]
+        if self.pp > 1:
+            # Without a warm-up vLLM's later stages have no buffer for what comes in, and die.
+            found += ["--pipeline-parallel-size", str(self.pp), "--no-enforce-eager"]
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two instances.
+
+    Args:
+        prefill, decode: their sizes.
+        transport: by which KV goes.
+        flow: ``"pull"`` or ``"push"``.
+        policy: what D does about a load that failed: ``"recompute"`` or ``"fail"``.
+        model: ``FULL`` or ``"sliding"``.
+    """
+
+    prefill: Size
+    decode: Size
+    transport: str
+    flow: str = "pull"
+    policy: str = "recompute"
+    model: str = FULL
+
+    @classmethod
+    def parse(cls, text: str) -> Pair:
+        """Read ``2:1/tcp``, ``1x2:1/shm``, ``1:1/shm/push``, ``1:1/shm/pull/fail`` or
+        ``1:1/shm/pull/recompute/sliding``."""
+        sizes, *others = text.split("/")
+        prefill, _, decode = sizes.partition(":")
+        return cls(Size.parse(prefill), Size.parse(decode), *others)
+
+    def __str__(self) -> str:
+        policy = "" if self.policy == "recompute" else f"/{self.policy}"
+        model = "" if self.model == FULL else f"/{self.model}"
+        return f"{self.prefill}:{self.decode}/{self.transport}/{self.flow}{policy}{model}"
+
+
+def served(python: Path, model: str) -> tuple[Path | None, tuple[str, ...]]:
+    """What an instance is started with to serve a pair's model: its folder, and words."""
+    return (None, ()) if model == FULL else (prepare_sliding(python), OF_EXAMPLE)
+
+
+def answers_alone(
+    python: Path, timeout_s: float, asked: dict[str, tuple[str, Json]], model: str = FULL
+) -> dict[str, Json]:
+    """What one vLLM answers to everything that is asked of pairs."""
+    folder, words = served(python, model)
+    with serving(python, None, "0", CACHE / "vllm-alone.log", *words, model=folder) as vllm:
+        vllm.wait_until_healthy(timeout_s)
+        answers = {name: post(vllm.url, path, body) for name, (path, body) in asked.items()}
+    for name, answer in answers.items():
+        if "choices" not in answer:
+            raise SystemExit(f"one vLLM alone does not answer {name}: {answer}")
+    return answers
+
+
+def by_prefill(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """Pairs that one P serves together."""
+    groups: dict[tuple[Size, str], list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault((pair.prefill, pair.flow), []).append(pair)
+    return list(groups.values())
+
+
+@contextmanager
+def instance(python: Path, role: str, pair: Pair, transports: list[str]) -> Iterator[RunningVllm]:
+    """A vLLM with our connector, in a deployment with a secret; not necessarily up yet."""
+    SECRET.touch(mode=0o600)
+    SECRET.write_text("of these pairs\n")
+    settings = {"transfer_timeout_seconds": PATIENCE_S, "secret_file": str(SECRET)}
+    transfer = transfer_config(role, pair.flow, transports, **settings)
+    size = pair.prefill if role == "kv_producer" else pair.decode
+    folder, words = served(python, pair.model)
+    with serving(
+        python,
+        transfer | {"kv_load_failure_policy": pair.policy},
+        cores(0 if role == "kv_producer" else 1, size.tp * size.pp * size.dp),
+        CACHE / f"vllm-{role}.log",
+        *(*words, *size.words, "--max-num-batched-tokens", "256"),
+        model=folder,
+    ) as vllm:
+        yield vllm
