@@ -147,6 +147,7 @@ class SchedulerSide:
         info = self._ranks.info
         self._pages = info.blocks_per_page
         self._block_tokens = info.block_size
+        self._page_tokens = info.block_size * info.blocks_per_page
         self._groups = info.geometry.tables
         self._ranks.listen(self._connector.on_rank_message)
         self._connector.start(
@@ -351,10 +352,9 @@ class SchedulerSide:
 
     def _hold(self, tables: Sequence[Sequence[int]], num_tokens: int) -> bool:
         """Whether these still have all that a prompt's decode needs of it."""
-        page_tokens = self._block_tokens * self._pages
-        needed = -(-num_tokens // page_tokens)
+        needed = self._num_pages(num_tokens)
         firsts = [
-            group.first_token(num_tokens, self._block_tokens) // page_tokens
+            group.first_token(num_tokens, self._block_tokens) // self._page_tokens
             for group in self._groups
         ]
         return all(
@@ -364,8 +364,12 @@ class SchedulerSide:
 
     def _prompt_table(self, tables: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
         """The connector's table of a prompt that these hold."""
-        needed = -(-num_tokens // (self._block_tokens * self._pages))
+        needed = self._num_pages(num_tokens)
         return join_tables([table[:needed] for table in tables], self._pages)
+
+    def _num_pages(self, num_tokens: int) -> int:
+        """Of vLLM's blocks, that so many tokens take."""
+        return -(-num_tokens // self._page_tokens)
 
     def _read(self, request: Request, raw: KVTransferDict) -> KVTransferParams:
         """What a request asks for that can be done; the rest is computed here, and said once."""

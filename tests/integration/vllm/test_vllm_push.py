@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from support.metaserver import Post
-from support.vllm_caches import filled_ranks
+from support.vllm_caches import filled_ranks, whole_prompt
 from support.vllm_instance import Asked, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind
@@ -53,13 +51,6 @@ def start(
     )
 
 
-def whole(instance: FakeVllm, blocks: list[int]) -> Any:
-    parts = [rank.stacked()[:, blocks] for rank in instance.caches]
-    joined = np.concatenate(parts, axis=2).swapaxes(1, 2)
-    layers, heads, num_blocks, tokens, content = joined.shape
-    return joined.reshape(layers, heads, num_blocks * tokens, content)
-
-
 def expect(decode: FakeVllm, post: Post, name: str = "d", num_computed: int = 0) -> Asked:
     """D gets a request, and reserves blocks for it."""
     request = Asked(name, PROMPT, {"do_remote_prefill": True, "metaserver": post.server.url(name)})
@@ -89,7 +80,7 @@ def test_a_prompt_arrives_whole_chunk_by_chunk(
     decode.step_until(decode.told.received, "d")
     prefill.step_until(prefill.told.sent, "p")
     assert not decode.told.failed
-    found, wanted = whole(decode, D_BLOCKS), whole(prefill, P_BLOCKS)
+    found, wanted = whole_prompt(decode.caches, D_BLOCKS), whole_prompt(prefill.caches, P_BLOCKS)
     assert (found[:, :, : len(PROMPT)] == wanted[:, :, : len(PROMPT)]).all()
 
 
@@ -98,14 +89,14 @@ def test_a_prefix_of_d_is_not_sent(
     stack: ExitStack, tmp_path: Path, post: Post, format: str
 ) -> None:
     prefill, decode = start(stack, tmp_path, format=format)
-    before = whole(decode, D_BLOCKS)
+    before = whole_prompt(decode.caches, D_BLOCKS)
     expect(decode, post, num_computed=8)
     request = Asked("p", PROMPT, post.wait())
     prefill.scheduler.on_new_request(request)
     prefill.compute(request, P_BLOCKS, (14,))
     decode.step_until(decode.told.received, "d")
     assert not decode.told.failed
-    found, wanted = whole(decode, D_BLOCKS), whole(prefill, P_BLOCKS)
+    found, wanted = whole_prompt(decode.caches, D_BLOCKS), whole_prompt(prefill.caches, P_BLOCKS)
     assert (found[:, :, :8] == before[:, :, :8]).all()
     assert (found[:, :, 8:14] == wanted[:, :, 8:14]).all()
 

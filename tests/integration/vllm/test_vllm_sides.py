@@ -11,9 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from support.vllm_caches import filled_ranks
+from support.vllm_caches import filled_ranks, whole_prompt
 from support.vllm_instance import NO_TOKENS, Asked, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind
@@ -28,13 +27,6 @@ PROMPT = list(range(100, 114))
 P_BLOCKS, D_BLOCKS = [5, 1, 4, 2], [3, 0, 6, 1]
 SEND = {"do_remote_decode": True}
 LONG_S = 30.0
-
-
-def whole(instance: FakeVllm, blocks: list[int]) -> Any:
-    parts = [rank.stacked()[:, blocks] for rank in instance.caches]
-    joined = np.concatenate(parts, axis=2).swapaxes(1, 2)
-    layers, heads, num_blocks, tokens, content = joined.shape
-    return joined.reshape(layers, heads, num_blocks * tokens, content)
 
 
 Pair = tuple[FakeVllm, FakeVllm]
@@ -76,7 +68,7 @@ def test_a_prompt_arrives_and_each_side_is_told_once(
     decode.step_until(decode.told.received, "two")
     prefill.step_until(prefill.told.sent, "one")
     assert not decode.told.failed
-    found, wanted = whole(decode, D_BLOCKS), whole(prefill, P_BLOCKS)
+    found, wanted = whole_prompt(decode.caches, D_BLOCKS), whole_prompt(prefill.caches, P_BLOCKS)
     assert (found[:, :, : len(PROMPT)] == wanted[:, :, : len(PROMPT)]).all()
     assert decode.scheduler.num_to_load(request, 0) == 0  # after a preemption
     assert decode.scheduler.request_finished(request, [D_BLOCKS]) == (False, None)
@@ -163,10 +155,10 @@ def test_a_prefix_that_is_here_is_not_loaded_and_a_whole_one_frees_the_peer(
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
     request = Asked("d", PROMPT, params)
     decode.scheduler.on_new_request(request)
-    before = whole(decode, D_BLOCKS)
+    before = whole_prompt(decode.caches, D_BLOCKS)
     assert decode.admit(request, D_BLOCKS, num_computed=8) == 6
     decode.step_until(decode.told.received, "d")
-    assert (whole(decode, D_BLOCKS)[:, :, :8] == before[:, :, :8]).all()
+    assert (whole_prompt(decode.caches, D_BLOCKS)[:, :, :8] == before[:, :, :8]).all()
 
     params = prefill.prefill(Asked("p2", PROMPT, SEND), P_BLOCKS)
     request = Asked("d2", PROMPT, params)
@@ -190,8 +182,8 @@ def test_the_peers_token_may_stand_behind_the_prompt(
     prefill.step_until(prefill.told.sent, "p")
     assert not decode.told.failed
     wanted = slice(num_computed, len(PROMPT))
-    found = whole(decode, D_BLOCKS)[:, :, wanted]
-    assert (found == whole(prefill, P_BLOCKS)[:, :, wanted]).all()
+    found = whole_prompt(decode.caches, D_BLOCKS)[:, :, wanted]
+    assert (found == whole_prompt(prefill.caches, P_BLOCKS)[:, :, wanted]).all()
 
 
 def test_another_token_behind_the_prompt_is_another_prompt(

@@ -33,10 +33,6 @@ def pull(targets: list[Caches], sources: list[Caches], tokens: tuple[int, int]) 
     copy_prompt(targets, sources, BlockTransfer(TARGET_BLOCKS, SOURCE_BLOCKS, tokens))
 
 
-def whole(ranks: list[Caches], blocks: list[int]) -> Any:
-    return whole_prompt(ranks, blocks)
-
-
 def side(model: ModelKV, order: str, tp_size: int, seed: int) -> list[Caches]:
     ranks = [make_caches(model, order, 8, 4, tp=(rank, tp_size)) for rank in range(tp_size)]
     random = np.random.default_rng(seed)
@@ -51,9 +47,9 @@ def test_any_order_reads_from_any_other(
     source: str, target: str, source_tp: int, target_tp: int
 ) -> None:
     sources, targets = side(GQA, source, source_tp, 1), side(GQA, target, target_tp, 2)
-    before = whole(targets, TARGET_BLOCKS)
+    before = whole_prompt(targets, TARGET_BLOCKS)
     pull(targets, sources, (0, NUM_TOKENS))
-    wanted, found = whole(sources, SOURCE_BLOCKS), whole(targets, TARGET_BLOCKS)
+    wanted, found = whole_prompt(sources, SOURCE_BLOCKS), whole_prompt(targets, TARGET_BLOCKS)
     assert (found[:, :, :NUM_TOKENS] == wanted[:, :, :NUM_TOKENS]).all()
     assert (found[:, :, NUM_TOKENS:] == before[:, :, NUM_TOKENS:]).all()
 
@@ -73,7 +69,7 @@ def test_latents_are_one_row_with_two_planes(order: str) -> None:
     sources, targets = side(MLA, order, 1, 1), side(MLA, order, 1, 2)
     assert targets[0].view.geometry.plane_dims == (12, 4)
     pull(targets, sources, (0, NUM_TOKENS))
-    wanted, found = whole(sources, SOURCE_BLOCKS), whole(targets, TARGET_BLOCKS)
+    wanted, found = whole_prompt(sources, SOURCE_BLOCKS), whole_prompt(targets, TARGET_BLOCKS)
     assert (found[:, :, :NUM_TOKENS] == wanted[:, :, :NUM_TOKENS]).all()
 
 
@@ -94,7 +90,7 @@ def test_opaque_pages_move_whole(source_tp: int, target_tp: int) -> None:
     assert (geometry.unit, geometry.plane_dims, geometry.format) == (4, (64,), "vllm-cpu/vec/4")
     assert geometry.token_bytes == make_caches(GQA, "LBHNC", 8, 4).view.geometry.token_bytes
     pull(targets, sources, (4, NUM_TOKENS))
-    wanted, found = whole(sources, SOURCE_BLOCKS), whole(targets, TARGET_BLOCKS)
+    wanted, found = whole_prompt(sources, SOURCE_BLOCKS), whole_prompt(targets, TARGET_BLOCKS)
     assert (found[:, :, 4:] == wanted[:, :, 4:]).all()  # the last page goes whole
     assert not (found[:, :, :4] == wanted[:, :, :4]).any()
 
