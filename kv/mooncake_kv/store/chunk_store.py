@@ -251,6 +251,7 @@ class StoreStats:
         ssd_written_bytes, ssd_read_bytes: record bytes that went there and came back.
         num_ssd_corrupt: records that failed their checksum, which were then forgotten.
         num_ssd_errors: reads and writes that the system refused.
+        num_ssd_hung: drives that don't answer (level).
         num_ssd_skipped: chunks not written, by reason: ``first_touch``, ``budget``, ``busy``,
             ``full``.
     """
@@ -283,6 +284,7 @@ class StoreStats:
     ssd_read_bytes: int = 0
     num_ssd_corrupt: int = 0
     num_ssd_errors: int = 0
+    num_ssd_hung: int = 0
     num_ssd_skipped: dict[str, int] = field(default_factory=dict)
 
 

@@ -189,7 +189,7 @@ class NodeStore:
             found = self._table.probe(keys)
             if self._moves.tier is not None:
                 found = [
-                    Residence.SSD if where is Residence.ABSENT and self._moves.has(key) else where
+                    Residence.SSD if where is Residence.ABSENT and self._moves.gives(key) else where
                     for key, where in zip(keys, found, strict=True)
                 ]
             stats = self._table.stats

@@ -3,6 +3,7 @@
 Chunks are written when they are used a second time: most are never used again, and drives wear.
 What does not fit the day's budget, or finds the queue full, is not written; nothing waits for it.
 Chunks of one prompt are read layer by layer: the beginning of all of them first.
+A drive that has not answered a read for a while hangs: its chunks are not there until it answers.
 Whole segments are collected, the oldest first; records that were read since they were written are
 written again before.
 """
@@ -10,6 +11,7 @@ written again before.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,6 +45,8 @@ from mooncake_kv.store.ssd_records import (
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED_PUTS = 1 << 18
+SLOWEST_BYTES_PER_S = 10e6
+"""What a drive gives one of several readers at the least."""
 COLLECTED_FRACTION = 0.5
 """How much of a segment may be written again when it is collected."""
 
@@ -56,6 +60,8 @@ class SsdConfig:
         write_bytes_per_day: what all drives together may be worn by; 0 is no limit.
         read_threads, write_threads: of each directory: how many requests its drive sees at once.
         max_queued_writes: per directory; what comes when it is full is not written.
+        patience_s: a drive that takes longer to read a part of a chunk, beyond what the slowest
+            would take for its bytes, is taken to hang.
     """
 
     directories: tuple[SsdDirectoryConfig, ...]
@@ -63,6 +69,7 @@ class SsdConfig:
     read_threads: int = 8
     write_threads: int = 4
     max_queued_writes: int = 64
+    patience_s: float = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -87,8 +94,18 @@ class _Record:
 class _Drive:
     """A directory with its threads."""
 
-    def __init__(self, directory: SsdDirectory, config: SsdConfig, number: int) -> None:
+    def __init__(
+        self,
+        directory: SsdDirectory,
+        config: SsdConfig,
+        number: int,
+        clock: Callable[[], float],
+    ) -> None:
         self.directory = directory
+        self._clock = clock
+        self._patience_s = config.patience_s
+        self._late_at: dict[int, float] = {}  # what a thread reads
+        self._hung = False
         self.reads = ThreadPoolExecutor(config.read_threads, f"ssd-read-{number}")
         self.writes = ThreadPoolExecutor(config.write_threads, f"ssd-write-{number}")
         self.num_queued_writes = 0
@@ -104,15 +121,31 @@ class _Drive:
         for _ in range(min(len(parts), self._num_readers)):
             self.reads.submit(self._read_following, following)
 
+    def hangs(self) -> bool:
+        """Whether a read takes too long; says so once, and when it is over."""
+        hangs = self._clock() > min([*self._late_at.values()], default=math.inf)
+        if hangs is not self._hung:
+            self._hung = hangs
+            news = "a read does not end; chunks there are left alone until it does"
+            path = self.directory.config.path
+            logger.warning("%s: %s", path, news if hangs else "reads end again")
+        return hangs
+
     def _read_following(self, parts: Iterator[tuple[RecordRead, int]]) -> None:
         """Top of a reading thread."""
+        thread = threading.get_ident()
         for read, index in parts:
             if self._is_closed:
                 return
+            start, stop = read.parts[index]
+            patience_s = self._patience_s + (stop - start) / SLOWEST_BYTES_PER_S
+            self._late_at[thread] = self._clock() + patience_s
             try:
                 read.run(index)
             except Exception:  # the part counts as wrong; those behind it are others' chunks
                 logger.exception("%s: reading failed", self.directory.config.path)
+            finally:
+                del self._late_at[thread]
 
     def close(self) -> None:
         self._is_closed = True
@@ -154,7 +187,7 @@ class SsdTier:
         self._drives: list[_Drive] = []
         try:
             for number, each in enumerate(config.directories):
-                self._drives.append(_Drive(SsdDirectory(each), config, number))
+                self._drives.append(_Drive(SsdDirectory(each), config, number, clock))
         except BaseException:
             self.close()
             raise
@@ -167,6 +200,10 @@ class SsdTier:
         """What is stored under a key."""
         record = self._records.get(key)
         return None if record is None else record.chunk
+
+    def answers(self, key: bytes) -> bool:
+        """Whether the drive that a chunk is on, or would be, does not hang."""
+        return bool(self._drives) and not self._drive_of(key).hangs()
 
     def chunks(self) -> list[Chunk]:
         """All that is stored."""
@@ -194,8 +231,11 @@ class SsdTier:
             if chunk.key in self._records or chunk.key in self._writing or not self._drives:
                 return False
             drive = self._drive_for(chunk)
-            if drive is None or drive.num_queued_writes >= self._config.max_queued_writes:
-                self._skip("busy" if drive else "too_large")
+            if drive is None:
+                self._skip("too_large")
+                return False
+            if drive.num_queued_writes >= self._config.max_queued_writes or drive.hangs():
+                self._skip("busy")
                 return False
             if not self._budget.take(record_bytes(chunk.nbytes), self._clock()):
                 self._skip("budget")
@@ -313,6 +353,7 @@ class SsdTier:
             )
             stats.num_ssd_corrupt, stats.num_ssd_errors = own.num_ssd_corrupt, own.num_ssd_errors
             stats.num_ssd_skipped = dict(own.num_ssd_skipped)
+            stats.num_ssd_hung = sum(drive.hangs() for drive in self._drives)
 
     def close(self) -> None:
         """Let what runs end, and give the directories to others. Idempotent."""
@@ -453,9 +494,13 @@ class SsdTier:
 
     # -- the index; the lock held, but for single look-ups -----------------------------------------
 
+    def _drive_of(self, key: bytes) -> _Drive:
+        """A chunk is looked for and written on one drive only."""
+        return self._drives[int.from_bytes(key[:4], "big") % len(self._drives)]
+
     def _drive_for(self, chunk: Chunk) -> _Drive | None:
-        """By key, so that a chunk is looked for and written on one drive only."""
-        drive = self._drives[int.from_bytes(chunk.key[:4], "big") % len(self._drives)]
+        """Its drive, if it fits there."""
+        drive = self._drive_of(chunk.key)
         return drive if chunk.nbytes <= drive.directory.max_chunk_bytes else None
 
     def _index(self, record: _Record) -> None:

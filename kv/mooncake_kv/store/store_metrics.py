@@ -90,6 +90,7 @@ def families(stats: StoreStats) -> list[Family]:
         Family("ssd_read_bytes_total", "Read from SSDs.", one(stats.ssd_read_bytes)),
         Family("ssd_corrupt_total", "Records that were damaged.", one(stats.num_ssd_corrupt)),
         Family("ssd_errors_total", "Refused by the system.", one(stats.num_ssd_errors)),
+        Family("ssd_hung_drives", "Drives that don't answer.", one(stats.num_ssd_hung)),
         Family("ssd_skipped_total", "Not written, by reason.", reasons(stats.num_ssd_skipped)),
     ]
 

@@ -9,6 +9,7 @@ far they are, reads what is there, and learns from the handle's end whether all 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -112,6 +113,10 @@ class TierMoves:
         """Whether an SSD has it."""
         return self.tier is not None and self.tier.chunk(key) is not None
 
+    def gives(self, key: bytes) -> bool:
+        """Whether an SSD has it, and answers."""
+        return self.has(key) and self._is_answered(key)
+
     def committed(self, keys: Iterable[bytes]) -> None:
         """Chunks were put into memory; those that had been there before are used a second time."""
         if self.tier is None:
@@ -152,7 +157,7 @@ class TierMoves:
         """
         missing: dict[bytes, list[int]] = {}
         for position, (key, handle) in enumerate(zip(keys, handles, strict=True)):
-            if handle is None and (key in self._loads or self.has(key)):
+            if handle is None and self._is_answered(key) and (key in self._loads or self.has(key)):
                 missing.setdefault(key, []).append(position)
         deadline = self._clock() + self._load_timeout_s
         request = PinRequest(user, lease_s, handles, missing, deadline, Future())
@@ -188,19 +193,31 @@ class TierMoves:
                 load.is_dropped = True
 
     def time_out(self, now: float) -> list[Callable[[], None]]:
-        """End what has waited long enough; returns what to call without the lock."""
+        """End what has waited long enough, or waits for a drive that hangs; returns what to call
+        without the lock."""
         late: list[_Progress] = []
         for key, waiting in list(self._progress.items()):
-            late += [each for each in waiting if each.deadline <= now]
-            self._progress[key] = [each for each in waiting if each.deadline > now]
+            until = now if self._is_answered(key) else math.inf
+            late += [each for each in waiting if each.deadline <= until]
+            self._progress[key] = [each for each in waiting if each.deadline > until]
         answers = [partial(progress.future.set_result, 0) for progress in late]
-        return answers + self._end([each for each in self._requests if each.deadline <= now])
+        return answers + self._end(
+            [
+                request
+                for request in self._requests
+                if request.deadline <= now or not all(map(self._is_answered, request.missing))
+            ]
+        )
 
     def end_user(self, user: int) -> list[Callable[[], None]]:
         """End the pins of a user that is gone; returns what to call without the lock."""
         return self._end([request for request in self._requests if request.user == user])
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _is_answered(self, key: bytes) -> bool:
+        """Whether the SSD that this would be on answers."""
+        return self.tier is not None and self.tier.answers(key)
 
     def _end(self, requests: Sequence[PinRequest]) -> list[Callable[[], None]]:
         for request in requests:
