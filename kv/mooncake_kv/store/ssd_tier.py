@@ -202,8 +202,8 @@ class SsdTier:
         return None if record is None else record.chunk
 
     def answers(self, key: bytes) -> bool:
-        """Whether the drive that a chunk is on, or would be, does not hang."""
-        return bool(self._drives) and not self._drive_of(key).hangs()
+        """Whether the drive that a chunk is on does not hang."""
+        return not self._drive_of(key).hangs()
 
     def chunks(self) -> list[Chunk]:
         """All that is stored."""

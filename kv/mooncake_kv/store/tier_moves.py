@@ -157,7 +157,7 @@ class TierMoves:
         """
         missing: dict[bytes, list[int]] = {}
         for position, (key, handle) in enumerate(zip(keys, handles, strict=True)):
-            if handle is None and self._is_answered(key) and (key in self._loads or self.has(key)):
+            if handle is None and (key in self._loads or self.has(key)) and self._is_answered(key):
                 missing.setdefault(key, []).append(position)
         deadline = self._clock() + self._load_timeout_s
         request = PinRequest(user, lease_s, handles, missing, deadline, Future())
@@ -216,7 +216,7 @@ class TierMoves:
     # -- inside ---------------------------------------------------------------------------------
 
     def _is_answered(self, key: bytes) -> bool:
-        """Whether the SSD that this would be on answers."""
+        """Whether the SSD that has a chunk answers."""
         return self.tier is not None and self.tier.answers(key)
 
     def _end(self, requests: Sequence[PinRequest]) -> list[Callable[[], None]]:
