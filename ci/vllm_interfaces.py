@@ -37,6 +37,7 @@ CLASSES = {
     f"{CONNECTOR}/factory.py": ("KVConnectorFactory",),
     "v1/request.py": ("Request", "RequestStatus"),
     "v1/core/kv_cache_manager.py": ("KVCacheBlocks",),
+    "v1/core/block_pool.py": ("BlockPool",),
     "v1/core/sched/output.py": ("NewRequestData", "CachedRequestData", "SchedulerOutput"),
     "v1/kv_cache_interface.py": (
         "KVCacheConfig",
@@ -70,6 +71,8 @@ CALLERS = (
 )
 """Where vLLM calls a connector."""
 RECEIVERS = ("connector", "kv_connector", "get_kv_transfer_group()", "kv_transfer_group")
+RESETS = (("v1/core/block_pool.py", "BlockPool", "reset_prefix_cache"),)
+"""Methods of which we see that they ran by what they replace."""
 PACKAGES = {"distributed": ("get_pp_group", "get_tp_group"), "platforms": ("current_platform",)}
 """Packages whose own names we import."""
 WITH_SIGNATURES = (
@@ -197,6 +200,10 @@ def describe(package: Path) -> Facts:
             f"{name}({', '.join([*('_' * count), *keywords])})": [name, count, keywords]
             for name, count, keywords in sorted(calls(package))
         },
+        "resets": {
+            f"{name}.{method}": sorted(assigned_by(package / path, name, method))
+            for path, name, method in RESETS
+        },
         "names": {
             package_name: sorted({*wanted} & {*module_texts(package, package_name)})
             for package_name, wanted in PACKAGES.items()
@@ -255,6 +262,15 @@ def assigned_to_self(function: ast.AST) -> Iterator[str]:
         is_attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         if is_attribute and isinstance(node.value, ast.Name) and node.value.id == "self":
             yield node.attr
+
+
+def assigned_by(path: Path, owner: str, method: str) -> Iterator[str]:
+    """Attributes that one method of a class sets."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            for function in node.body:
+                if isinstance(function, ast.FunctionDef) and function.name == method:
+                    yield from assigned_to_self(function)
 
 
 def calls(package: Path) -> Iterator[tuple[str, int, list[str]]]:

@@ -86,6 +86,7 @@ def engine_config(
     is_async: bool,
     pool: str | None = None,
     is_hybrid: bool = False,
+    has_events: bool = False,
 ) -> Any:
     """vLLM's own configuration; made once, since it takes its time."""
     extra = {} if pool is None else {"pool": pool}
@@ -98,6 +99,9 @@ def engine_config(
         max_num_batched_tokens=16,
         async_scheduling=is_async,
         disable_hybrid_kv_cache_manager=not is_hybrid,
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"}
+        if has_events
+        else None,
         kv_transfer_config={
             "kv_connector": connector,
             "kv_role": role,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -22,6 +23,7 @@ from support.vllm_scheduler import (
     settle,
     vllm_instance,
 )
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
@@ -163,6 +165,39 @@ def test_nothing_from_before_a_reset_is_loaded_or_saved_under_new_weights(
         pair.do("ask", 4, 1)
         pair.check()
         assert second.figures()["pool_num_loaded_chunks"] == (len(PROMPTS[4]) - 1) // CHUNK
+
+
+@pytest.mark.parametrize("has_new_weights", [False, True], ids=["its own cache", "all of it"])
+def test_an_event_that_vllms_cache_was_reset_costs_readers_no_chunk_of_the_store(
+    has_new_weights: bool,
+) -> None:
+    config = engine_config(
+        "kv_both", "HalPoolConnector", "recompute", is_async=False, has_events=True,
+        pool=f"dram=1MiB,chunk={CHUNK}",
+    )  # fmt: skip
+    whole = (len(PROMPTS[4]) + 8) // CHUNK
+    with vllm_instance(config, NUM_BLOCKS) as instance:
+        published: list[Any] = []
+        instance.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
+        instance.submit("first", PROMPTS[4], 8)
+        settle([instance], 30)
+        wait_for_saved(instance, whole)
+        instance.submit("second", PROMPTS[0], 1)
+        settle([instance], 30)
+        chunks = in_store(published)
+        assert len(chunks) == whole
+        published.clear()
+        assert instance.scheduler.reset_prefix_cache(reset_connector=has_new_weights)
+        instance.submit("third", PROMPTS[0], 1)
+        settle([instance], 30)
+        assert isinstance(published[0], AllBlocksCleared)
+        assert in_store(published) == (set() if has_new_weights else chunks)
+
+
+def in_store(events: list[Any]) -> set[int]:
+    """The store's chunks among what was published."""
+    stored = [each for each in events if isinstance(each, BlockStored) and each.medium == "CPU"]
+    return {name for each in stored for name in each.block_hashes}
 
 
 @pytest.mark.parametrize("store", [MANY, FEW], indirect=True, ids=["roomy", "tight"])

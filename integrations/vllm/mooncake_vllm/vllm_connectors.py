@@ -45,7 +45,7 @@ from mooncake_vllm.vllm_instance import (
     rank_position,
     worker_sockets,
 )
-from mooncake_vllm.vllm_interface import KVCacheBlocks, Request
+from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request
 from mooncake_vllm.vllm_memory import view_caches
 from mooncake_vllm.vllm_pages import page_format
 from mooncake_vllm.vllm_pool_side import POOL_WORKER, PoolSchedulerSide
@@ -218,6 +218,10 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def reset_cache(self) -> bool:
         """What is stored is out of date: vLLM gets other weights, or is told to forget."""
         return self._at_scheduler.reset_cache()
+
+    @guarded(_nothing)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._at_scheduler.bind_block_pool(gpu_block_pool)
 
     @guarded(tuple)
     def take_events(self) -> Sequence[object]:

@@ -80,3 +80,12 @@ class KVCacheBlocks(Protocol):
     def get_block_ids(self) -> tuple[list[int], ...]:
         """A block table per KV cache group."""
         ...
+
+
+class BlockPool(Protocol):
+    """``vllm.v1.core.block_pool.BlockPool``."""
+
+    @property
+    def cached_block_hash_to_block(self) -> object:
+        """Another object from each reset of its prefix cache on, which tells no connector."""
+        ...

@@ -40,7 +40,7 @@ from mooncake_kv.store.chunk_store import MAX_TENANT_BYTES
 from mooncake_kv.store.store_events import StoreEventBuffer
 from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.rank_link import Ranks, ReportLoad, ReportSend
-from mooncake_vllm.vllm_interface import KVCacheBlocks, Request, SchedulerOutput
+from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import expand_blocks
 from mooncake_vllm.vllm_scheduler_side import Instance
 from mooncake_vllm.vllm_worker_side import LoadOrder, WorkerKind
@@ -105,6 +105,8 @@ class PoolSchedulerSide:
         takes_events: bool = False,
     ) -> None:
         self._events = StoreEventBuffer() if takes_events else None
+        self._block_pool: BlockPool | None = None
+        self._cached_blocks: object = None
         self._death: BaseException | None = None
         self._lock = threading.Lock()
         self._prompts: dict[str, PooledPrompt] = {}
@@ -261,10 +263,23 @@ class PoolSchedulerSide:
                 pooled.state, pooled.sources = PoolState.OVER, ()
             return len(found) == len(self._prompts)
 
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """vLLM's own cache. An event that it was reset names no tier, and so takes back a store's
+        chunks, too, for all who read it."""
+        self._block_pool, self._cached_blocks = pool, pool.cached_block_hash_to_block
+
     def take_events(self) -> Sequence[KVEvent]:
-        """What has changed in this instance's own store since the last call. One that runs
+        """What has changed in this instance's own store since the last call, or all that is there
+        after a reset of vLLM's own cache, whose events vLLM takes first. A store that runs
         elsewhere publishes by itself."""
-        return () if self._events is None else self._events.take(self._client.namespace)
+        if self._events is None:
+            return ()
+        if self._block_pool is not None:
+            cached_blocks = self._block_pool.cached_block_hash_to_block
+            if cached_blocks is not self._cached_blocks:
+                self._cached_blocks = cached_blocks
+                self._events.tell_again()
+        return self._events.take(self._client.namespace)
 
     def check_alive(self) -> None:
         """Raise what has killed the pool's client.

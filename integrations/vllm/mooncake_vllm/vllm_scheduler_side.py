@@ -40,7 +40,7 @@ from mooncake_kv.params import (
 from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.rank_link import RankInfo, Ranks, ReportLoad, ReportSend
 from mooncake_vllm.remote_prompts import RemotePrompts
-from mooncake_vllm.vllm_interface import KVCacheBlocks, Request, SchedulerOutput
+from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import join_tables
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class SchedulerHooks(Protocol):
         self, request: Request, tables: Sequence[Sequence[int]]
     ) -> tuple[bool, KVTransferDict | None]: ...
     def reset_cache(self) -> bool: ...
+    def bind_block_pool(self, pool: BlockPool) -> None: ...
     def take_events(self) -> Sequence[KVEvent]: ...
     def stats(self) -> dict[str, float]: ...
     def close(self) -> None: ...
@@ -310,6 +311,9 @@ class SchedulerSide:
     def reset_cache(self) -> bool:
         """It stores nothing: there is nothing to forget."""
         return True
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """vLLM's own cache changes nothing here."""
 
     def take_events(self) -> Sequence[KVEvent]:
         """None: it stores nothing."""

@@ -60,7 +60,7 @@ class StoreEventBuffer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._told: set[tuple[Tier, bytes]] = set()
+        self._told: dict[tuple[Tier, bytes], Chunk] = {}
         # What is still to be told, in order: a chunk that a tier has now, None for one it had.
         self._pending: dict[tuple[Tier, bytes], Chunk | None] = {}
 
@@ -76,6 +76,13 @@ class StoreEventBuffer:
                 self._pending.pop((tier, key), None)
                 if (tier, key) in self._told:
                     self._pending[tier, key] = None
+
+    def tell_again(self) -> None:
+        """Who reads the engine's events has been told that all is gone, and the store has it."""
+        with self._lock:
+            here = self._told | self._pending
+            self._pending = {name: chunk for name, chunk in here.items() if chunk is not None}
+            self._told = {}
 
     def take(self, namespace: bytes) -> list[KVEvent]:
         """What has changed since the last call: what is gone, then what is there.
@@ -93,8 +100,9 @@ class StoreEventBuffer:
             }
             self._pending = {}
             gone = [name for name, chunk in pending.items() if chunk is None]
-            self._told.update(pending)
-            self._told.difference_update(gone)
+            self._told.update((name, c) for name, c in pending.items() if c is not None)
+            for name in gone:
+                del self._told[name]
         events: list[KVEvent] = []
         for tier, medium in _MEDIUMS.items():
             if keys := [event_key(key) for where, key in gone if where is tier]:

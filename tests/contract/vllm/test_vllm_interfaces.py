@@ -49,7 +49,6 @@ LEFT_ALONE = {
     "unregister_kv_caches": "sleep mode is refused",
     "restore_kv_caches": "as above",
     "bind_kv_cache_manager": "blocks are held by reports only",
-    "bind_gpu_block_pool": "as above",
     "get_finished_count": "every worker reports",
     "has_pending_push_work": "blocks that are kept keep vLLM stepping",
     "has_pending_block_frees": "leases end by themselves, soon",
@@ -188,6 +187,12 @@ def test_what_is_read_of_requests_and_blocks_is_there(facts: dict[str, Any]) -> 
     assert facts["methods"]["KVCacheBlocks"]["get_block_ids"]["num_optional"] == len(
         facts["methods"]["KVCacheBlocks"]["get_block_ids"]["parameters"]
     )
+
+
+@release
+def test_a_reset_of_its_cache_can_be_seen(facts: dict[str, Any]) -> None:
+    [watched] = functions(classes(INTERFACE)["BlockPool"])
+    assert watched in facts["resets"]["BlockPool.reset_prefix_cache"]
 
 
 @release

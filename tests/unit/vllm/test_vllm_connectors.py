@@ -54,6 +54,7 @@ CALLS: list[tuple[str, tuple[Any, ...], Any]] = [
     ("request_finished", (None, []), (False, None)),
     ("request_finished_all_groups", (None, ([],)), (False, None)),
     ("reset_cache", (), False),
+    ("bind_gpu_block_pool", (None,), None),
     ("take_events", (), ()),
     ("get_kv_connector_stats", (), None),
     ("bind_connector_metadata", (SimpleNamespace(loads=("a",)),), None),

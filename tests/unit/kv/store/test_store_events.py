@@ -195,6 +195,21 @@ def test_taken_events_say_what_a_store_holds_whenever_they_are_taken(steps: list
     assert buffer.take(NAMESPACE) == []
 
 
+def test_what_a_store_still_has_is_told_again() -> None:
+    chunks, buffer = chunks_of([9] * 256), StoreEventBuffer()
+    buffer.stored(Tier.DRAM, chunks[:3])
+    buffer.take(NAMESPACE)
+    buffer.removed(Tier.DRAM, [chunks[2].key])
+    buffer.stored(Tier.SSD, chunks[3:])
+    buffer.tell_again()
+    told = [(event.medium, event.block_hashes) for event in buffer.take(NAMESPACE)]
+    memory, ssd = ([event_key(chunk.key) for chunk in each] for each in (chunks[:2], chunks[3:]))
+    assert told == [("CPU", memory), ("DISK", ssd)]
+    assert buffer.take(NAMESPACE) == []
+    buffer.removed(Tier.DRAM, [chunks[0].key])
+    assert [type(event) for event in buffer.take(NAMESPACE)] == [BlockRemoved]
+
+
 def test_what_comes_and_goes_between_two_questions_leaves_no_event() -> None:
     chunks, buffer = chunks_of([9] * 192), StoreEventBuffer()
     for _ in range(3):
