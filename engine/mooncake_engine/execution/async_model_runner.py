@@ -190,7 +190,7 @@ class AsyncModelRunner(ModelRunner):
     def _conclude(
         self, plan: StepPlan, batch: Batch, inputs: StepInputs, hidden: Tensor
     ) -> PendingStep:
-        if batch.drafts:
+        if batch.drafts.by_request:
             return super()._conclude(plan, batch, inputs, hidden)
         states = (*batch.states, *inputs.sampling) if self._requests.num_host_bound else ()
         if any(state.is_host_bound for state in states):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mooncake_engine.execution.request_table import BlockTables, CachedRequest, RequestTable
-from mooncake_engine.execution.speculation.drafts import Draft
+from mooncake_engine.execution.speculation.drafts import NO_DRAFTS, StepDrafts
 from mooncake_engine.scheduling.step_plan import ScheduledSequence
 from mooncake_hal.backend import AttentionBatch
 from mooncake_hal.backend_parts import to_device
-
-NO_DRAFTS: Mapping[str, Draft] = {}
 
 
 class ScheduledTokens(NamedTuple):
@@ -86,7 +84,7 @@ def make_inputs(
     requests: RequestTable,
     block_size: int,
     device: torch.device,
-    drafts: Mapping[str, Draft] = NO_DRAFTS,
+    drafts: StepDrafts = NO_DRAFTS,
 ) -> StepInputs:
     """Lay out the sequences of a plan; their tables already hold the step's new blocks.
 
@@ -96,7 +94,7 @@ def make_inputs(
         requests: all of them.
         block_size: tokens per block.
         device: of the tensors.
-        drafts: draft tokens to run behind the last tokens of requests, by id.
+        drafts: draft tokens to run behind the last tokens of requests.
     """
     starts = [sequence.start for sequence in sequences]
     counts = [sequence.count for sequence in sequences]
@@ -104,15 +102,17 @@ def make_inputs(
     num_sampled = [sequence.is_sampling + len(sequence.siblings) for sequence in sequences]
     is_each = num_sampled.count(1) == len(num_sampled)
     scheduled = ScheduledTokens([state.row for state in states], starts, counts)
-    if drafts:
-        drafted = [
-            drafts[sequence.request_id].token_ids if sequence.request_id in drafts else []
-            for sequence in sequences
-        ]
-        scheduled, token_ids, num_sampled = _insert_drafts(
+    drafts_at: list[int] = []
+    if drafts.by_request:
+        found = [drafts.by_request.get(sequence.request_id) for sequence in sequences]
+        drafted = [[] if draft is None else draft.token_ids for draft in found]
+        scheduled, token_ids, num_sampled, drafts_at = _insert_drafts(
             scheduled, token_ids, num_sampled, drafted
         )
     forward = lay_out(scheduled, token_ids, requests.tables, block_size, device)
+    if drafts.on_device is not None:
+        [at] = to_device(device, [np.array(drafts_at)])
+        forward.token_ids.index_copy_(0, at, drafts.on_device.clamp(min=0))
     rows = _sampled_rows(forward.last_rows, num_sampled)
     return StepInputs(
         token_ids=forward.token_ids,
@@ -179,12 +179,14 @@ def _insert_drafts(
     token_ids: list[int],
     num_sampled: list[int],
     drafted: list[list[int]],
-) -> tuple[ScheduledTokens, list[int], list[int]]:
+) -> tuple[ScheduledTokens, list[int], list[int], list[int]]:
     """The same with each draft token as a sequence of its own behind the one that it continues: so
-    they attend by the kernels that are made for single tokens. All of them sample."""
+    they attend by the kernels that are made for single tokens. All of them sample. And where they
+    are among the tokens."""
     more = ScheduledTokens([], [], [])
     tokens: list[int] = []
     sampled: list[int] = []
+    drafts_at: list[int] = []
     first = 0
     for row, start, count, num, draft_tokens in zip(*scheduled, num_sampled, drafted, strict=True):
         more.add(row, start, count)
@@ -192,9 +194,10 @@ def _insert_drafts(
         first += count
         sampled.append(num)
         more.add_single_tokens(row, start + count, len(draft_tokens))
+        drafts_at += range(len(tokens), len(tokens) + len(draft_tokens))
         tokens += draft_tokens
         sampled += [1] * len(draft_tokens)
-    return more, tokens, sampled
+    return more, tokens, sampled, drafts_at
 
 
 def _leading_ones(counts: list[int]) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mooncake_engine.execution.request_table import CachedRequest
-from mooncake_engine.execution.speculation.drafts import Draft
+from mooncake_engine.execution.speculation.drafts import StepDrafts
 from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.scheduling.step_plan import ScheduledSequence
 
@@ -71,7 +71,7 @@ def score_prompts(
     hidden: Tensor,
     sequences: Sequence[ScheduledSequence],
     states: Sequence[CachedRequest],
-    drafts: Mapping[str, Draft],
+    drafts: StepDrafts,
     to_logits: Callable[[Tensor], Tensor],
 ) -> dict[str, tuple[TokenLogprobs, ...]]:
     """Log probabilities of the prompt tokens that follow those of this step, where asked for.
@@ -79,7 +79,7 @@ def score_prompts(
     Args:
         hidden: [tokens, hidden] of the whole step, sequence after sequence.
         sequences, states: the step's.
-        drafts: what ran behind the sequences' own tokens, by request id.
+        drafts: what ran behind the sequences' own tokens.
         to_logits: [rows, hidden] to [rows, vocab]; every rank calls it equally often.
     """
     scores: dict[str, tuple[TokenLogprobs, ...]] = {}
@@ -93,8 +93,8 @@ def score_prompts(
             targets = state.token_ids[sequence.start + 1 : sequence.start + 1 + count]
             num_top = state.sampling.prompt_logprobs or 0
             scores[state.request_id] = _score(rows, targets, num_top, to_logits)
-        draft = drafts.get(sequence.request_id)
-        row += sequence.count + (0 if draft is None else len(draft.draft_tokens))
+        draft = drafts.by_request.get(sequence.request_id)
+        row += sequence.count + (0 if draft is None else len(draft.token_ids))
     return scores
 
 

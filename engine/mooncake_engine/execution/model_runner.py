@@ -9,14 +9,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mooncake_engine.execution.input_batch import NO_DRAFTS, StepInputs, make_inputs
+from mooncake_engine.execution.input_batch import StepInputs, make_inputs
 from mooncake_engine.execution.logprobs import score_prompts
 from mooncake_engine.execution.parallel_state import StageRunner
 from mooncake_engine.execution.request_table import CachedRequest, RequestTable
 from mooncake_engine.execution.sampler import NO_TOKEN, Sampler, grammar_failures
 from mooncake_engine.execution.speculation.drafts import (
-    Draft,
+    NO_DRAFTS,
     Proposer,
+    StepDrafts,
     propose_drafts,
     verify_drafts,
 )
@@ -89,12 +90,12 @@ class Batch(NamedTuple):
     Args:
         sequences: the plan's.
         states: their requests.
-        drafts: draft tokens behind the last tokens of requests, by id.
+        drafts: draft tokens behind the last tokens of requests.
     """
 
     sequences: Sequence[ScheduledSequence]
     states: Sequence[CachedRequest]
-    drafts: Mapping[str, Draft]
+    drafts: StepDrafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,9 @@ class ModelRunner:
         """What comes of the hidden rows: [tokens, hidden]."""
         scores = score_prompts(hidden, *batch, self._model.logits)
         tokens = self._sample(hidden, inputs, batch.drafts)
-        num_drafted = {name: len(draft.draft_tokens) for name, draft in batch.drafts.items()}
+        num_drafted = {
+            name: len(draft.token_ids) for name, draft in batch.drafts.by_request.items()
+        }
         failed = {
             name: NO_FINITE_LOGIT
             for name, (*_, last) in tokens.items()
@@ -243,12 +246,12 @@ class ModelRunner:
         return self._model.logits(rows)
 
     def _sample(
-        self, hidden: Tensor, inputs: StepInputs, drafts: Mapping[str, Draft]
+        self, hidden: Tensor, inputs: StepInputs, drafts: StepDrafts
     ) -> dict[str, tuple[SampledToken, ...]]:
         if not inputs.sampling:
             return {}
         logits = self._logits(hidden, inputs)
-        if drafts:
+        if drafts.by_request:
             tokens = verify_drafts(self._sampler, logits, inputs.sampling, drafts)
         else:
             sampled = self._sampler.sample(logits, inputs.sampling)

@@ -20,7 +20,7 @@ from mooncake_engine.execution.logprobs import LogprobTensors
 from mooncake_engine.execution.penalties import column, penalise
 from mooncake_engine.execution.request_table import CachedRequest, SamplingState
 from mooncake_engine.execution.sampling_metadata import DeviceSampling, RandomStream, uniform
-from mooncake_engine.execution.speculation.rejection_sampling import DraftToken, rejection_weights
+from mooncake_engine.execution.speculation.rejection_sampling import DrawnTokens, rejection_weights
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import SampledToken
 from mooncake_hal.backend import SamplingOps
@@ -56,7 +56,6 @@ def grammar_failures(states: Sequence[CachedRequest]) -> dict[str, str]:
     }
 
 
-NO_DRAFT_TOKENS: Mapping[int, DraftToken] = {}
 _CANDIDATES = 1024
 """Sorted tokens that top-p looks at first; eight times as many while they don't suffice."""
 
@@ -96,6 +95,20 @@ class ChosenTokens:
         return tokens
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftedTokens:
+    """A draft token per row of a batch, on the device.
+
+    Args:
+        token_ids: [rows] int64; NO_TOKEN for a row without a finite logit.
+        distributions: by row, [vocab] float32: the probabilities of those that were drawn to be
+            tested, see ``rejection_weights``.
+    """
+
+    token_ids: Tensor
+    distributions: Mapping[int, Tensor]
+
+
 class Sampler:
     """Samples one token per row; NO_TOKEN where the row's largest logit is not finite.
 
@@ -117,37 +130,37 @@ class Sampler:
         self,
         logits: Tensor,
         states: Sequence[SamplingState],
-        draft_tokens: Mapping[int, DraftToken] = NO_DRAFT_TOKENS,
+        drawn: DrawnTokens | None = None,
     ) -> list[SampledToken]:
         """Choose a token per row; does not append it to the states.
 
         Args:
             logits: [rows, vocab] float32; may be overwritten.
             states: the request of each row.
-            draft_tokens: by row, those of known probability; see ``rejection_weights``.
+            drawn: what was drafted for some of the rows, to be tested.
         """
-        return self.choose(logits, states, draft_tokens).tokens()
+        return self.choose(logits, states, drawn).tokens()
 
     def choose(
         self,
         logits: Tensor,
         states: Sequence[SamplingState],
-        draft_tokens: Mapping[int, DraftToken] = NO_DRAFT_TOKENS,
+        drawn: DrawnTokens | None = None,
     ) -> ChosenTokens:
         """What ``sample`` returns, still on the device.
 
         Waits for the device in one case: torch's top-p looks whether it has sorted enough tokens.
 
         Args:
-            logits, states, draft_tokens: see ``sample``.
+            logits, states, drawn: see ``sample``.
         """
         modified, described = self._modified(states), self._info_of(states).described_rows
         raw = logits.clone() if modified and described else logits
         self._modify(logits, modified, states)
-        token_ids = self._draw(logits, states, draft_tokens)
+        token_ids = self._draw(logits, states, drawn)
         if not described:
             return ChosenTokens(token_ids)
-        rows = torch.tensor(described).to(logits.device, non_blocking=True)
+        rows = _indexes(described, logits.device)
         num_top = [states[row].sampling.logprobs or 0 for row in described]
         logprobs = LogprobTensors.of(raw[rows], token_ids[rows].clamp(min=0), num_top)
         return ChosenTokens(token_ids, described, logprobs)
@@ -156,43 +169,42 @@ class Sampler:
         self,
         logits: Tensor,
         states: Sequence[SamplingState],
-        draft_tokens: Mapping[int, DraftToken],
+        drawn: DrawnTokens | None,
     ) -> Tensor:
         """A token per row of what ``_modify`` has left: [rows] int64."""
         if not self._info_of(states).random_rows:
             return _argmax(logits)
-        if self._on_device is None or draft_tokens:
-            return _choose(logits, states, draft_tokens)
+        if self._on_device is None or drawn is not None:
+            return _choose(logits, states, drawn)
         is_finite = logits.amax(dim=-1).isfinite()
         return self._on_device.sample(logits, states).masked_fill(~is_finite, NO_TOKEN)
 
-    def draft(self, logits: Tensor, states: Sequence[SamplingState]) -> list[DraftToken]:
+    def draft(self, logits: Tensor, states: Sequence[SamplingState]) -> DraftedTokens:
         """Draft what ``sample`` will choose, from another model's logits.
 
         The draft token is the same choice at the same number where the output must not depend on
         how much is drafted: under greedy, with a seed of the client's, and within a grammar.
         Elsewhere it is sampled, and its distribution kept, so that more of them can be accepted.
+        Waits for the device where ``choose`` does.
 
         Args:
             logits: [rows, vocab] float32; overwritten.
             states: the request of each row.
         """
         self._modify(logits, self._modified(states), states)
-        draft_tokens = [DraftToken(token_id) for token_id in _argmax(logits).tolist()]
-        rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
-        if rows:
-            random_states = [states[row] for row in rows]
-            weights = _weights(logits[rows], random_states)
-            streams = [
-                RandomStream.DRAFT if _is_tested(state) else RandomStream.CHOICE
-                for state in random_states
-            ]
-            sampled = _pick(weights, _numbers(random_states, streams)).tolist()
-            weights /= weights.sum(dim=-1, keepdim=True)
-            for index, row in enumerate(rows):
-                known = weights[index] if _is_tested(states[row]) else None
-                draft_tokens[row] = DraftToken(sampled[index], known)
-        return draft_tokens
+        rows = self._info_of(states).random_rows
+        token_ids = _argmax(logits)
+        if not rows:
+            return DraftedTokens(token_ids, {})
+        at = _indexes(rows, logits.device)
+        random_states = [states[row] for row in rows]
+        weights = _weights(logits[at], random_states)
+        is_tested = [_is_tested(state) for state in random_states]
+        streams = [RandomStream.DRAFT if tested else RandomStream.CHOICE for tested in is_tested]
+        token_ids.index_copy_(0, at, _pick(weights, _numbers(random_states, streams)))
+        weights /= weights.sum(dim=-1, keepdim=True)
+        pairs = zip(rows, weights, is_tested, strict=True)
+        return DraftedTokens(token_ids, {row: known for row, known, tested in pairs if tested})
 
     def _modified(self, states: Sequence[SamplingState]) -> list[int]:
         return [
@@ -219,7 +231,7 @@ class Sampler:
         if penalised:
             counts = [counts for row in penalised if (counts := states[row].counts) is not None]
             params = [states[row].sampling for row in penalised]
-            at = torch.tensor(penalised).to(logits.device, non_blocking=True)
+            at = _indexes(penalised, logits.device)
             logits[at] = penalise(logits[at], counts, params)
         for row in rows:
             if _is_end_masked(states[row]):
@@ -271,19 +283,17 @@ def _is_tested(state: SamplingState) -> bool:
     return not sampling.is_greedy and sampling.seed is None and sampling.grammar is None
 
 
-def _choose(
-    logits: Tensor, states: Sequence[SamplingState], draft_tokens: Mapping[int, DraftToken]
-) -> Tensor:
+def _choose(logits: Tensor, states: Sequence[SamplingState], drawn: DrawnTokens | None) -> Tensor:
     """A token per row: [rows] int64."""
     random_rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
     if not random_rows:
         return _argmax(logits)
     is_mixed = len(random_rows) < len(states)
     random_states = [states[row] for row in random_rows]
-    indexes = torch.tensor(random_rows).to(logits.device, non_blocking=True)
+    indexes = _indexes(random_rows, logits.device)
     weights = _weights(logits[indexes] if is_mixed else logits.clone(), random_states)
-    if draft_tokens:
-        _apply_rejection(weights, random_rows, states, draft_tokens)
+    if drawn is not None:
+        _apply_rejection(weights, random_rows, states, drawn)
     sampled = _pick(weights, _numbers(random_states, [RandomStream.CHOICE] * len(random_states)))
     return _argmax(logits).index_copy_(0, indexes, sampled) if is_mixed else sampled
 
@@ -297,20 +307,19 @@ def _argmax(logits: Tensor) -> Tensor:
 
 
 def _apply_rejection(
-    weights: Tensor,
-    rows: Sequence[int],
-    states: Sequence[SamplingState],
-    draft_tokens: Mapping[int, DraftToken],
+    weights: Tensor, rows: Sequence[int], states: Sequence[SamplingState], drawn: DrawnTokens
 ) -> None:
     """Make the weights depend on the draft tokens, in place; ``rows`` are the weights' rows in the
-    batch."""
-    indexes = [index for index, row in enumerate(rows) if row in draft_tokens]
-    if not indexes:
-        return
-    tested = [rows[index] for index in indexes]
-    numbers = _numbers([states[row] for row in tested], [RandomStream.TEST] * len(tested))
-    found = [draft_tokens[row] for row in tested]
-    weights[indexes] = rejection_weights(weights[indexes], found, numbers)
+    batch, both in rising order."""
+    tested = set(drawn.rows)
+    indexes = _indexes([i for i, row in enumerate(rows) if row in tested], weights.device)
+    numbers = _numbers([states[row] for row in drawn.rows], [RandomStream.TEST] * len(drawn.rows))
+    weights.index_copy_(0, indexes, rejection_weights(weights[indexes], drawn, numbers))
+
+
+def _indexes(rows: Sequence[int], device: torch.device) -> Tensor:
+    """On the device, which is not waited for: [rows] int64."""
+    return torch.tensor(rows).to(device, non_blocking=True)
 
 
 def _weights(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:

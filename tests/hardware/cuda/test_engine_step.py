@@ -16,6 +16,7 @@ from support.pd import prompt_of, write_model
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import InProcessExecutor
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_hal.backend import Backend
 
 pytestmark = pytest.mark.cuda
@@ -51,6 +52,25 @@ def test_a_step_waits_once(decoder: Decoder) -> None:
         for _ in range(steps):
             decoder.step()
     assert len(waits) <= steps, waits[0]
+
+
+def test_a_step_with_a_draft_models_tokens_waits_once(cuda: Backend, tmp_path: Path) -> None:
+    """For those that hold: all passes are launched before the host learns one of their tokens."""
+    model, steps = write_model(tmp_path, "llama"), 10
+    drafting = SpeculativeConfig(SpeculativeMethod.DRAFT, 3, model)
+    config = EngineConfig(
+        model, dtype="bfloat16", num_kv_blocks=256, max_num_seqs=4, speculative_config=drafting
+    )
+    with closing(InProcessExecutor(make_plan(config, cuda), cuda)) as loaded:
+        loaded.warm_up()
+        prompts = [prompt_of(40, row) for row in range(4)]
+        with closing(Decoder(loaded, prompts, 128, num_draft_tokens=3)) as made:
+            for _ in range(3):
+                made.step()
+            with watched() as waits:
+                for _ in range(steps):
+                    made.step()
+    assert len(waits) <= 2 * steps, waits[0]  # the choices, and beside them what was drafted
 
 
 def test_a_step_takes_no_memory_of_the_driver(decoder: Decoder) -> None:

@@ -34,14 +34,16 @@ class _Progress:
         num_tokens: leading tokens whose draft KV is in place.
         num_named: leading blocks that are full of it, in the books, and never written again: so not
             that of the last token, which is run once more and may be copied for it.
-        drafted: tokens that ran behind these ones; they may have been rejected since.
+        drafted: tokens that were drafted behind these ones; they may have been rejected since.
+        num_drafted: how many of them ran.
         tail: the other blocks, as they were when anything was written to them last.
     """
 
     chain: list[bytes] = field(default_factory=list)
     num_tokens: int = 0
     num_named: int = 0
-    drafted: list[int] = field(default_factory=list)
+    drafted: Sequence[int] = ()
+    num_drafted: int = 0
     tail: list[int] = field(default_factory=list)
 
 
@@ -89,12 +91,17 @@ class DraftKV:
         self._name_full_blocks(progress, last)
         return TokenRange(start, stop)
 
-    def add_draft(self, request_id: str, token_id: int) -> None:
-        """The draft model runs a draft token behind all tokens of a request and earlier draft
-        tokens."""
+    def add_draft(self, request_id: str, drafted: Sequence[int]) -> None:
+        """The draft model runs the next draft token behind all tokens of a request.
+
+        Args:
+            request_id: whose.
+            drafted: its draft tokens; what they are is looked at in the next ``claim``.
+        """
         progress = self._progress[request_id]
-        position = progress.num_tokens + len(progress.drafted)
-        progress.drafted.append(token_id)
+        position = progress.num_tokens + progress.num_drafted
+        progress.drafted = drafted
+        progress.num_drafted += 1
         self._overwrite(progress, position, position + 1)
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -109,12 +116,13 @@ class DraftKV:
         they were accepted, and nothing in a block that has been copied since, or was given away
         and has come back."""
         known = progress.num_tokens
-        for token_id, draft_id in zip(token_ids[known:], progress.drafted, strict=False):
+        drafted = progress.drafted[: progress.num_drafted]
+        for token_id, draft_id in zip(token_ids[known:], drafted, strict=False):
             if token_id != draft_id:
                 break
             known += 1
         written, progress.tail = progress.tail, blocks_from(progress.num_named)
-        progress.drafted = []
+        progress.drafted, progress.num_drafted = (), 0
         for index, (old, new) in enumerate(zip(written, progress.tail, strict=False)):
             if old != new or self._writers.get(new) is not progress:
                 return min(known, (progress.num_named + index) * self._block_size)

@@ -1,11 +1,17 @@
-"""Draft tokens of a smaller model with the same vocabulary (Leviathan et al. 2023)."""
+"""Draft tokens of a smaller model with the same vocabulary (Leviathan et al. 2023).
+
+They stay on the device, whose host launches all passes one behind the other: it learns them with
+what became of them. Only where a choice depends on the tokens before it, as within a grammar, does
+the host wait for each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,11 +19,18 @@ from mooncake_engine.execution.input_batch import ForwardInputs, ScheduledTokens
 from mooncake_engine.execution.request_table import BlockTables, CachedRequest, SamplingState
 from mooncake_engine.execution.sampler import NO_TOKEN, Sampler
 from mooncake_engine.execution.speculation.draft_kv import DraftKV, TokenRange
-from mooncake_engine.execution.speculation.drafts import Draft, DraftRequest, advance
-from mooncake_engine.execution.speculation.rejection_sampling import DraftToken
+from mooncake_engine.execution.speculation.drafts import (
+    NO_DRAFTS,
+    Draft,
+    DraftRequest,
+    StepDrafts,
+    advance,
+    depends_on_tokens,
+)
 from mooncake_engine.kv_cache.kv_pool import KVPool
 from mooncake_engine.models.catalog import Model
 from mooncake_engine.models.parallel_context import ForwardContext
+from mooncake_hal.backend_parts import to_device
 
 _FEW = 8
 """Up to this many tokens of a sequence attend one by one, which is faster than as a prompt."""
@@ -39,35 +52,55 @@ class DraftModel:
     max_tokens: int
     max_positions: int
 
-    def run(self, inputs: ForwardInputs, rows: Sequence[int]) -> Tensor:
-        """Logits behind some of the tokens: [rows, vocab] float32."""
+    def run(self, inputs: ForwardInputs, rows: Sequence[int] | None = None) -> Tensor:
+        """Logits behind some of the tokens, or all of them: [rows, vocab] float32."""
         kv = {index: self.pool.layer(index) for index in range(self.pool.shard.layers)}
         context = ForwardContext(inputs.attention, kv)
         hidden = self.model.forward(inputs.token_ids, inputs.positions, context)
+        if rows is None:
+            return self.model.logits(hidden)
         if not rows:
             return hidden[:0]
-        return self.model.logits(hidden[torch.tensor(rows, device=hidden.device)])
+        [at] = to_device(hidden.device, [np.array(rows)])
+        return self.model.logits(hidden[at])
 
 
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """A request and the draft tokens for it so far."""
+    """A request and the draft tokens for it so far.
+
+    Args:
+        state: of the request.
+        num_wanted: how many draft tokens.
+        states, token_ids, distributions: see ``Draft``.
+        places: where its draft tokens are among all that the step has made.
+    """
 
     state: CachedRequest
     num_wanted: int
     states: list[SamplingState]
-    draft_tokens: list[DraftToken]
+    token_ids: list[int] = field(default_factory=list)
+    distributions: list[Tensor | None] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     is_open: bool = True
 
-    def add(self, draft_token: DraftToken) -> None:
-        """Take a draft token in, unless there is none or the request's grammar forbids it."""
+    def add(self, token_id: int | None, distribution: Tensor | None, place: int) -> None:
+        """Take a draft token in, unless there is none or the request's grammar forbids it.
+
+        Args:
+            token_id: None where only the device knows it.
+            distribution, place: its own.
+        """
         following = None
-        if draft_token.token_id != NO_TOKEN:
-            following = advance(self.states[-1], draft_token.token_id)
+        if token_id != NO_TOKEN:
+            token_id = NO_TOKEN if token_id is None else token_id
+            following = advance(self.states[-1], token_id)
         if following is not None:
             self.states.append(following)
-            self.draft_tokens.append(draft_token)
-        self.is_open = following is not None and len(self.draft_tokens) < self.num_wanted
+            self.token_ids.append(token_id)
+            self.distributions.append(distribution)
+            self.places.append(place)
+        self.is_open = following is not None and len(self.token_ids) < self.num_wanted
 
 
 class DraftModelProposer:
@@ -79,7 +112,7 @@ class DraftModelProposer:
     Args:
         draft: the model.
         tables: block tables of the requests, the model's own.
-        sampler: chooses draft_tokens, as it chooses tokens.
+        sampler: chooses draft tokens, as it chooses tokens.
     """
 
     def __init__(self, draft: DraftModel, tables: BlockTables, sampler: Sampler) -> None:
@@ -88,24 +121,23 @@ class DraftModelProposer:
         self._sampler = sampler
         self._books = DraftKV(draft.pool.block_size)
 
-    def propose(self, wanted: Sequence[DraftRequest]) -> dict[str, Draft]:
-        branches = [_Branch(state, count, [state], []) for state, count in self._possible(wanted)]
-        caught_up, logits = self._catch_up(branches)
-        unfinished = caught_up
+    def propose(self, wanted: Sequence[DraftRequest]) -> StepDrafts:
+        branches = [_Branch(state, count, [state]) for state, count in self._possible(wanted)]
+        unfinished, logits = self._catch_up(branches)
+        drafted: list[Tensor] = []
+        num_drafted = 0
         while unfinished:
-            states = [branch.states[-1] for branch in unfinished]
-            for branch, draft_token in zip(
-                unfinished, self._sampler.draft(logits, states), strict=True
-            ):
-                branch.add(draft_token)
+            found = self._sampler.draft(logits, [branch.states[-1] for branch in unfinished])
+            drafted.append(found.token_ids)
+            known = _on_host(found.token_ids, unfinished)
+            for row, branch in enumerate(unfinished):
+                branch.add(known[row], found.distributions.get(row), num_drafted + row)
+            num_drafted += len(unfinished)
+            is_open = [branch.is_open for branch in unfinished]
             unfinished = [branch for branch in unfinished if branch.is_open]
             if unfinished:
-                logits = self._run_drafts(unfinished)
-        return {
-            branch.state.request_id: Draft(branch.states, branch.draft_tokens)
-            for branch in caught_up
-            if branch.draft_tokens
-        }
+                logits = self._run_drafts(unfinished, _kept(found.token_ids, is_open))
+        return _collect([branch for branch in branches if branch.token_ids], drafted)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         self._books.forget(request_ids)
@@ -157,21 +189,55 @@ class DraftModelProposer:
                 last_rows.append(len(tokens) - 1)
         return done, self._run(shares, tokens, last_rows)
 
-    def _run_drafts(self, branches: Sequence[_Branch]) -> Tensor:
-        """Run each branch's last draft token; logits behind it."""
-        tokens = [branch.draft_tokens[-1].token_id for branch in branches]
-        for branch, token_id in zip(branches, tokens, strict=True):
-            self._books.add_draft(branch.state.request_id, token_id)
+    def _run_drafts(self, branches: Sequence[_Branch], newest: Tensor) -> Tensor:
+        """Run each branch's last draft token, [branches] int64 on the device; logits behind it."""
+        for branch in branches:
+            self._books.add_draft(branch.state.request_id, branch.token_ids)
         shares = ScheduledTokens(
             [branch.state.row for branch in branches],
-            [len(branch.state.token_ids) + len(branch.draft_tokens) - 1 for branch in branches],
+            [len(branch.state.token_ids) + len(branch.token_ids) - 1 for branch in branches],
             [1] * len(branches),
         )
-        return self._run(shares, tokens, range(len(tokens)))
+        inputs = self._lay_out(shares, [0] * len(branches))
+        return self._draft.run(replace(inputs, token_ids=newest.clamp(min=0)))
 
     def _run(
         self, shares: ScheduledTokens, token_ids: Sequence[int], rows: Sequence[int]
     ) -> Tensor:
+        return self._draft.run(self._lay_out(shares, token_ids), rows)
+
+    def _lay_out(self, shares: ScheduledTokens, token_ids: Sequence[int]) -> ForwardInputs:
         pool = self._draft.pool
-        inputs = lay_out(shares, token_ids, self._tables, pool.block_size, pool.device)
-        return self._draft.run(inputs, rows)
+        return lay_out(shares, token_ids, self._tables, pool.block_size, pool.device)
+
+
+def _on_host(token_ids: Tensor, branches: Sequence[_Branch]) -> Sequence[int | None]:
+    """What was drafted, as far as the host has to know it now: the device is waited for."""
+    if any(depends_on_tokens(branch.state) for branch in branches):
+        known: list[int | None] = token_ids.tolist()
+        return known
+    return [None] * len(branches)
+
+
+def _kept(token_ids: Tensor, is_kept: Sequence[bool]) -> Tensor:
+    """Those of some rows, on the device."""
+    if all(is_kept):
+        return token_ids
+    [rows] = to_device(token_ids.device, [np.flatnonzero(is_kept)])
+    return token_ids[rows]
+
+
+def _collect(branches: Sequence[_Branch], drafted: Sequence[Tensor]) -> StepDrafts:
+    """The step's, in the order of its requests."""
+    if not branches:
+        return NO_DRAFTS
+    places = [place for branch in branches for place in branch.places]
+    on_device = torch.cat(list(drafted))
+    if places != list(range(len(on_device))):
+        [at] = to_device(on_device.device, [np.array(places)])
+        on_device = on_device[at]
+    by_request = {
+        branch.state.request_id: Draft(branch.states, branch.token_ids, branch.distributions)
+        for branch in branches
+    }
+    return StepDrafts(by_request, on_device)

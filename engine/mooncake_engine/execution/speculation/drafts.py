@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from mooncake_engine.execution.penalties import TokenCounts
@@ -15,9 +17,10 @@ from mooncake_engine.execution.request_table import (
     GrammarState,
     SamplingState,
 )
-from mooncake_engine.execution.speculation.rejection_sampling import DraftToken, count_accepted
+from mooncake_engine.execution.speculation.rejection_sampling import DrawnTokens, count_accepted
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import SampledToken, StepPlan
+from mooncake_hal.backend_parts import to_device
 
 if TYPE_CHECKING:
     from mooncake_engine.execution.sampler import Sampler
@@ -40,20 +43,52 @@ class Draft:
 
     Args:
         states: the request before each draft token, and after the last.
-        draft_tokens: at least one.
+        token_ids: at least one; NO_TOKEN for those that only the device knows.
+        distributions: of each token that was drawn to be tested, what it was drawn from; None for
+            the others, and of no token where none is tested.
     """
 
     states: Sequence[SamplingState]
-    draft_tokens: Sequence[DraftToken]
+    token_ids: list[int]
+    distributions: Sequence[Tensor | None] = ()
 
-    @property
-    def token_ids(self) -> list[int]:
-        """The drafted tokens."""
-        return [draft_token.token_id for draft_token in self.draft_tokens]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepDrafts:
+    """All draft tokens of a step.
+
+    Args:
+        by_request: in the order of the step's sequences.
+        on_device: [tokens] int64, those of all requests in that order, where a device made them;
+            NO_TOKEN where there was none to be made.
+    """
+
+    by_request: Mapping[str, Draft]
+    on_device: Tensor | None = None
+
+    def settle(self) -> None:
+        """Let the host know the tokens that only the device does, which is waited for."""
+        if self.on_device is not None:
+            known = iter(self.on_device.tolist())
+            for draft in self.by_request.values():
+                draft.token_ids[:] = islice(known, len(draft.token_ids))
+
+
+NO_DRAFTS = StepDrafts({})
+
+
+def depends_on_tokens(state: SamplingState) -> bool:
+    """Whether a choice needs the tokens before it, beyond the logits: else a place is enough."""
+    return state.grammar is not None or state.counts is not None
 
 
 def advance(state: SamplingState, token_id: int) -> DraftState | None:
-    """The request one token later; None if its grammar does not allow the token."""
+    """The request one token later; None if its grammar does not allow the token.
+
+    Args:
+        state: before it.
+        token_id: NO_TOKEN where only the device knows it, and nothing depends on it.
+    """
     grammar = state.grammar
     if grammar is not None:
         grammar = grammar.after(token_id)
@@ -66,14 +101,14 @@ def advance(state: SamplingState, token_id: int) -> DraftState | None:
 def make_draft(state: CachedRequest, token_ids: Iterable[int]) -> Draft | None:
     """A draft of these tokens, as far as the request's grammar lets it; None if not at all."""
     states: list[SamplingState] = [state]
-    draft_tokens: list[DraftToken] = []
+    drafted: list[int] = []
     for token_id in token_ids:
         following = advance(states[-1], token_id)
         if following is None:
             break
         states.append(following)
-        draft_tokens.append(DraftToken(token_id))
-    return Draft(states, draft_tokens) if draft_tokens else None
+        drafted.append(token_id)
+    return Draft(states, drafted) if drafted else None
 
 
 class DraftRequest(NamedTuple):
@@ -91,8 +126,8 @@ class DraftRequest(NamedTuple):
 class Proposer(Protocol):
     """Proposes draft tokens. Every rank makes the same draft tokens from the same requests."""
 
-    def propose(self, wanted: Sequence[DraftRequest]) -> dict[str, Draft]:
-        """Drafts by request id; none for those about whom there is nothing to say.
+    def propose(self, wanted: Sequence[DraftRequest]) -> StepDrafts:
+        """Drafts, in that order; none for those about whom there is nothing to say.
 
         In the step that calls it the model has not run yet: a request's last token has no KV.
         """
@@ -109,21 +144,18 @@ class Proposer(Protocol):
 
 def propose_drafts(
     proposer: Proposer, plan: StepPlan, states: Sequence[CachedRequest]
-) -> dict[str, Draft]:
-    """Draft tokens for the plan's sequences that may have some, by request id."""
+) -> StepDrafts:
+    """Draft tokens for the plan's sequences that may have some."""
     wanted = [
         DraftRequest(state, sequence.num_draft_tokens)
         for sequence, state in zip(plan.sequences, states, strict=True)
         if sequence.num_draft_tokens
     ]
-    return proposer.propose(wanted) if wanted else {}
+    return proposer.propose(wanted) if wanted else NO_DRAFTS
 
 
 def verify_drafts(
-    sampler: Sampler,
-    logits: Tensor,
-    states: Sequence[CachedRequest],
-    drafts: Mapping[str, Draft],
+    sampler: Sampler, logits: Tensor, states: Sequence[CachedRequest], drafts: StepDrafts
 ) -> dict[str, tuple[SampledToken, ...]]:
     """The tokens of each request: the draft tokens that hold, and the one behind them.
 
@@ -131,23 +163,43 @@ def verify_drafts(
         sampler: chooses.
         logits: [rows, vocab] float32: of each request one row, or with a draft one before each
             draft token and one behind the last.
-        states: the requests.
-        drafts: by request id.
+        states: the requests, in the step's order.
+        drafts: theirs, which the host knows from now on.
     """
     rows: list[SamplingState] = []
-    draft_tokens: dict[int, DraftToken] = {}
+    tested: list[tuple[int, int, Tensor]] = []  # row, place among the step's draft tokens
+    num_drafted = 0
     for state in states:
-        draft = drafts.get(state.request_id)
-        if draft is not None:
-            known = enumerate(draft.draft_tokens, start=len(rows))
-            draft_tokens.update(
-                (row, draft_token)
-                for row, draft_token in known
-                if draft_token.distribution is not None
-            )
-        rows += [state] if draft is None else draft.states
-    sampled = iter(sampler.sample(logits, rows, draft_tokens))
-    return {state.request_id: _accepted(sampled, drafts.get(state.request_id)) for state in states}
+        draft = drafts.by_request.get(state.request_id)
+        if draft is None:
+            rows.append(state)
+            continue
+        tested += [
+            (len(rows) + index, num_drafted + index, distribution)
+            for index, distribution in enumerate(draft.distributions)
+            if distribution is not None
+        ]
+        rows += draft.states
+        num_drafted += len(draft.token_ids)
+    sampled = iter(sampler.sample(logits, rows, _drawn(tested, drafts.on_device)))
+    drafts.settle()
+    return {
+        state.request_id: _accepted(sampled, drafts.by_request.get(state.request_id))
+        for state in states
+    }
+
+
+def _drawn(
+    tested: Sequence[tuple[int, int, Tensor]], on_device: Tensor | None
+) -> DrawnTokens | None:
+    if not tested:
+        return None
+    assert on_device is not None, "what has a distribution was drawn on the device"
+    rows, places, distributions = zip(*tested, strict=True)
+    if len(places) < len(on_device):
+        [at] = to_device(on_device.device, [np.array(places)])
+        on_device = on_device[at]
+    return DrawnTokens(rows, on_device, torch.stack(distributions))
 
 
 def _accepted(sampled: Iterator[SampledToken], draft: Draft | None) -> tuple[SampledToken, ...]:
@@ -155,5 +207,5 @@ def _accepted(sampled: Iterator[SampledToken], draft: Draft | None) -> tuple[Sam
     if draft is None:
         return (next(sampled),)
     tokens = tuple(islice(sampled, len(draft.states)))
-    num_accepted = count_accepted(draft.draft_tokens, [token.token_id for token in tokens])
+    num_accepted = count_accepted(draft.token_ids, [token.token_id for token in tokens])
     return tokens[: num_accepted + 1]

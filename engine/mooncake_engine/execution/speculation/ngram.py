@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mooncake_engine.execution.speculation.drafts import Draft, DraftRequest, make_draft
+from mooncake_engine.execution.speculation.drafts import DraftRequest, StepDrafts, make_draft
 
 _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplying modulo 2**64 loses nothing
@@ -103,7 +103,7 @@ class NGramProposer:
         self._lengths = (shortest, longest)
         self._indexes: dict[str, NGramIndex] = {}
 
-    def propose(self, wanted: Sequence[DraftRequest]) -> dict[str, Draft]:
+    def propose(self, wanted: Sequence[DraftRequest]) -> StepDrafts:
         drafts = {}
         for state, num_tokens in wanted:
             index = self._indexes.get(state.request_id)
@@ -113,7 +113,7 @@ class NGramProposer:
             draft = make_draft(state, index.find(state.token_ids, num_tokens))
             if draft is not None:
                 drafts[state.request_id] = draft
-        return drafts
+        return StepDrafts(drafts)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

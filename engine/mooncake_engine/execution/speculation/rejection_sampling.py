@@ -10,28 +10,28 @@ often.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-class DraftToken(NamedTuple):
-    """A token that may come next.
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawnTokens:
+    """Draft tokens that were drawn from known distributions; on the device.
 
     Args:
-        token_id: which.
-        distribution: [vocab] float32, the probabilities it was sampled with; None if the model's
-            own choice is not to depend on it.
+        rows: of the batch in which each is tested; rising.
+        token_ids: [rows] int64; negative where there was nothing to draw from.
+        distributions: [rows, vocab] float32, the probabilities that each was drawn with.
     """
 
-    token_id: int
-    distribution: Tensor | None = None
+    rows: Sequence[int]
+    token_ids: Tensor
+    distributions: Tensor
 
 
-def rejection_weights(
-    weights: Tensor, draft_tokens: Sequence[DraftToken], numbers: Sequence[float]
-) -> Tensor:
+def rejection_weights(weights: Tensor, drawn: DrawnTokens, numbers: Sequence[float]) -> Tensor:
     """What to sample from so that each row keeps its draft token as often as possible.
 
     A draft token x, sampled with probability q(x), is kept with probability min(1, p(x) / q(x));
@@ -39,16 +39,16 @@ def rejection_weights(
 
     Args:
         weights: [rows, vocab] float32, proportional to p.
-        draft_tokens: one per row, with distributions.
+        drawn: the draft token of each of these rows.
         numbers: one per row, uniform in [0, 1), independent of what drew the draft token.
 
     Returns:
         [rows, vocab] float32: all weight on a draft token that is kept, none on one that is not.
     """
     target = weights / weights.sum(dim=-1, keepdim=True)
-    proposed = torch.stack([_known(draft_token) for draft_token in draft_tokens])
-    ids = torch.tensor([[token.token_id] for token in draft_tokens], device=weights.device)
-    bars = torch.tensor(numbers, dtype=torch.float64, device=weights.device).unsqueeze(1)
+    proposed, ids = drawn.distributions, drawn.token_ids.clamp(min=0).unsqueeze(1)
+    bars = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
+    bars = bars.to(weights.device, non_blocking=True)
     is_kept = bars * proposed.gather(1, ids) < target.gather(1, ids)
     rest = (target - proposed).clamp_(min=0.0)
     # equal distributions leave nothing but rounding errors, or not even those
@@ -57,20 +57,15 @@ def rejection_weights(
     return torch.where(is_kept, kept, rest)
 
 
-def count_accepted(draft_tokens: Sequence[DraftToken], chosen: Sequence[int]) -> int:
+def count_accepted(drafted: Sequence[int], chosen: Sequence[int]) -> int:
     """How many leading draft tokens are what the model chose.
 
     Args:
-        draft_tokens: n of them.
+        drafted: n of them; a negative one is no token, and nothing behind it is accepted.
         chosen: at least n tokens; the first one is at the first draft token's position.
     """
-    pairs = zip(draft_tokens, chosen, strict=False)
+    pairs = zip(drafted, chosen, strict=False)
     return next(
-        (i for i, (draft_token, token_id) in enumerate(pairs) if draft_token.token_id != token_id),
-        len(draft_tokens),
+        (i for i, (token_id, choice) in enumerate(pairs) if token_id != choice or token_id < 0),
+        len(drafted),
     )
-
-
-def _known(draft_token: DraftToken) -> Tensor:
-    assert draft_token.distribution is not None, "only a token of known probability can be tested"
-    return draft_token.distribution

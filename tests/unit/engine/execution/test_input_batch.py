@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import Tensor
 
 from mooncake_engine.execution.input_batch import StepInputs, make_inputs
 from mooncake_engine.execution.request_table import BlockTables, RequestTable
-from mooncake_engine.execution.speculation.drafts import make_draft
+from mooncake_engine.execution.speculation.drafts import StepDrafts, make_draft
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence
 
@@ -62,7 +64,8 @@ def test_a_batch_of_decodes_samples_every_row() -> None:
     assert inputs.token_ids.tolist() == [2, 3, 4, 5, 6]
 
 
-def test_drafts_are_sequences_of_their_own_behind_their_requests() -> None:
+@pytest.mark.parametrize("on_device", [None, torch.tensor([77, -1])], ids=["known", "on a device"])
+def test_drafts_are_sequences_of_their_own_behind_their_requests(on_device: Tensor | None) -> None:
     table = RequestTable(4, 8, 100, CPU)
     admit(table, "drafted", range(10, 16), (7, 2))
     admit(table, "plain", range(30, 33), (4,))
@@ -72,11 +75,13 @@ def test_drafts_are_sequences_of_their_own_behind_their_requests() -> None:
         ScheduledSequence("plain", 2, 1, num_draft_tokens=4),
         ScheduledSequence("prompt", 0, 3),
     ]
-    draft = make_draft(table["drafted"], [77, 78])
+    draft = make_draft(table["drafted"], [77, 78] if on_device is None else [-1, -1])
     assert draft is not None
+    drafts = StepDrafts({"drafted": draft}, on_device)
     states = [table[sequence.request_id] for sequence in sequences]
-    inputs = make_inputs(sequences, states, table, 4, CPU, {"drafted": draft})
-    assert inputs.token_ids.tolist() == [15, 77, 78, 32, 50, 51, 52]
+    inputs = make_inputs(sequences, states, table, 4, CPU, drafts)
+    drafted = [77, 78] if on_device is None else [77, 0]  # none: any that there is
+    assert inputs.token_ids.tolist() == [15, *drafted, 32, 50, 51, 52]
     assert inputs.positions.tolist() == [5, 6, 7, 2, 0, 1, 2]
     assert inputs.attention.num_decodes == 4
     assert inputs.attention.context_lens.tolist() == [6, 7, 8, 3, 3]

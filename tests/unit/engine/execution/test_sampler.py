@@ -332,6 +332,6 @@ def test_a_draft_model_without_finite_logits_drafts_nothing() -> None:
     logits[0] = math.nan
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
         states = [make_state(params), make_state(params)]
-        drafted = [token.token_id for token in Sampler((EOS,)).draft(logits.clone(), states)]
+        drafted = Sampler((EOS,)).draft(logits.clone(), states).token_ids.tolist()
         assert drafted[0] == NO_TOKEN
         assert 0 <= drafted[1] < VOCAB

@@ -33,8 +33,10 @@ def test_drafts_that_were_accepted_need_not_run_again() -> None:
     books = DraftKV(BLOCK)
     tokens, table = [1, 2, 3], [7, 8, 9]
     assert books.claim("r", tokens, lambda i: table[i:], 100) == (0, 3)
-    for draft in (4, 5, 6):
-        books.add_draft("r", draft)
+    drafted = [-1, -1, -1]  # not known before the model has run
+    for _ in range(3):
+        books.add_draft("r", drafted)
+    drafted[:] = 4, 5, 6
     assert books.claim("r", [*tokens, 4, 5, 9], lambda i: table[i:], 100) == (5, 6)
 
 
@@ -116,9 +118,9 @@ class DraftKVMachine(RuleBasedStateMachine):
         self.memory.run(tokens, table, claim)
         if claim.stop < len(tokens):
             return
-        for index, draft in enumerate(drafted):
+        for index in range(len(drafted)):
             position = len(tokens) + index
-            self.books.add_draft(name, draft)
+            self.books.add_draft(name, drafted)
             run = TokenRange(position, position + 1)
             self.memory.run([*tokens, *drafted[: index + 1]], table, run)
         tokens += [*drafted[:accepted], data.draw(st.integers(0, 2))]

@@ -69,16 +69,16 @@ def running(name: str, tokens: tuple[int, ...]) -> CachedRequest:
 def test_each_request_is_looked_up_in_its_own_tokens() -> None:
     proposer = NGramProposer(2, 4)
     one, other = running("a", (5, 6, 7, 5, 6)), running("b", (7, 8, 9, 1, 2))
-    drafts = proposer.propose([DraftRequest(one, 3), DraftRequest(other, 3)])
+    drafts = proposer.propose([DraftRequest(one, 3), DraftRequest(other, 3)]).by_request
     assert {name: draft.token_ids for name, draft in drafts.items()} == {"a": [7, 5, 6]}
     one.append(7)
-    assert proposer.propose([DraftRequest(one, 1)])["a"].token_ids == [5]
+    assert proposer.propose([DraftRequest(one, 1)]).by_request["a"].token_ids == [5]
 
 
 def test_a_request_that_begins_anew_is_indexed_anew() -> None:
     proposer = NGramProposer(1, 2)
     proposer.propose([DraftRequest(running("a", (1, 2, 3, 1)), 2)])
     proposer.forget(["a", "unknown"])
-    drafts = proposer.propose([DraftRequest(running("a", (9, 8, 9)), 2)])
+    drafts = proposer.propose([DraftRequest(running("a", (9, 8, 9)), 2)]).by_request
     assert drafts["a"].token_ids == [8, 9]
     proposer.close()

@@ -11,10 +11,15 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from mooncake_engine.execution.request_table import RequestTable, SamplingState
-from mooncake_engine.execution.sampler import Sampler
-from mooncake_engine.execution.speculation.drafts import Draft, advance, verify_drafts
+from mooncake_engine.execution.sampler import NO_TOKEN, Sampler
+from mooncake_engine.execution.speculation.drafts import (
+    Draft,
+    StepDrafts,
+    advance,
+    verify_drafts,
+)
 from mooncake_engine.execution.speculation.rejection_sampling import (
-    DraftToken,
+    DrawnTokens,
     count_accepted,
     rejection_weights,
 )
@@ -31,13 +36,17 @@ def normal(values: list[int] | Tensor) -> Tensor:
     return row / row.sum()
 
 
-def chance_of_keeping(target: Tensor, draft: DraftToken) -> float:
+def drawn(token_id: int, distribution: Tensor) -> DrawnTokens:
+    return DrawnTokens([0], torch.tensor([token_id]), distribution.unsqueeze(0))
+
+
+def chance_of_keeping(target: Tensor, token_id: int, proposed: Tensor) -> float:
     """The largest number for which the draft token is kept, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        kept = rejection_weights(target.unsqueeze(0), [draft], [middle])[0]
-        is_kept = kept[draft.token_id] > 0 and kept.count_nonzero() == 1
+        kept = rejection_weights(target.unsqueeze(0), drawn(token_id, proposed), [middle])[0]
+        is_kept = kept[token_id] > 0 and kept.count_nonzero() == 1
         low, high = (middle, high) if is_kept else (low, middle)
     return high
 
@@ -51,11 +60,10 @@ def test_choice_and_draft_together_follow_the_target(
     p, q = normal(target), normal(num_drafted)
     total = torch.zeros(VOCAB)
     for token_id in q.nonzero().flatten().tolist():
-        draft = DraftToken(token_id, q)
-        kept = chance_of_keeping(p, draft)
+        kept = chance_of_keeping(p, token_id, q)
         total[token_id] += q[token_id] * kept
         if kept < 1 - 1e-6:
-            rest = normal(rejection_weights(p.unsqueeze(0), [draft], [1 - 1e-12])[0])
+            rest = normal(rejection_weights(p.unsqueeze(0), drawn(token_id, q), [1 - 1e-12])[0])
             total += q[token_id] * (1 - kept) * rest
     assert torch.allclose(total, p, atol=1e-5)
 
@@ -65,7 +73,7 @@ def test_a_draft_token_from_the_target_itself_is_always_kept(target: list[int]) 
     p = normal(target)
     for token_id in p.nonzero().flatten().tolist():
         almost_one = 0.9999  # what is left is for rounding
-        kept = rejection_weights(3 * p.unsqueeze(0), [DraftToken(token_id, p)], [almost_one])
+        kept = rejection_weights(3 * p.unsqueeze(0), drawn(token_id, p), [almost_one])
         assert kept[0].argmax().item() == token_id
         assert kept[0].count_nonzero() == 1
 
@@ -74,9 +82,19 @@ def test_a_draft_token_from_the_target_itself_is_always_kept(target: list[int]) 
 def test_drafts_are_accepted_up_to_the_first_other_choice(
     num_drafted: list[int], chosen: list[int]
 ) -> None:
-    count = count_accepted([DraftToken(token_id) for token_id in num_drafted], chosen)
+    count = count_accepted(num_drafted, chosen)
     assert num_drafted[:count] == chosen[:count]
     assert count == len(num_drafted) or num_drafted[count] != chosen[count]
+
+
+def test_no_token_is_never_accepted() -> None:
+    assert count_accepted([4, NO_TOKEN, 5], [4, NO_TOKEN, 5, 6]) == 1
+
+
+def test_a_draft_model_that_overflows_leaves_the_choice_to_the_model() -> None:
+    weights = torch.tensor([[1.0, 0.0, 2.0]])
+    left = rejection_weights(weights, drawn(NO_TOKEN, torch.full((3,), math.nan)), [0.5])
+    assert torch.allclose(left, weights / 3)
 
 
 def test_two_steps_of_drafts_follow_the_models_distribution() -> None:
@@ -92,15 +110,19 @@ def test_two_steps_of_drafts_follow_the_models_distribution() -> None:
         table.admit([NewRequest("r", (0,), 1, params, seed, ())])
         state = table["r"]
         states: list[SamplingState] = [state]
-        drafted: list[DraftToken] = []
+        token_ids: list[int] = []
+        distributions: list[Tensor] = []
         for _ in range(2):
-            last = drafted[-1].token_id if drafted else 0
-            drafted += sampler.draft(other[last : last + 1].clone(), states[-1:])
-            following = advance(states[-1], drafted[-1].token_id)
+            last = token_ids[-1] if token_ids else 0
+            found = sampler.draft(other[last : last + 1].clone(), states[-1:])
+            token_ids += found.token_ids.tolist()
+            distributions.append(found.distributions[0])
+            following = advance(states[-1], token_ids[-1])
             assert following is not None
             states.append(following)
-        logits = target[[0, *(draft.token_id for draft in drafted)]]
-        drafts = {"r": Draft(states, drafted)}
+        logits = target[[0, *token_ids]]
+        draft = Draft(states, [NO_TOKEN, NO_TOKEN], distributions)
+        drafts = StepDrafts({"r": draft}, torch.tensor(token_ids))
         tokens = verify_drafts(sampler, logits, [state], drafts)["r"]
         num_accepted += len(tokens) - 1
         found = [token.token_id for token in tokens]
