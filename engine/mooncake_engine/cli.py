@@ -157,7 +157,6 @@ def build_parser(words: Collection[str] | None = None) -> argparse.ArgumentParse
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from mooncake_engine.async_engine import is_core_apart
     from mooncake_engine.process.progress_bar import ProgressBar
     from mooncake_engine.server.api_server import serve
     from mooncake_engine.server.api_workers import serve_with_workers
@@ -172,8 +171,7 @@ def _serve(args: argparse.Namespace) -> int:
         with queued_stderr():
             run_node(config, options.shutdown_timeout_s)
         return 0
-    if is_core_apart(config):
-        leave_torch_out()
+    leave_torch_out()
     with queued_stderr():
         if options.api_workers > 1:
             serve_with_workers(config, args.host, args.port, options, ProgressBar())
@@ -183,10 +181,13 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _start_engine(config: EngineConfig) -> EngineClient:
-    """Only here is torch imported: what can be refused without it is refused at once."""
-    from mooncake_engine.async_engine import AsyncEngine
+    """Only here is torch imported, if at all: what can be refused without it is refused at once."""
+    from mooncake_engine.async_engine import AsyncEngine, is_core_apart
     from mooncake_engine.process.progress_bar import ProgressBar
+    from mooncake_engine.text.tokenizer import let_torch_in
 
+    if not is_core_apart(config):
+        let_torch_in()
     return AsyncEngine.start(config, ProgressBar())
 
 

@@ -47,6 +47,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.calls: list[Callable[[], object]] = []
         self._kept: list[object] = []  # what the kernels' pointers point to
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """To be left alone by torch's compiler, torch would import it: a second and 60 MB, and
+        nothing here is compiled."""
+        return False
+
     def __torch_dispatch__(
         self,
         function: Any,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -88,10 +89,21 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 
 
 def leave_torch_out() -> None:
-    """Have a process that serves text alone do without torch: transformers imports it where it
-    finds it, which takes 300 MB and seconds, and nothing of it is used for text."""
+    """Have a process read text without torch: where transformers finds it, it imports it and all
+    that it has models with, which takes 300 MB and seconds, and nothing of it is used for text."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]  # Python: it is not there
+        logging.getLogger("transformers").addFilter(_is_not_about_torch)
+
+
+def let_torch_in() -> None:
+    """Have torch be there again; transformers has looked and does without for ever."""
+    if "torch" in sys.modules and sys.modules["torch"] is None:
+        del sys.modules["torch"]
+
+
+def _is_not_about_torch(record: logging.LogRecord) -> bool:
+    return "PyTorch was not found" not in record.getMessage()
 
 
 class _TokenTexts(dict[int, str | None]):

@@ -1,0 +1,36 @@
+"""What a server does not import: half of the time that it took to start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from support.programs import TINY_LLAMA
+
+# In the order in which `serve` does it: text first, then the engine; and then both are used.
+PROGRAM = f"""
+import sys
+from pathlib import Path
+from mooncake_engine.text.tokenizer import Tokenizer, leave_torch_out, let_torch_in
+
+model = Path({str(TINY_LLAMA)!r})
+leave_torch_out()
+tokenizer = Tokenizer.load(model)
+assert sys.modules["torch"] is None
+let_torch_in()
+
+from mooncake_engine.assembly import build_engine
+from mooncake_engine.config import EngineConfig
+
+core = build_engine(EngineConfig(model, num_kv_blocks=128)).core
+text = tokenizer.render_chat([{{"role": "user", "content": "hello"}}])
+assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+core.close()
+unused = ("torch._dynamo", "sympy", "triton", "transformers.core_model_loading")
+print([name for name in unused if name in sys.modules])
+"""
+
+
+def test_neither_models_of_transformers_nor_torchs_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
