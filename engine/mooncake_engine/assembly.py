@@ -69,7 +69,7 @@ from mooncake_kv.kv_event_publisher import KVEventPublisher
 from mooncake_kv.kv_events import KVEventLog
 from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.model_fingerprint import ModelFingerprint, model_fingerprint
-from mooncake_kv.numerics import Numerics
+from mooncake_kv.numerics import ROPE_ORDER, Numerics
 from mooncake_kv.store.chunk_keys import KVIdentity
 
 logger = logging.getLogger(__name__)
@@ -353,7 +353,8 @@ def pool_identity(plan: EnginePlan, chunk_tokens: int) -> KVIdentity:
     model = _fingerprint(plan)
     if plan.model.quantization is not None and plan.model.quantization.is_made_on_load:
         model = replace(model, settings=model.settings | {"quantization": "fp8 on load"})
-    return KVIdentity.of_model(model, plan.geometry, chunk_tokens)
+    rope_order = "" if plan.model.mla is None else plan.kv_meaning[ROPE_ORDER]
+    return KVIdentity.of_model(model, plan.geometry, chunk_tokens, rope_order)
 
 
 def rounding_of(plan: EnginePlan, found: Capabilities, generation: str) -> dict[str, str]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ROPE_ORDER = "rope order"
+"""The fact by that name: whether rotated elements lie as pairs, or as halves."""
 MAX_NOTED = 256
 """Peers that are remembered as said."""
 

@@ -42,7 +42,7 @@ from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.rank_link import Ranks, ReportLoad, ReportSend
 from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import expand_blocks
-from mooncake_vllm.vllm_scheduler_side import Instance
+from mooncake_vllm.vllm_scheduler_side import Instance, rope_order
 from mooncake_vllm.vllm_worker_side import LoadOrder, WorkerKind
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,9 @@ class PoolSchedulerSide:
                 f"pool: a chunk has {config.chunk_tokens} tokens, which are no whole blocks of "
                 f"{unit}: use chunk=N with a multiple, the same for all who share KV"
             )
-        self._identity = KVIdentity.of_model(instance.model, info.geometry, config.chunk_tokens)
+        self._identity = KVIdentity.of_model(
+            instance.model, info.geometry, config.chunk_tokens, rope_order(info)
+        )
         self._stores = PoolStores(
             config, Registry.discover(), instance.engine_id, observer=self._events
         )

@@ -27,7 +27,7 @@ from mooncake_kv.errors import InvalidKVParams
 from mooncake_kv.handshake import InstanceMetadata
 from mooncake_kv.kv_events import KVEvent
 from mooncake_kv.model_fingerprint import ModelFingerprint
-from mooncake_kv.numerics import Numerics
+from mooncake_kv.numerics import ROPE_ORDER, Numerics
 from mooncake_kv.params import (
     NO_KV_TRANSFER,
     FirstToken,
@@ -45,6 +45,8 @@ from mooncake_vllm.vllm_memory import join_tables
 
 logger = logging.getLogger(__name__)
 
+OF_VENDOR = "the vendor's"
+"""A rope order that is not known: KV of it goes between instances of one kind."""
 COMPLETE = {
     TransferMode.PULL: ("FINISHED_LENGTH_CAPPED",),
     TransferMode.PUSH: ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
@@ -454,8 +456,15 @@ class SchedulerSide:
         self._death = ConnectorDied(reason)
 
 
+def rope_order(info: RankInfo) -> str:
+    """How vLLM orders the rope part of latents: as pairs, as the checkpoint has them; others turn
+    the weights, and keep halves. On Ascend a vendor's op decides. Empty where there are none."""
+    if info.geometry.kind is not AttentionKind.MLA:
+        return ""
+    return OF_VENDOR if info.hardware.backend == "ascend" else "pairs"
+
+
 def _numerics(info: RankInfo) -> Numerics:
-    """What vLLM's KV means where engines differ: it keeps the rope part of latents as pairs, which
-    it rotates; others turn the weights and keep halves. On Ascend, a vendor's op decides."""
-    is_known = info.geometry.kind is AttentionKind.MLA and info.hardware.backend != "ascend"
-    return Numerics({"rope order": "pairs"} if is_known else {})
+    """What vLLM's KV means where engines differ."""
+    order = rope_order(info)
+    return Numerics({} if order in ("", OF_VENDOR) else {ROPE_ORDER: order})

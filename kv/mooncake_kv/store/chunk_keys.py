@@ -38,7 +38,8 @@ class KVIdentity:
         dtype: element type of the stored KV, such as ``"bfloat16"``.
         chunk_tokens: tokens per chunk.
         quantisation: of weights or of KV where values depend on it; empty for none.
-        rope: scaling of positions where it differs from the model's configuration; empty for none.
+        rope: scaling of positions where it differs from the model's configuration, and how the
+            rotated elements are ordered where engines differ; empty for none.
         adapter: name and revision of a LoRA adapter; empty for none.
     """
 
@@ -57,17 +58,27 @@ class KVIdentity:
 
     @classmethod
     def of_model(
-        cls, model: ModelFingerprint, geometry: KVGeometry, chunk_tokens: int
+        cls,
+        model: ModelFingerprint,
+        geometry: KVGeometry,
+        chunk_tokens: int,
+        rope_order: str = "",
     ) -> KVIdentity:
         """Of a model whose KV has this geometry: the same in every engine that runs it, so that
-        they share chunks; opaque pages have a format of their own and share nothing with others."""
+        they share chunks; opaque pages have a format of their own and share nothing with others.
+
+        Args:
+            model, geometry, chunk_tokens: see the class.
+            rope_order: of latents' rotated part, which has the same shape either way: "pairs", as
+                in checkpoints, or "halves". Empty for KV of heads, which all keep as halves.
+        """
         settings = json.dumps([model.settings, str(geometry)], sort_keys=True)
         return cls(
             f"{model.weights} {settings}",
             geometry.dtype,
             chunk_tokens,
             model.settings.get("quantization", ""),
-            model.settings.get("rope", ""),
+            " ".join(filter(None, (model.settings.get("rope"), rope_order))),
         )
 
     def root(self, tenant_salt: str = "") -> bytes:

@@ -307,6 +307,16 @@ def test_kv_of_weights_quantised_on_load_is_told_from_that_of_others(
     assert pool_identity(plain, 256).root() != pool_identity(on_load, 256).root()
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_a_pool_tells_latents_whose_rotated_part_lies_otherwise(
+    family: str, tmp_path: Path, backend: Backend
+) -> None:
+    model = write_checkpoint(random_model(family), tmp_path)
+    plan = make_plan(EngineConfig(model, num_kv_blocks=10), backend)
+    has_order = pool_identity(plan, 256).rope.endswith("halves")
+    assert has_order is (family == "deepseek_v2")
+
+
 def test_swap_space_is_four_gib_where_memory_allows_and_says_so_where_not(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -86,8 +86,10 @@ def test_a_models_identity_is_its_weights_settings_and_geometry():
         KVIdentity.of_model(replace(model, weights="others"), geometry, 128),
         KVIdentity.of_model(replace(model, settings={"rope": "10000"}), geometry, 128),
         KVIdentity.of_model(model, packed, 128),
+        KVIdentity.of_model(model, geometry, 128, "pairs"),
+        KVIdentity.of_model(model, geometry, 128, "halves"),
     ]
-    assert len({found.root(), *(other.root() for other in others)}) == 4
+    assert len({found.root(), *(other.root() for other in others)}) == 6
 
 
 def test_the_last_token_of_a_prompt_is_never_loaded():
