@@ -24,8 +24,8 @@ from vllm_environment import ROOT, exit_status, install_connector
 from vllm_fleet_check import check_fleet
 from vllm_mixed_check import check_mixed
 from vllm_multi_check import check_multi
-from vllm_pair_check import LENGTHS, cases, cases_with_window, check_pairs
-from vllm_pairs import ALL_PAIRS, FULL, Pair, answers_alone
+from vllm_pair_check import LENGTHS, cases, cases_of, check_pairs
+from vllm_pairs import ALL_PAIRS, FULL, MODELS, Pair, answers_alone
 from vllm_pool_check import check_pool
 from vllm_serving import prepare
 from vllm_up_check import check_up
@@ -70,12 +70,11 @@ def find_problems(args: argparse.Namespace) -> list[str]:
     for part, check in BESIDE_PAIRS.items():
         if part in parts:
             problems += check(python, chosen, wanted, args.start_timeout)
-    whole = [pair for pair in pairs if pair.model == FULL]
-    problems += check_pairs(python, whole, wanted, args.start_timeout)
-    if sliding := [pair for pair in pairs if pair.model != FULL]:
-        asked = cases_with_window()
-        wanted = answers_alone(python, args.start_timeout, asked, sliding[0].model)
-        problems += check_pairs(python, sliding, wanted, args.start_timeout)
+    for model in MODELS:
+        if of_model := [pair for pair in pairs if pair.model == model]:
+            if model != FULL:
+                wanted = answers_alone(python, args.start_timeout, cases_of(model), model)
+            problems += check_pairs(python, of_model, wanted, args.start_timeout)
     return problems
 
 

@@ -59,6 +59,7 @@ CLASSES = {
     "platforms/interface.py": ("Platform",),
     "distributed/parallel_state.py": ("GroupCoordinator",),
     "model_executor/layers/attention_layer_base.py": ("AttentionLayerBase",),
+    "v1/attention/backend.py": ("AttentionBackend",),
 }
 """What our code overrides, calls or reads, by file."""
 CALLERS = (

@@ -3,7 +3,8 @@
 vLLM's own CPU attention packs K, so that nobody else can read it: such a pair's handshake is
 refused, both formats are named, and D computes the prompt. Where vLLM's attention is one whose KV
 is linear, as on GPUs, KV goes both ways, and each of the two loads what the other one has saved to
-the KVCache pool.
+the KVCache pool. Latents are linear there, too, but their rotated part lies otherwise: refused, and
+not found in the pool.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from vllm_environment import CACHE, ROOT, DidNotStart
+from vllm_pairs import LATENT, MODELS, answers_alone, folder_of
 from vllm_pool_check import CHUNK, LOADED, SAVED, pool_config, until_saved
 from vllm_requests import NUM_TOKENS, ask, figure, without_token_ids
 from vllm_serving import (
@@ -46,7 +48,7 @@ def check_mixed(
     wanted: dict[str, Json],
     timeout_s: float,
 ) -> list[str]:
-    """Both ways with linear KV, by a pool, then P's packed KV; returns what was wrong.
+    """Both ways with linear KV, by a pool, then what is refused; returns what was wrong.
 
     Args:
         python: of vLLM's environment.
@@ -59,7 +61,7 @@ def check_mixed(
     try:
         return [
             problem
-            for check in (both_ways, pooled, packed)
+            for check in (both_ways, pooled, packed, latents)
             for problem in check(python, asked, texts, timeout_s)
         ]
     except DidNotStart as exc:
@@ -133,21 +135,61 @@ def packed(
     python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
 ) -> list[str]:
     """vLLM's own CPU attention as P of our own engine: refused, with both formats' names."""
-    log = CACHE / "vllm-mixed-packed.log"
     transfer = transfer_config("kv_producer", "pull", TRANSPORTS)
+    log = CACHE / "vllm-mixed-packed.log"
     with ExitStack() as stack:
         running = stack.enter_context(serving(python, transfer, cores(0), log))
         decode = engine(stack, "decode", timeout_s)
         running.wait_until_healthy(timeout_s)
         with proxying(running.url, decode, emits_first_token=False) as proxy:
             problems = compare("packed", proxy, asked, texts)
-        refused = figure(decode, OUR_REFUSALS)
-        said = engine_log("decode").read_text("utf-8", "replace")
-        named = re.findall(r".*(?:vllm-cpu/.*linear|linear.*vllm-cpu/).*", said)
-    print(f"mixed         packed: {refused:g} loads were refused: {named[:1]}", flush=True)
-    if not refused or not named:
-        problems.append(f"mixed: {refused:g} loads were refused, and the log says {named[:1]}")
+        return problems + refusals(decode, "vllm-cpu/.*linear|linear.*vllm-cpu/")
+
+
+def latents(
+    python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
+) -> list[str]:
+    """vLLM with latents as P of our own engine, whose stores it uses, too."""
+    del texts  # they are the other model's
+    log, port, folder = CACHE / "vllm-mixed-latents.log", free_port(), folder_of(python, LATENT)
+    model = MODELS[LATENT]
+    answers = answers_alone(python, timeout_s, asked, LATENT)
+    texts = {name: answers[name]["choices"][0]["text"] for name in asked}
+    pool = f"dram=256MiB,port={port},chunk={CHUNK},load=always"
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "connectors": [
+                transfer_config("kv_both", "pull", TRANSPORTS),
+                pool_config(f"connect=127.0.0.1:{port},chunk={CHUNK}"),
+            ]
+        },
+    }
+    with ExitStack() as stack:
+        decode = engine(stack, "decode", timeout_s, "--kv-pool", pool, model=folder)
+        running = stack.enter_context(
+            serving(python, both, cores(0), log, *model.words, model=folder)
+        )
+        running.wait_until_healthy(timeout_s)
+        with proxying(running.url, decode, emits_first_token=False) as proxy:
+            problems = compare("latents", proxy, asked, texts)
+        problems += refusals(decode, "rope order")
+        saved, loaded = figure(running.url, SAVED), figure(decode, OUR_LOADED)
+    print(f"mixed         latents: {saved:g} chunks saved, {loaded:g} loaded", flush=True)
+    if not saved or loaded:
+        problems.append(f"mixed: of {saved:g} chunks of vLLM's latents {loaded:g} were loaded")
     return problems
+
+
+def refusals(decode: str, named: str) -> list[str]:
+    """Whether our D has refused loads, and its log says why; returns what was wrong."""
+    refused = figure(decode, OUR_REFUSALS)
+    found = re.findall(f".*(?:{named}).*", engine_log("decode").read_text("utf-8", "replace"))
+    print(f"mixed         {refused:g} loads were refused: {found[:1]}", flush=True)
+    if refused and found:
+        return []
+    return [f"mixed: {refused:g} loads were refused, and the log says {found[:1]}"]
 
 
 def linear_attention(python: Path) -> dict[str, str]:
@@ -162,11 +204,13 @@ def engine_log(role: str) -> Path:
     return CACHE / f"vllm-mixed-{role}.log"
 
 
-def engine(stack: ExitStack, role: str, timeout_s: float, *others: str) -> str:
+def engine(
+    stack: ExitStack, role: str, timeout_s: float, *others: str, model: Path | None = None
+) -> str:
     """An instance of our own engine, up; its URL."""
     words = [*others, *(word for name in TRANSPORTS for word in ("--transport", name))]
     log = engine_log(role)
-    url, child = start_engine(role, 1, log, "--num-kv-blocks", "1024", *words)
+    url, child = start_engine(role, 1, log, "--num-kv-blocks", "1024", *words, model=model)
     stack.callback(stop, child)
     wait_until_healthy(url, log, timeout_s, [child])
     return url
@@ -180,10 +224,12 @@ def compare(
     for name, (path, body) in asked.items():
         for how, extra in (("whole", {}), ("streamed", {"stream": True})):
             said, _ = ask(proxy, path, body | extra)
-            verdict = "ok" if said == texts[name] else "WRONG"
+            # vLLM leaves out what is no whole character at an answer's end.
+            said, wanted = said.rstrip("\ufffd"), texts[name].rstrip("\ufffd")
+            verdict = "ok" if said == wanted else "WRONG"
             print(f"mixed         {f'{way}: {name}, {how}':34} {verdict}", flush=True)
-            if said != texts[name]:
-                problems.append(f"mixed {way} {name}: {said!r:.120}, wanted {texts[name]!r:.120}")
+            if said != wanted:
+                problems.append(f"mixed {way} {name}: {said!r:.120}, wanted {wanted!r:.120}")
     return problems
 
 

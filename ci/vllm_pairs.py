@@ -2,7 +2,8 @@
 
 A pair is P's and D's tensor-parallel size (1x2: with two pipeline stages; 1d2: with two
 data-parallel ranks), the transport, who moves KV, vLLM's kv_load_failure_policy (recompute), and
-the model: full, or sliding, whose layers have blocks of three KV-cache groups.
+the model: full; sliding, whose layers have blocks of three KV-cache groups; or latent, DeepSeek's
+attention.
 """
 
 from __future__ import annotations
@@ -20,16 +21,40 @@ from vllm_serving import (
     Json,
     RunningVllm,
     cores,
-    prepare_sliding,
+    prepare_model,
     serving,
     transfer_config,
 )
 
 PATIENCE_S = 120.0
 """For a transfer: where others work, too, a worker that got no processor once stood for 30 s."""
-FULL = "full"
-NUM_GROUPS = {FULL: 1, "sliding": 3}
-"""KV-cache groups, by model."""
+FULL, SLIDING, LATENT = "full", "sliding", "latent"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What pairs serve.
+
+    Args:
+        num_groups: of its KV-cache groups.
+        words: of ``vllm serve`` for it.
+        has_prefix_cache: whether vLLM's CPU build has one with it.
+    """
+
+    num_groups: int = 1
+    words: tuple[str, ...] = ()
+    has_prefix_cache: bool = True
+
+
+MODELS = {
+    FULL: Model(),
+    SLIDING: Model(num_groups=3, words=OF_EXAMPLE),
+    # vLLM's own op for CPUs turns queries wrong that are not contiguous, as these are.
+    LATENT: Model(
+        words=(*OF_EXAMPLE, "--compilation-config", '{"custom_ops": ["none"]}'),
+        has_prefix_cache=False,
+    ),
+}
 SECRET = CACHE / "vllm-secret"
 ALL_PAIRS = ",".join(
     [
@@ -41,7 +66,11 @@ ALL_PAIRS = ",".join(
     ]
     + ["1x2:1/shm", "1x2:1/shm/push", "1:1x2/shm", "1d2:1/tcp", "1:1d2/tcp", "1d2:1/shm/push"]
     + ["1:1/shm/pull/fail"]
-    + [f"{pair}/recompute/sliding" for pair in ("1:1/shm/pull", "2:1/tcp/pull", "1:2/shm/push")]
+    + [
+        f"{pair}/recompute/{model}"
+        for model in (SLIDING, LATENT)
+        for pair in ("1:1/shm/pull", "2:1/tcp/pull", "1:2/shm/push")
+    ]
 )
 
 
@@ -82,7 +111,7 @@ class Pair:
         transport: by which KV goes.
         flow: ``"pull"`` or ``"push"``.
         policy: what D does about a load that failed: ``"recompute"`` or ``"fail"``.
-        model: ``FULL`` or ``"sliding"``.
+        model: of ``MODELS``.
     """
 
     prefill: Size
@@ -106,17 +135,17 @@ class Pair:
         return f"{self.prefill}:{self.decode}/{self.transport}/{self.flow}{policy}{model}"
 
 
-def served(python: Path, model: str) -> tuple[Path | None, tuple[str, ...]]:
-    """What an instance is started with to serve a pair's model: its folder, and words."""
-    return (None, ()) if model == FULL else (prepare_sliding(python), OF_EXAMPLE)
+def folder_of(python: Path, model: str) -> Path | None:
+    """Where a pair's model is; None for the example."""
+    return None if model == FULL else prepare_model(python, model)
 
 
 def answers_alone(
     python: Path, timeout_s: float, asked: dict[str, tuple[str, Json]], model: str = FULL
 ) -> dict[str, Json]:
     """What one vLLM answers to everything that is asked of pairs."""
-    folder, words = served(python, model)
-    with serving(python, None, "0", CACHE / "vllm-alone.log", *words, model=folder) as vllm:
+    log, words, folder = CACHE / "vllm-alone.log", MODELS[model].words, folder_of(python, model)
+    with serving(python, None, "0", log, *words, model=folder) as vllm:
         vllm.wait_until_healthy(timeout_s)
         answers = {name: post(vllm.url, path, body) for name, (path, body) in asked.items()}
     for name, answer in answers.items():
@@ -141,13 +170,13 @@ def instance(python: Path, role: str, pair: Pair, transports: list[str]) -> Iter
     settings = {"transfer_timeout_seconds": PATIENCE_S, "secret_file": str(SECRET)}
     transfer = transfer_config(role, pair.flow, transports, **settings)
     size = pair.prefill if role == "kv_producer" else pair.decode
-    folder, words = served(python, pair.model)
+    words = (*MODELS[pair.model].words, *size.words, "--max-num-batched-tokens", "256")
     with serving(
         python,
         transfer | {"kv_load_failure_policy": pair.policy},
         cores(0 if role == "kv_producer" else 1, size.tp * size.pp * size.dp),
         CACHE / f"vllm-{role}.log",
-        *(*words, *size.words, "--max-num-batched-tokens", "256"),
-        model=folder,
+        *words,
+        model=folder_of(python, pair.model),
     ) as vllm:
         yield vllm

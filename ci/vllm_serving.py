@@ -61,37 +61,61 @@ config |= {"head_dim": new, "dtype": "float32"}
 """
 
 
-SLIDING_MODEL = CACHE / "tiny-sliding"
 SLIDING_WINDOW = 64
-# Two of three layers have the window, as in Gemma 3. The weights are noise, large enough to matter.
-MAKE_SLIDING = """
-import json, shutil, sys, torch
+OTHER_MODELS: dict[str, Json] = {
+    # Two of three layers have the window, as in Gemma 3.
+    "sliding": {
+        "classes": ("Gemma3ForCausalLM", "Gemma3TextConfig"),
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        "sliding_window": SLIDING_WINDOW,
+    },
+    # Of the sizes that vLLM's attention over latents takes on a CPU: DeepSeek's.
+    "latent": {
+        "classes": ("DeepseekV2ForCausalLM", "DeepseekV2Config"),
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 3,
+        "num_experts_per_tok": 2,
+    },
+}
+"""By name, what the example can't stand for. The weights are noise, large enough to matter."""
+MAKE_MODEL = """
+import json, shutil, sys, torch, transformers
 from pathlib import Path
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-source, target, window = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+source, target, settings = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
 target.mkdir(parents=True, exist_ok=True)
 for file in source.glob("token*"):
     shutil.copy(file, target)
+example = json.loads((source / "config.json").read_text())
+model, config = (getattr(transformers, name) for name in settings.pop("classes"))
+for name in ("vocab_size", "max_position_embeddings", "eos_token_id"):
+    settings[name] = example[name]
 torch.manual_seed(0)
-Gemma3ForCausalLM(
-    Gemma3TextConfig(
-        **{name: json.loads((source / "config.json").read_text())[name]
-           for name in ("vocab_size", "max_position_embeddings", "eos_token_id")},
-        bos_token_id=None, hidden_size=128, intermediate_size=256, num_hidden_layers=6,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32,
-        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2,
-        sliding_window=window, initializer_range=0.3,
+model(
+    config(
+        **settings, hidden_size=128, intermediate_size=256, num_attention_heads=4,
+        bos_token_id=None, initializer_range=0.3,
     )
 ).float().save_pretrained(target)
 """
 
 
-def prepare_sliding(python: Path) -> Path:
-    """A model with sliding windows, made with vLLM's own libraries."""
-    if not (SLIDING_MODEL / "model.safetensors").exists():
-        command = [python, "-c", MAKE_SLIDING, EXAMPLE, SLIDING_MODEL, str(SLIDING_WINDOW)]
-        run(command, "making a model with sliding windows")
-    return SLIDING_MODEL
+def prepare_model(python: Path, name: str) -> Path:
+    """One of the other models, made with vLLM's own libraries."""
+    folder = CACHE / f"tiny-{name}"
+    if not (folder / "model.safetensors").exists():
+        command = [python, "-c", MAKE_MODEL, EXAMPLE, folder, json.dumps(OTHER_MODELS[name])]
+        run(command, f"making the {name} model")
+    return folder
 
 
 def prepare() -> Path:
@@ -245,14 +269,14 @@ def start_proxy(
 
 
 def start_engine(
-    role: str, core: int, log: Path, *words: str
+    role: str, core: int, log: Path, *words: str, model: Path | None = None
 ) -> tuple[str, subprocess.Popen[bytes]]:
     """An instance of our own engine with the same model, on one core: its URL and process."""
     port = free_port()
     log.unlink(missing_ok=True)
     command = [
         *("taskset", "-c", cores(core)),
-        *(sys.executable, "-m", "mooncake_engine.cli", "serve", "--model", str(MODEL)),
+        *(sys.executable, "-m", "mooncake_engine.cli", "serve", "--model", str(model or MODEL)),
         *("--role", role, "--port", str(port), "--served-model-name", "tiny"),
         *("--dtype", "float32", "--max-model-len", "2048", *words),
     ]

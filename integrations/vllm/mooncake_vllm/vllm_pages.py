@@ -2,8 +2,9 @@
 
 The views ``[blocks, heads, tokens, content]`` that vLLM hands over say where a page is, and not
 what an attention puts there: vLLM's own one for CPUs packs K, and shapes and strides are the same.
-vLLM's other ones keep K and V of a token side by side. One from elsewhere, which has come by vLLM's
-registry of backends, is tried: it writes a page, and what then is in the view decides.
+vLLM's other ones keep K and V of a token side by side, or its latent and rope, on CPUs, too. One
+from elsewhere, which has come by vLLM's registry of backends, is tried: it writes a page, and what
+then is in the view decides.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mooncake_vllm.errors import UnsupportedByVllmConnector
 from mooncake_vllm.vllm_memory import LINEAR
 
 PACKING_DEVICES = ("cpu",)
-"""Where vLLM's own attention packs."""
+"""Where vLLM's own attention over heads packs."""
 
 
 def page_format(
@@ -39,24 +40,25 @@ def page_format(
         UnsupportedByVllmConnector: an attention's order can't be told, or is not linear and has no
             name.
     """
-    of_vllm: list[Any] = []
+    packed: list[Any] = []
     others: dict[Any, str] = {}  # by backend, a layer that has it
     for name, layer in layers.items():
         backend = layer.get_attn_backend()
         if str(backend.__module__).partition(".")[0] == "vllm":
-            of_vllm.append(layer)
+            if device_kind in PACKING_DEVICES and not backend.is_mla():
+                packed.append(layer)
         else:
             others.setdefault(backend, name)
     for backend, name in others.items():
         _check_linear(backend, layers[name], caches[name], plane_dims)
-    if device_kind not in PACKING_DEVICES or not of_vllm:
+    if not packed:
         return LINEAR
     if others:
         raise UnsupportedByVllmConnector(
             f"a part of the layers has vLLM's attention, whose pages are packed, and a part has "
             f"{', '.join(sorted(map(_title, others)))}, whose pages are linear; wanted one for all"
         )
-    return _packing(of_vllm, next(iter(caches.values())).shape[2])
+    return _packing(packed, next(iter(caches.values())).shape[2])
 
 
 def _packing(layers: Iterable[Any], block_size: int) -> str:

@@ -76,6 +76,7 @@ READ = {
     "spec": "AttentionSpec",
     "sliding": "SlidingWindowSpec",
     "layer": "AttentionLayerBase",
+    "backend": "AttentionBackend",
     "stage": "GroupCoordinator",
     "ranks": "GroupCoordinator",
     "platform_of_vllm": "Platform",
@@ -216,7 +217,7 @@ def read_attributes(tree: ast.Module) -> Iterator[tuple[str, str]]:
             if isinstance(value, ast.Name)
             else (value.attr if isinstance(value, ast.Attribute) else "")
         )
-        if name in READ:
+        if name in READ and not node.attr.startswith("__"):  # what every class has
             yield READ[name], node.attr
 
 

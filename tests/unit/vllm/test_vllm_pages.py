@@ -46,7 +46,11 @@ def broken(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
 
 def attention(module: str, update: Update | None = None, **facts: Any) -> SimpleNamespace:
     """A layer of that module's attention."""
-    names = {"__module__": module, "forward_includes_kv_cache_update": update is None}
+    names: dict[str, Any] = {
+        "__module__": module,
+        "forward_includes_kv_cache_update": update is None,
+    }
+    names["is_mla"] = classmethod(lambda backend: "mla" in module)
     backend = type("Backend", (), names)
     impl = SimpleNamespace() if update is None else SimpleNamespace(do_kv_cache_update=update)
     return SimpleNamespace(get_attn_backend=lambda: backend, impl=impl, **facts)
@@ -64,9 +68,14 @@ def named(*layers: Any, order: str = "LBHNC", block_size: int = 6) -> tuple[Any,
 def test_vllms_own_pages_are_named_by_their_packing() -> None:
     of_vllm = attention("vllm.v1.attention.backends.cpu_attn", isa="amx")
     assert page_format(*named(of_vllm, block_size=128)) == "vllm-cpu/amx/128"
-    unnamed = attention("vllm.v1.attention.backends.mla.cpu_mla")
+    unnamed = attention("vllm.v1.attention.backends.cpu_attn")
     assert page_format(*named(unnamed, block_size=16)) == "vllm-cpu/unknown/16"
     assert page_format("cuda", *named(of_vllm)[1:]) == "linear"
+
+
+def test_vllms_own_latents_are_linear_on_cpus_too() -> None:
+    latents = attention("vllm.v1.attention.backends.mla.cpu_mla")
+    assert page_format(*named(latents, block_size=16)) == "linear"
 
 
 @pytest.mark.parametrize("order", ORDERS)
