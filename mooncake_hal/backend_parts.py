@@ -256,6 +256,11 @@ def to_device(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tens
     return copy_at_once(device, arrays, is_pinned=True)
 
 
+def index_tensor(device: torch.device, indexes: Sequence[int]) -> Tensor:
+    """[indexes] int64 on a device, which is not waited for."""
+    return to_device(device, [np.array(indexes, dtype=np.int64)])[0]
+
+
 def copy_at_once(
     device: torch.device, arrays: Sequence[NDArray[Any]], *, is_pinned: bool
 ) -> list[Tensor]:

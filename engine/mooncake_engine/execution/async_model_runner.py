@@ -32,6 +32,7 @@ from mooncake_engine.execution.sampler import NO_TOKEN, ChosenTokens, grammar_fa
 from mooncake_engine.execution.speculation.drafts import Proposer
 from mooncake_engine.scheduling.step_plan import SampledToken, StepPlan, StepResult
 from mooncake_hal.backend import Event
+from mooncake_hal.backend_parts import index_tensor
 
 
 class SampledTokenBuffer:
@@ -69,11 +70,11 @@ class SampledTokenBuffer:
         newest = self._last_tokens
         if self._last != states:
             self._settle()
-            newest = self._newest[self._on_device([state.row for state in states])]
+            newest = self._newest[index_tensor(self._device, [state.row for state in states])]
         if at[-1] == len(at) - 1:  # the first tokens of the step, all of them
             token_ids[: len(at)] = newest
         else:
-            token_ids.index_copy_(0, self._on_device(at), newest)
+            token_ids.index_copy_(0, index_tensor(self._device, at), newest)
 
     def _settle(self) -> None:
         """Bring the tokens of the last batch to their rows: another one wants some of them."""
@@ -82,10 +83,8 @@ class SampledTokenBuffer:
         missing = max(self._last_rows) + 1 - len(self._newest)
         if missing > 0:
             self._newest = torch.cat((self._newest, self._newest.new_zeros(missing)))
-        self._newest.index_copy_(0, self._on_device(self._last_rows), self._last_tokens)
-
-    def _on_device(self, indexes: Sequence[int]) -> Tensor:
-        return torch.tensor(indexes, dtype=torch.int64).to(self._device, non_blocking=True)
+        rows = index_tensor(self._device, self._last_rows)
+        self._newest.index_copy_(0, rows, self._last_tokens)
 
 
 @dataclass(slots=True, eq=False)

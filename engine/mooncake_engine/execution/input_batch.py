@@ -15,7 +15,7 @@ from mooncake_engine.execution.request_table import BlockTables, CachedRequest, 
 from mooncake_engine.execution.speculation.drafts import NO_DRAFTS, StepDrafts
 from mooncake_engine.scheduling.step_plan import ScheduledSequence
 from mooncake_hal.backend import AttentionBatch
-from mooncake_hal.backend_parts import to_device
+from mooncake_hal.backend_parts import index_tensor, to_device
 
 
 class ScheduledTokens(NamedTuple):
@@ -111,7 +111,7 @@ def make_inputs(
         )
     forward = lay_out(scheduled, token_ids, requests.tables, block_size, device)
     if drafts.on_device is not None:
-        [at] = to_device(device, [np.array(drafts_at)])
+        at = index_tensor(device, drafts_at)
         forward.token_ids.index_copy_(0, at, drafts.on_device.clamp(min=0))
     rows = _sampled_rows(forward.last_rows, num_sampled)
     return StepInputs(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_hal.backend_parts import index_tensor
 
 _FIRST_ROWS = 8
 
@@ -137,7 +138,7 @@ def _gather(counts: Sequence[TokenCounts], device: torch.device) -> tuple[Tensor
     """Output counts and whether tokens are seen: [counts, vocab] each."""
     table = counts[0].table
     if all(each.table is table for each in counts):  # as all are but those behind draft tokens
-        rows = torch.tensor([each.row for each in counts]).to(device, non_blocking=True)
+        rows = index_tensor(device, [each.row for each in counts])
         return table.output[rows], table.is_seen[rows]
     output = torch.stack([each.table.output[each.row] for each in counts])
     return output, torch.stack([each.table.is_seen[each.row] for each in counts])

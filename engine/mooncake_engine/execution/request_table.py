@@ -16,6 +16,7 @@ from mooncake_engine.execution.penalties import TokenCounts, TokenCountTable
 from mooncake_engine.sampling_params import Grammar, SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest
 from mooncake_engine.text.grammars import GrammarMatcher, Vocabulary
+from mooncake_hal.backend_parts import index_tensor
 
 FindVocabulary = Callable[[], Vocabulary]
 """Finds or builds the process's vocabulary: not before a request wants a grammar."""
@@ -324,8 +325,9 @@ class RequestTable:
             if state.counts is not None
         ]
         if counted:
-            at, rows = torch.tensor(counted).T.to(self._device, non_blocking=True)
-            self._counts.add_tokens(rows, token_ids[at])
+            at, rows = zip(*counted, strict=True)
+            chosen = token_ids[index_tensor(self._device, at)]
+            self._counts.add_tokens(index_tensor(self._device, rows), chosen)
 
     def _grammar(self, new_request: NewRequest) -> GrammarState | None:
         if new_request.sampling.grammar is None or not self._is_sampling:

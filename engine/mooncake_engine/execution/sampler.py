@@ -24,7 +24,7 @@ from mooncake_engine.execution.speculation.rejection_sampling import DrawnTokens
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import SampledToken
 from mooncake_hal.backend import SamplingOps
-from mooncake_hal.backend_parts import to_device
+from mooncake_hal.backend_parts import index_tensor, to_device
 
 
 def mask_logits(logits: Tensor, states: Sequence[SamplingState]) -> None:
@@ -160,7 +160,7 @@ class Sampler:
         token_ids = self._draw(logits, states, drawn)
         if not described:
             return ChosenTokens(token_ids)
-        rows = _indexes(described, logits.device)
+        rows = index_tensor(logits.device, described)
         num_top = [states[row].sampling.logprobs or 0 for row in described]
         logprobs = LogprobTensors.of(raw[rows], token_ids[rows].clamp(min=0), num_top)
         return ChosenTokens(token_ids, described, logprobs)
@@ -196,7 +196,7 @@ class Sampler:
         token_ids = _argmax(logits)
         if not rows:
             return DraftedTokens(token_ids, {})
-        at = _indexes(rows, logits.device)
+        at = index_tensor(logits.device, rows)
         random_states = [states[row] for row in rows]
         weights = _weights(logits[at], random_states)
         is_tested = [_is_tested(state) for state in random_states]
@@ -231,7 +231,7 @@ class Sampler:
         if penalised:
             counts = [counts for row in penalised if (counts := states[row].counts) is not None]
             params = [states[row].sampling for row in penalised]
-            at = _indexes(penalised, logits.device)
+            at = index_tensor(logits.device, penalised)
             logits[at] = penalise(logits[at], counts, params)
         for row in rows:
             if _is_end_masked(states[row]):
@@ -290,7 +290,7 @@ def _choose(logits: Tensor, states: Sequence[SamplingState], drawn: DrawnTokens 
         return _argmax(logits)
     is_mixed = len(random_rows) < len(states)
     random_states = [states[row] for row in random_rows]
-    indexes = _indexes(random_rows, logits.device)
+    indexes = index_tensor(logits.device, random_rows)
     weights = _weights(logits[indexes] if is_mixed else logits.clone(), random_states)
     if drawn is not None:
         _apply_rejection(weights, random_rows, states, drawn)
@@ -312,14 +312,10 @@ def _apply_rejection(
     """Make the weights depend on the draft tokens, in place; ``rows`` are the weights' rows in the
     batch, both in rising order."""
     tested = set(drawn.rows)
-    indexes = _indexes([i for i, row in enumerate(rows) if row in tested], weights.device)
+    at = [index for index, row in enumerate(rows) if row in tested]
+    indexes = index_tensor(weights.device, at)
     numbers = _numbers([states[row] for row in drawn.rows], [RandomStream.TEST] * len(drawn.rows))
     weights.index_copy_(0, indexes, rejection_weights(weights[indexes], drawn, numbers))
-
-
-def _indexes(rows: Sequence[int], device: torch.device) -> Tensor:
-    """On the device, which is not waited for: [rows] int64."""
-    return torch.tensor(rows).to(device, non_blocking=True)
 
 
 def _weights(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:

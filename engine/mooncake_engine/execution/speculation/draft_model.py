@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from mooncake_engine.execution.speculation.drafts import (
 from mooncake_engine.kv_cache.kv_pool import KVPool
 from mooncake_engine.models.catalog import Model
 from mooncake_engine.models.parallel_context import ForwardContext
-from mooncake_hal.backend_parts import to_device
+from mooncake_hal.backend_parts import index_tensor
 
 _FEW = 8
 """Up to this many tokens of a sequence attend one by one, which is faster than as a prompt."""
@@ -61,8 +60,7 @@ class DraftModel:
             return self.model.logits(hidden)
         if not rows:
             return hidden[:0]
-        [at] = to_device(hidden.device, [np.array(rows)])
-        return self.model.logits(hidden[at])
+        return self.model.logits(hidden[index_tensor(hidden.device, rows)])
 
 
 @dataclass(slots=True, eq=False)
@@ -223,8 +221,8 @@ def _kept(token_ids: Tensor, is_kept: Sequence[bool]) -> Tensor:
     """Those of some rows, on the device."""
     if all(is_kept):
         return token_ids
-    [rows] = to_device(token_ids.device, [np.flatnonzero(is_kept)])
-    return token_ids[rows]
+    rows = [row for row, kept in enumerate(is_kept) if kept]
+    return token_ids[index_tensor(token_ids.device, rows)]
 
 
 def _collect(branches: Sequence[_Branch], drafted: Sequence[Tensor]) -> StepDrafts:
@@ -234,8 +232,7 @@ def _collect(branches: Sequence[_Branch], drafted: Sequence[Tensor]) -> StepDraf
     places = [place for branch in branches for place in branch.places]
     on_device = torch.cat(list(drafted))
     if places != list(range(len(on_device))):
-        [at] = to_device(on_device.device, [np.array(places)])
-        on_device = on_device[at]
+        on_device = on_device[index_tensor(on_device.device, places)]
     by_request = {
         branch.state.request_id: Draft(branch.states, branch.token_ids, branch.distributions)
         for branch in branches

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from mooncake_engine.execution.request_table import (
 from mooncake_engine.execution.speculation.rejection_sampling import DrawnTokens, count_accepted
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import SampledToken, StepPlan
-from mooncake_hal.backend_parts import to_device
+from mooncake_hal.backend_parts import index_tensor
 
 if TYPE_CHECKING:
     from mooncake_engine.execution.sampler import Sampler
@@ -197,8 +196,7 @@ def _drawn(
     assert on_device is not None, "what has a distribution was drawn on the device"
     rows, places, distributions = zip(*tested, strict=True)
     if len(places) < len(on_device):
-        [at] = to_device(on_device.device, [np.array(places)])
-        on_device = on_device[at]
+        on_device = on_device[index_tensor(on_device.device, places)]
     return DrawnTokens(rows, on_device, torch.stack(distributions))
 
 
