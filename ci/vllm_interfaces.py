@@ -72,7 +72,7 @@ CALLERS = (
 )
 """Where vLLM calls a connector."""
 RECEIVERS = ("connector", "kv_connector", "get_kv_transfer_group()", "kv_transfer_group")
-RESETS = (("v1/core/block_pool.py", "BlockPool", "reset_prefix_cache"),)
+RESETS = (("BlockPool", "reset_prefix_cache"),)
 """Methods of which we see that they ran by what they replace."""
 PACKAGES = {"distributed": ("get_pp_group", "get_tp_group"), "platforms": ("current_platform",)}
 """Packages whose own names we import."""
@@ -188,11 +188,12 @@ def download(name: str, version: str, **variables: str) -> None:
 
 def describe(package: Path) -> Facts:
     """All that is to be known of a release."""
-    classes = {}
+    nodes: dict[str, ast.ClassDef] = {}
     for path, names in CLASSES.items():
         tree = ast.parse((package / path).read_text())
         found = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-        classes |= {name: describe_class(found[name]) for name in names}
+        nodes |= {name: found[name] for name in names}
+    classes = {name: describe_class(node) for name, node in nodes.items()}
     return {
         "methods": {name: classes[name]["methods"] for name in WITH_SIGNATURES},
         "members": {name: sorted(facts["members"]) for name, facts in classes.items()},
@@ -202,8 +203,10 @@ def describe(package: Path) -> Facts:
             for name, count, keywords in sorted(calls(package))
         },
         "resets": {
-            f"{name}.{method}": sorted(assigned_by(package / path, name, method))
-            for path, name, method in RESETS
+            f"{name}.{method.name}": sorted(assigned_to_self(method))
+            for name, wanted in RESETS
+            for method in nodes[name].body
+            if isinstance(method, ast.FunctionDef) and method.name == wanted
         },
         "names": {
             package_name: sorted({*wanted} & {*module_texts(package, package_name)})
@@ -263,15 +266,6 @@ def assigned_to_self(function: ast.AST) -> Iterator[str]:
         is_attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         if is_attribute and isinstance(node.value, ast.Name) and node.value.id == "self":
             yield node.attr
-
-
-def assigned_by(path: Path, owner: str, method: str) -> Iterator[str]:
-    """Attributes that one method of a class sets."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ClassDef) and node.name == owner:
-            for function in node.body:
-                if isinstance(function, ast.FunctionDef) and function.name == method:
-                    yield from assigned_to_self(function)
 
 
 def calls(package: Path) -> Iterator[tuple[str, int, list[str]]]:

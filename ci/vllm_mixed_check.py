@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from vllm_environment import CACHE, ROOT, DidNotStart
+from vllm_multi_check import multi_config
 from vllm_pairs import LATENT, MODELS, answers_alone, folder_of
 from vllm_pool_check import CHUNK, LOADED, SAVED, pool_config, until_saved
 from vllm_requests import NUM_TOKENS, ask, figure, without_token_ids
@@ -57,11 +58,16 @@ def check_mixed(
         timeout_s: for an instance to start.
     """
     asked = {name: (path, without_token_ids(body)) for name, (path, body) in cases.items()}
-    texts = {name: wanted[name]["choices"][0]["text"] for name in cases}
     try:
+        latent = answers_alone(python, timeout_s, asked, LATENT)
+        of_heads, of_latents = (
+            {name: answers[name]["choices"][0]["text"] for name in cases}
+            for answers in (wanted, latent)
+        )
+        checks = {both_ways: of_heads, pooled: of_heads, packed: of_heads, latents: of_latents}
         return [
             problem
-            for check in (both_ways, pooled, packed, latents)
+            for check, texts in checks.items()
             for problem in check(python, asked, texts, timeout_s)
         ]
     except DidNotStart as exc:
@@ -135,8 +141,8 @@ def packed(
     python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
 ) -> list[str]:
     """vLLM's own CPU attention as P of our own engine: refused, with both formats' names."""
-    transfer = transfer_config("kv_producer", "pull", TRANSPORTS)
     log = CACHE / "vllm-mixed-packed.log"
+    transfer = transfer_config("kv_producer", "pull", TRANSPORTS)
     with ExitStack() as stack:
         running = stack.enter_context(serving(python, transfer, cores(0), log))
         decode = engine(stack, "decode", timeout_s)
@@ -150,26 +156,15 @@ def latents(
     python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
 ) -> list[str]:
     """vLLM with latents as P of our own engine, whose stores it uses, too."""
-    del texts  # they are the other model's
     log, port, folder = CACHE / "vllm-mixed-latents.log", free_port(), folder_of(python, LATENT)
-    model = MODELS[LATENT]
-    answers = answers_alone(python, timeout_s, asked, LATENT)
-    texts = {name: answers[name]["choices"][0]["text"] for name in asked}
     pool = f"dram=256MiB,port={port},chunk={CHUNK},load=always"
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "connectors": [
-                transfer_config("kv_both", "pull", TRANSPORTS),
-                pool_config(f"connect=127.0.0.1:{port},chunk={CHUNK}"),
-            ]
-        },
-    }
+    connect = f"connect=127.0.0.1:{port},chunk={CHUNK}"
+    transfer = multi_config(("pull", "pool"), "kv_both", connect)
     with ExitStack() as stack:
         decode = engine(stack, "decode", timeout_s, "--kv-pool", pool, model=folder)
+        words = MODELS[LATENT].words
         running = stack.enter_context(
-            serving(python, both, cores(0), log, *model.words, model=folder)
+            serving(python, transfer, cores(0), log, *words, model=folder)
         )
         running.wait_until_healthy(timeout_s)
         with proxying(running.url, decode, emits_first_token=False) as proxy:
