@@ -185,7 +185,7 @@ class DraftModelProposer:
             if stop == len(branch.state.token_ids):
                 done.append(branch)
                 last_rows.append(len(tokens) - 1)
-        return done, self._run(shares, tokens, last_rows)
+        return done, self._draft.run(self._lay_out(shares, tokens), last_rows)
 
     def _run_drafts(self, branches: Sequence[_Branch], newest: Tensor) -> Tensor:
         """Run each branch's last draft token, [branches] int64 on the device; logits behind it."""
@@ -198,11 +198,6 @@ class DraftModelProposer:
         )
         inputs = self._lay_out(shares, [0] * len(branches))
         return self._draft.run(replace(inputs, token_ids=newest.clamp(min=0)))
-
-    def _run(
-        self, shares: ScheduledTokens, token_ids: Sequence[int], rows: Sequence[int]
-    ) -> Tensor:
-        return self._draft.run(self._lay_out(shares, token_ids), rows)
 
     def _lay_out(self, shares: ScheduledTokens, token_ids: Sequence[int]) -> ForwardInputs:
         pool = self._draft.pool
