@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from support.figures import Figure, record
-from support.programs import TINY_LLAMA, Program, descendants
+from support.paced_instances import ready
+from support.programs import TINY_LLAMA, descendants
 
 ROUNDS = 3
 IMPORT = "import torch, sys; print('ready', flush=True); sys.stdin.read()"
@@ -22,7 +23,7 @@ SERVE += ["--backend", "cpu", "--num-kv-blocks", "256", "--threads", "1", "--swa
 PROCESSES = {
     "one process": (3.0, ["--no-core-process"]),
     "the core apart": (3.0, ["--core-process"]),
-    "2 workers": (6.0, ["--core-process", "--api-workers", "2"]),
+    "2 workers": (4.0, ["--core-process", "--api-workers", "2"]),
 }
 """The most that a start takes, by importing torch; the last one is four processes on two cores."""
 
@@ -36,12 +37,8 @@ def held_mib(pid: int) -> float:
 def started(argv: list[str]) -> tuple[float, float]:
     """Seconds until an instance is ready, and MiB."""
     begin = time.perf_counter()
-    program = Program(argv)
-    try:
-        program.wait_for("ready ")
+    with ready(argv, {}) as (_, program):
         return time.perf_counter() - begin, held_mib(program.process.pid)
-    finally:
-        program.close()
 
 
 def imported() -> tuple[float, float]:

@@ -54,8 +54,8 @@ def test_a_step_waits_once(decoder: Decoder) -> None:
     assert len(waits) <= steps, waits[0]
 
 
-def test_a_step_with_a_draft_models_tokens_waits_once(cuda: Backend, tmp_path: Path) -> None:
-    """For those that hold: all passes are launched before the host learns one of their tokens."""
+def test_a_draft_models_passes_are_not_waited_for(cuda: Backend, tmp_path: Path) -> None:
+    """All are launched before the host learns one of their tokens."""
     model, steps = write_model(tmp_path, "llama"), 10
     drafting = SpeculativeConfig(SpeculativeMethod.DRAFT, 3, model)
     config = EngineConfig(
