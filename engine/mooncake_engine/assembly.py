@@ -31,7 +31,7 @@ from mooncake_engine.execution.executor import (
 )
 from mooncake_engine.execution.node_launcher import NodeLauncher
 from mooncake_engine.execution.process_executor import ProcessExecutor
-from mooncake_engine.execution.rank_launcher import Launcher
+from mooncake_engine.execution.rank_launcher import Launcher, LocalLauncher, Rank
 from mooncake_engine.execution.rank_processes import RankProcesses
 from mooncake_engine.execution.ray_launcher import RayLauncher
 from mooncake_engine.execution.worker_extension import ExtensionMessages
@@ -84,7 +84,10 @@ class RunningEngine:
 
 
 def build_engine(
-    config: EngineConfig, progress: ProgressHandler | None = None, watch: StepWatch | None = None
+    config: EngineConfig,
+    progress: ProgressHandler | None = None,
+    watch: StepWatch | None = None,
+    ranks: Sequence[Rank] = (),
 ) -> RunningEngine:
     """Plan an engine and start it.
 
@@ -92,12 +95,13 @@ def build_engine(
         config: what to load.
         progress: told while weights are read.
         watch: told when steps begin and end; None for one of its own.
+        ranks: see ``start_executors``.
 
     Raises:
         ConfigError, CheckpointError: what was asked for can't be set up; says what to change.
     """
     registry = Registry.discover()
-    return start_engine(plan_engine(config, registry), registry, progress, watch)
+    return start_engine(plan_engine(config, registry), registry, progress, watch, ranks)
 
 
 def plan_engine(config: EngineConfig, registry: Registry) -> EnginePlan:
@@ -130,6 +134,7 @@ def start_engine(
     registry: Registry,
     progress: ProgressHandler | None = None,
     watch: StepWatch | None = None,
+    ranks: Sequence[Rank] = (),
 ) -> RunningEngine:
     """Load the model on all ranks, connect the parts and begin to answer peers.
 
@@ -138,6 +143,7 @@ def start_engine(
         registry: the one that it was planned with.
         progress: told while weights are read.
         watch: told when steps begin and end; None for one of its own.
+        ranks: see ``start_executors``.
 
     Raises:
         ConfigError, CheckpointError: what was planned can't be had; says what to change.
@@ -167,7 +173,7 @@ def start_engine(
             for dp_rank in range(config.dp_size)
         ]
         options = [link.executor_options(progress, registry) for link in links]
-        executors = start_executors(plan, backend, options)
+        executors = start_executors(plan, backend, options, ranks)
         for executor in executors:
             cleanup.callback(executor.close)
         logger.info("KV blocks of %d tokens: %s", plan.block_size.tokens, plan.block_size.reason)
@@ -259,7 +265,10 @@ def _engine_info(infos: Sequence[ExecutorInfo], engine_id: str) -> EngineInfo:
 
 
 def start_executors(
-    plan: EnginePlan, backend: Backend, options: Sequence[ExecutorOptions]
+    plan: EnginePlan,
+    backend: Backend,
+    options: Sequence[ExecutorOptions],
+    ranks: Sequence[Rank] = (),
 ) -> Sequence[Executor]:
     """Load the model on all ranks: in this process if there is one, else in processes of their own.
 
@@ -267,6 +276,7 @@ def start_executors(
         plan: of the instance.
         backend: its hardware.
         options: of each data-parallel rank.
+        ranks: all of them, where they are forked already; else they are started now.
 
     Returns:
         The ranks of each.
@@ -278,11 +288,13 @@ def start_executors(
     try:
         if config.num_all_ranks == 1 and config.executor is not ExecutorKind.RAY:
             return [InProcessExecutor(plan, backend, options[0])]
-        launcher: Launcher | None = None
+        launcher: Launcher
         if config.executor is ExecutorKind.RAY:
             launcher = RayLauncher(config, backend.capabilities.scheduler_resource)
         elif config.nodes.nnodes > 1:
             launcher = NodeLauncher(config)
+        else:
+            launcher = LocalLauncher(config, ranks)
         processes = RankProcesses(plan, options, launcher)
         return [
             ProcessExecutor(plan, each, processes=processes, dp_rank=dp_rank)

@@ -46,6 +46,7 @@ from mooncake_engine.core_messages import (
     encode_updates,
 )
 from mooncake_engine.errors import EngineDead, EngineError
+from mooncake_engine.execution.rank_launcher import Rank, fork_local_ranks, has_local_ranks
 from mooncake_engine.messages import TokenUpdate
 from mooncake_engine.process.queued_stderr import queued_stderr
 from mooncake_engine.step_watchdog import STATE_BYTES, StepWatch, StepWatchdog
@@ -148,8 +149,12 @@ class CoreProcess:
         self._stopping = threading.Event()
         self._served_by: dict[str, FrontEnd] = {}
 
-    def run(self, start: Start) -> None:
+    def run(self, start: Start, ranks: Sequence[Rank] = ()) -> None:
         """Load a model and step until told to stop.
+
+        Args:
+            start: what to load.
+            ranks: its own, if they are forked already.
 
         Raises:
             EngineError: it can't be loaded, or it died.
@@ -157,7 +162,7 @@ class CoreProcess:
         orders = threading.Thread(target=self._take_orders, name="orders", daemon=True)
         orders.start()
         watch = StepWatch(start.config.step_timeout_s, self._state)
-        engine = build_engine(start.config, self._parent.tell, watch)
+        engine = build_engine(start.config, self._parent.tell, watch, ranks)
         core = self._core = engine.core
         watchdog = StepWatchdog(watch, partial(self._give_up, core))
         try:
@@ -264,24 +269,29 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable(file=2)
-    state, *connections = map(int, arguments)
-    parent, *workers = (
-        FrontEnd(Connection(descriptor), f"API worker {number}" if number else "the API server")
-        for number, descriptor in enumerate(connections)
-    )
-    with queued_stderr():
-        return serve(CoreProcess(parent, workers, mmap(state, STATE_BYTES)), parent.connection)
-
-
-def serve(process: CoreProcess, connection: Connection) -> int:
-    """Be a core until told to stop; returns the exit status."""
+    state, *descriptors = map(int, arguments)
+    parent, *workers = connections = [Connection(descriptor) for descriptor in descriptors]
     try:
-        start: Start = pickle.loads(connection.recv_bytes())
+        start: Start = pickle.loads(parent.recv_bytes())
     except (EOFError, OSError):
         return PARENT_GONE
+    ranks: Sequence[Rank] = ()
+    if has_local_ranks(start.config):  # now, as there is one thread yet
+        ranks = fork_local_ranks(start.config.num_all_ranks, connections)
+    with queued_stderr():
+        process = CoreProcess(
+            FrontEnd(parent, "the API server"),
+            [FrontEnd(worker, f"API worker {number}") for number, worker in enumerate(workers, 1)],
+            mmap(state, STATE_BYTES),
+        )
+        return serve(process, start, ranks)
+
+
+def serve(process: CoreProcess, start: Start, ranks: Sequence[Rank]) -> int:
+    """Be a core until told to stop; returns the exit status."""
     start.log.apply()
     try:
-        process.run(start)
+        process.run(start, ranks)
     except EngineError as exc:  # says itself what to do: the parent shows it
         process.fail(exc)
         return 1

@@ -118,6 +118,13 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
+def ranks_of(program: Program) -> list[int]:
+    """The processes of an instance's ranks, in order."""
+    found = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in descendants(program.process.pid)}
+    ranks = [pid for pid, name in found.items() if name.startswith("mooncake-rank")]
+    return sorted(ranks, key=lambda pid: int(found[pid].removeprefix("mooncake-rank")))
+
+
 def imported_by(*argv: str) -> set[str]:
     """The modules that Python imports when it is run with these arguments."""
     command = [sys.executable, "-X", "importtime", *argv]

@@ -42,7 +42,12 @@ from mooncake_engine.execution.node_connections import (
     tell,
 )
 from mooncake_engine.execution.parallel_state import RankInfo
-from mooncake_engine.execution.rank_launcher import LocalRank, Rank, config_on_host, find_ports
+from mooncake_engine.execution.rank_launcher import (
+    Rank,
+    config_on_host,
+    find_ports,
+    start_local_ranks,
+)
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.model_fingerprint import model_fingerprint
 
@@ -224,7 +229,7 @@ class NodeLauncher:
         nodes = [self._nodes[number] for number in sorted(self._nodes)]
         our_host = own_address(nodes[0].control)
         self._choose_rendezvous(our_host)
-        ranks: list[Rank] = [LocalRank(rank) for rank in range(self._num_own)]
+        ranks = start_local_ranks(self._num_own)
         for node in nodes:
             node.of_ranks += [end for rank in node.pids for end in connections[rank]]
             name = f"node-{node.hello.node}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
 import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -35,8 +34,10 @@ from mooncake_engine.execution.node_launcher import (
 from mooncake_engine.execution.rank_launcher import (
     describe_process_end,
     find_ports,
-    start_rank_process,
+    start_rank_processes,
 )
+from mooncake_engine.execution.rank_process import RankEnds
+from mooncake_engine.process.forked_process import ForkedProcess
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class _Node:
         self._address = (config.nodes.master_addr, config.nodes.master_port)
         self._name = f"node 0 at {config.nodes.master_addr}:{config.nodes.master_port}"
         self._key = config.nodes.secret.encode()
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, ForkedProcess] = {}
         self._control: Connection | None = None
 
     def run(self) -> None:
@@ -131,8 +132,7 @@ class _Node:
     def close(self) -> None:
         """End this node's ranks. Idempotent."""
         for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
+            process.kill()
             process.wait()
         if self._control is not None:
             self._control.close()
@@ -189,9 +189,14 @@ class _Node:
         return message
 
     def _start_ranks(self, control: Connection, welcome: NodeWelcome) -> None:
-        for rank in welcome.ranks:
-            ends = [self._connect_rank(welcome.token, rank, orders) for orders in (True, False)]
-            self._processes[rank] = start_rank_process(*ends)
+        ends = [
+            RankEnds(
+                self._connect_rank(welcome.token, rank, is_orders=True),
+                self._connect_rank(welcome.token, rank, is_orders=False),
+            )
+            for rank in welcome.ranks
+        ]
+        self._processes = dict(zip(welcome.ranks, start_rank_processes(ends), strict=True))
         ports = find_ports(own_address(control), welcome.num_ports)
         pids = tuple(process.pid for process in self._processes.values())
         tell(control, NodeReady(pids, tuple(ports)))
@@ -202,7 +207,7 @@ class _Node:
             ", ".join(map(str, welcome.ranks)),
         )
 
-    def _connect_rank(self, token: str, rank: int, is_orders: bool) -> Connection:
+    def _connect_rank(self, token: str, rank: int, *, is_orders: bool) -> Connection:
         connection = connect_known(self._address, self._key)
         tell(connection, RankHello(token, rank, is_orders))
         return connection

@@ -20,9 +20,11 @@ from typing import Protocol
 
 import torch
 
-from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import ConfigError
+from mooncake_engine.config import EngineConfig, ExecutorKind
+from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.execution import executor_messages as wire
+from mooncake_engine.execution.rank_process import RankEnds, fork_ranks
+from mooncake_engine.process.forked_process import ForkedProcess, adopting
 from mooncake_hal.command_line import describe_exit, import_path
 
 _END_TIMEOUT_S = 1.0
@@ -173,18 +175,34 @@ def find_ports(host: str, count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-def start_rank_process(orders: Connection, messages: Connection) -> subprocess.Popen[bytes]:
-    """A child process that is a rank at the ends of these connections, which are closed here."""
-    descriptors = (orders.fileno(), messages.fileno())
-    process = subprocess.Popen(
-        [sys.executable, "-m", f"{__package__}.rank_process", *map(str, descriptors)],
-        pass_fds=descriptors,
-        env={**os.environ, "PYTHONPATH": import_path()},
-        stdin=subprocess.DEVNULL,
-    )
-    orders.close()
-    messages.close()
-    return process
+def start_rank_processes(ends: Sequence[RankEnds]) -> list[ForkedProcess]:
+    """A process for each rank at its ends, which are closed here.
+
+    One child imports what all of them need and forks them, so that this costs its time and its
+    memory once.
+
+    Raises:
+        EngineDead: they can't be started; the child's log says why.
+    """
+    pids, pids_to = Pipe(duplex=False)
+    descriptors = [pids_to.fileno(), *(end.fileno() for pair in ends for end in pair)]
+    with pids, adopting():
+        forker = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.rank_process", *map(str, descriptors)],
+            pass_fds=descriptors,
+            env={**os.environ, "PYTHONPATH": import_path()},
+            stdin=subprocess.DEVNULL,
+        )
+        pids_to.close()
+        for pair in ends:
+            pair.close()
+        try:
+            found = pids.recv_bytes().split()
+        except EOFError:
+            how = describe_process_end(forker.wait())
+            raise EngineDead(f"the process that starts the ranks {how}") from None
+        forker.wait()  # they are ours now
+    return [ForkedProcess(int(pid)) for pid in found]
 
 
 def describe_process_end(status: int) -> str:
@@ -198,13 +216,13 @@ class LocalRank(Rank):
 
     Args:
         rank: which.
+        ends: ours.
+        process: its own.
     """
 
-    def __init__(self, rank: int) -> None:
-        orders, their_orders = Pipe()
-        messages, their_messages = Pipe()
-        super().__init__(rank, orders, messages)
-        self._process = start_rank_process(their_orders, their_messages)
+    def __init__(self, rank: int, ends: RankEnds, process: ForkedProcess) -> None:
+        super().__init__(rank, *ends)
+        self._process = process
 
     @property
     def pid(self) -> int:
@@ -231,9 +249,44 @@ class LocalRank(Rank):
         return describe_process_end(self._process.wait())
 
     def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
+        self._process.kill()
         self._process.wait()
+
+
+def start_local_ranks(count: int) -> list[Rank]:
+    """The first ``count`` ranks of an instance, as children of this process.
+
+    Raises:
+        EngineDead: they can't be started; their log says why.
+    """
+    ours, theirs = RankEnds.pipes(count)
+    return _local_ranks(ours, start_rank_processes(theirs))
+
+
+def fork_local_ranks(count: int, others: Sequence[Connection]) -> list[Rank]:
+    """The same, forked from this process, which must have a single thread yet: what they need is
+    imported here.
+
+    Args:
+        count: how many.
+        others: connections of this process, which ranks do not keep.
+    """
+    ours, theirs = RankEnds.pipes(count)
+    pids = fork_ranks(theirs, [*others, *(end for pair in ours for end in pair)])
+    for pair in theirs:
+        pair.close()
+    return _local_ranks(ours, [ForkedProcess(pid) for pid in pids])
+
+
+def _local_ranks(ends: Sequence[RankEnds], processes: Sequence[ForkedProcess]) -> list[Rank]:
+    pairs = zip(ends, processes, strict=True)
+    return [LocalRank(rank, ours, process) for rank, (ours, process) in enumerate(pairs)]
+
+
+def has_local_ranks(config: EngineConfig) -> bool:
+    """Whether an instance's ranks are processes of their own, all of them on its own host."""
+    is_here = config.executor is not ExecutorKind.RAY and config.nodes.nnodes == 1
+    return is_here and config.num_all_ranks > 1
 
 
 class LocalLauncher:
@@ -241,10 +294,12 @@ class LocalLauncher:
 
     Args:
         config: says how many, and their threads.
+        ranks: they themselves, if they are forked already.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, ranks: Sequence[Rank] = ()) -> None:
         self._count = config.num_all_ranks
+        self._ranks = ranks
         self._scratch = Path(tempfile.mkdtemp(prefix="mooncake-ranks-"))
         self.threads = config.threads or max(1, torch.get_num_threads() // self._count)
 
@@ -254,7 +309,7 @@ class LocalLauncher:
         return f"file://127.0.0.1{self._scratch / name}"
 
     def start(self) -> Sequence[Rank]:
-        return [LocalRank(rank) for rank in range(self._count)]
+        return self._ranks or start_local_ranks(self._count)
 
     def close(self) -> None:
         shutil.rmtree(self._scratch, ignore_errors=True)

@@ -1,12 +1,17 @@
-"""The process of one rank: ``python -m mooncake_engine.execution.rank_process``.
+"""Processes of ranks: ``python -m mooncake_engine.execution.rank_process PIDS ORDERS MESSAGES``.
 
-Takes two inherited sockets. On the first the executor gives orders and the rank reports, one at a
-time; on the second extension messages pass both ways at any time. The second one's end means that
-the parent is gone: the rank then exits at once, whatever it is waiting for.
+Takes inherited descriptors: a pipe for the process ids, and two sockets for each rank. On the first
+one the executor gives orders and the rank reports, one at a time; on the second one extension
+messages pass both ways at any time. The second one's end means that the parent is gone: the rank
+then exits at once, whatever it is waiting for.
+
+The process forks the ranks, once it has imported what all of them need, and ends: its parent adopts
+them. A core in a process of its own forks its ranks itself.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -14,11 +19,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from typing import cast
+from multiprocessing.connection import Connection, Pipe
+from typing import NamedTuple, cast
 
 import torch
 
@@ -30,6 +35,7 @@ from mooncake_engine.execution.executor import rank_kv_info
 from mooncake_engine.execution.model_runner import PendingStep
 from mooncake_engine.execution.parallel_state import ParallelGroups, RankInfo
 from mooncake_engine.execution.worker import RankHandlers, Worker
+from mooncake_engine.process.forked_process import name_process
 from mooncake_engine.process.queued_stderr import queued_stderr
 from mooncake_hal.backend import Backend
 from mooncake_hal.fused_experts import FusedExperts, FusedExpertsBackend
@@ -69,6 +75,7 @@ class RankProcess:
         start = wire.decode_order(self._orders.recv_bytes())
         assert isinstance(start, wire.Start), f"the first order must be Start, got {start}"
         start.log.apply()
+        name_process(f"mooncake-rank{start.info.rank}")
         worker = self._load(start)
         if worker.steps_in_flight > 1:
             # While a step runs the rank takes the next order; and the executor may be busy giving
@@ -199,13 +206,61 @@ def _failure(exc: BaseException) -> wire.RankFailed:
     return wire.RankFailed(type(exc).__name__, str(exc))
 
 
+class RankEnds(NamedTuple):
+    """One side of a rank's two connections."""
+
+    orders: Connection
+    messages: Connection
+
+    @classmethod
+    def pipes(cls, count: int) -> tuple[list[RankEnds], list[RankEnds]]:
+        """New connections to ``count`` ranks: the executor's ends, and theirs."""
+        pipes = [(Pipe(), Pipe()) for _ in range(count)]
+        ours = [cls(orders[0], messages[0]) for orders, messages in pipes]
+        return ours, [cls(orders[1], messages[1]) for orders, messages in pipes]
+
+    def close(self) -> None:
+        """Close both, here."""
+        self.orders.close()
+        self.messages.close()
+
+
 def main(arguments: list[str]) -> int:
-    """Run a rank on the two file descriptors given; returns the exit status."""
+    """Fork a rank for each pair of file descriptors; returns the exit status."""
+    pids_to, *connections = (Connection(int(descriptor)) for descriptor in arguments)
+    ends = map(RankEnds, connections[::2], connections[1::2])
+    pids = fork_ranks(list(ends), [pids_to])
+    pids_to.send_bytes(" ".join(map(str, pids)).encode())
+    return 0
+
+
+def fork_ranks(ends: Sequence[RankEnds], others: Sequence[Connection]) -> list[int]:
+    """Fork a process for each rank; while this one has a single thread.
+
+    Args:
+        ends: the ranks'.
+        others: connections of this process, which ranks do not keep.
+
+    Returns:
+        Their process ids. Ranks do not return: they exit.
+    """
     # a terminal's Ctrl-C reaches every process; when a rank ends is the parent's decision
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    orders, messages = (Connection(int(descriptor)) for descriptor in arguments)
+    gc.freeze()  # a collection would write to what the ranks share, and so copy it
+    pids = []
+    for own in ends:
+        if (pid := os.fork()) == 0:
+            for other in (*others, *(end for pair in ends if pair is not own for end in pair)):
+                other.close()
+            sys.exit(_be_rank(own))
+        pids.append(pid)
+    return pids
+
+
+def _be_rank(ends: RankEnds) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until it has loaded
     with queued_stderr():
-        return serve(orders, messages, outlast_sigterm)
+        return serve(*ends, outlast_sigterm)
 
 
 def outlast_sigterm() -> None:

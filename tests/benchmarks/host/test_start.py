@@ -24,8 +24,9 @@ PROCESSES = {
     "one process": (3.0, ["--no-core-process"]),
     "the core apart": (3.0, ["--core-process"]),
     "2 workers": (4.0, ["--core-process", "--api-workers", "2"]),
+    "2 ranks": (3.5, ["--core-process", "--tp-size", "2"]),
 }
-"""The most that a start takes, by importing torch; the last one is four processes on two cores."""
+"""The most that a start takes, by importing torch; with workers it is four processes on two cores."""
 
 
 def held_mib(pid: int) -> float:

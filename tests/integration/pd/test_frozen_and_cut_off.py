@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 from support.pd import GREEDY, ask, instance, prefill, prompt_of, wait_until
 from support.pd_processes import body_of, serving
-from support.programs import Program
+from support.programs import ranks_of
 
 from mooncake_engine.config import Role
 
@@ -23,13 +23,6 @@ PATIENCE_S = 60.0
 OPTIONS = ("--transport", "shm", "--lease-seconds", str(LEASE_S))
 IN_PROCESS = {"transports": ("shm",), "lease_s": LEASE_S}
 PROMPTS = [prompt_of(200, seed=seed) for seed in range(3)]
-
-
-def ranks_of(program: Program) -> list[int]:
-    """The processes of an instance's ranks, in order."""
-    children = Path(f"/proc/{program.process.pid}/task").glob("*/children")
-    found = sorted(int(child) for path in children for child in path.read_text().split())
-    return [p for p in found if "rank_process" in Path(f"/proc/{p}/cmdline").read_text()]
 
 
 def test_a_frozen_decode_instance_holds_nothing_of_its_peer(model: Path) -> None:

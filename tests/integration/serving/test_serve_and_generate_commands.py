@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.ports import free_range
-from support.programs import TINY_LLAMA, Program, running, serving
+from support.programs import TINY_LLAMA, Program, ranks_of, running, serving
 
 from mooncake_engine.llm import LLM
 from mooncake_engine.messages import FinishReason
@@ -87,21 +87,12 @@ def test_an_instance_whose_engine_died_ends_with_its_reason() -> None:
     with serving("--tp-size", "2") as (url, program):
         with urllib.request.urlopen(ask_endlessly(url, 1900)) as response:
             assert response.readline().startswith(b"data: ")
-            os.kill(pid_of_rank(program), signal.SIGKILL)
+            os.kill(ranks_of(program)[0], signal.SIGKILL)
             events = [line for line in response if line.startswith(b"data: ")]
         assert program.wait() == 1
     assert b'"code":"engine_dead"' in events[-1]
     reason = r"mooncake-engine: error: rank \d of 2 died: killed by SIGKILL, .*: see dmesg"
     assert re.fullmatch(reason, program.error_text.splitlines()[-1])
-
-
-def pid_of_rank(program: Program) -> int:
-    """One of its ranks, which are processes of their own."""
-    children = Path(f"/proc/{program.process.pid}/task").glob("*/children")
-    for pid in " ".join(path.read_text() for path in children).split():
-        if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return int(pid)
-    raise AssertionError("it has no ranks")
 
 
 @pytest.mark.parametrize(

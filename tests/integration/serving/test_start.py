@@ -22,7 +22,7 @@ let_torch_in()
 from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import EngineConfig
 
-core = build_engine(EngineConfig(model, num_kv_blocks=128)).core
+core = build_engine(EngineConfig(model, num_kv_blocks=128, swap_space_bytes=0)).core
 text = tokenizer.render_chat([{{"role": "user", "content": "hello"}}])
 assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 core.close()

@@ -15,18 +15,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.programs import TINY_LLAMA, Program, running, serving
+from support.programs import TINY_LLAMA, ranks_of, running, serving
 
 LIMIT_S = 6
 PATIENCE_S = 90.0
-
-
-def ranks_of(program: Program) -> list[int]:
-    """The processes of an instance's ranks, in order."""
-    pid = program.process.pid
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    found = sorted(int(child) for path in children for child in path.read_text().split())
-    return [p for p in found if "rank_process" in Path(f"/proc/{p}/cmdline").read_text()]
 
 
 class Asking:
