@@ -3,8 +3,7 @@
 vLLM's own CPU attention packs K, so that nobody else can read it: such a pair's handshake is
 refused, both formats are named, and D computes the prompt. Where vLLM's attention is one whose KV
 is linear, as on GPUs, KV goes both ways, and each of the two loads what the other one has saved to
-the KVCache pool. Latents are linear there, too, but their rotated part lies otherwise: refused, and
-not found in the pool.
+the KVCache pool. So do latents, whose rotated part the reader turns; in the pool they stay apart.
 """
 
 from __future__ import annotations
@@ -86,21 +85,26 @@ def both_ways(
         )
         prefill, decode = (engine(stack, role, timeout_s) for role in ("prefill", "decode"))
         running.wait_until_healthy(timeout_s)
-        vllm = running.url
-        problems = []
-        with proxying(vllm, decode, emits_first_token=False) as proxy:
-            problems += compare("from vLLM", proxy, asked, texts)
-            problems += count(decode, OUR_LOADS, OUR_FAILURES, len(asked))
-        with proxying(prefill, vllm) as proxy:
-            # What vLLM has computed as P is in its own cache: a salt makes it fetch.
-            salted = {
-                name: (path, body | {"cache_salt": "to vLLM"})
-                for name, (path, body) in asked.items()
-            }
-            problems += compare("to vLLM", proxy, salted, texts)
-            problems += count(vllm, THEIR_LOADS, THEIR_FAILURES, len(asked))
-        if errors := figure(vllm, "vllm:mooncake_hal_hook_errors_total"):
-            problems.append(f"mixed: {errors:g} hooks have failed")
+        return hand_over(running.url, prefill, decode, asked, texts)
+
+
+def hand_over(
+    vllm: str, prefill: str, decode: str, asked: dict[str, tuple[str, Json]], texts: dict[str, str]
+) -> list[str]:
+    """vLLM as P and as D of two instances of ours; returns what was wrong."""
+    problems = []
+    with proxying(vllm, decode, emits_first_token=False) as proxy:
+        problems += compare("from vLLM", proxy, asked, texts)
+        problems += count(decode, OUR_LOADS, OUR_FAILURES, len(asked))
+    with proxying(prefill, vllm) as proxy:
+        # What vLLM has computed as P is in its own cache: a salt makes it fetch.
+        salted = {
+            name: (path, body | {"cache_salt": "to vLLM"}) for name, (path, body) in asked.items()
+        }
+        problems += compare("to vLLM", proxy, salted, texts)
+        problems += count(vllm, THEIR_LOADS, THEIR_FAILURES, len(asked))
+    if errors := figure(vllm, "vllm:mooncake_hal_hook_errors_total"):
+        problems.append(f"mixed: {errors:g} hooks have failed")
     return problems
 
 
@@ -155,21 +159,21 @@ def packed(
 def latents(
     python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
 ) -> list[str]:
-    """vLLM with latents as P of our own engine, whose stores it uses, too."""
+    """vLLM with latents as P and as D of our own engine, whose store it uses, too: what is pulled
+    is turned into the order of who pulls it, what is stored stays apart."""
     log, port, folder = CACHE / "vllm-mixed-latents.log", free_port(), folder_of(python, LATENT)
     pool = f"dram=256MiB,port={port},chunk={CHUNK},load=always"
     connect = f"connect=127.0.0.1:{port},chunk={CHUNK}"
     transfer = multi_config(("pull", "pool"), "kv_both", connect)
     with ExitStack() as stack:
         decode = engine(stack, "decode", timeout_s, "--kv-pool", pool, model=folder)
+        prefill = engine(stack, "prefill", timeout_s, model=folder)
         words = MODELS[LATENT].words
         running = stack.enter_context(
             serving(python, transfer, cores(0), log, *words, model=folder)
         )
         running.wait_until_healthy(timeout_s)
-        with proxying(running.url, decode, emits_first_token=False) as proxy:
-            problems = compare("latents", proxy, asked, texts)
-        problems += refusals(decode, "rope order")
+        problems = hand_over(running.url, prefill, decode, asked, texts)
         saved, loaded = figure(running.url, SAVED), figure(decode, OUR_LOADED)
     print(f"mixed         latents: {saved:g} chunks saved, {loaded:g} loaded", flush=True)
     if not saved or loaded:

@@ -1,5 +1,6 @@
 """What backends are put together from: a runtime without streams, a thread for copies, an
-allocation, a pool for graphs, a group of one rank; and what brings a host's arrays to a device.
+allocation, a pool for graphs, a group of one rank; what brings a host's arrays to a device; and
+what turns rows of KV there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from mooncake_hal.backend import CopyStream, Event, Exchange, Fence
 from mooncake_hal.errors import DeviceError
+from mooncake_hal.latents import PAIRS
 from mooncake_hal.transport import MemoryRegion
 
 
@@ -287,3 +289,30 @@ def copy_at_once(
         whole[start : start + array.nbytes].view(_TORCH_TYPES[array.dtype]).view(array.shape)
         for start, array in zip(starts, arrays, strict=True)
     ]
+
+
+@torch.inference_mode()
+def turn_rope(
+    planes: Sequence[Tensor], block_ids: Sequence[int], tokens: tuple[int, int], order: str
+) -> None:
+    """Bring rotated rows of latents into the other order, in place; returns when that is enqueued.
+
+    Scores are sums over all elements, so that either order will do, if queries and keys have the
+    same. Engines keep what suits their kernels.
+
+    Args:
+        planes: of rope rows, ``[num_blocks, block_size, 1, rope_dim]``.
+        block_ids: a request's block table.
+        tokens: the first whose rows are meant, and the one behind the last.
+        order: what they are in: ``latents.PAIRS`` or ``latents.HALVES``.
+    """
+    block_size, half, device = planes[0].shape[1], planes[0].shape[-1] // 2, planes[0].device
+    blocks = index_tensor(device, [block_ids[token // block_size] for token in range(*tokens)])
+    offsets = index_tensor(device, [token % block_size for token in range(*tokens)])
+    shape = (half, 2) if order == PAIRS else (2, half)
+    for plane in planes:
+        # not every device indexes floats of a byte
+        numbers = plane.view(torch.uint8) if plane.element_size() == 1 else plane
+        rows = numbers[blocks, offsets]
+        turned = rows.view(*rows.shape[:-1], *shape).transpose(-1, -2)
+        numbers[blocks, offsets] = turned.reshape(rows.shape)

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from mooncake_hal.backend import AttentionBatch, Ops
 
 
+PAIRS = "pairs"
+"""An order of rotated elements: 0 and 1 are turned together, 2 and 3, and so on, as in DeepSeek's
+checkpoints."""
+HALVES = "halves"
+"""The other one, NeoX form: elements i and i + n / 2 are turned together."""
+
+
 class LatentRows(NamedTuple):
     """New tokens as a layer's narrow projection leaves them, and what their rows are made with.
 

@@ -141,9 +141,7 @@ def start_engine(
     Args:
         plan: of ``plan_engine``.
         registry: the one that it was planned with.
-        progress: told while weights are read.
-        watch: told when steps begin and end; None for one of its own.
-        ranks: see ``start_executors``.
+        progress, watch, ranks: see ``build_engine``.
 
     Raises:
         ConfigError, CheckpointError: what was planned can't be had; says what to change.

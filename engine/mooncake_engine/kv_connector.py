@@ -16,6 +16,8 @@ from mooncake_engine.errors import ConfigError, InvalidRequest, PortTaken
 from mooncake_engine.execution.worker_extension import ExtensionContext, LayerDone
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.step_plan import StepPlan
+from mooncake_hal.backend_parts import turn_rope
+from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_kv import addresses, connector as kv
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_worker import PushStep, RankContext, RankMemory
@@ -181,12 +183,14 @@ class SchedulerConnector:
 def rank_context(context: ExtensionContext, network: KVTransferConfig) -> RankContext:
     """What a rank's half of a connector, or of the KVCache pool, works with."""
     pool, runtime = context.pool, context.backend.runtime
+    has_latents = pool.geometry.kind is AttentionKind.MLA
     memory = RankMemory(
         pool.geometry,
         pool.shard,
         pool.layout,
         (pool.region,),
         context.backend.capabilities.transports,
+        partial(turn_rope, pool.planes[1]) if has_latents else None,
     )
     return RankContext(
         context.rank,

@@ -49,6 +49,12 @@ def transports_wanted(config: KVTransferConfig, movers: Sequence[str]) -> Wanted
     return Wanted(wanted=forced[0] if len(forced) == 1 else AUTO, allowed=forced or movers)
 
 
+TurnRope = Callable[[Sequence[int], tuple[int, int], str], None]
+"""Brings rope rows of latents into a rank's own order: takes a block table, the range of tokens,
+and the order that they are in, as ``mooncake_hal.latents`` names it. Enqueues that on the device
+of the calling thread."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """A rank's KV memory, which somebody else owns, and which outlives the worker.
@@ -59,6 +65,7 @@ class RankMemory:
         layout: where each of its blocks lies.
         regions: the memory, to be registered with transports; on one device.
         transports: names of those that can move it, best first.
+        turn_rope: where it holds latents of a known order.
     """
 
     geometry: KVGeometry
@@ -66,6 +73,7 @@ class RankMemory:
     layout: KVLayout
     regions: Sequence[MemoryRegion]
     transports: Sequence[str]
+    turn_rope: TurnRope | None = None
 
 
 class SharedTransports:

@@ -19,7 +19,7 @@ from mooncake_hal.kv.layout import KVLayout
 from mooncake_hal.kv.transfer_plan import KVShardSpec, elect_sources
 from mooncake_hal.specs import TransportConstraints
 from mooncake_kv.errors import HandshakeRefused
-from mooncake_kv.numerics import Numerics, differences
+from mooncake_kv.numerics import ROPE_ORDER, Numerics, differences
 
 
 class RankMetadata(msgspec.Struct, frozen=True):
@@ -57,6 +57,7 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
             known.
         transports: those that all ranks have open, with what each asks of both ends.
         numerics: what the numbers of its KV mean, and how they were rounded.
+        turns_rope: whether it brings the rope rows of latents that it reads into its own order.
     """
 
     engine_id: str
@@ -70,6 +71,7 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
     model_settings: dict[str, str] = {}
     transports: dict[str, TransportConstraints] = {}
     numerics: Numerics = Numerics()
+    turns_rope: bool = False
 
     @property
     def pp_size(self) -> int:
@@ -85,13 +87,18 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
     def must_match(self) -> dict[str, str]:
         """What ``check_compatible`` wants to be equal, for those who pair instances beforehand."""
         facts = {f"the model's {name}": value for name, value in self.model_settings.items()}
-        facts |= {f"KV's {name}": value for name, value in self.numerics.meaning.items()}
+        meaning = self.numerics.meaning.items()
+        facts |= {f"KV's {name}": value for name, value in meaning if not self.can_mend(name)}
         facts |= {"model": self.model_fingerprint, "KV geometry": str(self.geometry)}
         if self.geometry.groups:
             facts["KV-cache groups"] = str(self.geometry.groups)
         if self.tokenizer_fingerprint:
             facts["tokenizer"] = self.tokenizer_fingerprint
         return facts
+
+    def can_mend(self, fact: str) -> bool:
+        """Whether it can decode from KV of which that fact of its ``numerics`` is another one."""
+        return fact == ROPE_ORDER and self.turns_rope
 
     @property
     def compatibility_info(self) -> InstanceInfo:
@@ -190,7 +197,8 @@ def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Ch
         )
     meant = differences(prefill.numerics.meaning, decode.numerics.meaning)
     for name, (ours, theirs) in meant.items():
-        yield _Check(f"KV's {name}", ours, theirs, _SAME_NUMBERS)
+        if not decode.can_mend(name):
+            yield _Check(f"KV's {name}", ours, theirs, _SAME_NUMBERS)
 
 
 def check_decode_peer(own: InstanceMetadata, peer: InstanceMetadata) -> tuple[str, ...]:

@@ -15,10 +15,17 @@ from mooncake_kv.handshake import RankMetadata
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to worker: an instance to read from or write to, as it described itself."""
+    """Scheduler to worker: an instance to read from or write to, as it described itself.
+
+    Args:
+        engine_id: which.
+        ranks: its own.
+        rope_order: of its latents, if it is not ours: what is read is brought into ours.
+    """
 
     engine_id: str
     ranks: tuple[RankMetadata, ...]
+    rope_order: str = ""
 
 
 class ForgetPeer(msgspec.Struct, frozen=True, tag=True):

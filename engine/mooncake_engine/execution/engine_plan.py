@@ -32,6 +32,7 @@ from mooncake_hal.fused_experts import ExpertShape
 from mooncake_hal.host_memory import memory_bytes
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, KVShard, shards_of
 from mooncake_hal.kv.layout import layout_bytes
+from mooncake_hal.latents import HALVES
 from mooncake_kv.numerics import ROPE_ORDER
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class EnginePlan:
         checkpoints rotate pairs are turned to halves as they are loaded."""
         mla = self.model.mla
         scale = self.model.head_dim**-0.5 if mla is None else mla.scale
-        meaning = {ROPE_ORDER: "halves", "softmax scale": f"{scale:.6g}, on the scores"}
+        meaning = {ROPE_ORDER: HALVES, "softmax scale": f"{scale:.6g}, on the scores"}
         if self.kv_scales:
             digest = hashlib.sha256(repr(self.kv_scales).encode()).hexdigest()[:12]
             meaning["scales of narrow types"] = f"one per layer and plane, {digest}"

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from mooncake_hal.backend_parts import turn_rope
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGroup
+from mooncake_kv.connector_worker import TurnRope
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.model_fingerprint import ModelFingerprint, model_fingerprint
 from mooncake_vllm.errors import UnsupportedByVllmConnector
@@ -182,6 +184,20 @@ def _window(spec: Any) -> int:
     attention may have a window, too, and keeps them."""
     sliding = spec if type(spec).__name__ == "SlidingWindowSpec" else None
     return 0 if sliding is None else int(sliding.sliding_window)
+
+
+def rope_turner(caches: Mapping[str, torch.Tensor], kv: ModelKV) -> TurnRope | None:
+    """Turns the rope rows of latents in a rank's caches; None where the model has none.
+
+    Args:
+        caches: as ``view_caches`` takes them.
+        kv: what a token's KV is.
+    """
+    if kv.kind is not AttentionKind.MLA:
+        return None
+    latent_dim = kv.plane_dims[0]
+    rows = [cache.transpose(1, 2)[..., latent_dim:] for cache in caches.values()]
+    return partial(turn_rope, rows)
 
 
 def npu_formats(caches: Mapping[str, Sequence[torch.Tensor]]) -> set[int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mooncake_hal.kv.geometry import AttentionKind
+from mooncake_hal.latents import PAIRS
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import (
     Connector,
@@ -461,7 +462,7 @@ def rope_order(info: RankInfo) -> str:
     the weights, and keep halves. On Ascend a vendor's op decides. Empty where there are none."""
     if info.geometry.kind is not AttentionKind.MLA:
         return ""
-    return OF_VENDOR if info.hardware.backend == "ascend" else "pairs"
+    return OF_VENDOR if info.hardware.backend == "ascend" else PAIRS
 
 
 def _numerics(info: RankInfo) -> Numerics:

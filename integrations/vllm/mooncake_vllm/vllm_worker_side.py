@@ -14,7 +14,13 @@ from mooncake_hal.deployment import Hardware
 from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import find_connector
-from mooncake_kv.connector_worker import LayerDone, PushStep, RankContext, RankMemory
+from mooncake_kv.connector_worker import (
+    LayerDone,
+    PushStep,
+    RankContext,
+    RankMemory,
+    TurnRope,
+)
 from mooncake_kv.ranks import CancelLoad, Load, decode_to_rank
 from mooncake_vllm.rank_link import (
     FromWorker,
@@ -223,6 +229,7 @@ class WorkerSide:
         device: what it is on.
         kind: what moves it; None: the worker of the connector that the configuration names.
         num_behind: see ``Reports``.
+        turn_rope: see ``RankMemory``.
 
     Raises:
         KVConfigError: the memory can't be moved as asked.
@@ -237,6 +244,7 @@ class WorkerSide:
         device: Device,
         kind: WorkerKind | None = None,
         num_behind: int = 0,
+        turn_rope: TurnRope | None = None,
     ) -> None:
         kind = kind or connector_worker(config.connector)
         self._reports = Reports(num_behind)
@@ -248,7 +256,12 @@ class WorkerSide:
             RankInfo(view.geometry, view.layout.block_size, view.blocks_per_page, device.hardware)
         )
         memory = RankMemory(
-            view.geometry, view.shard, view.layout, view.regions, TRANSPORTS.get(device.kind, ())
+            view.geometry,
+            view.shard,
+            view.layout,
+            view.regions,
+            TRANSPORTS.get(device.kind, ()),
+            turn_rope,
         )
         try:
             self._worker = kind.make(

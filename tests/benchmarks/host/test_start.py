@@ -26,7 +26,7 @@ PROCESSES = {
     "2 workers": (4.0, ["--core-process", "--api-workers", "2"]),
     "2 ranks": (3.5, ["--core-process", "--tp-size", "2"]),
 }
-"""The most that a start takes, by importing torch; with workers it is four processes on two cores."""
+"""The most that a start takes, by importing torch; workers make it four processes on two cores."""
 
 
 def held_mib(pid: int) -> float:

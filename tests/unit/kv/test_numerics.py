@@ -84,6 +84,17 @@ def test_those_who_pair_instances_beforehand_see_the_meaning() -> None:
     assert instance("p", HALVES, GPU).must_match["KV's rope order"] == "halves"
 
 
+def test_an_instance_that_turns_rope_rows_takes_both_orders() -> None:
+    prefill = instance("p", {**HALVES, "rope order": "pairs"}, GPU)
+    turning = msgspec.structs.replace(instance("d", HALVES, GPU), turns_rope=True)
+    assert check_compatible(prefill, turning) == ("tcp",)
+    assert "KV's rope order" not in turning.must_match
+    assert "KV's softmax scale" in turning.must_match
+    assert "rope order" in refusal(turning, prefill), "whoever reads has to turn"
+    other = instance("p", {**HALVES, "softmax scale": "1, on the scores"}, GPU)
+    assert "softmax scale" in refusal(other, turning)
+
+
 def test_other_rounding_is_said_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     rounding = RoundingDifferences()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mooncake_hal.kv.geometry import AttentionKind, KVGroup
+from mooncake_hal.latents import PAIRS
 from mooncake_kv.model_fingerprint import model_fingerprint
 from mooncake_vllm.errors import UnsupportedByVllmConnector
 from mooncake_vllm.vllm_instance import (
@@ -18,7 +19,9 @@ from mooncake_vllm.vllm_instance import (
     describe_instance,
     fingerprint,
     model_kv,
+    rope_turner,
 )
+from mooncake_vllm.vllm_memory import ModelKV
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama"
 
@@ -169,6 +172,19 @@ def test_what_a_token_keeps() -> None:
     assert (plain.layers, plain.dtype) == (32, "bfloat16")
     latent = model_kv(model(), groups(spec(MLAAttentionSpec)))
     assert (latent.kind, latent.kv_heads, latent.plane_dims) == (AttentionKind.MLA, 1, (512, 64))
+
+
+def test_the_last_elements_of_latents_are_turned() -> None:
+    caches = {f"layers.{layer}": torch.arange(12.0).repeat(3, 1, 4, 1) for layer in range(2)}
+    turn = rope_turner(caches, ModelKV(AttentionKind.MLA, 2, 1, (8, 4), "float32"))
+    assert turn is not None
+    turn((2, 0), (3, 6), PAIRS)
+    turned = [*range(8), 8, 10, 9, 11]
+    for cache in caches.values():
+        rows = {(block, at) for block in range(3) for at in range(4)}
+        found = {(block, at) for block, at in rows if cache[block, 0, at].tolist() == turned}
+        assert found == {(2, 3), (0, 0), (0, 1)}
+    assert rope_turner(caches, ModelKV(AttentionKind.GQA, 2, 1, (6, 6), "float32")) is None
 
 
 def test_layers_with_a_sliding_window_have_blocks_of_their_own() -> None:
