@@ -16,7 +16,6 @@ from mooncake_engine.errors import ConfigError, InvalidRequest, PortTaken
 from mooncake_engine.execution.worker_extension import ExtensionContext, LayerDone
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.step_plan import StepPlan
-from mooncake_hal.backend_parts import turn_rope
 from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_kv import addresses, connector as kv
 from mooncake_kv.config import KVTransferConfig
@@ -190,7 +189,7 @@ def rank_context(context: ExtensionContext, network: KVTransferConfig) -> RankCo
         pool.layout,
         (pool.region,),
         context.backend.capabilities.transports,
-        partial(turn_rope, pool.planes[1]) if has_latents else None,
+        pool.turn_rope if has_latents else None,
     )
     return RankContext(
         context.rank,

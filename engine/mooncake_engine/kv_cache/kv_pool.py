@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -100,6 +101,12 @@ class KVPool:
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """The planes of one held layer, each ``[num_blocks, block_size, heads, dim]``."""
         return tuple(plane[index] for plane in self.planes)
+
+    def turn_rope(self, block_ids: Sequence[int], tokens: tuple[int, int], order: str) -> None:
+        """Bring rope rows of latents into the other order: see ``backend_parts.turn_rope``."""
+        from mooncake_hal.backend_parts import turn_rope
+
+        turn_rope(self.planes[1], block_ids, tokens, order)
 
     def close(self) -> None:
         """Give the memory back; regions must have been withdrawn before. Idempotent."""

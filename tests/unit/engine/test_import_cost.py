@@ -22,3 +22,11 @@ def test_a_command_brings_in_nothing_of_another_one(argv: tuple[str, ...]) -> No
     modules = imported_by("-m", "mooncake_engine.cli", *argv)
     assert "mooncake_engine.instance_arguments" in modules
     assert modules.isdisjoint(ONLY_IN_USE), modules & ONLY_IN_USE
+
+
+@pytest.mark.parametrize("module", ["api_server", "api_workers", "api_worker"])
+def test_a_server_has_no_torch_until_its_engine_starts(module: str) -> None:
+    """With it transformers would import all of its models, before the first text is read."""
+    modules = imported_by("-c", f"import mooncake_engine.server.{module}")
+    assert "mooncake_engine.kv_connector" in modules
+    assert "torch" not in modules
