@@ -30,7 +30,7 @@ from mooncake_kv.errors import KVConfigError
 from mooncake_kv.handshake import CompatibilityCheck, IncompatiblePeers, InstanceMetadata
 from mooncake_kv.io_loop import IoLoop, Spawn, raise_descriptor_limit
 from mooncake_kv.numerics import RoundingDifferences
-from mooncake_kv.params import InstanceAddress, TransferMode
+from mooncake_kv.params import InstanceAddress
 from mooncake_kv.peers import Handshake, PeerTable
 from mooncake_kv.protocol import AnyMessage
 from mooncake_kv.ranks import (
@@ -125,7 +125,6 @@ class ConnectorScheduler(ABC):
         check_compatible: judges peers that this instance asks.
     """
 
-    mode: TransferMode  # see ``Connector``
     pulls_early = False  # see ``Topology``
 
     def __init__(
@@ -187,13 +186,12 @@ class ConnectorScheduler(ABC):
                 f"transports within {START_TIMEOUT_S:g} s"
             )
         ready = [self._readiness[rank] for rank in range(self._num_ranks)]
-        has_latents = instance.geometry.kind is AttentionKind.MLA
         self._instance = msgspec.structs.replace(
             instance,
             ranks=tuple(rank.metadata for rank in ready),
             host=_host(),
             transports=_common_transports(ready),
-            turns_rope=self.mode is TransferMode.PULL and has_latents,
+            turns_rope=instance.geometry.kind is AttentionKind.MLA,
         )
         self._ranks = RankGroup(self._num_ranks, send)
         raise_descriptor_limit()

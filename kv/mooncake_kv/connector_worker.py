@@ -361,6 +361,16 @@ class ConnectorWorker(ABC):
         """The step's kernels are all enqueued; comes before the next ``begin_step`` at the latest.
         The step's thread."""
 
+    def turn_rope(self, block_ids: Sequence[int], tokens: tuple[int, int], order: str) -> None:
+        """Bring what a peer has left of a prompt into this rank's order of rotated elements, before
+        anybody is told that it is there; returns when that is done. A thread that is bound."""
+        turn = self.context.memory.turn_rope
+        assert turn is not None, "the handshake refuses what this rank can't turn"
+        turn(block_ids, tokens, order)
+        event = self.context.make_event()
+        event.record()
+        event.synchronize()
+
     def close(self) -> None:
         """Stop all threads and withdraw the memory from peers. Idempotent."""
         with self._lock:

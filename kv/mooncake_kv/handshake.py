@@ -57,7 +57,7 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
             known.
         transports: those that all ranks have open, with what each asks of both ends.
         numerics: what the numbers of its KV mean, and how they were rounded.
-        turns_rope: whether it brings the rope rows of latents that it reads into its own order.
+        turns_rope: whether it brings the rope rows of latents that it gets into its own order.
     """
 
     engine_id: str

@@ -45,6 +45,13 @@ def differences(ours: dict[str, str], theirs: dict[str, str]) -> dict[str, tuple
     return {name: (ours[name], theirs[name]) for name in common if ours[name] != theirs[name]}
 
 
+def foreign_rope_order(own: Numerics, peer: Numerics) -> str:
+    """The order in which a peer keeps the rope rows of latents, if it is known and not ours; else
+    empty."""
+    _, theirs = differences(own.meaning, peer.meaning).get(ROPE_ORDER, ("", ""))
+    return theirs
+
+
 class RoundingDifferences:
     """Peers whose KV is rounded otherwise than this instance's. Noted on the loop's thread.
 

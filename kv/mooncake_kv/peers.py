@@ -10,7 +10,7 @@ from typing import Protocol
 
 from mooncake_kv.errors import HandshakeRefused, KVTransferError, LeaseLost
 from mooncake_kv.handshake import CompatibilityCheck, IncompatiblePeers, InstanceMetadata
-from mooncake_kv.numerics import ROPE_ORDER, differences
+from mooncake_kv.numerics import foreign_rope_order
 from mooncake_kv.params import RemoteKV
 from mooncake_kv.protocol import (
     PROTOCOL_VERSION,
@@ -135,10 +135,8 @@ class PeerInstance:
                 self._handshake.incompatible.note(self.engine_id, self._refusal)
                 raise
             ranks = metadata.reachable_by(transports)
-            meant = differences(self._handshake.own.numerics.meaning, metadata.numerics.meaning)
-            _, rope_order = meant.get(ROPE_ORDER, ("", ""))
-            connect = ConnectPeer(metadata.engine_id, ranks, rope_order)
-            self._handshake.ranks.broadcast(connect)
+            order = foreign_rope_order(self._handshake.own.numerics, metadata.numerics)
+            self._handshake.ranks.broadcast(ConnectPeer(metadata.engine_id, ranks, order))
             self.metadata = metadata
 
     async def _exchange_metadata(self) -> tuple[InstanceMetadata, tuple[str, ...]]:

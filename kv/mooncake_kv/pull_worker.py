@@ -134,25 +134,15 @@ class PullWorker(ConnectorWorker):
                 transfers.append(peer.read(plan.spans, timeout=load.time_left()))
                 load.add(transfers[-1], plan.spans.total_bytes)
             load.wait(transfers)
-            self._turn_rope(command, source.rope_order)
+            if source.rope_order:
+                tokens = command.start, command.stop
+                self.turn_rope(command.local_blocks, tokens, source.rope_order)
         except BaseException as exc:
             load.drain()
             is_sound = isinstance(exc, TransferCancelled) or not isinstance(exc, TransferError)
             if not is_sound:  # else others use the connection
                 self._transports.forget(command.engine_id)
             raise
-
-    def _turn_rope(self, command: Load, order: str) -> None:
-        """Bring what was read into our order, if the peer keeps another one; nobody else touches
-        these blocks yet."""
-        if not order:
-            return
-        turn = self.context.memory.turn_rope
-        assert turn is not None, "the handshake refuses what this rank can't turn"
-        turn(command.local_blocks, (command.start, command.stop), order)
-        event = self.context.make_event()
-        event.record()
-        event.synchronize()
 
     def _forget(self, engine_id: str) -> None:
         if self._dismiss(engine_id):

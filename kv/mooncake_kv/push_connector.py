@@ -28,7 +28,7 @@ from mooncake_kv.protocol import AnyMessage, StatusRequest
 from mooncake_kv.push_receiver import PushReceiver
 from mooncake_kv.push_sender import PushSender
 from mooncake_kv.push_worker import PushWorker
-from mooncake_kv.ranks import EndPush, LoadReport, LocalRanks, PushReport
+from mooncake_kv.ranks import EndPush, LoadReport, LocalRanks, PushReport, RankLoads
 
 
 class MooncakeLayerwiseConnector(ConnectorScheduler):
@@ -46,6 +46,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
     def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
         self._ranks.broadcast(LocalRanks(context.instance.ranks))
         address = (self._address.host, self._address.port)
+        self._turns = RankLoads(self._ranks)
         self._sender = PushSender(context, self._ranks, self._peers, address)
         self._receiver = PushReceiver(
             context,
@@ -53,6 +54,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
                 writer, names, self._peers, is_near=is_near
             ),
             partial(post_params, rule=self._rule),
+            self._turns.run,
             max_load_s=self._config.push_timeout_s,
         )
         return [self._sender.keep_alive(), self._receiver.sweep()]
@@ -63,8 +65,10 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         return self._receiver.handle(message)
 
     def _take_report(self, rank: int, report: LoadReport | PushReport) -> None:
-        assert isinstance(report, PushReport), "the workers of this connector push"
-        self._sender.report(rank, report)
+        if isinstance(report, LoadReport):  # loads nothing: it has turned what was pushed to it
+            self._turns.report(rank, report)
+        else:
+            self._sender.report(rank, report)
 
     def _give_up(self, request_id: str, reason: str) -> None:
         self._receiver.give_up(request_id, reason)
@@ -145,7 +149,8 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
             cache_salt=cache_salt,
             tokenizer=metaserver.tokenizer,
         )
-        self._loop.call(request_id, self._receiver.load, request_id, metaserver, params)
+        blocks = tuple(block_ids)
+        self._loop.call(request_id, self._receiver.load, request_id, blocks, metaserver, params)
 
     def cancel_load(self, request_id: str) -> None:
         self._metaservers.pop(request_id, None)

@@ -15,6 +15,7 @@ from mooncake_kv.handshake import InstanceMetadata, check_prefill_peer
 from mooncake_kv.leases import Reservation, ReservationState, ReservationTable
 from mooncake_kv.liveness import LONGEST_PUSH_PAUSE_S, KeepaliveInterval
 from mooncake_kv.metaserver_client import Metaserver
+from mooncake_kv.numerics import foreign_rope_order
 from mooncake_kv.params import FirstToken, KVTransferDict
 from mooncake_kv.protocol import (
     AnyMessage,
@@ -33,7 +34,7 @@ from mooncake_kv.protocol import (
     welcome,
 )
 from mooncake_kv.push_progress import expected_bytes
-from mooncake_kv.ranks import spread_of
+from mooncake_kv.ranks import TurnRope, spread_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ StatusInquiry = Callable[[Writer, list[str], bool], Awaitable[StatusReply]]
 """Asks a writer's instance about pushes, by its own names; the flag: whether it is on this host;
 raises as ``liveness.request_status``."""
 
+Turn = Callable[[TurnRope], Awaitable[object]]
+"""Returns when it is done; raises KVTransferError."""
+
 PostParams = Callable[[Metaserver, KVTransferDict], Awaitable[None]]
 """Asks for a prefill; raises as ``post_params``."""
 
@@ -59,6 +63,7 @@ class PushReceiver:
         context: what it works with.
         inquire: how to look for a writer that is silent.
         post: how to ask for a prefill.
+        turn: has all ranks bring what a writer has left into our order.
         max_load_s: however alive its writer is, no request waits longer for its KV.
     """
 
@@ -67,6 +72,7 @@ class PushReceiver:
         context: ConnectorContext,
         inquire: StatusInquiry,
         post: PostParams,
+        turn: Turn,
         *,
         max_load_s: float,
     ) -> None:
@@ -76,11 +82,13 @@ class PushReceiver:
         self._drain_s = 0.0 if context.can_revoke else context.drain_s
         self._inquire = inquire
         self._post = post
+        self._turn = turn
         self._max_load_s = max_load_s
         self._pause_s = KeepaliveInterval(context.lease_s, LONGEST_PUSH_PAUSE_S).of(())
         self._table = ReservationTable(context.lease_s, SILENT_PAUSES * self._pause_s)
         self._writers: OrderedDict[str, InstanceMetadata] = OrderedDict()
         self._started: dict[str, float] = {}
+        self._blocks: dict[str, tuple[int, ...]] = {}  # of those that nobody has given up
         self._draining: dict[str, tuple[float, str]] = {}  # free from when on, and why it failed
 
     @property
@@ -88,9 +96,23 @@ class PushReceiver:
         """Requests whose blocks a writer may still change."""
         return len(self._table) + len(self._draining)
 
-    def load(self, request_id: str, metaserver: Metaserver, params: KVTransferDict) -> None:
-        """Reserve blocks and ask for their KV; ``LoadEnded`` follows, drained at last."""
+    def load(
+        self,
+        request_id: str,
+        block_ids: tuple[int, ...],
+        metaserver: Metaserver,
+        params: KVTransferDict,
+    ) -> None:
+        """Reserve blocks and ask for their KV; ``LoadEnded`` follows, drained at last.
+
+        Args:
+            request_id: whose.
+            block_ids: its table.
+            metaserver: where to ask.
+            params: see ``build_reservation_params``.
+        """
         self.counts.transfers += 1
+        self._blocks[request_id] = block_ids
         tokens = params["remote_cached_tokens"], params["num_prompt_tokens"]
         self._started[request_id] = self._context.clock()
         digest = params.get("prompt_digest", "")
@@ -177,10 +199,29 @@ class PushReceiver:
             nbytes = sum(nbytes for _, _, nbytes in message.written)
             self.counts.nbytes += nbytes
             self._context.received.add(message.writer.engine_id, nbytes)
-            self._finish(name, None, message.first_token)
+            self._take(held, message)
         else:
             self._finish(name, gap or "the request ended before its KV was complete")
         return ending
+
+    def _take(self, held: Reservation, message: Pushed) -> None:
+        """All of a prompt's KV is here, maybe in another order than ours."""
+        name, writer = message.request_id, self._writers[message.writer.engine_id]
+        order = foreign_rope_order(self._context.instance.numerics, writer.numerics)
+        if order:
+            turn = TurnRope(name, self._blocks[name], *held.tokens, order)
+            self._context.spawn(self._finish_turned(turn, message.first_token), name)
+        else:
+            self._finish(name, None, message.first_token)
+
+    async def _finish_turned(self, order: TurnRope, first: FirstToken | None) -> None:
+        """Nobody writes there any more, and the request waits, given up or not."""
+        try:
+            await self._turn(order)
+        except KVTransferError as exc:
+            self._finish(order.request_id, str(exc))
+        else:
+            self._finish(order.request_id, None, first)
 
     def _failed(self, message: PushFailed) -> LeaseStatus:
         name = message.request_id
@@ -353,6 +394,7 @@ class PushReceiver:
 
     def _account(self, request_id: str, *, is_failure: bool) -> None:
         """Count a load's end, once."""
+        self._blocks.pop(request_id, None)
         started = self._started.pop(request_id, None)
         if started is not None:
             self.counts.failures += is_failure

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -35,10 +36,12 @@ from mooncake_kv.ranks import (
     ConnectPeer,
     EndPush,
     ForgetPeer,
+    LoadReport,
     LocalRanks,
     PushReport,
     StartPush,
     StopPush,
+    TurnRope,
     decode_to_rank,
     encode,
 )
@@ -292,6 +295,9 @@ class PushWorker(ConnectorWorker):
         self._send_threads: dict[str, SendThread] = {}
         self._peers: dict[str, tuple[RankMetadata, ...]] = {}
         self._siblings: tuple[RankMetadata, ...] = ()
+        self._turns = ThreadPoolExecutor(
+            1, f"kv-turn-{context.rank}", initializer=context.bind_thread
+        )
         self._announce()
 
     def _obey(self, message: bytes) -> None:
@@ -302,8 +308,21 @@ class PushWorker(ConnectorWorker):
             self._peers[command.engine_id] = command.ranks
         elif isinstance(command, ForgetPeer):
             self._forget(command.engine_id)
+        elif isinstance(command, TurnRope):
+            self._turns.submit(self._turn, command)
         elif isinstance(command, StartPush | StopPush | EndPush):
             self._steer(command)
+
+    def _turn(self, order: TurnRope) -> None:
+        """Top of the thread that turns what peers have pushed; whatever happens is reported."""
+        began, error = time.monotonic(), None
+        try:
+            self.turn_rope(order.local_blocks, (order.start, order.stop), order.order)
+        except Exception as exc:
+            logger.exception("the KV of %s can't be brought into our order", order.request_id)
+            error = f"its rotated part can't be turned: {exc!r}"
+        seconds = time.monotonic() - began
+        self.context.emit(encode(LoadReport(order.request_id, error, 0, seconds)))
 
     def _steer(self, command: StartPush | StopPush | EndPush) -> None:
         name = command.request_id
@@ -460,3 +479,4 @@ class PushWorker(ConnectorWorker):
             threads, self._send_threads = list(self._send_threads.values()), {}
         for thread in threads:
             thread.close()
+        self._turns.shutdown(wait=True)

@@ -68,12 +68,23 @@ class CancelLoad(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class TurnRope(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to worker: tokens ``[start, stop)`` of a prompt were written by a peer that keeps
+    the rope rows of latents in this order; bring them into ours, and report as for a load."""
+
+    request_id: str
+    local_blocks: tuple[int, ...]
+    start: int
+    stop: int
+    order: str
+
+
 class LoadReport(msgspec.Struct, frozen=True, tag=True):
-    """Worker to scheduler: a load is over and drained.
+    """Worker to scheduler: a load is over and drained, or its rope rows are turned.
 
     Args:
         request_id: which.
-        error: None if every byte has arrived.
+        error: None if every byte has arrived, or is in place.
         nbytes, seconds: what was moved, and how long it took from command to report.
     """
 
@@ -152,7 +163,17 @@ class PushReport(msgspec.Struct, frozen=True, tag=True):
     may_land: bool = False
 
 
-ToRank = ConnectPeer | ForgetPeer | Load | CancelLoad | LocalRanks | StartPush | StopPush | EndPush
+ToRank = (
+    ConnectPeer
+    | ForgetPeer
+    | Load
+    | CancelLoad
+    | TurnRope
+    | LocalRanks
+    | StartPush
+    | StopPush
+    | EndPush
+)
 FromRank = RankReady | LoadReport | PushReport
 
 encode = msgspec.msgpack.Encoder().encode
@@ -199,7 +220,8 @@ class _PendingLoad:
 
 
 class RankLoads:
-    """Sends each load to every rank and waits until every rank has reported. Loop thread only.
+    """Sends each load, or what is to be done with it, to every rank and waits until every rank has
+    reported. Loop thread only.
 
     Args:
         ranks: of this instance.
@@ -209,8 +231,8 @@ class RankLoads:
         self._ranks = ranks
         self._pending: dict[str, _PendingLoad] = {}
 
-    async def run(self, load: Load) -> list[LoadReport]:
-        """Load on every rank; returns the reports when all ranks have drained.
+    async def run(self, load: Load | TurnRope) -> list[LoadReport]:
+        """Have every rank do it; returns the reports when all ranks have drained.
 
         Raises:
             KVTransferError: at least one rank failed; the first reason is the message.

@@ -44,6 +44,7 @@ from mooncake_kv.ranks import (
     RankGroup,
     StartPush,
     StopPush,
+    TurnRope,
     decode_to_rank,
 )
 
@@ -68,6 +69,11 @@ def metadata_of(engine_id: str) -> InstanceMetadata:
     shard = shard_of(GEOMETRY, 1, 0)
     rank = RankMetadata(shard, make_layout("BHLPT", GEOMETRY, shard, 8, 16), {})
     return InstanceMetadata(engine_id, "m", "t", GEOMETRY, 16, Hardware("cpu", "x86"), (rank,))
+
+
+async def turn_nothing(order: TurnRope) -> None:
+    """Both sides keep latents alike."""
+    raise AssertionError(order)
 
 
 def deliver(kind: str) -> float | None:
@@ -209,7 +215,7 @@ class Talk:
         )
         group = RankGroup(1, self.rank.send)
         self.p = PushSender(p, group, Book(self), P_ADDRESS)  # type: ignore[arg-type]  # line
-        self.d = PushReceiver(d, self._inquire, self._post, max_load_s=LOAD_S)
+        self.d = PushReceiver(d, self._inquire, self._post, turn_nothing, max_load_s=LOAD_S)
         self.rank.report = self.p.report
         self._spawn_p(self.p.keep_alive())
         self.tasks.spawn(self.d.sweep())
@@ -224,7 +230,7 @@ class Talk:
     def load(self, name: str) -> None:
         """A request comes to ``d``."""
         params = {"num_prompt_tokens": 10, "remote_cached_tokens": 0}
-        self.d.load(name, Metaserver("http://proxy"), params)
+        self.d.load(name, (0,), Metaserver("http://proxy"), params)
 
     def begin(self, name: str) -> None:
         """Its prefill comes to ``p``."""

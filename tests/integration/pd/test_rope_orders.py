@@ -1,31 +1,54 @@
-"""A prefill instance keeps the rope rows of latents as pairs, as vLLM does: a decode instance that
-pulls them turns them, and says what one instance says.
-
-P is an instance of ours whose rows are turned by hand before anybody reads them.
-"""
+"""A prefill instance that keeps the rope rows of latents as pairs, as vLLM does, and a decode
+instance of ours, which turns them: it says what one instance says, however they came."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-from support.pd import Instance, ask, instance, prefill, prompt_of, write_model
+import support.pd
+from support.pd import Instance, ask, prompt_of, write_model
+from support.push import WAYS, run_beside_one
+from torch import Tensor
 
-from mooncake_engine.config import Role
+from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.execution.engine_plan import EnginePlan
-from mooncake_engine.execution.executor import InProcessExecutor
-from mooncake_engine.kv_connector import read_kv_transfer_params
-from mooncake_hal.backend_parts import turn_rope
-from mooncake_hal.latents import HALVES, PAIRS
+from mooncake_engine.models.layers import ParallelContext
+from mooncake_hal.latents import HALVES, PAIRS, LatentRows
 from mooncake_kv.numerics import ROPE_ORDER
-from mooncake_kv.params import KVTransferDict
 
-KEEPS_PAIRS = patch.object(EnginePlan, "kv_meaning", property(lambda _: {ROPE_ORDER: PAIRS}))
+LENGTHS = (1, 16, 17, 150)
+
+
+class KeepsPairs:
+    """Ops that turn what ``rope`` has rotated, of queries and of rows, before it is kept."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def write_latents(
+        self,
+        query: Tensor,
+        rows: LatentRows,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        compressed, latent_dim = rows.compressed.unsqueeze(1), latent_cache.shape[-1]
+        latent, key = compressed[..., :latent_dim], compressed[..., latent_dim:]
+        query, key = self._ops.rope(query, key, rows.positions, rows.cos_sin)
+        latent = self._ops.rms_norm(latent, rows.norm_weight, rows.eps)
+        self._ops.write_kv(latent, as_pairs(key), latent_cache, rope_cache, slot_mapping)
+        return as_pairs(query)
+
+
+def as_pairs(halves: Tensor) -> Tensor:
+    return halves.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 @pytest.fixture(scope="module")
@@ -33,41 +56,53 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("deepseek"), "deepseek_v3")
 
 
-async def prefill_as_pairs(where: Instance, prompt: Sequence[int]) -> KVTransferDict:
-    """Prefill a prompt, whose rope rows a peer finds as pairs."""
-    answer = await prefill(where, prompt)
-    executor = where.core._executor
-    assert isinstance(executor, InProcessExecutor)
-    planes = executor._worker.pool.planes
-    remote = read_kv_transfer_params(answer, prompt).remote
-    assert remote is not None
-    turn_rope(planes[1], remote.block_ids, (0, remote.num_tokens), HALVES)
-    return answer
+@pytest.fixture
+def prefill_keeps_pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An instance with the role of a prefill instance does, and says so; others don't."""
+    build_engine, latent_ops = support.pd.build_engine, ParallelContext.latent_ops
+    meaning = EnginePlan.kv_meaning.fget
+    assert meaning is not None
+    roles: list[Role] = []
+
+    def build(config: EngineConfig) -> Any:
+        roles.append(config.role)
+        return build_engine(config)
+
+    def ops_of(parallel: ParallelContext, layer: int) -> Any:
+        ops = latent_ops(parallel, layer)
+        return KeepsPairs(ops) if roles[-1] is Role.PREFILL else ops
+
+    def means(plan: EnginePlan) -> dict[str, str]:
+        order = PAIRS if plan.config.role is Role.PREFILL else HALVES
+        return {**meaning(plan), ROPE_ORDER: order}
+
+    monkeypatch.setattr(support.pd, "build_engine", build)
+    monkeypatch.setattr(ParallelContext, "latent_ops", ops_of)
+    monkeypatch.setattr(EnginePlan, "kv_meaning", property(means))
+    yield
+    assert roles == [Role.BOTH, Role.PREFILL, Role.DECODE]
 
 
+@pytest.mark.usefixtures("prefill_keeps_pairs")
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "decode",
     [{}, {"tp_size": 2, "block_size": 8}, {"kv_pool": "dram=8M,chunk=32"}],
     ids=["alike", "ranks", "pool"],
 )
-def test_a_reader_turns_what_it_pulls(model: Path, decode: dict[str, Any]) -> None:
-    async def main() -> None:
-        async with instance(model) as single:
-            expected = {length: await ask(single, prompt_of(length)) for length in (1, 16, 17, 150)}
-        async with AsyncExitStack() as stack:
-            with KEEPS_PAIRS:
-                first = await stack.enter_async_context(
-                    instance(model, Role.PREFILL, prefix_caching=False)
-                )
-            second = await stack.enter_async_context(instance(model, Role.DECODE, **decode))
-            for length, wanted in expected.items():
-                for _ in range(2):  # the second time from its own prefix cache
-                    params = await prefill_as_pairs(first, prompt_of(length))
-                    found = await ask(second, prompt_of(length), params=params)
-                    assert (found.tokens, found.error) == (wanted.tokens, None)
-            assert second.stat("load_failures") == 0
-            assert second.stat("bytes_received") > 0
-            await second.check_clean()
-            await first.check_clean()
+def test_rows_are_turned_before_they_are_used(
+    model: Path, way: str, decode: dict[str, Any]
+) -> None:
+    make_both, ask_both = WAYS[way]
 
-    asyncio.run(main())
+    async def scenario(single: Instance, both: Any) -> None:
+        for length in LENGTHS:
+            expected = await ask(single, prompt_of(length))
+            for _ in range(2):  # the second time D has blocks of it
+                found = await ask_both(both, prompt_of(length))
+                assert (found.tokens, found.error) == (expected.tokens, None)
+        assert both.decode.stat("load_failures") == 0
+        assert both.decode.stat("bytes_received") > 0
+
+    limits = {"max_num_batched_tokens": 64, "prefix_caching": False}
+    run_beside_one(make_both, model, scenario, prefill=limits, decode=decode)

@@ -13,11 +13,13 @@ import pytest
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal.kv.layout import make_layout
+from mooncake_hal.latents import HALVES, PAIRS
 from mooncake_kv.connector import Event, LoadEnded
 from mooncake_kv.connector_scheduler import MAX_SENDERS, BytesByPeer, ConnectorContext
 from mooncake_kv.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
 from mooncake_kv.handshake import InstanceMetadata, RankMetadata
 from mooncake_kv.metaserver_client import Metaserver
+from mooncake_kv.numerics import ROPE_ORDER, Numerics
 from mooncake_kv.params import FirstToken, FirstTokenLogprobs, KVTransferDict
 from mooncake_kv.protocol import (
     PROTOCOL_VERSION,
@@ -37,6 +39,7 @@ from mooncake_kv.protocol import (
     Writer,
 )
 from mooncake_kv.push_receiver import PushReceiver
+from mooncake_kv.ranks import TurnRope
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
 TOKEN_BYTES = 2 * 4 * 32 * 4
@@ -48,13 +51,26 @@ TOKEN = FirstToken(5, (-0.5, ((5, -0.5), (6, -1.5))), 16)
 FIRST = FirstToken(5, FirstTokenLogprobs(-0.5, ((5, -0.5), (6, -1.5))), 16)
 
 
-def facts(engine_id: str, tp_size: int = 1, host: str = "here") -> InstanceMetadata:
+def facts(
+    engine_id: str, tp_size: int = 1, host: str = "here", rope_order: str = HALVES
+) -> InstanceMetadata:
     ranks = []
     for rank in range(tp_size):
         shard = shard_of(GEOMETRY, tp_size, rank)
         ranks.append(RankMetadata(shard, make_layout("BHLPT", GEOMETRY, shard, 8, 16), {}))
     hardware = Hardware("cpu", "x86")
-    return InstanceMetadata(engine_id, "m", "t", GEOMETRY, 16, hardware, tuple(ranks), host)
+    return InstanceMetadata(
+        engine_id,
+        "m",
+        "t",
+        GEOMETRY,
+        16,
+        hardware,
+        tuple(ranks),
+        host,
+        numerics=Numerics({ROPE_ORDER: rope_order}),
+        turns_rope=True,
+    )
 
 
 MAX_LOAD_S = 300.0
@@ -73,12 +89,15 @@ class Desk:
         *,
         can_revoke: bool = True,
         hosts: tuple[str, str] = ("here", "here"),
+        rope_order: str = HALVES,
     ) -> None:
         self.events: list[Event] = []
         self.tasks: list[Coroutine[Any, Any, None]] = []
         self.is_writer_dead = False
         self.is_writer_near = True
         self.reply: StatusReply | None = None
+        self.turns: list[TurnRope] = []
+        self.turn_error: str | None = None
         self.now = 0.0
         context = ConnectorContext(
             facts("d", host=hosts[1]),
@@ -90,12 +109,15 @@ class Desk:
             clock=lambda: self.now,
         )
         self.received = context.received
-        self.side = PushReceiver(context, self._inquire, post_nowhere, max_load_s=MAX_LOAD_S)
-        self.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-1", tp_size, hosts[0])))
+        self.side = PushReceiver(
+            context, self._inquire, post_nowhere, self._turn, max_load_s=MAX_LOAD_S
+        )
+        writer = facts("p-1", tp_size, hosts[0], rope_order)
+        self.side.handle(Hello(1, PROTOCOL_VERSION, writer))
 
     def load(self, num_tokens: int = 10) -> None:
         params = {"num_prompt_tokens": 16 + num_tokens, "remote_cached_tokens": 16}
-        self.side.load("r", Metaserver("http://nowhere"), params)
+        self.side.load("r", (3, 7), Metaserver("http://nowhere"), params)
         self.tasks.pop().close()  # the post to the metaserver: nobody is there
 
     def say(self, message: AnyMessage) -> LeaseStatus:
@@ -123,6 +145,11 @@ class Desk:
         self.tasks.clear()
         return [e.error for e in self.events[before:] if isinstance(e, LoadEnded)]
 
+    async def _turn(self, order: TurnRope) -> None:
+        self.turns.append(order)
+        if self.turn_error is not None:
+            raise KVTransferError(self.turn_error)
+
     def _keep(self, task: Coroutine[Any, Any, None], request_id: str | None = None) -> Any:
         self.tasks.append(task)
 
@@ -147,6 +174,28 @@ def test_an_exact_push_ends_the_load_with_the_first_token(desk: Desk) -> None:
     assert desk.events == [LoadEnded("r", None, FIRST)]
     assert desk.side.counts.nbytes == 10 * TOKEN_BYTES
     assert desk.received.snapshot() == {"p-1": 10 * TOKEN_BYTES}
+
+
+def test_latents_of_another_order_are_turned_before_anybody_is_told() -> None:
+    desk = Desk(rope_order=PAIRS)
+    desk.load()
+    desk.open()
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
+    desk.side.cancel("r")  # its blocks are the ranks' until they are done
+    assert (desk.events, desk.turns) == ([], [])
+    assert desk.reap(0.0) == [None]
+    assert desk.turns == [TurnRope("r", (3, 7), 16, 26, PAIRS)]
+    assert desk.events == [LoadEnded("r", None, FIRST)]
+
+
+def test_a_rank_that_can_not_turn_them_fails_the_load() -> None:
+    desk = Desk(rope_order=PAIRS)
+    desk.load()
+    desk.open()
+    desk.pushed((0, 0, 10 * TOKEN_BYTES))
+    desk.turn_error = "rank 0: out of memory"
+    assert desk.reap(0.0) == ["rank 0: out of memory"]
+    assert desk.side.counts.failures == 1
 
 
 def test_bytes_are_counted_for_the_latest_senders() -> None:
@@ -437,7 +486,7 @@ def test_a_writer_that_lives_and_does_not_get_on_is_not_waited_for(desk: Desk) -
 def test_who_was_given_another_prompt_is_not_let_in(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk()
     params = {"num_prompt_tokens": 26, "remote_cached_tokens": 16, "prompt_digest": "ours"}
-    desk.side.load("r", Metaserver("http://nowhere"), params)
+    desk.side.load("r", (3, 7), Metaserver("http://nowhere"), params)
     desk.tasks.pop().close()
     for digest in ("theirs", ""):
         assert desk.say(PushOpen(2, "r", ONE, digest)) is LeaseStatus.EXPIRED
