@@ -1,6 +1,6 @@
 """Kills and freezes of a real vLLM pair with our connector inside: nobody may say a wrong word.
 
-    python ci/test_vllm_faults.py [--flow pull,push] [--only freeze,worker] [--short]
+    python ci/test_vllm_faults.py [--flow pull,push] [--tp 2:1] [--only freeze,worker] [--short]
 
 P, D (vLLM's CPU build) and our proxy serve eight streams at a time, each with a prompt that no
 cache knows. In every phase - while P prefills, while KV goes over, while D decodes - every process
@@ -75,6 +75,7 @@ def main() -> int:
     """Serve, break, look."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--flow", default="pull,push", help="pull, push or both")
+    parser.add_argument("--tp", default="1:1", help="tensor-parallel ranks of P and of D")
     parser.add_argument("--only", default="", help="rows that have all of these words")
     parser.add_argument("--short", action="store_true", help="each row in one phase")
     parser.add_argument("--no-leases", action="store_true", help="without lapsed leases")
@@ -151,13 +152,13 @@ class Part:
             stop(self.child)
 
     def process(self, what: str) -> int:
-        """The process id of its API server, EngineCore or worker."""
+        """The process id of its API server, EngineCore or last worker."""
         assert self.child is not None
         if what not in TITLES:
             return self.child.pid
         found = [pid for pid in family(self.child.pid) if TITLES[what] in title(pid)]
         assert found, f"{self.name} has no {what}: {[title(p) for p in family(self.child.pid)]}"
-        return found[0]
+        return found[-1]
 
 
 @dataclass
@@ -177,10 +178,15 @@ class Pair:
 
 
 @contextmanager
-def running(python: Path, flow: str, wanted: dict[str, str], timeout_s: float) -> Iterator[Pair]:
+def running(
+    python: Path, flow: str, tp_sizes: str, wanted: dict[str, str], timeout_s: float
+) -> Iterator[Pair]:
     """All three, up."""
-    parts = {}
-    for name, role, core in (("P", "kv_producer", 0), ("D", "kv_consumer", 1)):
+    parts, (of_prefill, of_decode) = {}, map(int, tp_sizes.split(":"))
+    for name, role, core, tp_size in (
+        ("P", "kv_producer", 0, of_prefill),
+        ("D", "kv_consumer", 1, of_decode),
+    ):
         log = faults_log(role)
         log.unlink(missing_ok=True)
         transfer = transfer_config(
@@ -196,9 +202,9 @@ def running(python: Path, flow: str, wanted: dict[str, str], timeout_s: float) -
         launch = Launch(
             python,
             transfer,
-            cores(core),
+            cores(core, tp_size),
             log,
-            ("--max-num-batched-tokens", "256"),
+            ("--max-num-batched-tokens", "256", "--tensor-parallel-size", str(tp_size)),
         )
         parts[name] = Part(name, launch.url, log, launch)
     pools = parts["P"].url, parts["D"].url, flow
@@ -277,7 +283,7 @@ def break_everything(
 ) -> list[str]:
     """All rows of one flow; returns what was wrong."""
     try:
-        with running(python, flow, wanted, args.start_timeout) as pair:
+        with running(python, flow, args.tp, wanted, args.start_timeout) as pair:
             one_row(pair, "nothing", "", "decode")
             for deed, victim, phase in rows(args):
                 one_row(pair, deed, victim, phase)

@@ -64,6 +64,7 @@ def check_mixed(
             for answers in (wanted, latent)
         )
         checks = {both_ways: of_heads, pooled: of_heads, packed: of_heads, latents: of_latents}
+        checks[pushed_latents] = of_latents
         return [
             problem
             for check, texts in checks.items()
@@ -89,14 +90,19 @@ def both_ways(
 
 
 def hand_over(
-    vllm: str, prefill: str, decode: str, asked: dict[str, tuple[str, Json]], texts: dict[str, str]
+    vllm: str,
+    prefill: str,
+    decode: str,
+    asked: dict[str, tuple[str, Json]],
+    texts: dict[str, str],
+    flow: str = "pull",
 ) -> list[str]:
     """vLLM as P and as D of two instances of ours; returns what was wrong."""
     problems = []
-    with proxying(vllm, decode, emits_first_token=False) as proxy:
+    with proxying(vllm, decode, flow, emits_first_token=False) as proxy:
         problems += compare("from vLLM", proxy, asked, texts)
         problems += count(decode, OUR_LOADS, OUR_FAILURES, len(asked))
-    with proxying(prefill, vllm) as proxy:
+    with proxying(prefill, vllm, flow) as proxy:
         # What vLLM has computed as P is in its own cache: a salt makes it fetch.
         salted = {
             name: (path, body | {"cache_salt": "to vLLM"}) for name, (path, body) in asked.items()
@@ -179,6 +185,25 @@ def latents(
     if not saved or loaded:
         problems.append(f"mixed: of {saved:g} chunks of vLLM's latents {loaded:g} were loaded")
     return problems
+
+
+def pushed_latents(
+    python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
+) -> list[str]:
+    """The same, pushed layer by layer, without a pool."""
+    log, folder = CACHE / "vllm-mixed-pushed-latents.log", folder_of(python, LATENT)
+    transfer = transfer_config("kv_both", "push", TRANSPORTS)
+    pushing = ("--kv-connector", "MooncakeLayerwiseConnector")
+    with ExitStack() as stack:
+        prefill, decode = (
+            engine(stack, role, timeout_s, *pushing, model=folder) for role in ("prefill", "decode")
+        )
+        words = MODELS[LATENT].words
+        running = stack.enter_context(
+            serving(python, transfer, cores(0), log, *words, model=folder)
+        )
+        running.wait_until_healthy(timeout_s)
+        return hand_over(running.url, prefill, decode, asked, texts, "push")
 
 
 def refusals(decode: str, named: str) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from support.programs import Program, descendants, is_running, running, serving
+from support.programs import Program, descendants, is_running, ranks_of, running, serving
 
 PATIENCE_S = 90.0
 REQUESTS: list[dict[str, Any]] = [
@@ -43,8 +43,9 @@ def generated(url: str) -> float:
 
 
 def core_of(program: Program) -> int:
-    processes = descendants(program.process.pid)
-    [core] = (pid for pid, command in processes.items() if "core_process" in command)
+    processes, ranks = descendants(program.process.pid), ranks_of(program)
+    found = [pid for pid, command in processes.items() if "core_process" in command]
+    [core] = (pid for pid in found if pid not in ranks)  # they are forked from it
     return core
 
 
