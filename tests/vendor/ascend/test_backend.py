@@ -5,6 +5,9 @@ The numbers are the references' and the CPU's, since there is no NPU; graphs and
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from support import vendor_npu
 
@@ -48,3 +51,24 @@ def test_the_shapes_were_compared_with_torch_npus_meta_kernels() -> None:
     from support.cann_stub.registry import checked
 
     assert {name for name in OPS if not checked[name]} == set()
+
+
+FORK = """
+import os, sys
+from support import vendor_npu  # the stub, before torch-npu
+import torch_npu
+assert not torch_npu.npu.is_initialized()
+if (child := os.fork()) == 0:
+    torch_npu.npu.init()
+    memory = vendor_npu.backend().memory.allocate(4096, 0)
+    memory.tensor.fill_(7)
+    assert int(memory.tensor.cpu()[5]) == 7
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_rank_may_be_forked_behind_the_import_of_torch_npu() -> None:
+    """As ranks are, from a process that has imported it with torch."""
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
