@@ -16,7 +16,7 @@ from torch import Tensor
 from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.execution.engine_plan import EnginePlan
 from mooncake_engine.models.layers import ParallelContext
-from mooncake_hal.latents import HALVES, PAIRS, LatentRows
+from mooncake_hal.latents import HALVES, PAIRS, ComposedLatentWrites
 from mooncake_kv.numerics import ROPE_ORDER
 
 LENGTHS = (1, 16, 17, 150)
@@ -25,26 +25,17 @@ LENGTHS = (1, 16, 17, 150)
 class KeepsPairs:
     """Ops that turn what ``rope`` has rotated, of queries and of rows, before it is kept."""
 
+    write_latents = ComposedLatentWrites.write_latents
+
     def __init__(self, ops: Any) -> None:
         self._ops = ops
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def write_latents(
-        self,
-        query: Tensor,
-        rows: LatentRows,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
-        slot_mapping: Tensor,
-    ) -> Tensor:
-        compressed, latent_dim = rows.compressed.unsqueeze(1), latent_cache.shape[-1]
-        latent, key = compressed[..., :latent_dim], compressed[..., latent_dim:]
-        query, key = self._ops.rope(query, key, rows.positions, rows.cos_sin)
-        latent = self._ops.rms_norm(latent, rows.norm_weight, rows.eps)
-        self._ops.write_kv(latent, as_pairs(key), latent_cache, rope_cache, slot_mapping)
-        return as_pairs(query)
+    def rope(self, *arguments: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = self._ops.rope(*arguments)
+        return as_pairs(query), as_pairs(key)
 
 
 def as_pairs(halves: Tensor) -> Tensor:
