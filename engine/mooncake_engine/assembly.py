@@ -31,7 +31,12 @@ from mooncake_engine.execution.executor import (
 )
 from mooncake_engine.execution.node_launcher import NodeLauncher
 from mooncake_engine.execution.process_executor import ProcessExecutor
-from mooncake_engine.execution.rank_launcher import Launcher, LocalLauncher, Rank
+from mooncake_engine.execution.rank_launcher import (
+    Launcher,
+    LocalLauncher,
+    Rank,
+    has_local_ranks,
+)
 from mooncake_engine.execution.rank_processes import RankProcesses
 from mooncake_engine.execution.ray_launcher import RayLauncher
 from mooncake_engine.execution.worker_extension import ExtensionMessages
@@ -287,12 +292,12 @@ def start_executors(
         if config.num_all_ranks == 1 and config.executor is not ExecutorKind.RAY:
             return [InProcessExecutor(plan, backend, options[0])]
         launcher: Launcher
-        if config.executor is ExecutorKind.RAY:
-            launcher = RayLauncher(config, backend.capabilities.scheduler_resource)
-        elif config.nodes.nnodes > 1:
-            launcher = NodeLauncher(config)
-        else:
+        if has_local_ranks(config):
             launcher = LocalLauncher(config, ranks)
+        elif config.executor is ExecutorKind.RAY:
+            launcher = RayLauncher(config, backend.capabilities.scheduler_resource)
+        else:
+            launcher = NodeLauncher(config)
         processes = RankProcesses(plan, options, launcher)
         return [
             ProcessExecutor(plan, each, processes=processes, dp_rank=dp_rank)
