@@ -63,8 +63,8 @@ def check_mixed(
             {name: answers[name]["choices"][0]["text"] for name in cases}
             for answers in (wanted, latent)
         )
-        checks = {both_ways: of_heads, pooled: of_heads, packed: of_heads, latents: of_latents}
-        checks[pushed_latents] = of_latents
+        checks = dict.fromkeys((both_ways, pooled, packed), of_heads)
+        checks |= dict.fromkeys((latents, pushed_latents), of_latents)
         return [
             problem
             for check, texts in checks.items()
