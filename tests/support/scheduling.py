@@ -126,18 +126,28 @@ class Worker:
         table, tokens = self._tables[name], self._tokens[name]
         at = len(table) if sequence.new_blocks_at is None else sequence.new_blocks_at
         table[at:] = sequence.new_block_ids if sequence.new_block_ids else table[at:]
-        stop = sequence.start + sequence.count
+        start = self._start(sequence)
+        stop = start + sequence.count
         assert sequence.is_sampling == (stop == len(tokens)), "samples elsewhere than at the end"
-        self.check(table, tokens[: sequence.start])
-        self._write(table, tokens[:stop], sequence.start)
+        self.check(table, tokens[:start])
+        self._write(table, tokens[:stop], start)
         self.num_computed += sequence.count
         for sibling in sequence.siblings:
             assert self._tokens[sibling] == tokens, "siblings that differ share no logits"
 
+    def _start(self, sequence: ScheduledSequence) -> int:
+        """Where it begins: behind drafts, wherever those that were accepted have left off."""
+        if not sequence.num_unverified_drafts:
+            return sequence.start
+        start = len(self._tokens[sequence.request_id]) - sequence.count
+        assert 0 <= start - sequence.start <= sequence.num_unverified_drafts, "has no blocks there"
+        return start
+
     def _draft(self, sequence: ScheduledSequence, num_right: int) -> tuple[SampledToken, ...]:
         """Run drafts behind the token just sampled, the first ``num_right`` of them right; returns
         what is sampled behind those."""
-        name, stop = sequence.request_id, sequence.start + sequence.count
+        name = sequence.request_id
+        stop = len(self._tokens[name]) - 1  # the last one was sampled behind what has run
         sampled = tuple([self._sample(name) for _ in range(num_right)])
         right = self._tokens[name][: stop + num_right]
         wrong = [WRONG] * (sequence.num_draft_tokens - num_right)

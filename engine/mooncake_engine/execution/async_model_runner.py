@@ -4,6 +4,9 @@ The host prepares the next step while the device runs the current one, so that t
 waits for Python. It can't know the tokens that the current step samples: the next step's inputs get
 placeholders, which are filled on the device from a buffer of sampled tokens. The host reads the
 tokens later; until then its copy of a request ends in placeholders.
+
+How many tokens come of a step with drafts is not known before, so there the next step is launched
+when the device has reached the end. It is planned by then, and nobody but the ranks is waited for.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from mooncake_engine.execution.model_runner import (
     ModelRunner,
     PendingStep,
     RunnerParts,
+    append_tokens,
+    failed_requests,
 )
 from mooncake_engine.execution.request_table import (
     CachedRequest,
@@ -29,7 +34,11 @@ from mooncake_engine.execution.request_table import (
     fill_placeholders,
 )
 from mooncake_engine.execution.sampler import NO_TOKEN, ChosenTokens, grammar_failures
-from mooncake_engine.execution.speculation.drafts import Proposer
+from mooncake_engine.execution.speculation.drafts import (
+    Proposer,
+    VerifiedDrafts,
+    verify_drafts,
+)
 from mooncake_engine.scheduling.step_plan import SampledToken, StepPlan, StepResult
 from mooncake_hal.backend import Event
 from mooncake_hal.backend_parts import index_tensor
@@ -145,13 +154,55 @@ class EnqueuedStep:
         return known
 
 
+@dataclass(slots=True, eq=False)
+class EnqueuedDrafts:
+    """A step with draft tokens that the device runs; its requests have no placeholders.
+
+    Args:
+        step: its plan's.
+        verified: what comes of the drafts, on the host, there when ``sampled`` has passed.
+        sampled: recorded behind the copy to the host.
+        is_copying, grammar_failed: see ``StepResult``.
+    """
+
+    step: int
+    verified: VerifiedDrafts
+    sampled: Event
+    is_copying: bool
+    grammar_failed: dict[str, str]
+    _known: dict[str, tuple[SampledToken, ...]] | None = None
+
+    def result(self) -> StepResult:
+        tokens = self._wait()
+        return StepResult(
+            self.step,
+            tokens,
+            failed=failed_requests(tokens),
+            grammar_failed=self.grammar_failed,
+            num_drafted=self.verified.drafts.num_drafted,
+            is_copying=self.is_copying,
+        )
+
+    def complete(self) -> None:
+        """Append the requests' tokens; in the thread that runs steps."""
+        append_tokens(self.verified.states, self._wait())
+
+    def _wait(self) -> dict[str, tuple[SampledToken, ...]]:
+        """The tokens; two threads ask, each of which may be the first."""
+        known = self._known
+        if known is None:
+            self.sampled.synchronize()
+            self._known = known = self.verified.tokens()
+        return known
+
+
 class AsyncModelRunner(ModelRunner):
     """A ModelRunner that enqueues a step and does not wait for it.
 
     A grammar has to know the last token before the next one is sampled: the host waits for it when
     the model is enqueued that computes the next one's logits. Where it looks at logits between two
-    steps (log probabilities of a prompt), the whole batch waits for the host; and where tokens are
-    drafted, since what comes next depends on how many of them are accepted.
+    steps (log probabilities of a prompt), the whole batch waits for the host. Drafts are proposed
+    when all tokens before them are known.
 
     Args:
         parts: what it works with.
@@ -164,16 +215,14 @@ class AsyncModelRunner(ModelRunner):
     ) -> None:
         super().__init__(parts, proposer)
         self._sampled = sampled
-        self._enqueued: deque[EnqueuedStep] = deque()
+        self._enqueued: deque[EnqueuedStep | EnqueuedDrafts] = deque()
 
     def _take_over(self, plan: StepPlan) -> None:
+        is_behind_drafts = bool(self._enqueued) and isinstance(self._enqueued[-1], EnqueuedDrafts)
+        needs_tokens = is_behind_drafts or plan.has_drafts
+        # the core has the tokens of those before; what they change ends before requests are removed
+        self._complete(0 if needs_tokens else self._sampled.depth - 1)
         super()._take_over(plan)
-        self._complete(self._sampled.depth - 1)  # the core has the tokens of those before
-
-    def _collect(self, plan: StepPlan) -> Batch:
-        if plan.has_drafts:  # what proposes them has to know the tokens before them
-            self._complete(0)
-        return super()._collect(plan)
 
     def _make_inputs(self, batch: Batch) -> StepInputs:
         inputs = super()._make_inputs(batch)
@@ -189,14 +238,14 @@ class AsyncModelRunner(ModelRunner):
     def _conclude(
         self, plan: StepPlan, batch: Batch, inputs: StepInputs, hidden: Tensor
     ) -> PendingStep:
-        if batch.drafts.by_request:
-            return super()._conclude(plan, batch, inputs, hidden)
         states = (*batch.states, *inputs.sampling) if self._requests.num_host_bound else ()
         if any(state.is_host_bound for state in states):
             self._complete(0)
             return super()._conclude(plan, batch, inputs, hidden)
         if not inputs.sampling:
             return self._end_unsampled(self._unsampled(plan))
+        if batch.drafts.by_request:
+            return self._enqueue_drafts(plan, batch, inputs, hidden)
         if self._requests.num_grammars and any(s.grammar is not None for s in inputs.sampling):
             self._complete(0)
         chosen = self._sampler.choose(self._logits(hidden, inputs), inputs.sampling)
@@ -208,6 +257,22 @@ class AsyncModelRunner(ModelRunner):
             plan.step,
             inputs.sampling,
             chosen.moved(_to_host),
+            self._make_event(),
+            self._copier.is_copying,
+            grammar_failures(inputs.sampling) if self._requests.num_grammars else {},
+        )
+        step.sampled.record()
+        self._enqueued.append(step)
+        return step
+
+    def _enqueue_drafts(
+        self, plan: StepPlan, batch: Batch, inputs: StepInputs, hidden: Tensor
+    ) -> PendingStep:
+        logits = self._logits(hidden, inputs)
+        verified = verify_drafts(self._sampler, logits, inputs.sampling, batch.drafts)
+        step = EnqueuedDrafts(
+            plan.step,
+            verified.moved(_to_host),
             self._make_event(),
             self._copier.is_copying,
             grammar_failures(inputs.sampling) if self._requests.num_grammars else {},

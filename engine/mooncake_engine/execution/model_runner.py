@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from mooncake_engine.execution.input_batch import StepInputs, make_inputs
@@ -196,7 +197,9 @@ class ModelRunner:
                 tables.extend(states[index].row, block_ids, at)
         if self._proposer is None:
             return Batch(plan.sequences, states, NO_DRAFTS)
-        return Batch(plan.sequences, states, propose_drafts(self._proposer, plan, states))
+        pairs = zip(plan.sequences, states, strict=True)
+        sequences = [_behind_drafts(sequence, state) for sequence, state in pairs]
+        return Batch(sequences, states, propose_drafts(self._proposer, sequences, states))
 
     def _make_inputs(self, batch: Batch) -> StepInputs:
         pool = self._pool
@@ -211,21 +214,13 @@ class ModelRunner:
         """What comes of the hidden rows: [tokens, hidden]."""
         scores = score_prompts(hidden, *batch, self._model.logits)
         tokens = self._sample(hidden, inputs, batch.drafts)
-        num_drafted = {
-            name: len(draft.token_ids) for name, draft in batch.drafts.by_request.items()
-        }
-        failed = {
-            name: NO_FINITE_LOGIT
-            for name, (*_, last) in tokens.items()
-            if last.token_id == NO_TOKEN
-        }
         result = StepResult(
             plan.step,
             tokens,
             scores,
-            failed,
+            failed_requests(tokens),
             grammar_failures(inputs.sampling),
-            num_drafted,
+            batch.drafts.num_drafted,
             is_copying=self._copier.is_copying,
         )
         return CompletedStep(result) if inputs.sampling else self._end_unsampled(result)
@@ -252,15 +247,36 @@ class ModelRunner:
             return {}
         logits = self._logits(hidden, inputs)
         if drafts.by_request:
-            tokens = verify_drafts(self._sampler, logits, inputs.sampling, drafts)
+            tokens = verify_drafts(self._sampler, logits, inputs.sampling, drafts).tokens()
         else:
             sampled = self._sampler.sample(logits, inputs.sampling)
             pairs = zip(inputs.sampling, sampled, strict=True)
             tokens = {state.request_id: (token,) for state, token in pairs}
-        for state in inputs.sampling:
-            for token in tokens[state.request_id]:
-                if token.token_id != NO_TOKEN:
-                    state.append(token.token_id)
-                else:  # its next step may be planned already: it needs some token to run
-                    state.token_ids.append(0)
+        append_tokens(inputs.sampling, tokens)
         return tokens
+
+
+def append_tokens(
+    states: Sequence[CachedRequest], tokens: Mapping[str, Sequence[SampledToken]]
+) -> None:
+    """Let requests know what was sampled for them."""
+    for state in states:
+        for token in tokens[state.request_id]:
+            if token.token_id != NO_TOKEN:
+                state.append(token.token_id)
+            else:  # its next step may be planned already: it needs some token to run
+                state.token_ids.append(0)
+
+
+def failed_requests(tokens: Mapping[str, Sequence[SampledToken]]) -> dict[str, str]:
+    """Why requests can't go on, by id: those whose row has no token."""
+    return {
+        name: NO_FINITE_LOGIT for name, (*_, last) in tokens.items() if last.token_id == NO_TOKEN
+    }
+
+
+def _behind_drafts(sequence: ScheduledSequence, state: CachedRequest) -> ScheduledSequence:
+    """The same from the newest token on, whose position was not known when it was planned."""
+    if not sequence.num_unverified_drafts:
+        return sequence
+    return replace(sequence, start=len(state.token_ids) - sequence.count)

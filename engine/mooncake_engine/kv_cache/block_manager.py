@@ -125,30 +125,34 @@ class BlockManager:
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """How many blocks ``grow`` would take: for new tokens, and for a copy on write."""
         wanted = -(-num_tokens // self.block_size) - len(request.block_ids)
-        return max(wanted + self._writes_shared(request), 0)
+        return max(wanted, 0) + self._writes_shared(request)
 
     def grow(self, request: Request, num_tokens: int) -> Growth | None:
-        """Make a table hold ``num_tokens``, its own from ``num_scheduled`` on; None if it can't."""
+        """Make a table hold ``num_tokens``, its own from ``num_scheduled`` on; None if it can't.
+
+        A block there that it shares is copied; those behind it, lent for drafts, are its own.
+        """
         table = request.block_ids
         block_size = self.block_size
         # as _writes_shared does, without a call: this runs for every decode
         written = (request.num_computed + request.num_in_flight) // block_size
         is_shared = written < len(table) and self.pool.references[table[written]] > 1
-        wanted = -(-num_tokens // block_size) - len(table) + is_shared
-        if wanted <= 0:
+        wanted = max(-(-num_tokens // block_size) - len(table), 0) + is_shared
+        if not wanted:
             return NO_GROWTH
         fresh = self.pool.allocate(wanted)
         if fresh is None:
             return None
-        copied = None
-        if is_shared:
-            is_last = request.num_scheduled // self.block_size == len(table) - 1
-            assert is_last, "only a table's last block is shared and written to"
-            copied = (table.pop(), fresh[0])
-            self.pool.release(copied[:1])
-        growth = Growth(len(table), tuple(fresh), copied)
-        table.extend(fresh)
-        return growth
+        if not is_shared:
+            growth = Growth(len(table), tuple(fresh))
+            table.extend(fresh)
+            return growth
+        copied, lent = (table[written], fresh[0]), table[written + 1 :]
+        references = self.pool.references
+        assert all(references[block_id] == 1 for block_id in lent), "one block is copied on write"
+        self.pool.release(copied[:1])
+        table[written:] = [fresh[0], *lent, *fresh[1:]]
+        return Growth(written, tuple(table[written:]), copied)
 
     def owns_next_slot(self, request: Request, position: int) -> bool:
         """Whether a table has the block of a position for itself alone: ``grow`` up to there would
@@ -157,16 +161,16 @@ class BlockManager:
         index = position // self.block_size
         return index < len(table) and self.pool.references[table[index]] == 1
 
-    def num_free_tokens(self, request: Request) -> int:
-        """How many tokens beyond those that it has a table could take, with all free blocks."""
+    def num_free_tokens(self, request: Request, num_tokens: int) -> int:
+        """How many tokens beyond ``num_tokens`` a table could take, with all free blocks."""
         num_blocks = len(request.block_ids) + self.pool.num_free
-        return num_blocks * self.block_size - len(request.token_ids)
+        return num_blocks * self.block_size - num_tokens
 
     def allocate_drafts(self, request: Request, num_tokens: int) -> Growth:
         """Make a table hold ``num_tokens``, for a step whose last ones may turn out wrong.
 
         Args:
-            request: has grown for the tokens that it has already.
+            request: has grown for the tokens before these.
             num_tokens: at most ``num_free_tokens`` beyond those.
         """
         table = request.block_ids
@@ -180,8 +184,8 @@ class BlockManager:
         return growth
 
     def free_drafts(self, request: Request) -> None:
-        """Take back what was lent and holds no computed token."""
-        kept = -(-request.num_computed // self.block_size)
+        """Take back what was lent, holds no computed token and is written by no step in flight."""
+        kept = -(-request.most_scheduled // self.block_size)
         if kept < len(request.block_ids):
             self.pool.release(request.block_ids[kept:])
             del request.block_ids[kept:]

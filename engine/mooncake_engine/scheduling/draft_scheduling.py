@@ -14,7 +14,7 @@ second (after the adaptive speculation of TurboSpec, arXiv 2406.14066). Pure.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -142,35 +142,18 @@ class DraftScheduler:
         self._accepted_at = [0] * limits.num_speculative_tokens
         self._worth: dict[int, DraftWorth] = {}  # by the batch size's bits
 
-    def waits_for_tokens(self, running: Sequence[Request]) -> bool:
-        """Whether these do not run ahead of their last tokens, since what proposes drafts has to
-        know them, and drafts are worth more. Beside a prompt they are not."""
-        return (
-            self._limits.uses_async_scheduling
-            and self._limits.num_speculative_tokens > 0
-            and self._pays(len(running))
-            and all(request.num_pending <= 1 for request in running)
-            and any(self._useful(request) > 0 for request in running)
-        )
-
-    def plan(self, step: StepBuilder, requests: Mapping[str, Request]) -> bool:
-        """Give the step's decodes draft tokens, by priority, where that pays; but for those that
-        run ahead of their own last token. Whether any has got some."""
+    def plan(self, step: StepBuilder, requests: Mapping[str, Request]) -> None:
+        """Give the step's decodes draft tokens, by priority, where that pays."""
         if not self._pays(len(step.decodes)):
-            return False
-        has_drafts = False
+            return
         for index, sequence in enumerate(step.decodes):
             request = requests[sequence.request_id]
-            if request.num_output_placeholders > 1:
-                continue
-            room = min(step.budget, self._blocks.num_free_tokens(request))
-            num_draft_tokens = min(self._useful(request), room)
+            most_tokens = request.most_tokens - 1  # before the one that this step samples
+            room = min(step.budget, self._blocks.num_free_tokens(request, most_tokens))
+            num_draft_tokens = min(self._useful(request, most_tokens), room)
             if num_draft_tokens > 0:
-                num_tokens = len(request.token_ids) + num_draft_tokens
-                growth = self._blocks.allocate_drafts(request, num_tokens)
-                step.draft(index, num_draft_tokens, growth)
-                has_drafts = True
-        return has_drafts
+                growth = self._blocks.allocate_drafts(request, most_tokens + num_draft_tokens)
+                step.draft(index, request, num_draft_tokens, growth)
 
     def complete(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
         """A sequence that was allowed drafts has run, and the request has its tokens."""
@@ -207,13 +190,18 @@ class DraftScheduler:
             return None
         return SpeculationStats(self._num_drafts, self._num_draft_tokens, tuple(self._accepted_at))
 
-    def _useful(self, request: Request) -> int:
+    def _useful(self, request: Request, most_tokens: int) -> int:
         """Drafts that may become part of the output: one more token always comes after
-        them."""
+        them.
+
+        Args:
+            request: whose.
+            most_tokens: how many it may have when the step begins.
+        """
         if not request.num_output_tokens:
             return 0
-        num_tokens = len(request.token_ids)
-        return min(self._length(request).at(num_tokens), request.max_num_tokens - num_tokens - 1)
+        length = self._length(request).at(len(request.token_ids))
+        return min(length, request.max_num_tokens - most_tokens - 1)
 
     def _length(self, request: Request) -> DraftLength:
         if request.draft_length is None:

@@ -52,8 +52,8 @@ class SequenceGroup:
     def find_prompt(self) -> Request | None:
         """A member whose blocks hold the whole prompt's KV, or None.
 
-        One that is still catching up does not count: it has blocks beyond those that it writes
-        next, and only a table's last block is ever copied on write.
+        One that is still catching up does not count: it writes to several blocks next, and only the
+        first of them is ever copied on write.
         """
         for member in self.members:
             has_prompt = member.num_computed >= member.num_prompt_tokens
@@ -100,6 +100,8 @@ class Request:
         num_preemptions: how often it has lost its blocks.
         num_in_flight: those behind them whose KV will be, once the steps in flight are over.
         num_output_placeholders: tokens that these steps sample, not yet known to the scheduler.
+        num_unverified_drafts: what these steps draft at most: so many tokens more will be there
+            once they are over, with their KV, if all are accepted.
         host_block_ids: its block table in host memory while it is swapped out.
         chain: digests of its full blocks, as far as they were needed.
         changed_at: from where on the workers don't have its block table as it is; None if they do.
@@ -132,6 +134,7 @@ class Request:
     num_preemptions: int = 0
     num_in_flight: int = 0
     num_output_placeholders: int = 0
+    num_unverified_drafts: int = 0
     num_published: int = 0
     changed_at: int | None = None
     awaits_copies: bool = False
@@ -196,8 +199,14 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, and output placeholders."""
+        """Tokens so far, and output placeholders: at least so many once the steps in flight are
+        over."""
         return len(self.token_ids) + self.num_output_placeholders
+
+    @property
+    def most_tokens(self) -> int:
+        """How many there are then if all draft tokens are accepted."""
+        return self.num_tokens + self.num_unverified_drafts
 
     @property
     def num_output_tokens(self) -> int:
@@ -206,8 +215,14 @@ class Request:
 
     @property
     def num_scheduled(self) -> int:
-        """Tokens that have run or are about to: the position of the next one that does."""
+        """Tokens that have run or are about to: the position of the next one that does, or of an
+        earlier one, where drafts are accepted."""
         return self.num_computed + self.num_in_flight
+
+    @property
+    def most_scheduled(self) -> int:
+        """The position of the next one if all draft tokens are accepted."""
+        return self.num_scheduled + self.num_unverified_drafts
 
     @property
     def awaits_scores(self) -> bool:

@@ -202,15 +202,11 @@ class Scheduler:
         Else it is in flight until ``update`` is called with it.
         """
         step = StepBuilder(self.limits.max_num_batched_tokens)
-        self._waits_for_steps = bool(self._in_flight) and (
-            self._waits_for_steps or self.speculation.waits_for_tokens(self._queues.running)
-        )
+        self._waits_for_steps = bool(self._in_flight) and self._waits_for_steps
         if not self._waits_for_steps:
             self._schedule_requests(step)
         if self.limits.num_speculative_tokens:
-            has_drafts = self.speculation.plan(step, self._queues.requests)
-            # how many tokens come of such a step decides where the next one begins
-            self._waits_for_steps |= self.limits.uses_async_scheduling and has_drafts
+            self.speculation.plan(step, self._queues.requests)
         arrived = self._remote_kv.received.take() if step.requests else ()
         drains = self._preemption.copies.drains(
             self._step,
@@ -323,9 +319,11 @@ class Scheduler:
         if request.is_unproven and self._pool is not None:
             self._pool.loads.hold(request, sequence, result)
             return
-        stop = sequence.start + sequence.count
+        start = request.num_computed if sequence.num_unverified_drafts else sequence.start
+        stop = start + sequence.count
         request.num_in_flight -= stop - request.num_computed
         request.num_computed = stop
+        request.num_unverified_drafts -= sequence.num_draft_tokens
         is_running = request.state is RequestStatus.RUNNING
         if not is_running or request.has_wrong_kv:
             if not is_running and not request.num_in_flight:
@@ -400,14 +398,16 @@ class Scheduler:
             return
         if num_tokens == start or not step.budget or request.state is not RequestStatus.RUNNING:
             return
-        is_last = num_tokens >= request.max_num_tokens or not self.limits.uses_async_scheduling
-        is_ahead = num_output_placeholders and (is_last or request.is_unproven)
+        num_drafts = request.num_unverified_drafts
+        is_last = num_tokens + num_drafts >= request.max_num_tokens
+        may_run_ahead = self.limits.uses_async_scheduling and not is_last
+        is_ahead = num_output_placeholders and (not may_run_ahead or request.is_unproven)
         if is_ahead or request.has_wrong_kv:
             return
-        if self.blocks.owns_next_slot(request, start) and request.changed_at is None:
+        if self.blocks.owns_next_slot(request, start + num_drafts) and request.changed_at is None:
             step.add_decode(request, start)
             return
-        while (growth := self.blocks.grow(request, start + 1)) is None:
+        while (growth := self.blocks.grow(request, start + num_drafts + 1)) is None:
             if not self._preempt_for(request.group, step):
                 return
             if request.state is not RequestStatus.RUNNING:
@@ -442,11 +442,11 @@ class Scheduler:
         """Whether a request is scheduled again before its last token is known here.
 
         Async scheduling: the next step is planned with a placeholder, which the workers fill on the
-        device with the token that the step in flight samples. Not without async scheduling, as the
-        workers would not know the token either, nor after the token that is certainly the last."""
-        num_tokens = len(request.token_ids) + request.num_output_placeholders
+        device with the token that the step in flight samples; behind drafts they begin where the
+        last accepted one has left off. Not without async scheduling, as the workers would not know
+        the token either, nor after a token that may be the last."""
         is_known = self.limits.uses_async_scheduling and not request.is_unproven
-        return is_known and num_tokens < request.max_num_tokens
+        return is_known and request.most_tokens < request.max_num_tokens
 
     def _preempt_for(self, group: SequenceGroup, step: StepBuilder) -> bool:
         """Preempt a group, which no step in flight may run: else plan nothing until all of them
@@ -484,12 +484,12 @@ class Scheduler:
         for request in members:
             if count := self._count(request, budget):
                 shares.append((request, count))
-                wanted += self.blocks.num_missing(request, request.num_scheduled + count)
+                wanted += self.blocks.num_missing(request, request.most_scheduled + count)
                 budget -= count
         return shares, wanted
 
     def _schedule_tokens(self, request: Request, count: int, step: StepBuilder) -> None:
-        growth = self.blocks.grow(request, request.num_scheduled + count)
+        growth = self.blocks.grow(request, request.most_scheduled + count)
         assert growth is not None, "blocks were counted before they were taken"
         followers: list[Request] = []
         if request.shares_first_token and count == request.num_pending:

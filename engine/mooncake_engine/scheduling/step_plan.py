@@ -48,7 +48,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
 
     Args:
         request_id: which.
-        start: position of the first token to run; everything before it has its KV.
+        start: position of the first token to run; everything before it has its KV. Where steps
+            before are not over that draft tokens, it is behind those of them that are accepted.
         count: how many tokens to run.
         new_block_ids: blocks to append to its block table before the step.
         is_sampling: whether a token is sampled after the last one.
@@ -58,6 +59,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
         siblings: requests that sample from the same logits; all their tokens so far are the same.
         num_draft_tokens: so many tokens at most may be drafted after the last one and run with it;
             the table has room for them.
+        num_unverified_drafts: what the steps before, in flight, draft at most: the sequence runs
+            its newest token, at ``start`` or up to so many positions later. Whoever runs it knows
+            by then, and the table has room.
     """
 
     request_id: str
@@ -68,6 +72,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     new_blocks_at: int | None = None
     siblings: tuple[str, ...] = ()
     num_draft_tokens: int = 0
+    num_unverified_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +264,7 @@ class StepBuilder:
             is_sampling,
             growth.at if growth.block_ids else None,
             tuple([follower.request_id for follower in followers]) if followers else (),
+            num_unverified_drafts=request.num_unverified_drafts,
         )
         request.num_in_flight += count
         request.num_output_placeholders += is_sampling
@@ -279,7 +285,9 @@ class StepBuilder:
     def add_decode(self, request: Request, start: int) -> None:
         """``add`` for a request that runs its last token, at ``start``, in a table that the workers
         have as it is: what a step mostly does."""
-        self._decodes.append(ScheduledSequence(request.request_id, start, 1))
+        unverified = request.num_unverified_drafts
+        sequence = ScheduledSequence(request.request_id, start, 1, num_unverified_drafts=unverified)
+        self._decodes.append(sequence)
         self._decoding.append(request)
         request.num_in_flight += 1
         request.num_output_placeholders += 1
@@ -290,11 +298,12 @@ class StepBuilder:
         """The sequences that run one token and sample after it, so far."""
         return self._decodes
 
-    def draft(self, index: int, num_draft_tokens: int, growth: Growth) -> None:
+    def draft(self, index: int, request: Request, num_draft_tokens: int, growth: Growth) -> None:
         """Let one of the ``decodes`` draft tokens.
 
         Args:
             index: which.
+            request: its own.
             num_draft_tokens: how many tokens at most.
             growth: blocks lent for them, behind those that the sequence has gained already.
         """
@@ -308,7 +317,9 @@ class StepBuilder:
             block_ids,
             new_blocks_at=at if block_ids else None,
             num_draft_tokens=num_draft_tokens,
+            num_unverified_drafts=sequence.num_unverified_drafts,
         )
+        request.num_unverified_drafts += num_draft_tokens
         self.budget -= num_draft_tokens
 
     def copy(self, growth: Growth) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -18,11 +18,11 @@ from mooncake_engine.execution.request_table import (
 )
 from mooncake_engine.execution.speculation.rejection_sampling import DrawnTokens, count_accepted
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.scheduling.step_plan import SampledToken, StepPlan
+from mooncake_engine.scheduling.step_plan import SampledToken, ScheduledSequence
 from mooncake_hal.backend_parts import index_tensor
 
 if TYPE_CHECKING:
-    from mooncake_engine.execution.sampler import Sampler
+    from mooncake_engine.execution.sampler import ChosenTokens, Sampler
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +64,11 @@ class StepDrafts:
 
     by_request: Mapping[str, Draft]
     on_device: Tensor | None = None
+
+    @property
+    def num_drafted(self) -> dict[str, int]:
+        """How many tokens, by request."""
+        return {name: len(draft.token_ids) for name, draft in self.by_request.items()}
 
     def settle(self) -> None:
         """Let the host know the tokens that only the device does, which is waited for."""
@@ -142,28 +147,60 @@ class Proposer(Protocol):
 
 
 def propose_drafts(
-    proposer: Proposer, plan: StepPlan, states: Sequence[CachedRequest]
+    proposer: Proposer, sequences: Sequence[ScheduledSequence], states: Sequence[CachedRequest]
 ) -> StepDrafts:
-    """Draft tokens for the plan's sequences that may have some."""
+    """Draft tokens for the sequences that may have some."""
     wanted = [
         DraftRequest(state, sequence.num_draft_tokens)
-        for sequence, state in zip(plan.sequences, states, strict=True)
+        for sequence, state in zip(sequences, states, strict=True)
         if sequence.num_draft_tokens
     ]
     return proposer.propose(wanted) if wanted else NO_DRAFTS
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifiedDrafts:
+    """What the model has chosen in a step with draft tokens, where it was chosen.
+
+    Args:
+        states: the requests, in the step's order.
+        drafts: theirs.
+        chosen: of each request one token, or with a draft one before each draft token and one
+            behind the last.
+    """
+
+    states: Sequence[CachedRequest]
+    drafts: StepDrafts
+    chosen: ChosenTokens
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> VerifiedDrafts:
+        """The same elsewhere."""
+        drafts = self.drafts
+        if drafts.on_device is not None:
+            drafts = StepDrafts(drafts.by_request, move(drafts.on_device))
+        return VerifiedDrafts(self.states, drafts, self.chosen.moved(move))
+
+    def tokens(self) -> dict[str, tuple[SampledToken, ...]]:
+        """The tokens of each request: the draft tokens that hold, and the one behind them. Waits
+        for the device; the host knows the drafts from now on."""
+        sampled = iter(self.chosen.tokens())
+        self.drafts.settle()
+        return {
+            state.request_id: _accepted(sampled, self.drafts.by_request.get(state.request_id))
+            for state in self.states
+        }
+
+
 def verify_drafts(
     sampler: Sampler, logits: Tensor, states: Sequence[CachedRequest], drafts: StepDrafts
-) -> dict[str, tuple[SampledToken, ...]]:
-    """The tokens of each request: the draft tokens that hold, and the one behind them.
+) -> VerifiedDrafts:
+    """Choose what comes of draft tokens.
 
     Args:
         sampler: chooses.
-        logits: [rows, vocab] float32: of each request one row, or with a draft one before each
-            draft token and one behind the last.
+        logits: [rows, vocab] float32, see ``VerifiedDrafts.chosen``.
         states: the requests, in the step's order.
-        drafts: theirs, which the host knows from now on.
+        drafts: theirs.
     """
     rows: list[SamplingState] = []
     tested: list[tuple[int, int, Tensor]] = []  # row, place among the step's draft tokens
@@ -180,12 +217,8 @@ def verify_drafts(
         ]
         rows += draft.states
         num_drafted += len(draft.token_ids)
-    sampled = iter(sampler.sample(logits, rows, _drawn(tested, drafts.on_device)))
-    drafts.settle()
-    return {
-        state.request_id: _accepted(sampled, drafts.by_request.get(state.request_id))
-        for state in states
-    }
+    chosen = sampler.choose(logits, rows, _drawn(tested, drafts.on_device))
+    return VerifiedDrafts(states, drafts, chosen)
 
 
 def _drawn(

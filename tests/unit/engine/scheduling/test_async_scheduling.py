@@ -84,29 +84,57 @@ def test_what_goes_together(
     assert (config.steps_in_flight, config.uses_async_scheduling) == (steps, uses_async_scheduling)
 
 
-def test_steps_with_drafts_wait_for_each_other() -> None:
+def test_behind_drafts_a_step_is_planned_before_it_is_known_where_it_begins() -> None:
     bench = ahead(num_speculative_tokens=3)
-    bench.add("a", PROMPT, max_tokens=12)
+    request = bench.add("a", PROMPT, max_tokens=12)
     bench.worker.num_accepted = 3
-    assert who(bench.step()[0]) == [("a", 0, 10)]
-    plan, updates = bench.step()
-    assert plan.has_drafts is False, "the first token is not known yet"
-    assert who(plan) == [("a", 10, 1)]
-    assert [update.token_ids for update in updates] == [(7,)]
+    plans = [bench.step()[0].sequences[0] for _ in range(2)]
+    assert all(plan.num_draft_tokens == 0 for plan in plans), "the first token is not known yet"
     steps = [bench.step() for _ in range(4)]
-    assert [(who(plan), plan.has_drafts) for plan, _ in steps] == [
-        ([], False),
-        ([("a", 11, 1)], True),
-        ([], False),
-        ([("a", 15, 1)], True),
+    shares = [plan.sequences[0] for plan, _ in steps if plan.sequences]
+    assert [(s.start, s.num_unverified_drafts, s.num_draft_tokens) for s in shares] == [
+        (11, 0, 3),
+        (12, 3, 3),  # it runs at 15
+        (16, 3, 1),  # at 19: the last of 22 tokens comes with it
     ]
     assert [[u.token_ids for u in updates] for _, updates in steps] == [
         [(7,)],
-        [],
         [(7, 7, 7, 7)],
-        [],
+        [(7, 7, 7, 7)],
+        [(7, 7)],
     ]
-    assert bench.run() == {"a": [7] * 4 + [7] * 2}
+    assert (len(request.token_ids), bench.num_free) == (22, 32)
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 3])
+def test_blocks_lent_for_drafts_are_kept_while_a_step_in_flight_may_write_to_them(
+    num_accepted: int,
+) -> None:
+    bench = ahead(num_speculative_tokens=9)
+    request = bench.add("a", PROMPT, max_tokens=40)
+    bench.worker.num_accepted = num_accepted
+    for _ in range(4):
+        bench.step()
+    [following] = bench.in_flight
+    [share] = following.sequences
+    end = request.num_computed + share.count + share.num_draft_tokens
+    assert len(request.block_ids) == -(-end // 4)
+    bench.run()
+    assert bench.num_free == 32
+
+
+def test_a_sibling_gets_the_prompt_of_one_whose_drafts_are_in_flight() -> None:
+    """What they share is copied for the one that writes to it first, draft blocks behind it."""
+    bench = ahead(num_speculative_tokens=6, max_num_seqs=1, prefix_caching=False, token=None)
+    for name in ("a", "b"):
+        bench.add(name, PROMPT, max_tokens=20, group="g")
+    bench.worker.num_accepted = 1
+    for _ in range(4):
+        bench.step()
+    bench.scheduler._budget.max_num_seqs = 2
+    answers = bench.run()
+    assert len(answers["b"]) == 20
+    assert bench.num_free == 32
 
 
 def test_where_drafts_do_not_pay_steps_run_ahead() -> None:
@@ -131,6 +159,8 @@ def test_a_prompt_is_not_held_up_by_drafts() -> None:
         ("b", 0, 7),
         ("b", 7, 7),
         ("b", 14, 6),
+        ("b", 20, 1),
+        ("b", 21, 1),
     ]
     begun = next(index for index, plan in enumerate(plans) if len(who(plan)) == 2)
     assert all(len(who(plan)) == 2 for plan in plans[begun : begun + 3]), "none was left out"

@@ -123,7 +123,7 @@ def test_two_steps_of_drafts_follow_the_models_distribution() -> None:
         logits = target[[0, *token_ids]]
         draft = Draft(states, [NO_TOKEN, NO_TOKEN], distributions)
         drafts = StepDrafts({"r": draft}, torch.tensor(token_ids))
-        tokens = verify_drafts(sampler, logits, [state], drafts)["r"]
+        tokens = verify_drafts(sampler, logits, [state], drafts).tokens()["r"]
         num_accepted += len(tokens) - 1
         found = [token.token_id for token in tokens]
         while len(found) < 2:  # as the engine would: another step
