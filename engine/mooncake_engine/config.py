@@ -392,8 +392,7 @@ class EngineConfig:
         default=None,
         metadata=option(
             help="schedule the next step while the current one runs",
-            default_text="on where the device is not the host, but for pipeline stages, and "
-            "drafts over data-parallel ranks that share experts",
+            default_text="on where the device is not the host, but for pipeline stages",
         ),
     )
     core_process: bool | None = field(
@@ -567,10 +566,8 @@ class EngineConfig:
     @property
     def allows_async_scheduling(self) -> bool:
         """Whether a request could be scheduled again before its last token is known: the ranks that
-        sample it must be those that run it next, which they are not with several stages. Steps with
-        drafts are waited for, which data-parallel ranks that step together would all do, each for
-        every other one."""
-        return self.pp_size == 1 and not (self.speculation and self.has_expert_rounds)
+        sample it must be those that run it next, which they are not with several stages."""
+        return self.pp_size == 1
 
     @property
     def uses_async_scheduling(self) -> bool:

@@ -127,6 +127,7 @@ NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
         ({"speculative_config": NGRAM}, "speculation"),
         ({"num_kv_blocks": 9}, "num_preemptions"),
         ({"async_scheduling": True}, "num_running"),
+        ({"speculative_config": NGRAM, "async_scheduling": True}, "speculation"),
     ],
 )
 def test_drafts_preemption_and_async_scheduling_are_each_ranks_own(

@@ -72,8 +72,8 @@ def test_the_answers_are_the_same(num_blocks: int, depth: int) -> None:
                 "dp_size": 2,
                 "ep_size": 2,
             },
-            1,
-            False,
+            2,
+            True,
         ),
     ],
 )
