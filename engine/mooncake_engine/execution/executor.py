@@ -312,12 +312,15 @@ class InProcessExecutor(Executor):
 class _LaunchedStep:
     """A step that the executor's own thread launches.
 
+    Its result is told when the step behind it, if there is one by then, is launched: what is done
+    with it would hold up that launch, as one interpreter does both.
+
     Args:
         plan: of it.
         attempt: guards the wait for its end.
     """
 
-    __slots__ = ("_attempt", "_is_launched", "_pending", "plan")
+    __slots__ = ("_attempt", "_is_launched", "_pending", "following", "plan")
 
     def __init__(
         self, plan: StepPlan, attempt: Callable[[Callable[[], StepResult]], StepResult]
@@ -327,6 +330,7 @@ class _LaunchedStep:
         self._is_launched = threading.Lock()  # at a tenth of what a Future's condition costs
         self._is_launched.acquire()
         self._pending: PendingStep | BaseException | None = None
+        self.following: _LaunchedStep | None = None
 
     def launched(self, pending: PendingStep | BaseException) -> None:
         """It was launched, or could not be."""
@@ -339,6 +343,9 @@ class _LaunchedStep:
         assert pending is not None, "a step is launched before it can end"
         if isinstance(pending, BaseException):
             raise pending
+        if self.following is not None:
+            with self.following._is_launched:
+                pass
         return self._attempt(pending.result)
 
 
@@ -354,6 +361,7 @@ class _LaunchThread:
         self._launch = launch
         self._bind = bind
         self._steps: SimpleQueue[_LaunchedStep | None] = SimpleQueue()
+        self._newest: _LaunchedStep | None = None
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
 
@@ -362,6 +370,9 @@ class _LaunchThread:
     ) -> _LaunchedStep:
         """Have it launch a step behind those before; see ``_LaunchedStep``."""
         step = _LaunchedStep(plan, attempt)
+        if self._newest is not None:
+            self._newest.following = step
+        self._newest = step
         self._steps.put(step)
         return step
 

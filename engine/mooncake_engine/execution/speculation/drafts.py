@@ -102,8 +102,19 @@ def advance(state: SamplingState, token_id: int) -> DraftState | None:
     return DraftState(state.sampling, state.seed, state.num_output_tokens + 1, counts, grammar)
 
 
-def make_draft(state: CachedRequest, token_ids: Iterable[int]) -> Draft | None:
+def _depends_on_place(state: SamplingState) -> bool:
+    """Whether a choice depends on what comes before it, beyond the logits, or on how much that
+    is: a random number does, and an end that is masked at first."""
+    sampling = state.sampling
+    return depends_on_tokens(state) or not sampling.is_greedy or sampling.min_tokens > 0
+
+
+def make_draft(state: CachedRequest, token_ids: Sequence[int]) -> Draft | None:
     """A draft of these tokens, as far as the request's grammar lets it; None if not at all."""
+    if not token_ids:
+        return None
+    if not _depends_on_place(state):
+        return Draft([state] * (len(token_ids) + 1), list(token_ids))
     states: list[SamplingState] = [state]
     drafted: list[int] = []
     for token_id in token_ids:

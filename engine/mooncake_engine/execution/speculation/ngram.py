@@ -38,10 +38,13 @@ class NGramIndex:
         """Learn the sequence's new tokens; all that was known must be its beginning."""
         if not self._last and len(token_ids) >= _BULK:
             self._build(token_ids)
-        for end in range(len(self._earlier), len(token_ids) + 1):
-            key = self._hash(token_ids[end - self._shortest : end])
-            self._earlier.append(self._last.get(key, 0))
-            self._last[key] = end
+        shortest, last, earlier = self._shortest, self._last, self._earlier
+        for end in range(len(earlier), len(token_ids) + 1):
+            key = 0  # as ``_build`` makes it
+            for token_id in token_ids[end - shortest : end]:
+                key = (key * _FACTOR + token_id) & _MASK
+            earlier.append(last.get(key, 0))
+            last[key] = end
 
     def find(self, token_ids: Sequence[int], count: int) -> list[int]:
         """What followed the longest earlier match of the last tokens, the newest of several.
@@ -69,12 +72,6 @@ class NGramIndex:
             if token_ids[match - 1 - length] != token_ids[end - 1 - length]:
                 return length
         return limit
-
-    def _hash(self, run: Sequence[int]) -> int:
-        key = 0
-        for token_id in run:
-            key = (key * _FACTOR + token_id) & _MASK
-        return key
 
     def _build(self, token_ids: Sequence[int]) -> None:
         """As ``extend`` would, for a whole prompt at once."""
