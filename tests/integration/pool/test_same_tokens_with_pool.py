@@ -11,6 +11,7 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_kv.config import KVTransferConfig
 
+NGRAM = SpeculativeConfig(SpeculativeMethod.NGRAM, prompt_lookup_min=1)
 SEEDED = SamplingParams(temperature=0.9, max_tokens=20, ignore_eos=True)
 
 
@@ -50,9 +51,10 @@ def test_models(models, family):
         {"async_scheduling": True},
         {"max_num_batched_tokens": 48},
         {"block_size": 8, "kv_layout": "BHLPT"},
-        {"speculative_config": SpeculativeConfig(SpeculativeMethod.NGRAM)},
+        {"speculative_config": NGRAM},
+        {"speculative_config": NGRAM, "async_scheduling": True},
     ],
-    ids=lambda options: next(iter(options)),
+    ids=" ".join,
 )
 def test_settings(models, options):
     _compare(models("llama"), **options)

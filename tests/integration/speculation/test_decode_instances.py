@@ -63,16 +63,26 @@ async def compare(single: Instance, both: Both, ask_both: Ask) -> SpeculationSta
     return stats
 
 
-@pytest.mark.parametrize("index", [0, 1], ids=["draft", "ngram"])
+@pytest.mark.parametrize(
+    ("index", "is_ahead"),
+    [(0, False), (1, False), (0, True)],
+    ids=["draft", "ngram", "draft, steps ahead"],
+)
 @pytest.mark.parametrize(("both", "ask_both"), [(pair, ask_pair), (push_pair, ask_pushed)])
-def test_prompts_of_a_peer(model: Path, both: Any, ask_both: Any, index: int) -> None:
+def test_prompts_of_a_peer(
+    model: Path, both: Any, ask_both: Any, index: int, *, is_ahead: bool
+) -> None:
     """Pulled or pushed."""
 
     async def scenario() -> SpeculationStats:
-        options = {"speculative_config": speculations(model)[index]}
+        options = {
+            "speculative_config": speculations(model)[index],
+            "async_scheduling": is_ahead,
+            "max_num_batched_tokens": CHUNK,
+        }
         async with (
             instance(model) as single,
-            both(model, max_num_batched_tokens=CHUNK, **options) as of,
+            both(model, **options) as of,
         ):
             return await compare(single, of, lambda *case: ask_both(of, *case))
 
