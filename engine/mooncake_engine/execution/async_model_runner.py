@@ -220,8 +220,8 @@ class AsyncModelRunner(ModelRunner):
     def _take_over(self, plan: StepPlan) -> None:
         is_behind_drafts = bool(self._enqueued) and isinstance(self._enqueued[-1], EnqueuedDrafts)
         needs_tokens = is_behind_drafts or plan.has_drafts
-        # else the core has the tokens of those before; first, since a removed request leaves its row
-        # of counts to others
+        # else the core has the tokens of those before; first, since the row of counts of a request
+        # that is removed may be another one's afterwards
         self._complete(0 if needs_tokens else self._sampled.depth - 1)
         super()._take_over(plan)
 
