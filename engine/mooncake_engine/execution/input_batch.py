@@ -139,28 +139,31 @@ def lay_out(
         block_size: tokens per block.
         device: of the tensors.
     """
-    rows, starts, counts = scheduled
-    firsts = np.array(starts, dtype=np.int64)
+    counts = scheduled.counts
+    rows, firsts = (np.array(each, dtype=np.int64) for each in (scheduled.rows, scheduled.starts))
     ends = firsts + counts
     contexts: list[int] = ends.tolist()
-    block_tables = tables.gather(np.array(rows, dtype=np.int64), -(-max(contexts) // block_size))
     query_start, owners, positions = _positions(counts, firsts)
+    slots = tables.find(rows[owners], positions // block_size).astype(np.int64)
+    slots *= block_size
+    slots += positions % block_size
     on_device = to_device(
         device,
         (
             query_start,
             ends.astype(np.int32),
-            block_tables,
-            _slots(block_tables, owners, positions, block_size),
+            rows,
+            slots,
             np.array(token_ids, dtype=np.int64),
             positions,
+            *tables.take_changes(),
         ),
     )
     attention = AttentionBatch(
         num_decodes=_leading_ones(counts),
         query_start=on_device[0],
         context_lens=on_device[1],
-        block_tables=on_device[2],
+        block_tables=tables.gather(on_device[2], -(-max(contexts) // block_size), on_device[6:]),
         slot_mapping=on_device[3],
         block_size=block_size,
         host_query_lens=tuple(counts),
@@ -219,19 +222,6 @@ def _positions(
     np.cumsum(counts, out=query_start[1:])
     owners = np.repeat(every, counts)
     return query_start, owners, np.arange(query_start[-1]) + (starts - query_start[:-1])[owners]
-
-
-def _slots(
-    block_tables: NDArray[np.int32],
-    owners: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    block_size: int,
-) -> NDArray[np.int64]:
-    """Where each token's KV goes: ``block_id * block_size + offset``."""
-    slots = block_tables[owners, positions // block_size].astype(np.int64)
-    slots *= block_size
-    slots += positions % block_size
-    return slots
 
 
 def _token_ids(states: Sequence[CachedRequest], starts: list[int], counts: list[int]) -> list[int]:

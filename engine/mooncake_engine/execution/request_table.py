@@ -188,13 +188,24 @@ def fill_placeholders(states: Iterable[CachedRequest], token_ids: Iterable[int])
 class BlockTables:
     """Block tables of all running requests as one matrix, so that a batch is one indexing.
 
+    A device with memory of its own has the matrix, too, and is told what changes: a batch's tables
+    are gathered there, so that what a step copies does not grow with the length of its sequences.
+
     Args:
         num_rows: requests to have room for at first; more make it grow.
         max_blocks: longest table, in blocks.
+        device: where batches are gathered.
+        is_apart: whether it has memory of its own.
     """
 
-    def __init__(self, num_rows: int, max_blocks: int) -> None:
+    def __init__(
+        self, num_rows: int, max_blocks: int, device: torch.device, *, is_apart: bool
+    ) -> None:
         self._table = np.zeros((num_rows, max_blocks), dtype=np.int32)
+        self._is_apart = is_apart
+        shared = torch.from_numpy(self._table)
+        self._on_device = torch.zeros_like(shared, device=device) if is_apart else shared
+        self._changed: list[tuple[int, int]] = []  # ranges of cells, row after row
         self._lengths = [0] * num_rows
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -213,6 +224,9 @@ class BlockTables:
         stop = start + len(block_ids)
         self._table[row, start:stop] = block_ids
         self._lengths[row] = stop
+        if self._is_apart:
+            first = row * self._table.shape[1]
+            self._changed.append((first + start, first + stop))
 
     def block_ids(self, row: int, start: int) -> list[int]:
         """A row's blocks from index ``start`` on."""
@@ -223,13 +237,40 @@ class BlockTables:
         """The row's request is gone. Its ids stay as padding: they are valid block ids."""
         self._free.append(row)
 
-    def gather(self, rows: NDArray[np.int64], num_blocks: int) -> NDArray[np.int32]:
-        """The leading ``num_blocks`` of each row: [rows, num_blocks]."""
-        return self._table[rows, :num_blocks]
+    def find(self, rows: NDArray[np.int64], indexes: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The block of each row at one index, on the host: [rows] int32."""
+        return self._table[rows, indexes]
+
+    def take_changes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]] | tuple[()]:
+        """Cells of the matrix that the device does not have as they are, and what they are now;
+        told once, to be handed to ``gather``. Empty if there are none."""
+        if not self._changed:
+            return ()
+        cells = np.concatenate([np.arange(*changed) for changed in self._changed])
+        self._changed.clear()
+        return cells, self._table.reshape(-1)[cells]
+
+    def gather(self, rows: Tensor, num_blocks: int, changes: Sequence[Tensor] = ()) -> Tensor:
+        """The leading ``num_blocks`` of each row, on the device: [rows, num_blocks] int32.
+
+        Args:
+            rows: [rows] int64, on the device.
+            num_blocks: of the longest one.
+            changes: what ``take_changes`` has told, on the device.
+        """
+        if changes:
+            cells, block_ids = changes
+            self._on_device.view(-1).index_copy_(0, cells, block_ids)
+        return self._on_device[:, :num_blocks].index_select(0, rows)
 
     def _grow(self) -> None:
         old_rows = len(self._lengths)
         self._table = np.concatenate((self._table, np.zeros_like(self._table)))
+        if self._is_apart:
+            grown = (self._on_device, torch.zeros_like(self._on_device))
+            self._on_device = torch.cat(grown)
+        else:
+            self._on_device = torch.from_numpy(self._table)
         self._lengths += [0] * old_rows
         self._free = list(range(2 * old_rows - 1, old_rows - 1, -1))
 
@@ -241,7 +282,7 @@ class RequestTable:
         max_seqs: requests to have room for at first.
         max_blocks: longest block table.
         vocab_size: the model's.
-        device: where counts for penalties live.
+        device: where counts for penalties live, and batches.
         find_vocabulary: for requests whose answer follows a grammar.
         is_sampling: whether tokens are sampled here: else penalties and grammars are not tracked.
     """
@@ -256,7 +297,8 @@ class RequestTable:
         *,
         is_sampling: bool = True,
     ) -> None:
-        self.tables = BlockTables(max_seqs, max_blocks)
+        is_apart = device.type != "cpu"
+        self.tables = BlockTables(max_seqs, max_blocks, device, is_apart=is_apart)
         self._counts = TokenCountTable(vocab_size, device)
         self._device = device
         self._find_vocabulary = find_vocabulary

@@ -114,15 +114,39 @@ def test_slots_are_those_of_a_loop(data: st.DataObject) -> None:
     assert inputs.attention.slot_mapping.tolist() == expected
 
 
-def test_rows_are_reused_and_grow() -> None:
-    tables = BlockTables(1, 4)
+def gathered(tables: BlockTables, rows: list[int], num_blocks: int) -> list[list[int]]:
+    changes = [torch.from_numpy(array) for array in tables.take_changes()]
+    found: list[list[int]] = tables.gather(torch.tensor(rows), num_blocks, changes).tolist()
+    return found
+
+
+@pytest.mark.parametrize("is_apart", [False, True], ids=["on the host", "on a device apart"])
+def test_rows_are_reused_and_grow(*, is_apart: bool) -> None:
+    tables = BlockTables(1, 4, CPU, is_apart=is_apart)
     first = tables.take_row((1, 2))
     second = tables.take_row((3,))
     assert first != second
     tables.extend(second, (4, 5))
     tables.free_row(first)
     assert tables.take_row((9,)) == first
-    assert tables.gather(np.array([second, first]), 2).tolist() == [[3, 4], [9, 2]]
+    assert gathered(tables, [second, first], 2) == [[3, 4], [9, 2]]
+    assert tables.find(np.array([second, first]), np.array([1, 0])).tolist() == [4, 9]
+    tables.extend(second, (8,), at=1)
+    assert gathered(tables, [second], 3) == [[3, 8, 5]]
+
+
+def test_a_device_apart_is_told_what_has_changed_and_no_more() -> None:
+    tables = BlockTables(2, 100, CPU, is_apart=True)
+    first, second = tables.take_row(tuple(range(50))), tables.take_row((60,))
+    assert gathered(tables, [second, first], 2) == [[60, 0], [0, 1]]
+    assert tables.take_changes() == ()
+    tables.extend(first, (77, 78))
+    tables.extend(first, (79,), at=51)
+    cells, block_ids = tables.take_changes()
+    assert dict(zip(cells.tolist(), block_ids.tolist(), strict=False)) == {
+        100 * first + 50: 77,
+        100 * first + 51: 79,
+    }
 
 
 def test_admitting_again_replaces_what_was_known() -> None:
