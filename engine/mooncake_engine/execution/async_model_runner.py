@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mooncake_engine.execution.input_batch import StepInputs
 from mooncake_engine.execution.model_runner import (
-    NO_FINITE_LOGIT,
     Batch,
     ModelRunner,
     PendingStep,
@@ -96,24 +95,51 @@ class SampledTokenBuffer:
         self._newest.index_copy_(0, rows, self._last_tokens)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepEnd:
+    """The end of a step that the device runs, and what is known of it before.
+
+    Args:
+        step: its plan's.
+        passed: recorded behind the copy of what it samples to the host.
+        is_copying, grammar_failed: see ``StepResult``.
+    """
+
+    step: int
+    passed: Event
+    is_copying: bool
+    grammar_failed: dict[str, str]
+
+    def result(
+        self,
+        tokens: dict[str, tuple[SampledToken, ...]],
+        failed: dict[str, str],
+        num_drafted: dict[str, int] | None = None,
+    ) -> StepResult:
+        """With what has come of the step; see ``StepResult``."""
+        return StepResult(
+            self.step,
+            tokens,
+            failed=failed,
+            grammar_failed=self.grammar_failed,
+            num_drafted=num_drafted or {},
+            is_copying=self.is_copying,
+        )
+
+
 @dataclass(slots=True, eq=False)
 class EnqueuedStep:
     """A step that the device runs.
 
     Args:
-        step: its plan's.
         states: the requests that sample.
-        chosen: their tokens on the host, there when ``sampled`` has passed.
-        sampled: recorded behind the copy to the host.
-        is_copying, grammar_failed: see ``StepResult``.
+        chosen: their tokens on the host, there when the step has ended.
+        end: of the step.
     """
 
-    step: int
     states: list[CachedRequest]
     chosen: ChosenTokens
-    sampled: Event
-    is_copying: bool
-    grammar_failed: dict[str, str]
+    end: StepEnd
     _known: tuple[list[SampledToken], list[int]] | None = None
 
     def result(self) -> StepResult:
@@ -122,20 +148,7 @@ class EnqueuedStep:
         tokens: dict[str, tuple[SampledToken, ...]] = {
             state.request_id: (token,) for state, token in pairs
         }
-        failed = {}
-        if NO_TOKEN in token_ids:
-            failed = {
-                state.request_id: NO_FINITE_LOGIT
-                for state, token_id in zip(self.states, token_ids, strict=True)
-                if token_id == NO_TOKEN
-            }
-        return StepResult(
-            self.step,
-            tokens,
-            failed=failed,
-            grammar_failed=self.grammar_failed,
-            is_copying=self.is_copying,
-        )
+        return self.end.result(tokens, failed_requests(tokens) if NO_TOKEN in token_ids else {})
 
     def complete(self) -> None:
         """Fill the requests' placeholders; in the thread that runs steps."""
@@ -148,7 +161,7 @@ class EnqueuedStep:
         """The tokens, and their ids; two threads ask, each of which may be the first."""
         known = self._known
         if known is None:
-            self.sampled.synchronize()
+            self.end.passed.synchronize()
             tokens = self.chosen.tokens()
             self._known = known = (tokens, [token.token_id for token in tokens])
         return known
@@ -159,29 +172,17 @@ class EnqueuedDrafts:
     """A step with draft tokens that the device runs; its requests have no placeholders.
 
     Args:
-        step: its plan's.
-        verified: what comes of the drafts, on the host, there when ``sampled`` has passed.
-        sampled: recorded behind the copy to the host.
-        is_copying, grammar_failed: see ``StepResult``.
+        verified: what comes of the drafts, on the host, there when the step has ended.
+        end: of the step.
     """
 
-    step: int
     verified: VerifiedDrafts
-    sampled: Event
-    is_copying: bool
-    grammar_failed: dict[str, str]
+    end: StepEnd
     _known: dict[str, tuple[SampledToken, ...]] | None = None
 
     def result(self) -> StepResult:
         tokens = self._wait()
-        return StepResult(
-            self.step,
-            tokens,
-            failed=failed_requests(tokens),
-            grammar_failed=self.grammar_failed,
-            num_drafted=self.verified.drafts.num_drafted,
-            is_copying=self.is_copying,
-        )
+        return self.end.result(tokens, failed_requests(tokens), self.verified.drafts.num_drafted)
 
     def complete(self) -> None:
         """Append the requests' tokens; in the thread that runs steps."""
@@ -191,7 +192,7 @@ class EnqueuedDrafts:
         """The tokens; two threads ask, each of which may be the first."""
         known = self._known
         if known is None:
-            self.sampled.synchronize()
+            self.end.passed.synchronize()
             self._known = known = self.verified.tokens()
         return known
 
@@ -254,15 +255,8 @@ class AsyncModelRunner(ModelRunner):
         self._sampled.store(inputs.sampling, token_ids)
         self._requests.count_sampled(inputs.sampling, token_ids)
         add_placeholders(inputs.sampling)
-        step = EnqueuedStep(
-            plan.step,
-            inputs.sampling,
-            chosen.moved(_to_host),
-            self._make_event(),
-            self._copier.is_copying,
-            grammar_failures(inputs.sampling) if self._requests.num_grammars else {},
-        )
-        step.sampled.record()
+        on_host = chosen.moved(_to_host)
+        step = EnqueuedStep(inputs.sampling, on_host, self._end(plan, inputs))
         self._enqueued.append(step)
         return step
 
@@ -271,16 +265,17 @@ class AsyncModelRunner(ModelRunner):
     ) -> PendingStep:
         logits = self._logits(hidden, inputs)
         verified = verify_drafts(self._sampler, logits, inputs.sampling, batch.drafts)
-        step = EnqueuedDrafts(
-            plan.step,
-            verified.moved(_to_host),
-            self._make_event(),
-            self._copier.is_copying,
-            grammar_failures(inputs.sampling) if self._requests.num_grammars else {},
-        )
-        step.sampled.record()
+        on_host = verified.moved(_to_host)
+        step = EnqueuedDrafts(on_host, self._end(plan, inputs))
         self._enqueued.append(step)
         return step
+
+    def _end(self, plan: StepPlan, inputs: StepInputs) -> StepEnd:
+        """Of a step all of whose work is enqueued."""
+        passed = self._make_event()
+        passed.record()
+        failed = grammar_failures(inputs.sampling) if self._requests.num_grammars else {}
+        return StepEnd(plan.step, passed, self._copier.is_copying, failed)
 
     def _complete(self, num_left: int) -> None:
         """Take the tokens of all steps but the last ``num_left`` in."""
