@@ -113,14 +113,15 @@ class ResidenceIndex:
 
     def _change(self, keys: Sequence[bytes], added: int, removed: int) -> None:
         """Set and clear bits of chunks."""
-        compiled = _compiled() if len(keys) > FEW_KEYS else None
-        if compiled is None or self._left_out:
+        helper = _compiled() if len(keys) > FEW_KEYS else None
+        if helper is None or self._left_out:
             for key in keys:
                 self._change_one(key, added, removed)
             return
         are_left_out = (ctypes.c_uint8 * len(keys))()
         buckets, joined = self._buckets.ctypes.data, _joined(keys)
-        if compiled(buckets, self._mask, joined, len(keys), added, removed, are_left_out):
+        change = helper.mooncake_change
+        if change(buckets, self._mask, joined, len(keys), added, removed, are_left_out):
             left_out = zip(keys, are_left_out, strict=True)
             self._left_out.update((key, added) for key, is_left_out in left_out if is_left_out)
             self._words[_LEFT_OUT_WORD] = len(self._left_out)
@@ -194,7 +195,9 @@ class ResidenceView:
         self._header: Words = np.frombuffer(mapping, np.uint64, _HEADER.size // 8)
         flat: Words = np.frombuffer(mapping, np.uint64, offset=HEADER_BYTES)
         self._table = flat.reshape(buckets, BUCKET_WORDS)
-        self._mask = np.uint64(buckets - 1)
+        self._address = self._table.ctypes.data
+        self._mask = buckets - 1
+        self._helper = _compiled()
 
     @classmethod
     def open(cls, info: IndexInfo, epoch: str) -> ResidenceView | None:
@@ -219,15 +222,26 @@ class ResidenceView:
 
     def probe(self, keys: Sequence[bytes]) -> list[Residence] | None:
         """Where these are; None if only the store knows."""
-        pairs: Words = np.frombuffer(_joined(keys), np.uint64)
-        low, tags = pairs[::2], (pairs[1::2] & _TAG)[:, None]
-        near = self._table[low & self._mask]
-        far = self._table[low >> _HALF & self._mask]
-        words = np.concatenate((near, far), axis=1)
-        bits = np.where(words & _TAG == tags, words & _STATE, _NONE).max(axis=1).tolist()
+        bits = self._bits(_joined(keys), len(keys))
         if self._header[_LEFT_OUT_WORD] and 0 in bits:
             return None
         return [_RESIDENCE[state] for state in bits]
+
+    def _bits(self, joined: bytes, count: int) -> Sequence[int]:
+        """The state bits of each chunk; 0 of one that is not there."""
+        if self._helper is not None:
+            states = (ctypes.c_uint8 * count)()
+            self._helper.mooncake_probe(self._address, self._mask, joined, count, states)
+            return bytes(states)
+        pairs: Words = np.frombuffer(joined, np.uint64)
+        low, tags = pairs[::2], (pairs[1::2] & _TAG)[:, None]
+        mask = np.uint64(self._mask)
+        near, far = self._table[low & mask], self._table[low >> _HALF & mask]
+        words = np.concatenate((near, far), axis=1)
+        found: list[int] = (
+            np.where(words & _TAG == tags, words & _STATE, _NONE).max(axis=1).tolist()
+        )
+        return found
 
 
 _TAG, _STATE = np.uint64(_TAG_BITS), np.uint64(_STATE_BITS)
@@ -264,21 +278,41 @@ size_t mooncake_change(uint64_t *buckets, uint64_t mask, const char *keys, size_
     }
     return num_left_out;
 }
+/* ``ResidenceView.probe`` of many keys of 16 bytes: the state bits of each. */
+void mooncake_probe(const uint64_t *buckets, uint64_t mask, const char *keys, size_t count,
+                    uint8_t *states) {
+    for (size_t i = 0; i < count; i++) {
+        uint64_t key[2];
+        memcpy(key, keys + 16 * i, 16);
+        uint64_t tag = key[1] & ~STATE_BITS, places[2] = {key[0] & mask, key[0] >> 32 & mask};
+        for (int near_or_far = 0; near_or_far < 2; near_or_far++) {
+            const uint64_t *bucket = buckets + places[near_or_far] * BUCKET_WORDS;
+            for (int at = 0; at < BUCKET_WORDS; at++) {
+                uint64_t word = __atomic_load_n(bucket + at, __ATOMIC_ACQUIRE);
+                if ((word & ~STATE_BITS) == tag && (word & STATE_BITS) > states[i])
+                    states[i] = word & STATE_BITS;
+            }
+        }
+    }
+}
 """
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> ctypes._NamedFuncPointer | None:
+def _compiled() -> ctypes.CDLL | None:
     try:
-        function = native.compile_c("kv_index", _SOURCE).mooncake_change
+        helper = native.compile_c("kv_index", _SOURCE)
     except NativeUnavailable as exc:
-        native.warn_fallback("kv_index", "Python for one chunk at a time", exc.reason)
+        native.warn_fallback("kv_index", "Python and numpy", exc.reason)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_uint64
     size = ctypes.c_size_t
-    function.argtypes = [pointer, number, ctypes.c_char_p, size, number, number, pointer]
-    function.restype = size
-    return function
+    keys = ctypes.c_char_p
+    helper.mooncake_change.argtypes = [pointer, number, keys, size, number, number, pointer]
+    helper.mooncake_change.restype = size
+    helper.mooncake_probe.argtypes = [pointer, number, keys, size, pointer]
+    helper.mooncake_probe.restype = None
+    return helper
 
 
 def _joined(keys: Sequence[bytes]) -> bytes:
