@@ -125,34 +125,30 @@ class BlockManager:
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """How many blocks ``grow`` would take: for new tokens, and for a copy on write."""
         wanted = -(-num_tokens // self.block_size) - len(request.block_ids)
-        return max(wanted, 0) + self._writes_shared(request)
+        return max(wanted + self._writes_shared(request), 0)
 
     def grow(self, request: Request, num_tokens: int) -> Growth | None:
-        """Make a table hold ``num_tokens``, its own from ``num_scheduled`` on; None if it can't.
-
-        A block there that it shares is copied; those behind it, lent for drafts, are its own.
-        """
+        """Make a table hold ``num_tokens``, its own from ``num_scheduled`` on; None if it can't."""
         table = request.block_ids
         block_size = self.block_size
         # as _writes_shared does, without a call: this runs for every decode
         written = (request.num_computed + request.num_in_flight) // block_size
         is_shared = written < len(table) and self.pool.references[table[written]] > 1
-        wanted = max(-(-num_tokens // block_size) - len(table), 0) + is_shared
-        if not wanted:
+        wanted = -(-num_tokens // block_size) - len(table) + is_shared
+        if wanted <= 0:
             return NO_GROWTH
         fresh = self.pool.allocate(wanted)
         if fresh is None:
             return None
-        if not is_shared:
-            growth = Growth(len(table), tuple(fresh))
-            table.extend(fresh)
-            return growth
-        copied, lent = (table[written], fresh[0]), table[written + 1 :]
-        references = self.pool.references
-        assert all(references[block_id] == 1 for block_id in lent), "one block is copied on write"
-        self.pool.release(copied[:1])
-        table[written:] = [fresh[0], *lent, *fresh[1:]]
-        return Growth(written, tuple(table[written:]), copied)
+        copied = None
+        if is_shared:
+            is_last = request.num_scheduled // self.block_size == len(table) - 1
+            assert is_last, "only a table's last block is shared and written to"
+            copied = (table.pop(), fresh[0])
+            self.pool.release(copied[:1])
+        growth = Growth(len(table), tuple(fresh), copied)
+        table.extend(fresh)
+        return growth
 
     def owns_next_slot(self, request: Request, position: int) -> bool:
         """Whether a table has the block of a position for itself alone: ``grow`` up to there would

@@ -52,8 +52,9 @@ class SequenceGroup:
     def find_prompt(self) -> Request | None:
         """A member whose blocks hold the whole prompt's KV, or None.
 
-        One that is still catching up does not count: it writes to several blocks next, and only the
-        first of them is ever copied on write.
+        One that is still catching up does not count: it has blocks beyond those that it writes
+        next, and only a table's last block is ever copied on write. One with drafts in flight has
+        such blocks, too, but never a shared one to write to: whoever forks it copies at once.
         """
         for member in self.members:
             has_prompt = member.num_computed >= member.num_prompt_tokens

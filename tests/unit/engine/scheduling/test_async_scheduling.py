@@ -124,7 +124,8 @@ def test_blocks_lent_for_drafts_are_kept_while_a_step_in_flight_may_write_to_the
 
 
 def test_a_sibling_gets_the_prompt_of_one_whose_drafts_are_in_flight() -> None:
-    """What they share is copied for the one that writes to it first, draft blocks behind it."""
+    """It copies the block that it is going to write to at once: the other one, which has blocks
+    behind that, goes on with its own."""
     bench = ahead(num_speculative_tokens=6, max_num_seqs=1, prefix_caching=False, token=None)
     for name in ("a", "b"):
         bench.add(name, PROMPT, max_tokens=20, group="g")
