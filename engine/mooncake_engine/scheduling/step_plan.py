@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 
 from mooncake_engine.kv_cache.block_manager import NO_GROWTH, BlockCopies, Growth
 from mooncake_engine.messages import TokenLogprobs
@@ -310,14 +311,11 @@ class StepBuilder:
         sequence = self._decodes[index]
         at = sequence.new_blocks_at if sequence.new_block_ids else growth.at
         block_ids = sequence.new_block_ids + growth.block_ids
-        self._decodes[index] = ScheduledSequence(
-            sequence.request_id,
-            sequence.start,
-            sequence.count,
-            block_ids,
+        self._decodes[index] = replace(
+            sequence,
+            new_block_ids=block_ids,
             new_blocks_at=at if block_ids else None,
             num_draft_tokens=num_draft_tokens,
-            num_unverified_drafts=sequence.num_unverified_drafts,
         )
         request.num_unverified_drafts += num_draft_tokens
         self.budget -= num_draft_tokens
