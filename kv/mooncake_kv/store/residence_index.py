@@ -252,14 +252,21 @@ _SOURCE = """
 #include <string.h>
 #define BUCKET_WORDS 8
 #define STATE_BITS 7ull
+/* Both buckets of a key of 16 bytes; returns its tag. */
+static uint64_t place(const char *key, uint64_t mask, uint64_t places[2]) {
+    uint64_t pair[2];
+    memcpy(pair, key, 16);
+    places[0] = pair[0] & mask;
+    places[1] = pair[0] >> 32 & mask;
+    return pair[1] & ~STATE_BITS;
+}
 /* ``ResidenceIndex._change_one`` for many keys of 16 bytes; returns how many were left out. */
 size_t mooncake_change(uint64_t *buckets, uint64_t mask, const char *keys, size_t count,
                        uint64_t added, uint64_t removed, uint8_t *are_left_out) {
     size_t num_left_out = 0;
     for (size_t i = 0; i < count; i++) {
-        uint64_t key[2], *its = NULL, *unused = NULL;
-        memcpy(key, keys + 16 * i, 16);
-        uint64_t tag = key[1] & ~STATE_BITS, places[2] = {key[0] & mask, key[0] >> 32 & mask};
+        uint64_t *its = NULL, *unused = NULL, places[2];
+        uint64_t tag = place(keys + 16 * i, mask, places);
         for (int near_or_far = 0; near_or_far < 2 && !its; near_or_far++) {
             uint64_t *bucket = buckets + places[near_or_far] * BUCKET_WORDS;
             for (int at = 0; at < BUCKET_WORDS && !its; at++) {
@@ -282,9 +289,7 @@ size_t mooncake_change(uint64_t *buckets, uint64_t mask, const char *keys, size_
 void mooncake_probe(const uint64_t *buckets, uint64_t mask, const char *keys, size_t count,
                     uint8_t *states) {
     for (size_t i = 0; i < count; i++) {
-        uint64_t key[2];
-        memcpy(key, keys + 16 * i, 16);
-        uint64_t tag = key[1] & ~STATE_BITS, places[2] = {key[0] & mask, key[0] >> 32 & mask};
+        uint64_t places[2], tag = place(keys + 16 * i, mask, places);
         for (int near_or_far = 0; near_or_far < 2; near_or_far++) {
             const uint64_t *bucket = buckets + places[near_or_far] * BUCKET_WORDS;
             for (int at = 0; at < BUCKET_WORDS; at++) {
