@@ -88,7 +88,9 @@ def test_what_one_of_a_pair_saves_the_other_loads(model, store, way, tp):
             decode = both.decode.engine.stats().kv_pool
             assert (prefill.num_loads, prefill.num_failed_loads) == (2, 0)
             assert prefill.num_loaded_chunks == 131 // CHUNK + 168 // CHUNK
-            assert decode.num_saved_chunks == 2
+            # Two are completed by answers, which only D knows. A prompt's are saved by whoever has
+            # them first, once (that is the sum above): pushed layer by layer, D may be that.
+            assert decode.num_saved_chunks >= 2
             await both.check_clean()
 
     asyncio.run(run())
