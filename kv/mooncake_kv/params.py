@@ -121,6 +121,10 @@ class PrefixSource:
     epoch: _Name
     num_tokens: _Count
 
+    def __post_init__(self) -> None:
+        if not _is_host(self.host):
+            raise ValueError(f"host: {_wanted_host(self.host)}")
+
 
 MAX_PREFIX_SOURCES = 16
 
@@ -287,12 +291,30 @@ def _check_address(wire: _Wire, names: tuple[str, ...], flag: str, advice: str) 
     if missing:
         raise _invalid(f"{flag} needs {', '.join(missing)}; {advice}")
     assert wire.remote_block_ids is not None
+    if not _is_host(wire.remote_host or ""):
+        raise _invalid(f"remote_host: {_wanted_host(wire.remote_host or '')}")
     lengths = {len(table) for table in wire.remote_block_ids}
     if len(lengths) != 1:
         raise _invalid(
             "remote_block_ids must hold a table for each KV-cache group, all of one length; got "
             f"{len(wire.remote_block_ids)} of lengths {sorted(lengths)}"
         )
+
+
+def _is_host(text: str) -> bool:
+    """Whether a name server can be asked for it: what can't be encoded for one can't."""
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return bool(text) and "\0" not in text
+
+
+def _wanted_host(found: str) -> str:
+    return (
+        "wanted a host's name or address, with labels of 1 to 63 characters between dots, got "
+        f"{found[:80]!r}"
+    )
 
 
 def _check_num_tokens(wire: _Wire, num_prompt_tokens: int, peer: str) -> None:

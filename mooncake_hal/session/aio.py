@@ -412,8 +412,8 @@ async def _open(session: AsyncSession, host: str, port: int) -> None:
     try:
         await asyncio.get_running_loop().create_connection(lambda: session, host, port)
         await session.proven
-    except OSError as exc:
-        raise PeerLost(f"can't connect to {host} port {port}: {exc}") from exc
+    except (OSError, ValueError) as exc:  # ValueError: no host has such a name, such as "a..b"
+        raise PeerLost(f"can't connect to {host!r} port {port}: {exc}") from exc
     except asyncio.CancelledError:
         session.abort(PeerLost("connecting was given up"))
         raise

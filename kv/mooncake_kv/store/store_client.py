@@ -98,7 +98,8 @@ class StoreClient:
         self._arena: ArenaInfo | None = None
         self._index: ResidenceView | None = None
         self._connected = threading.Event()
-        self._is_closed = False
+        self._is_closed = False  # nothing is asked any more: it failed, or leaves
+        self._has_left = False
         self._misses: dict[Future[Any], Any] = {}  # of what waits, what it gets if nothing comes
         self._loop = IoLoop("store-client", lambda *_: None, self._failed)
         self._loop.call("", lambda: self._loop.spawn_housekeeping(self._stay_connected()))
@@ -196,19 +197,19 @@ class StoreClient:
         )
 
     def close(self) -> None:
-        if self._is_closed:
+        if self._has_left:
             return
+        self._has_left = True
         try:
             if self._session is not None:
                 self._ask(Leave(), Counted, lambda _: None, None).result()
         finally:
-            self._is_closed = True
-            with contextlib.suppress(FutureTimeout):  # the loop is stuck, and ends with the process
-                self._loop.run(self._hang_up(), CLOSE_TIMEOUT_S)
+            has_failed, self._is_closed = self._is_closed, True
+            if not has_failed:
+                with contextlib.suppress(FutureTimeout):  # the loop is stuck
+                    self._loop.run(self._hang_up(), CLOSE_TIMEOUT_S)
             self._loop.close()
-            for future, miss in list(self._misses.items()):
-                if not future.done():
-                    future.set_result(miss)
+            self._end_waits()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -324,3 +325,12 @@ class StoreClient:
     def _failed(self, error: ConnectorDead) -> None:
         logger.error("a store's client failed, all is a miss from now on", exc_info=error)
         self._is_closed = True
+        if self._session is not None:
+            self._lost(self._session, PeerLost("this side failed"))
+        self._end_waits()
+
+    def _end_waits(self) -> None:
+        """What still waits for an answer gets none."""
+        for future, miss in list(self._misses.items()):
+            if not future.done():
+                future.set_result(miss)

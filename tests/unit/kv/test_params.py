@@ -211,8 +211,22 @@ def test_stores_are_named_to_whoever_computes_the_prompt(params: dict[str, Any])
         ([SOURCE | {"num_tokens": "all"}], r"prefix_sources\[0\].num_tokens"),
         ("10.0.0.1:7701", "Expected `array`"),
         ([SOURCE] * 17, "length <= 16"),
+        ([SOURCE | {"host": "a..b"}], r"host: wanted .*got 'a\.\.b' - at `\$\.prefix_sources\[0\]"),
+        ([SOURCE | {"host": "x" * 64}], "host: wanted a host's name or address"),
+        ([SOURCE | {"host": "10.0.0.1\0"}], "host: wanted a host's name or address"),
     ],
 )
 def test_a_hint_that_can_not_be_read_is_named(sources: object, problem: str) -> None:
     with pytest.raises(InvalidKVParams, match=problem):
         parse_kv_transfer_params({"prefix_sources": sources}, range(600))
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fe80::1%eth0", "a_b.example.", "bücher.example"])
+def test_a_hint_may_name_any_host(host: str) -> None:
+    found = parse_kv_transfer_params({"prefix_sources": [SOURCE | {"host": host}]}, range(600))
+    assert found.prefix_sources[0].host == host
+
+
+def test_a_holder_that_no_host_can_be_is_refused() -> None:
+    with pytest.raises(InvalidKVParams, match=r"remote_host: wanted .*got 'a\.\.b'"):
+        parse_kv_transfer_params(golden(remote_host="a..b"), PROMPT)

@@ -137,6 +137,15 @@ def test_nothing_listens() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, "10.0.0.1\0", "\udcff"])
+def test_a_host_that_can_not_be_named_is_a_lost_peer(host: str) -> None:
+    async def main() -> None:
+        with pytest.raises(PeerLost, match=r"can't connect to '.*' port 7701"):
+            await connect(host, 7701, OURS, timeout=5)
+
+    asyncio.run(main())
+
+
 def test_a_connection_that_is_given_up_leaves_no_session_at_any_point() -> None:
     async def case(listener: AsyncListener) -> None:
         for num_rounds in range(40):

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -207,3 +208,37 @@ def test_no_lease_is_longer_than_the_longest(client, lease_s):
     put(client, 7)
     (handle,) = client.pin([chunk(7).key], lease_s=lease_s).result(WAIT_S)
     assert 0 <= handle.lease_s <= 120
+
+
+def client_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "store-client"]
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+def test_a_host_that_can_not_be_named_is_no_store_and_its_client_ends(host):
+    client = StoreClient(StoreAddress(host, 7701, SECRET))
+    assert not client.await_store(0.3)
+    assert client.probe([b"key"]).result(WAIT_S) == [Residence.ABSENT]
+    client.close()
+    assert not client_threads()
+
+
+def test_a_client_that_fails_misses_what_waits_and_ends_when_it_is_closed(
+    served, client, monkeypatch, caplog
+):
+    never_answered = Future()
+    monkeypatch.setattr(served.store, "verify", never_answered.result)
+    waits = client.verify()
+    try:
+        client._loop.call("", lambda: client._loop.spawn_housekeeping(defect()))
+        assert waits.result(WAIT_S) is None
+    finally:
+        never_answered.set_result((0, 0))
+    assert client.probe([b"key"]).result(WAIT_S) == [Residence.ABSENT]
+    client.close()
+    assert not client_threads()
+    assert "a store's client failed" in caplog.text
+
+
+async def defect():
+    raise ZeroDivisionError
