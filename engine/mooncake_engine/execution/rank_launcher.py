@@ -187,12 +187,7 @@ def start_rank_processes(ends: Sequence[RankEnds]) -> list[ForkedProcess]:
     pids, pids_to = Pipe(duplex=False)
     descriptors = [pids_to.fileno(), *(end.fileno() for pair in ends for end in pair)]
     with pids, adopting():
-        forker = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.rank_process", *map(str, descriptors)],
-            pass_fds=descriptors,
-            env={**os.environ, "PYTHONPATH": import_path()},
-            stdin=subprocess.DEVNULL,
-        )
+        forker = start_forker(descriptors)
         pids_to.close()
         for pair in ends:
             pair.close()
@@ -203,6 +198,16 @@ def start_rank_processes(ends: Sequence[RankEnds]) -> list[ForkedProcess]:
             raise EngineDead(f"the process that starts the ranks {how}") from None
         forker.wait()  # they are ours now
     return [ForkedProcess(int(pid)) for pid in found]
+
+
+def start_forker(descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    """The child that forks the ranks which have these ends, and ends; see ``rank_process.main``."""
+    return subprocess.Popen(
+        [sys.executable, "-m", f"{__package__}.rank_process", *map(str, descriptors)],
+        pass_fds=descriptors,
+        env={**os.environ, "PYTHONPATH": import_path()},
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def describe_process_end(status: int) -> str:

@@ -1,0 +1,22 @@
+from collections.abc import Iterator
+
+import pytest
+from support.rank_forker import RankForker
+
+from mooncake_engine.execution import rank_launcher
+
+
+@pytest.fixture(scope="session")
+def rank_forker() -> Iterator[RankForker]:
+    forker = RankForker()
+    yield forker
+    forker.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forks_ranks(rank_forker: RankForker) -> Iterator[None]:
+    """Ranks of engines in this process come from one that has imported what they need; those of
+    programs that tests run, and those of unit tests, are started as users start them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_launcher, "start_forker", rank_forker)
+        yield
