@@ -136,7 +136,7 @@ class KVTransferParams:
     Args:
         keeps_kv: end after the first token, and keep the KV for a peer.
         remote: load the KV from there.
-        first_token: the holder's token, to continue from.
+        first_token: the holder's token, to continue from; None where it is sampled anew here.
         target: write the KV there, or let it be read from there.
         metaserver: reserve blocks, say so there, and wait for the KV and the first token.
         is_pulled: who has reserved blocks reads the KV into them as it is computed; else it is
@@ -159,6 +159,11 @@ class KVTransferParams:
     is_verified: bool = True
     prefix_sources: tuple[PrefixSource, ...] = ()
     tokenizer: str = ""
+
+    @property
+    def loads_kv(self) -> bool:
+        """Whether the prompt's KV comes from a peer."""
+        return self.remote is not None or self.metaserver is not None
 
     @property
     def mode(self) -> TransferMode:

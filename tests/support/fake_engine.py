@@ -180,6 +180,8 @@ class FakeEngine:
             return [replace(updates[0], finish=FinishReason.LENGTH, **_handed_over(request))]
         if params.first_token is not None:
             assert updates[0].token_ids[0] == params.first_token.token_id
+            if params.first_token.logprobs is None:
+                updates[0] = replace(updates[0], logprobs=None)
         return updates
 
     def _plain_updates(self, request: EngineRequest) -> list[TokenUpdate]:

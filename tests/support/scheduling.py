@@ -344,12 +344,14 @@ def make_request(
     Args:
         name, prompt, arrival, max_tokens, group, priority, prefix_sources: as its fields.
         first_token: of a peer that holds the prompt's KV.
-        kind: ``keeps_kv``, ``sends_kv`` (implies it) or ``receives_kv``.
+        kind: ``keeps_kv``, ``sends_kv`` (implies it), ``receives_kv``, or ``pulls_kv`` of a peer
+            whose first token is not taken.
     """
     sampling = SamplingParams(max_tokens=max_tokens)
     remote = RemoteKV("peer", name, "127.0.0.1", 1, (), len(prompt))
     params = KVTransferParams(
         keeps_kv=kind.get("keeps_kv", False) or kind.get("sends_kv", False),
+        remote=remote if first_token is not None or kind.get("pulls_kv") else None,
         first_token=None if first_token is None else FirstToken(first_token),
         target=PushTarget(remote, 0) if kind.get("sends_kv") else None,
         metaserver="http://proxy" if kind.get("receives_kv") else None,

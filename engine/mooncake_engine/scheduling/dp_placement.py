@@ -41,8 +41,7 @@ class RequestPlacement:
             cached: by rank, tokens of its prompt that need no computing.
         """
         num_tokens = len(request.prompt_token_ids)
-        params = request.kv_transfer_params
-        if params.first_token is not None or params.metaserver is not None:
+        if request.kv_transfer_params.loads_kv:
             num_tokens, cached = 0, [0] * len(cached)  # a peer computes it
         members = self._groups.get(request.group or "", [])
         if members:

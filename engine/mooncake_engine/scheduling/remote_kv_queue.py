@@ -199,7 +199,16 @@ class RemoteKVQueue:
                 self._queues.wait(follower)
         if first_token is not None:
             request.num_cached_tokens = first_token.num_cached_tokens
-            self._outputs.append(request, (_sampled(first_token),))
+            if _is_complete(request, first_token):
+                self._outputs.append(request, (_sampled(first_token),))
+        if not request.num_pending:
+            request.num_computed -= 1  # its last token runs again, and the first one is sampled
+
+
+def _is_complete(request: Request, first: FirstToken) -> bool:
+    """Whether a peer's token comes with all that was asked for: vLLM's says nothing of its log
+    probabilities."""
+    return request.sampling.logprobs is None or first.logprobs is not None
 
 
 def _sampled(first: FirstToken) -> SampledToken:

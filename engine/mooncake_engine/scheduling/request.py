@@ -173,7 +173,8 @@ class Request:
 
     @property
     def first_token(self) -> FirstToken | None:
-        """Of a peer that holds the prompt's KV; None without such a peer."""
+        """Of a peer that holds the prompt's KV; None without such a peer, and where it is sampled
+        here, from that KV."""
         return self.spec.kv_transfer_params.first_token
 
     @property
@@ -190,7 +191,7 @@ class Request:
     @property
     def loads_kv(self) -> bool:
         """Whether the prompt's KV comes from a peer, with or after its first token."""
-        return self.first_token is not None or self.spec.kv_transfer_params.metaserver is not None
+        return self.spec.kv_transfer_params.loads_kv
 
     @property
     def has_verified_kv(self) -> bool:

@@ -237,11 +237,16 @@ class InputProcessor:
             if params.metaserver is not None and prompt.text is not None:
                 # who prefills it need not tokenise again
                 params = replace(params, tokenizer=self.tokenizer.fingerprint)
+            sampling = choice_sampling(common.sampling, index, num_tokens, self.info)
+            if params.first_token is not None and not kv_transfer.begins_with(
+                params.first_token, wants_logprobs=sampling.logprobs is not None
+            ):
+                params = replace(params, first_token=None)
             request = replace(
                 common,
                 request_id=name,
                 prompt_token_ids=prompt.token_ids,
-                sampling=choice_sampling(common.sampling, index, num_tokens, self.info),
+                sampling=sampling,
                 kv_transfer_params=params,
                 group=f"{group}-{number}" if per_prompt > 1 else None,
             )

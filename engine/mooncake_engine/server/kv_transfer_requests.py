@@ -14,7 +14,7 @@ import msgspec
 
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import TokenUpdate
-from mooncake_kv.params import KVTransferDict
+from mooncake_kv.params import FirstToken, KVTransferDict
 
 _PARAM = "kv_transfer_params"
 _PROMPT = "prompt_token_ids"
@@ -32,6 +32,7 @@ class KVTransferRequest:
         created: when the peer began, for a steady ``created`` in the API.
         num_cached_tokens: what the peer had cached.
         tokenizer: fingerprint of the peer's tokenizer, if it told.
+        is_shared: the peer has prefilled once for several answers, and sampled one token.
         choices: per answer, what the core gets.
     """
 
@@ -41,11 +42,20 @@ class KVTransferRequest:
     created: int | None = None
     num_cached_tokens: int | None = None
     tokenizer: str | None = None
+    is_shared: bool = False
     choices: tuple[KVTransferDict | None, ...] = ()
 
     def params(self, index: int) -> KVTransferDict | None:
         """What the core gets with answer ``index``; None if nothing crosses."""
         return self.choices[index] if self.choices else None
+
+    def begins_with(self, first: FirstToken, *, wants_logprobs: bool) -> bool:
+        """Whether an answer begins with the token that the peer has sampled; else it is sampled
+        here, from the peer's KV. Of several answers to one prompt it is no one's, and a peer that
+        does not say its log probabilities, as vLLM's, can't answer who asks for them."""
+        if self.is_first_delivered:
+            return True
+        return not self.is_shared and (first.logprobs is not None or not wants_logprobs)
 
     def finished_update(self, index: int) -> TokenUpdate | None:
         """The whole answer ``index``, if it ended at the peer while its siblings go on here."""
@@ -89,6 +99,7 @@ def read_kv_transfer_request(
         created=_count(params, "created"),
         num_cached_tokens=_count(params, "remote_cached_tokens") if is_incoming else None,
         tokenizer=params.get("tokenizer_fingerprint") if is_incoming else None,
+        is_shared=is_incoming and num_choices > 1 and params.get("choices") is None,
         choices=_choices(params, num_choices),
     )
 
@@ -150,8 +161,8 @@ def _choices(params: KVTransferDict, num_choices: int) -> tuple[KVTransferDict |
     choices = params.get("choices")
     if choices is None and _flag(params, "do_remote_decode"):
         return (params,) * num_choices
-    if choices is None and params.get("metaserver"):
-        # one reservation; the others wait for its prompt, and sample from it here
+    if choices is None and not _flag(params, "first_token_delivered"):
+        # one reservation, or one lease; the others wait for its prompt, and sample from it here
         return (params, *(None,) * (num_choices - 1))
     if not isinstance(choices, list) or len(choices) != num_choices:
         raise InvalidRequest(

@@ -15,7 +15,7 @@ BLOCKS = 12
 HOST_BLOCKS = 14
 MAX_SEQS = 4
 BUDGET = 10
-KINDS = ["plain", "plain", "prefill", "decode", "sender", "receiver"]
+KINDS = ["plain", "plain", "prefill", "decode", "sender", "receiver", "puller"]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -83,7 +83,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live.add(name)
         self.answers[name] = []
         self.limits[name] = 1 if kind in ("prefill", "sender") else max_tokens
-        flag = {"prefill": "keeps_kv", "sender": "sends_kv", "receiver": "receives_kv"}.get(kind)
+        flag = {
+            "prefill": "keeps_kv",
+            "sender": "sends_kv",
+            "receiver": "receives_kv",
+            "puller": "pulls_kv",
+        }.get(kind)
         if kind in ("decode", "receiver"):
             self.first[name] = token_of(name, 0)
         self.bench.add(

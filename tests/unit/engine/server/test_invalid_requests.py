@@ -86,7 +86,11 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
         "created must be a count",
     ),
     (
-        {"prompt": "x", "n": 2, "kv_transfer_params": {"do_remote_prefill": True}},
+        {
+            "prompt": "x",
+            "n": 2,
+            "kv_transfer_params": {"do_remote_prefill": True, "first_token_delivered": True},
+        },
         "kv_transfer_params",
         "choices must have one entry for each of 2 answers",
     ),

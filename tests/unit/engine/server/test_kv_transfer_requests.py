@@ -236,6 +236,90 @@ def test_a_wrong_finished_update_is_refused(tokenizer: Tokenizer) -> None:
     assert "finished_update" in response.json()["error"]["message"]
 
 
+def vllm_params(**more: Any) -> Json:
+    """What vLLM's P answers, for a prompt of two tokens: one lease, a token and nothing of it."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "vllm",
+        "remote_request_id": "cmpl-1",
+        "remote_host": "127.0.0.1",
+        "remote_port": 4242,
+        "remote_block_ids": [[0]],
+        "num_prompt_tokens": 2,
+        "last_token_id": ord("x"),
+        "remote_cached_tokens": 0,
+        "decode_continues_prompt": True,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", [path for path, _ in FORMS])
+def test_several_answers_sample_their_own_tokens_from_one_prefill(
+    tokenizer: Tokenizer, path: str, *, is_streamed: bool
+) -> None:
+    engine = FakeEngine(saying("one", "two"))
+    client = serve(engine, tokenizer)
+    is_chat = "chat" in path
+    body: Json = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
+    params = vllm_params(first_token_delivered=False)
+    if is_chat:  # the template makes more of it
+        del params["num_prompt_tokens"]
+    body |= {"n": 2, "kv_transfer_params": params}
+    if is_streamed:
+        chunks = [chunk["choices"][0] for chunk in client.stream(path, **body)]
+        said = ["".join(text(c) for c in chunks if c["index"] == i) for i in range(2)]
+    else:
+        said = [text(choice) for choice in client.post(path, **body).json()["choices"]]
+    assert said == ["one", "two"]
+    first, second = engine.seen
+    assert first.group == second.group is not None
+    assert first.kv_transfer_params.remote is not None
+    assert first.kv_transfer_params.first_token is None
+    assert second.kv_transfer_params == NO_KV_TRANSFER
+
+
+@pytest.mark.parametrize("has_logprobs", [False, True])
+@pytest.mark.parametrize("delivered", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_token_without_log_probabilities_is_not_taken_by_who_asks_for_them(
+    tokenizer: Tokenizer, *, asks: bool, delivered: bool, has_logprobs: bool
+) -> None:
+    """Unless the client has it already, and them."""
+    engine = FakeEngine(saying("xyz"))
+    params = vllm_params(first_token_delivered=delivered)
+    if has_logprobs:
+        params["last_token_logprobs"] = [-0.5, []]
+    body = {"prompt": "hi", "logprobs": 0} if asks else {"prompt": "hi"}
+    client = serve(engine, tokenizer)
+    answer = client.post("/v1/completions", **body, kv_transfer_params=params)
+    assert answer.status_code == 200, answer.text
+    [asked] = engine.seen
+    is_taken = asked.kv_transfer_params.first_token is not None
+    assert is_taken == (delivered or has_logprobs or not asks)
+    assert asked.kv_transfer_params.remote is not None
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+def test_lists_of_log_probabilities_are_as_long_as_the_answer(
+    tokenizer: Tokenizer, path: str, body: Json
+) -> None:
+    is_chat = "chat" in path
+    params = vllm_params(first_token_delivered=False)
+    del params["num_prompt_tokens"]
+    asked = body | {"logprobs": True, "top_logprobs": 1} if is_chat else body | {"logprobs": 1}
+    client = serve(FakeEngine(saying("xyz")), tokenizer)
+    answer = client.post(path, **asked, kv_transfer_params=params).json()
+    found = answer["choices"][0]["logprobs"]
+    if is_chat:
+        assert [entry["token"] for entry in found["content"]] == ["x", "y", "z", "<|eos|>"]
+        return
+    assert found["tokens"] == ["x", "y", "z", "<|eos|>"]
+    assert found["text_offset"] == [0, 1, 2, 3]
+    assert len(found["token_logprobs"]) == len(found["top_logprobs"]) == 4
+
+
 class CountingTokenizer:
     """A tokenizer that counts how often it is asked to encode."""
 
