@@ -7,8 +7,6 @@ only addresses that the operator allows are connected to, or the one that the re
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket
 import ssl
 from collections.abc import Sequence
 from contextlib import closing
@@ -18,8 +16,8 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from mooncake_hal.timing import timeout
-from mooncake_kv.addresses import is_own_address
-from mooncake_kv.errors import KVConfigError, KVTransferError
+from mooncake_kv.addresses import AllowedHosts, addresses_of, is_own_address, plain_address
+from mooncake_kv.errors import KVTransferError
 from mooncake_kv.params import KVTransferDict
 
 POST_TIMEOUT_S = 5.0
@@ -49,16 +47,14 @@ class MetaserverRule:
     """Which metaservers a request may name.
 
     Args:
-        allowed: hosts, addresses and networks, or ``*``; empty allows where the request came from.
+        allowed: see ``AllowedHosts``; empty allows where the request came from.
 
     Raises:
         KVConfigError: one of them can be neither.
     """
 
     def __init__(self, allowed: Sequence[str]) -> None:
-        self._allowed = allowed
-        self._networks = [net for net in map(_network, allowed) if net is not None]
-        self._hosts = {host.lower() for host in allowed if _network(host) is None}
+        self._allowed = AllowedHosts(allowed, "--metaserver-allow")
 
     async def permits(self, host: str, address: str, requester: str | None) -> bool:
         """Whether to connect.
@@ -68,11 +64,9 @@ class MetaserverRule:
             address: of that host.
             requester: the address that the request came from.
         """
-        found = _plain(address)
         if self._allowed:
-            is_named = host.lower() in self._hosts or "*" in self._hosts
-            return is_named or any(found in net for net in self._networks if found is not None)
-        if requester is None or found == _plain(requester):
+            return self._allowed.permits(host, address)
+        if requester is None or plain_address(address) == plain_address(requester):
             return True
         return await is_own_address(address) and await is_own_address(requester)
 
@@ -139,9 +133,7 @@ async def _permitted(parts: SplitResult, requester: str | None, rule: Metaserver
         KVTransferError: it is not allowed.
     """
     host = parts.hostname or ""
-    kind = socket.SOCK_STREAM
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=kind)
-    addresses = [str(address[0]) for *_, address in found]
+    addresses = await addresses_of(host)
     for address in addresses:
         if await rule.permits(host, address, requester):
             return address
@@ -149,27 +141,6 @@ async def _permitted(parts: SplitResult, requester: str | None, rule: Metaserver
         f"metaserver {host} is not allowed: the request came from {requester}, it is at "
         f"{', '.join(addresses)}; allow it with --metaserver-allow {host}"
     )
-
-
-def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """An address or a network; None for a name."""
-    try:
-        return ipaddress.ip_network(text, strict=False)
-    except ValueError as exc:
-        if "/" in text or not text:
-            raise KVConfigError(
-                f"--metaserver-allow wants a host, an address, a network or *, got {text!r}"
-            ) from exc
-        return None
-
-
-def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """An address without its zone, and IPv4 as such; None for what is none."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return None
-    return getattr(found, "ipv4_mapped", None) or found
 
 
 def _request(parts: SplitResult, body: bytes) -> bytes:

@@ -201,6 +201,7 @@ async def _start_store(
         theirs += [f"protocol={pool.protocol}"]
         theirs += [f"dram={pool.dram_bytes}"] if pool.dram_bytes else []
         return ["--kv-pool", ",".join([*theirs, *rest])]
+    rest += [f"source-allow={host}" for host in pool.source_allow]
     connect = [f"connect={host}:{port}" for host, port in pool.connect]
     if pool.dram_bytes:
         argv = [sys.executable, "-m", "mooncake_kv", "store", "--dram", str(pool.dram_bytes)]

@@ -139,7 +139,7 @@ class PoolClient:
         self._cancelled: set[str] = set()  # of these
         self._known_epochs: dict[int, str] = {}
         self._hinted = HintedStores(
-            stores.all, stores.connect, self._count_hint, self._leave_hinted
+            stores.all, stores.connect, stores.hint_rule, self._count_hint, self._leave_hinted
         )
         self._loading: set[str] = set()  # added to by the core's thread, taken from by the loop's
         self._saving: set[str] = set()  # the same

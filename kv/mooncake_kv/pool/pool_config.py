@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_hal.options import byte_count, positive_int
+from mooncake_kv.addresses import AllowedHosts
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
 
@@ -28,6 +29,8 @@ class KVPoolConfig:
         ssd: directories of that store, and how much of each to use, bytes.
         port: where that store listens for other instances; 0 takes a free port, None: nowhere.
         connect: host and port of stores in other processes.
+        source_allow: hosts, addresses and networks of the stores that a request may name, or ``*``;
+            empty: any host's that know the deployment's secret, and without one this host's.
         mooncake_store: HOST:PORT of the ``mooncake_master`` of a Mooncake Store, to use in place of
             node stores; empty: none.
         staging_bytes: of this instance, for chunks on their way to and from a Mooncake Store.
@@ -38,13 +41,15 @@ class KVPoolConfig:
         network: addresses, secret, transports and deadlines.
 
     Raises:
-        KVConfigError: there is no store in it, or one of another kind than its options.
+        KVConfigError: there is no store in it, or one of another kind than its options; or what is
+            allowed can be no host.
     """
 
     dram_bytes: int = 0
     ssd: tuple[tuple[Path, int], ...] = ()
     port: int | None = None
     connect: tuple[tuple[str, int], ...] = ()
+    source_allow: tuple[str, ...] = ()
     mooncake_store: str = ""
     staging_bytes: int = DEFAULT_STAGING_BYTES
     protocol: str = "tcp"
@@ -53,6 +58,7 @@ class KVPoolConfig:
     network: KVTransferConfig = field(default_factory=KVTransferConfig)
 
     def __post_init__(self) -> None:
+        AllowedHosts(self.source_allow, "--kv-pool: source-allow")
         if self.mooncake_store:
             if self.ssd or self.connect or self.port is not None:
                 raise KVConfigError(
@@ -82,7 +88,8 @@ class KVPoolConfig:
 
 
 def read_kv_pool(text: str) -> KVPoolConfig:
-    """``--kv-pool``: settings with commas between them; ``ssd`` and ``connect`` may be repeated.
+    """``--kv-pool``: settings with commas between them. ``ssd``, ``connect`` and ``source-allow``
+    may be repeated.
 
         dram=4GiB
         dram=4GiB,ssd=/ssd0/kv:200GiB,port=7701,connect=10.0.0.2:7701
@@ -164,5 +171,6 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "protocol": ("protocol", _protocol, False),
     "chunk": ("chunk_tokens", positive_int, False),
     "load": ("always_loads", _is_always, False),
+    "source-allow": ("source_allow", str, True),
 }
 """By name: the field, what reads it, and whether it may be repeated."""

@@ -17,6 +17,7 @@ from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.pool.device_staging import host_transports
 from mooncake_kv.pool.pool_config import KVPoolConfig
+from mooncake_kv.pool.hinted_stores import HintRule
 from mooncake_kv.pool.pool_events import StoreLocation
 from mooncake_kv.store.chunk_store import ChunkStore, StoreObserver
 from mooncake_kv.store.mooncake_store import MooncakeChunkStore, MooncakeStoreConfig
@@ -78,6 +79,8 @@ class PoolStores:
         self._secret = config.network.secret.encode()
         self._name = name
         self._listens: tuple[str, int] | None = None
+        self.hint_rule = HintRule(config.source_allow, has_secret=bool(self._secret))
+        """Which stores a request may name besides."""
         if config.connect and not config.dram_bytes and not is_loopback(config.connect[0][0]):
             self._listens = config.connect[0]
         self.all: list[ChunkStore] = []

@@ -15,6 +15,7 @@ from mooncake_engine.scheduling import pool_loads
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.params import KVTransferParams, PrefixSource
 from mooncake_kv.pool.pool_client import PoolClient
+from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_service import StoreAddress
 
@@ -159,6 +160,25 @@ def test_a_store_of_another_deployment_is_not_believed(model, core, store, tmp_p
         assert _hints(core) == {"unreachable": 1}
     finally:
         stranger.end(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("settings", "network", "host"),
+    [
+        (SETTINGS, KVTransferConfig(), "192.0.2.1"),
+        (f"{SETTINGS},source-allow=192.0.2.1", NETWORK, "127.0.0.1"),
+    ],
+    ids=["without a secret", "not named by the operator"],
+)
+def test_a_store_that_may_not_be_named_is_not_connected_to(
+    model, store, settings, network, host, monkeypatch
+):
+    answer = _filled(model, store)
+    source = PrefixSource(host, store.port, _source(store).epoch, HELD)
+    with engine(model, f"dram=32M,{settings}", network=network) as core:
+        monkeypatch.delattr(PoolStores, "connect")
+        assert _ask(core, [source]) == (answer, 0)
+        assert _hints(core) == {"not_allowed": 1}
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["connected", "new"])

@@ -21,7 +21,7 @@ START_S = 300.0
 INSTANCE_OPTIONS = (
     *("--model", str(TINY_LLAMA), "--served-model-name", "tiny-llama", "--port", "0"),
     *("--num-kv-blocks", "1024", "--threads", "1", "--lease-seconds", "10"),
-    *("--transport", "tcp", "--transport", "shm"),
+    *("--transport", "tcp", "--transport", "shm", "--kv-pool", "dram=8MiB"),
 )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,16 +27,21 @@ from support.abuse.wire import (
     request,
     send_forever,
 )
+from support.programs import descendants
 
 from mooncake_hal.errors import TransferError
 from mooncake_hal.session.aio import connect
 from mooncake_hal.transports.session_endpoint import SessionAddress
 from mooncake_hal.transports.tcp.tcp_sockets import TcpAddress
+from mooncake_kv.pool.hinted_stores import MAX_HINTED_STORES
 from mooncake_kv.side_channel import credentials_of
 
 HELD = 100
 """Silent connections to each door at once."""
 MEMBER_S = 5.0
+READ_S = 20.0
+LAST = {"connection": "close"}
+INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 ASK = {"prompt": "hello world", "max_tokens": 3, "temperature": 0}
 
 
@@ -182,6 +188,40 @@ def unknown_peers(target: Target, attempts: Attempts) -> None:
                 stack.close()
 
 
+UNNAMEABLE = ("a..b", "x" * 70, "10.0.0.1\0", "\u00e9" * 70, ".", "")
+"""Hosts that no name server can be asked for: requests that name them are refused."""
+MAX_NEW_THREADS = MAX_HINTED_STORES + 24
+"""Of an instance that is told of stores: one for each that it connects to, and a few for names."""
+
+
+def made_up_stores(target: Target, attempts: Attempts) -> None:
+    """Requests straight to an instance that name stores at hosts that are none, or nobody's."""
+    before = {name: num_threads(target, name) for name in INSTANCES}
+    for number in attempts:
+        is_nameable = number % 2
+        host = f"127.0.{number % 250}.1" if is_nameable else UNNAMEABLE[number // 2 % 6]
+        source = {"host": host, "port": 1 + number % 1000, "epoch": f"{number}", "num_tokens": 512}
+        prompt = [5 + number % 250, *[5] * 300]
+        asked = {**ASK, "prompt": prompt, "max_tokens": 1}
+        asked["kv_transfer_params"] = {"prefix_sources": [source] * 16}
+        url = target.instances[number % len(target.instances)]
+        with connection(address(url)) as sock:
+            sock.sendall(request("/v1/completions", {**target.headers, **LAST}, asked))
+            status = read_all(sock, READ_S * target.slack)[9:12]
+        if status != (b"200" if is_nameable else b"400"):
+            attempts.complain(f"a store at {host[:20]!r}: {status!r}")
+    for name in INSTANCES:
+        grown = num_threads(target, name) - before[name]
+        if grown > MAX_NEW_THREADS:
+            attempts.complain(f"{name} has {grown} threads more, of at most {MAX_NEW_THREADS}")
+
+
+def num_threads(target: Target, name: str) -> int:
+    """Of a program and its children."""
+    pids = [target.pids[name], *descendants(target.pids[name])]
+    return sum(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in pids)
+
+
 ANSWERS = (
     b"HTTP/1.1 202 X\r\nx: " + b"y" * 100_000,
     b"HTTP/1.1 202 X\r\n" + b"a: b\r\n" * 50_000 + b"content-length: 0\r\n\r\n",
@@ -255,6 +295,13 @@ ATTACKS = (
         unknown_peers,
         bounds=Bounds(growth_mib=128),
         most=10_000,
+    ),
+    Attack(
+        "made-up-stores",
+        "Requests to an instance that name made-up stores",
+        made_up_stores,
+        bounds=Bounds(growth_mib=128),
+        connectors=BOTH,
     ),
     Attack(
         "metaserver-urls",

@@ -13,11 +13,13 @@ from mooncake_kv.pool.pool_stores import PoolStores, own_store
 
 def test_a_store_in_the_instance_and_others():
     text = "dram=4GiB,ssd=/ssd0/kv:2GiB,ssd=/ssd1:1G,port=7701,connect=10.0.0.2:7701,chunk=128"
-    assert read_kv_pool(f"{text},load=always") == KVPoolConfig(
+    allowed = "source-allow=10.0.0.0/8,source-allow=stores.example"
+    assert read_kv_pool(f"{text},load=always,{allowed}") == KVPoolConfig(
         dram_bytes=4 << 30,
         ssd=((Path("/ssd0/kv"), 2 << 30), (Path("/ssd1"), 1 << 30)),
         port=7701,
         connect=(("10.0.0.2", 7701),),
+        source_allow=("10.0.0.0/8", "stores.example"),
         chunk_tokens=128,
         always_loads=True,
     )
@@ -57,6 +59,7 @@ def test_a_mooncake_store_whose_client_or_master_is_not_there_is_said():
         ("connect=host:0", "port 0"),
         ("dram=1G,port=70000", "wanted a port, 0 to 65535"),
         ("dram=1G,chunk=0", "must be a number, at least 1"),
+        ("dram=1G,source-allow=10.0.0.0/99", "source-allow wants a host, an address, a network"),
         ("dram=1G,load=never", "load: wanted always or faster, got 'never'"),
         ("chunk=64", "names no store"),
         ("mooncake-store=host", "wanted HOST:PORT"),
@@ -72,6 +75,6 @@ def test_what_can_not_be(text, words):
     assert words in str(caught.value)
 
 
-def test_memory_rests_at_least_as_long_as_a_transfer_may_take():
+def test_memory_rests_longer_than_a_transfer_may_take():
     pool = read_kv_pool("dram=1G").with_network(KVTransferConfig(transfer_timeout_s=77))
-    assert own_store(pool).quarantine_s == 77
+    assert own_store(pool).quarantine_s == 87
