@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -122,23 +123,34 @@ def socket_paths(names: Sequence[str], num_ranks: int) -> list[Path]:
 
 
 class Channel:
-    """One connected socket. Messages are sent from any thread, and taken in a thread of its own.
+    """One connected socket. Messages are sent from any thread, and taken in one.
 
     Args:
         connected: the socket, which is ours from now on.
-        name: of the thread.
-        on_message: takes each message; what it lets out ends the channel, loudly.
+        name: for the log.
+        on_message: takes each message; what it lets out ends the channel.
+        on_death: takes what ended it; what it sends leaves by this channel yet.
+
+    Raises:
+        OSError: the process has no descriptor left; the socket is closed.
     """
 
     def __init__(
-        self, connected: socket.socket, name: str, on_message: Callable[[bytes], None]
+        self,
+        connected: socket.socket,
+        name: str,
+        on_message: Callable[[bytes], None],
+        on_death: Callable[[BaseException], None],
     ) -> None:
         self._socket = connected
-        self._connection = Connection(os.dup(connected.fileno()))
+        try:
+            self._connection = Connection(os.dup(connected.fileno()))
+        except OSError:
+            connected.close()
+            raise
+        self._name = name
         self._lock = threading.Lock()
-        self._on_message = on_message
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._on_message, self._on_death = on_message, on_death
 
     def send(self, message: bytes) -> None:
         """Send a message; one to an end that has gone is dropped."""
@@ -146,24 +158,36 @@ class Channel:
             with self._lock:
                 self._connection.send_bytes(message)
         except OSError as exc:
-            logger.info("%s: the other end has gone: %s", self._thread.name, exc)
+            logger.info("%s: the other end has gone: %s", self._name, exc)
 
-    def close(self) -> None:
-        """End both directions and the thread. Idempotent."""
+    def run(self) -> None:
+        """Take messages until either end hangs up. The top of a thread."""
+        try:
+            while (message := self._receive()) is not None:
+                self._on_message(message)
+        except Exception as exc:  # top of a thread
+            logger.exception("%s ended", self._name)
+            self._on_death(exc)
+            with suppress(OSError):  # who sends to nobody must not wait until there is room
+                self._socket.shutdown(socket.SHUT_RD)
+
+    def hang_up(self) -> None:
+        """End both directions, and with them ``run``. Idempotent."""
         with suppress(OSError):  # the other end was first
             self._socket.shutdown(socket.SHUT_RDWR)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+
+    def close(self) -> None:
+        """Let the socket go; nobody is in ``run`` any more. Idempotent."""
+        self.hang_up()
         self._socket.close()
 
-    def _run(self) -> None:
+    def _receive(self) -> bytes | None:
+        """The next message; None: the other end has gone."""
         try:
-            while True:
-                self._on_message(self._connection.recv_bytes())
+            return self._connection.recv_bytes()
         except (EOFError, OSError):
-            logger.debug("%s: the other end has gone", self._thread.name)
-        except Exception:  # top of a thread
-            logger.exception("%s ended", self._thread.name)
+            logger.debug("%s: the other end has gone", self._name)
+            return None
 
 
 class WorkerLink:
@@ -178,16 +202,26 @@ class WorkerLink:
         self._channel: Channel | None = None
         self._unsent: list[bytes] = []
         self._lock = threading.Lock()
+        self._is_closed = False
         path.unlink(missing_ok=True)  # of one that was killed and had our names
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._thread: threading.Thread | None = None
 
-    def listen(self, on_message: Callable[[SchedulerMessage], None]) -> None:
-        """Let the scheduler side in; its messages come in a thread of their own."""
+    def listen(
+        self,
+        on_message: Callable[[SchedulerMessage], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        """Let the scheduler side in; its messages come in a thread of their own.
+
+        Args:
+            on_message: takes them.
+            on_death: takes what ended the thread; the link can still send.
+        """
         self._listener.listen(1)
         self._thread = threading.Thread(
-            target=self._accept, args=(on_message,), name="kv-link", daemon=True
+            target=self._serve, args=(on_message, on_death), name="kv-orders", daemon=True
         )
         self._thread.start()
 
@@ -202,52 +236,87 @@ class WorkerLink:
 
     def close(self) -> None:
         """Stop listening and hang up. Idempotent."""
+        with self._lock:
+            self._is_closed = True
         with suppress(OSError):  # nobody listens yet, or any more
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        if self._channel is not None:
+            self._channel.hang_up()
         if self._thread is not None:
             self._thread.join()
         self._path.unlink(missing_ok=True)
         if self._channel is not None:
             self._channel.close()
 
-    def _accept(self, on_message: Callable[[SchedulerMessage], None]) -> None:
+    def _serve(
+        self,
+        on_message: Callable[[SchedulerMessage], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        """Top of the thread, which needs no other one: that might not start."""
+        channel = self._accept(lambda data: on_message(_decode_to_rank(data)), on_death)
+        if channel is not None:
+            channel.run()
+
+    def _accept(
+        self, on_message: Callable[[bytes], None], on_death: Callable[[BaseException], None]
+    ) -> Channel | None:
+        """The scheduler side's channel; None if it does not come: who can't be told finds nobody
+        here, and does not start."""
         try:
             connected, _ = self._listener.accept()
+            channel = Channel(connected, "kv-orders", on_message, on_death)
         except OSError:
-            return  # closed before anybody came
+            if not self._is_closed:
+                logger.exception("the scheduler side of the KV connector could not be let in")
+                self._listener.close()
+            return None
         with self._lock:
-            self._channel = Channel(
-                connected, "kv-orders", lambda data: on_message(_decode_to_rank(data))
-            )
+            if self._is_closed:
+                channel.close()
+                return None
+            self._channel = channel
             for message in self._unsent:
-                self._channel.send(message)
+                channel.send(message)
             self._unsent.clear()
+        return channel
 
 
 class SchedulerLink:
-    """The scheduler side's end: a channel to each worker.
+    """The scheduler side's end: a channel to each worker, and a thread that hears it.
 
     Args:
         paths: where they listen.
         on_message: takes a rank and its message; any thread.
+        on_death: takes a rank, and what ended the thread that heard it; any thread.
 
     Raises:
         KVConfigError: a worker is not there.
     """
 
     def __init__(
-        self, paths: Sequence[Path], on_message: Callable[[int, RankMessage], None]
+        self,
+        paths: Sequence[Path],
+        on_message: Callable[[int, RankMessage], None],
+        on_death: Callable[[int, BaseException], None],
     ) -> None:
         self._channels: list[Channel] = []
+        self._threads: list[threading.Thread] = []
         deadline = time.monotonic() + CONNECT_S
         try:
             for rank, path in enumerate(paths):
-                connected = _connect(path, deadline)
-                self._channels.append(
-                    Channel(connected, f"kv-rank-{rank}", _taker(rank, on_message))
+                channel = Channel(
+                    _connect(path, deadline),
+                    name := f"kv-rank-{rank}",
+                    _taker(rank, on_message),
+                    partial(on_death, rank),
                 )
-        except KVConfigError:
+                self._channels.append(channel)
+                thread = threading.Thread(target=channel.run, name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
             self.close()
             raise
 
@@ -263,6 +332,11 @@ class SchedulerLink:
 
     def close(self) -> None:
         """Hang up. Idempotent."""
+        for channel in self._channels:
+            channel.hang_up()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
         for channel in self._channels:
             channel.close()
 
@@ -293,7 +367,8 @@ class Ranks:
 
     Args:
         paths: where they listen, by rank.
-        on_death: takes the reason why a worker's thread has died; any thread.
+        on_death: takes the reason why a thread has died, of a worker or the one that hears it; any
+            thread.
 
     Raises:
         KVConfigError: they did not come up, or differ in their KV.
@@ -306,7 +381,7 @@ class Ranks:
         self._early: list[tuple[int, bytes]] = []
         self._infos: dict[int, RankInfo] = {}
         self._all_known = threading.Event()
-        self._link = SchedulerLink(paths, self._on_message)
+        self._link = SchedulerLink(paths, self._on_message, self._on_channel_death)
         try:
             self.info = self._meet()
         except BaseException:
@@ -363,3 +438,7 @@ class Ranks:
                 self._all_known.set()
         else:
             self._on_death(f"rank {rank}: {message.reason}")
+
+    def _on_channel_death(self, rank: int, cause: BaseException) -> None:
+        """Nobody hears that rank any more: what it reports is lost."""
+        self._on_death(f"the thread that hears rank {rank}: {cause!r}")

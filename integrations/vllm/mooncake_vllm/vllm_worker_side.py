@@ -279,7 +279,7 @@ class WorkerSide:
         except BaseException:
             self._link.close()
             raise
-        self._link.listen(self._obey)
+        self._link.listen(self._obey, self.report_death)
 
     def report_death(self, cause: BaseException) -> None:
         """A thread of the worker died: the instance ends with it. Any thread."""
@@ -287,7 +287,11 @@ class WorkerSide:
 
     def release_loads(self, names: Iterable[str]) -> None:
         """Loads that may begin: see ``HeldLoads``. The step's thread."""
-        self._loads.release(names)
+        try:
+            self._loads.release(names)
+        except Exception as exc:  # whoever waits for what was not obeyed would wait for ever
+            self.report_death(exc)
+            raise
 
     def begin_step(self, steps: Sequence[PushStep]) -> None:
         """A step is about to run these requests' tokens. The step's thread."""

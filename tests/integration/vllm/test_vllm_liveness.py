@@ -1,0 +1,77 @@
+"""What can't go on ends the engine, and what hangs keeps nothing of its peers: the connector's two
+sides without vLLM, over real sockets and transports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from support.vllm_caches import filled_ranks
+from support.vllm_instance import Asked, FakeVllm, running
+
+from mooncake_hal.kv.geometry import AttentionKind
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.ranks import Load, decode_to_rank
+from mooncake_vllm.errors import ConnectorDied
+from mooncake_vllm.vllm_memory import ModelKV
+
+MODEL = ModelKV(AttentionKind.GQA, 2, 4, (8, 8), "float32")
+CONFIG = KVTransferConfig(transports=("tcp",), advertise_host="127.0.0.1")
+PROMPT = list(range(100, 114))
+P_BLOCKS, D_BLOCKS = [5, 1, 4, 2], [3, 0, 6, 1]
+SEND = {"do_remote_decode": True}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def start(
+    stack: ExitStack, folder: Path, config: KVTransferConfig = CONFIG
+) -> tuple[FakeVllm, FakeVllm]:
+    """P and D."""
+    prefill, decode = (
+        stack.enter_context(
+            running(name, folder, filled_ranks(MODEL, "LBHNC", 1, seed=seed), config)
+        )
+        for seed, name in enumerate("pd")
+    )
+    return prefill, decode
+
+
+@pytest.mark.parametrize("is_held", [True, False], ids=["step", "link"])
+def test_an_order_that_fails_ends_the_engine(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_held: bool
+) -> None:
+    """Whoever waits for the load would wait for ever; it fails in the step's thread, if that lets
+    the order go, or in the link's."""
+    prefill, decode = start(stack, tmp_path)
+    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    request = Asked("d", PROMPT, params)
+    [worker], scheduler = decode.workers, decode.scheduler
+
+    def receive(order: bytes) -> None:
+        is_load = isinstance(decode_to_rank(order), Load)
+        if is_load:
+            raise RuntimeError("can't start new thread")
+        obey(order)
+
+    obey = worker._worker.receive
+    monkeypatch.setattr(worker._worker, "receive", receive)
+    scheduler.on_new_request(request)
+    if is_held:
+        decode.admit(request, D_BLOCKS)
+        while not worker._loads._held:
+            time.sleep(0.001)
+        with pytest.raises(RuntimeError, match="new thread"):
+            worker.release_loads(scheduler.take_started())
+    else:
+        worker.release_loads(["d"])
+        decode.admit(request, D_BLOCKS)
+    with pytest.raises(ConnectorDied, match=r"rank 0: RuntimeError.*new thread"):
+        decode.step_until(decode.told.received, "d")

@@ -1,0 +1,147 @@
+"""Who hears nobody any more says so, by the link that it heard by; who hangs up says nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from mooncake_hal.deployment import Hardware
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
+from mooncake_kv.errors import KVConfigError
+from mooncake_vllm import rank_link
+from mooncake_vllm.rank_link import FromWorker, RankInfo, Ranks, WorkerDied, WorkerLink
+
+PATIENCE_S = 20.0
+INFO = RankInfo(
+    KVGeometry(AttentionKind.GQA, 1, 1, (4, 4), "float32", 4), 16, 1, Hardware("cpu", "")
+)
+MUCH = bytes(1 << 16)
+"""Some dozens of these fill what the kernel keeps of a socket that nobody reads."""
+WHATEVER = pytest.mark.parametrize(
+    "exc",
+    [RuntimeError("can't start new thread"), OSError(errno.EMFILE, "too many open files")],
+    ids=["defect", "system"],
+)
+
+
+@dataclass
+class Pair:
+    """Both ends, and what was told of deaths.
+
+    Args:
+        worker: listens.
+        path: where.
+        obey: takes the worker's orders.
+    """
+
+    worker: WorkerLink
+    path: Path
+    obey: Callable[[object], None] = lambda order: None
+    reasons: list[str] = field(default_factory=list)
+    is_told: threading.Event = field(default_factory=threading.Event)
+
+    def connect(self) -> Ranks:
+        self.worker.send(INFO)
+        self.worker.listen(
+            lambda order: self.obey(order),
+            lambda cause: self.worker.send(WorkerDied(repr(cause))),
+        )
+        return Ranks([self.path], self._on_death)
+
+    def wait(self) -> str:
+        """The only reason."""
+        assert self.is_told.wait(PATIENCE_S), "nobody was told"
+        [reason] = self.reasons
+        return reason
+
+    def _on_death(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.is_told.set()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def pair(stack: ExitStack, tmp_path: Path) -> Pair:
+    path = tmp_path / "rank-0"
+    worker = WorkerLink(path)
+    stack.callback(worker.close)
+    return Pair(worker, path)
+
+
+def once(exc: Exception) -> Callable[..., None]:
+    """Raises that at its first call."""
+    left = [exc]
+
+    def call(*args: object) -> None:
+        if left:
+            raise left.pop()
+
+    return call
+
+
+@WHATEVER
+def test_a_worker_that_hears_no_orders_any_more_says_why(
+    stack: ExitStack, pair: Pair, exc: Exception
+) -> None:
+    pair.obey = once(exc)
+    ranks = pair.connect()
+    stack.callback(ranks.close)
+    ranks.send(0, b"an order")
+    assert pair.wait() == f"rank 0: {exc!r}"
+    for _ in range(100):  # nor does anybody wait until it reads
+        ranks.send(0, MUCH)
+
+
+@WHATEVER
+def test_a_scheduler_that_hears_no_rank_any_more_knows_why(
+    stack: ExitStack, pair: Pair, exc: Exception
+) -> None:
+    ranks = pair.connect()
+    stack.callback(ranks.close)
+    ranks.listen(once(exc))
+    pair.worker.send(FromWorker(b"a report"))
+    assert pair.wait() == f"the thread that hears rank 0: {exc!r}"
+    for _ in range(100):
+        pair.worker.send(FromWorker(MUCH))
+
+
+@pytest.mark.parametrize("who", ["worker", "scheduler"])
+def test_who_hangs_up_is_not_dead(pair: Pair, who: str) -> None:
+    ranks = pair.connect()
+    first, second = (pair.worker, ranks) if who == "worker" else (ranks, pair.worker)
+    first.close()
+    ranks.send(0, MUCH)
+    pair.worker.send(FromWorker(MUCH))
+    second.close()
+    assert pair.reasons == []
+
+
+def test_a_worker_that_can_let_nobody_in_has_no_scheduler_side(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody could be told: the instance does not start."""
+
+    def dup(descriptor: int) -> int:
+        if threading.current_thread().name == "kv-orders":
+            raise OSError(errno.EMFILE, "too many open files")
+        return real(descriptor)
+
+    real = os.dup
+    monkeypatch.setattr(os, "dup", dup)
+    monkeypatch.setattr(rank_link, "CONNECT_S", 0.5)
+    with pytest.raises(KVConfigError, match=r"no worker listens|0 of 1 ranks have described"):
+        pair.connect()
+    assert "could not be let in" in caplog.text
+    assert "too many open files" in caplog.text
