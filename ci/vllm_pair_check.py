@@ -49,6 +49,7 @@ BYTES_SENT = "vllm:mooncake_hal_bytes_sent_total"
 BYTES_RECEIVED = "vllm:mooncake_hal_bytes_received_total"
 HITS = "vllm:external_prefix_cache_hits_total"
 LOADS = "vllm:mooncake_hal_loads_total"
+LEASES_HELD = "vllm:mooncake_hal_leases_held"
 LOAD_FAILURES = "vllm:mooncake_hal_load_failures_total"
 PICKED = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
 PICKED_INFO = "vllm:cache_config_info"
@@ -274,6 +275,19 @@ def through_the_proxy(run: Run) -> None:
     run.expect("prompts that D computed itself", fallbacks, 0)
 
 
+def children_through_the_proxy(run: Run) -> None:
+    """P is asked for one answer, and makes one lease; D begins all of them from it."""
+    path, body = cases()[CHILDREN]
+    before = figure(run.decode, LOADS)
+    answer = post(run.proxy, path, body | {"cache_salt": "through the proxy"})
+    run.expect(f"proxy: {CHILDREN}", token_ids(answer), token_ids(run.wanted[CHILDREN]))
+    if run.pair.decode.dp == 1:
+        run.expect("loads for them", figure(run.decode, LOADS) - before, 1)
+    fallbacks = figure(run.proxy, "mooncake_proxy_local_prefill_total")
+    run.expect("prompts that D computed for them", fallbacks, 0)
+    run.expect("leases after them", until_zero(run.prefill, LEASES_HELD), 0)
+
+
 def at_once_through_the_proxy(run: Run) -> None:
     """Many, at the same time; and children of one request."""
     named = [(name, case) for name, case in cases().items() if name.startswith("at once")]
@@ -389,7 +403,7 @@ def beyond_the_window(run: Run) -> None:
 def all_is_free(run: Run) -> None:
     """Every block is free, no lease is held, and no hook has failed."""
     for name, url in (("P", run.prefill), ("D", run.decode)):
-        for what in ("vllm:kv_cache_usage_perc", "vllm:mooncake_hal_leases_held"):
+        for what in ("vllm:kv_cache_usage_perc", LEASES_HELD):
             run.expect(f"{name} {what}", until_zero(url, what), 0)
         run.expect(f"{name} hook errors", figure(url, "vllm:mooncake_hal_hook_errors_total"), 0)
 
@@ -402,6 +416,7 @@ CHECKS: dict[str, tuple[Callable[[Run], None], ...]] = {
         children,
         through_a_sidecar,
         through_the_proxy,
+        children_through_the_proxy,
         trouble,
         clients_leave,
         all_is_free,

@@ -19,6 +19,7 @@ from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.pool.health_checks import HealthConfig
 from mooncake_proxy.pool.instances import InstanceSpec, Role
+from mooncake_proxy.pool.pair_topology import PairTopology
 
 Json = dict[str, Any]
 STREAM_HEAD = (
@@ -98,6 +99,8 @@ class Behaviour:
     last_token_id: int | None = 100
     # D: a vLLM that knows nothing of first_token_delivered.
     emits_first_token: bool = False
+    # What /abort answers; vLLM has no such path.
+    abort_status: int = 200
     # P: its D may be asked for the prompt and the first token.
     continues_prompt: bool = False
     health: int = 200
@@ -247,6 +250,9 @@ class FakeInstance:
             _respond(writer, *facts)
             return
         if seen.path == "/abort":
+            if behaviour.abort_status != 200:
+                _respond(writer, behaviour.abort_status, behaviour.error)
+                return
             self.released.append(seen.body["request_id"])
             self.changed.set()
             _respond(writer, 200, {})
@@ -590,6 +596,12 @@ class Stand:
     @property
     def decode(self) -> FakeInstance:
         return self.decodes[0]
+
+    def publish_topologies(self, **facts: Any) -> None:
+        """All instances say these of themselves (`/kv/topology`), as ours do and vLLM's don't."""
+        pool = self.app.router.pool
+        for instance in pool:
+            pool.note_topology(instance, PairTopology(f"engine of {instance.name}", **facts))
 
     def count(self, name: str, *labels: str) -> float:
         """A counter's value."""

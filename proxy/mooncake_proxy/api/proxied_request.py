@@ -281,20 +281,31 @@ def prefill_body(
     *,
     wants_token_ids: bool = False,
     is_single: bool = False,
+    wants_kv_alone: bool = False,
 ) -> bytes:
     """The body for P: one token, no stream. `min_tokens` only shrinks: EOS may come first.
 
-    `is_single`: of the first answer alone; the others begin at D.
+    Args:
+        context: of the request.
+        params: its KV parameters.
+        wants_token_ids: of the prompt and P's token.
+        is_single: of the first answer alone; the others begin at D.
+        wants_kv_alone: D samples the first token of all answers: P's is no one's, and ends nothing.
     """
     fields = context.fields.copy()
-    if is_single:
+    if is_single or wants_kv_alone:
         fields.pop("n", None)
+        fields.pop("best_of", None)
     fields["stream"] = FALSE
     fields["max_tokens"] = _ONE
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = _ONE
     if context.parsed.min_tokens is not None and context.parsed.min_tokens > 1:
         fields["min_tokens"] = _ONE
+    if wants_kv_alone:
+        for name in ("stop", "stop_token_ids", "min_tokens"):
+            fields.pop(name, None)
+        fields["ignore_eos"] = TRUE
     fields.pop("stream_options", None)
     fields["kv_transfer_params"] = params
     if context.record is not None or wants_token_ids:

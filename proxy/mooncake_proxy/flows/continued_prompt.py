@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from mooncake_proxy.api.openai_bodies import (
+    ABSENT,
     DEFAULT_MAX_TOKENS,
     CompletionResponse,
     OpenAIEndpoint,
@@ -33,6 +34,9 @@ OBSTACLES = (
 """Fields that look back on the answer so far, or whose form depends on where it begins."""
 COUNTED = ("presence_penalty", "frequency_penalty")
 """They count what was generated, and P's token would count as prompt."""
+CUTS_PROMPT = ("truncate_prompt_tokens", "truncation_side")
+"""P has done that: the prompt's token ids are those that it computed. Done again, it would cut P's
+token, or the prompt's first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,8 @@ class ContinuedPrompt:
 
     def body(self, context: RequestContext, params: Raw) -> bytes:
         """The body for D: one token less of everything."""
-        fields, parsed = context.fields.copy(), context.parsed
+        fields = {n: raw for n, raw in context.fields.items() if n not in CUTS_PROMPT}
+        parsed = context.parsed
         params = with_delivery(params, delivered=True)
         ids = encode(self.token_ids)
         if context.endpoint is OpenAIEndpoint.CHAT:
@@ -75,6 +80,8 @@ def can_continue(context: RequestContext) -> bool:
     if parsed.return_token_ids or parsed.includes_continuous_usage:
         return False
     if any(name in fields and not _is_off(fields[name]) for name in (*OBSTACLES, *COUNTED)):
+        return False
+    if _fills_context(fields):
         return False
     return "seed" not in fields or is_null(fields["seed"]) or _is_greedy(fields)
 
@@ -134,6 +141,13 @@ def _joined(event: bytes, data: bytes) -> bytes:
 
 def _is_off(raw: Raw) -> bool:
     return msgspec.json.decode(raw) in (None, 0, False, [], {}, "none")
+
+
+def _fills_context(fields: dict[str, Raw]) -> bool:
+    """Whether the prompt may be cut so that it leaves room for P's token alone: D would be asked
+    for none."""
+    length = msgspec.json.decode(fields.get("truncate_prompt_tokens", ABSENT))
+    return isinstance(length, int) and length < 0
 
 
 def _is_greedy(fields: dict[str, Raw]) -> bool:

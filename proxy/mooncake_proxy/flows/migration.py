@@ -22,7 +22,7 @@ from mooncake_proxy.api.openai_bodies import (
 )
 from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.errors import ConnectFailed, Recomputed, UpstreamError, is_leaving, is_loss
-from mooncake_proxy.flows.continued_prompt import can_continue
+from mooncake_proxy.flows.continued_prompt import CUTS_PROMPT, can_continue
 from mooncake_proxy.flows.token_record import TokenRecord
 from mooncake_proxy.pool.instances import Role
 from mooncake_proxy.routing.retries import MAX_LOSSES
@@ -34,7 +34,7 @@ MAX_PASSES = 8
 FIRST_PASS_FIELDS = {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens",
     "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
-    "top_logprobs", "reasoning_effort", "truncate_prompt_tokens",
+    "top_logprobs", "reasoning_effort", *CUTS_PROMPT,
 }  # fmt: skip
 """What has made the prompt's token ids, and chat's own: dropped once the prompt is token ids."""
 

@@ -86,7 +86,8 @@ async def _pass(router: RequestRouter, context: RequestContext) -> None:
     if prefill.is_final:
         _answer_from_prefill(router, context, prefill)
     elif prefill.params is None:
-        await prefill_locally(router, context, "no_params")
+        is_several = (context.parsed.n or 1) > 1
+        await prefill_locally(router, context, "several_answers" if is_several else "no_params")
     else:
         with HeldKV(router, context, prefill) as held:
             if router.conductor is not None:
@@ -110,6 +111,8 @@ class PrefillResult(Struct, eq=False):
     began: float = 0.0
     # For a D that would send the first token again: what it can be asked for instead.
     continued: ContinuedPrompt | None = None
+    # One lease for several answers: D samples the first token of each.
+    is_shared: bool = False
 
 
 class HeldKV:
@@ -156,7 +159,7 @@ class HeldKV:
         continues = spec.emits_first_token and not spec.recomputes
         continued = self._prefill.continued if continues else None
         is_held = False
-        if context.parsed.stream:
+        if context.parsed.stream and not self._prefill.is_shared:
             is_held = router.holds_headers and context.answer_id is None and continued is None
             is_held = is_held and not spec.repeats_first_token
             deliver = partial(
@@ -183,14 +186,20 @@ async def _prefill(
     router: RequestRouter, context: RequestContext, instance: Instance
 ) -> PrefillResult:
     """One attempt: P's answer, parsed."""
+    is_shared = _shares_lease(context, instance)
     if instance.bootstrap is not None:
+        if is_shared:
+            return _for_decode_alone(instance)
         return await _prefill_with_bootstrap(router, context, instance, instance.bootstrap)
     began = router.now()
     was_idle = router.short_prompts.is_learnt and instance.total_running == 1
     params = with_prefix_sources(context, instance, HOLD_KV_PARAMS)
-    body = await _send_prefill(router, context, instance, params)
+    body = await _send_prefill(router, context, instance, params, wants_kv_alone=is_shared)
     prefill = parse_prefill_answer(instance, body)
-    prefill.began = began
+    if is_shared and not _is_for_all(router, prefill):
+        router.release(instance, prefill.kv_params)
+        return _for_decode_alone(instance)
+    prefill.began, prefill.is_shared = began, is_shared
     kv, metrics = prefill.kv_params, router.metrics
     if kv.decode_continues_prompt and can_continue(context):
         prefill.continued = continued_prompt(context, prefill.answer, kv.last_token_id)
@@ -202,6 +211,27 @@ async def _prefill(
     if context.record is not None:
         context.record.note_prefill(prefill.answer)
     return prefill
+
+
+def _shares_lease(context: RequestContext, instance: Instance) -> bool:
+    """Whether several answers are to begin from one lease of P: vLLM's makes one for each answer,
+    and names one of them."""
+    topology = instance.topology
+    has_several_leases = topology is not None and topology.splits_choices
+    return (context.parsed.n or 1) > 1 and not has_several_leases
+
+
+def _is_for_all(router: RequestRouter, prefill: PrefillResult) -> bool:
+    """Whether D can begin all answers from this lease. Of foreign connectors each answer would
+    fetch it by itself, and P frees the KV after the first one."""
+    loads_once = prefill.kv_params.decode_continues_prompt or not router.pool.emits_first_token
+    return not prefill.is_final and loads_once
+
+
+def _for_decode_alone(instance: Instance) -> PrefillResult:
+    """P holds nothing that several answers could begin from."""
+    nothing = CompletionResponse([])
+    return PrefillResult(instance, b"", nothing, None, KVTransferParams(), is_final=False)
 
 
 async def _prefill_with_bootstrap(
@@ -224,13 +254,20 @@ async def _prefill_with_bootstrap(
 
 
 async def _send_prefill(
-    router: RequestRouter, context: RequestContext, instance: Instance, params: Raw
+    router: RequestRouter,
+    context: RequestContext,
+    instance: Instance,
+    params: Raw,
+    *,
+    wants_kv_alone: bool = False,
 ) -> bytes:
     """P's whole answer."""
     context.prefiller = instance.name
     started = router.now()
     wants_token_ids = router.pool.emits_first_token and can_continue(context)
-    body = prefill_body(context, params, wants_token_ids=wants_token_ids)
+    body = prefill_body(
+        context, params, wants_token_ids=wants_token_ids, wants_kv_alone=wants_kv_alone
+    )
     payload = instance.build_post(
         context.endpoint.path, context.attempt_id, context.forward_to(instance), body
     )

@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 ABORT_TIMEOUT_S = 5.0
+_NO_SUCH_PATH = (404, 405)
 
 IsCompatible = Callable[[Instance], bool]
 """Whether an instance can exchange KV with the other side of the request."""
@@ -503,7 +504,14 @@ class RequestRouter:
             outcome = "200"
         except UpstreamError as error:
             outcome = error.reason
-            logger.warning("abort of %s not delivered: %s", remote_request_id, error)
+            if isinstance(error, Rejected) and error.status in _NO_SUCH_PATH:
+                instance.warn_once(
+                    "no_abort",
+                    "has no /abort, as vLLM: KV that no decode instance fetches stays there until "
+                    "its lease ends (lease_seconds)",
+                )
+            else:
+                logger.warning("abort of %s not delivered: %s", remote_request_id, error)
         self.metrics.aborts.add(outcome)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

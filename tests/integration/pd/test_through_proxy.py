@@ -126,6 +126,35 @@ def test_a_client_that_leaves_several_answers_ends_all_their_leases(deployment: 
 ORDER = {"prompt": PAGE[:200], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
 
 
+def test_a_prefill_as_of_vllm(deployment: Deployment) -> None:
+    """Its token says no log probabilities, and one lease stands for several answers."""
+
+    def post(url: str, **more: Any) -> dict[str, Any]:
+        case = {"prompt": PAGE[40:343], "max_tokens": 8, "temperature": 0, "seed": 1}
+        answer = httpx.post(f"{url}/v1/completions", json=case | more, timeout=30.0)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    asked = {"n": 3, "logprobs": 2}
+    received = figure(deployment.decode.url, "mooncake:kv_transfer_bytes_received_total")
+    order = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    params = post(deployment.prefill.url, **order)["kv_transfer_params"]
+    assert "last_token_logprobs" not in params
+    found = post(deployment.decode.url, **asked, kv_transfer_params=params)
+    whole = post(deployment.prefill.url, **asked)
+    for choice, expected in zip(found["choices"], whole["choices"], strict=True):
+        assert choice["text"] == expected["text"]
+        logprobs, wanted = choice["logprobs"], expected["logprobs"]
+        assert logprobs["tokens"] == wanted["tokens"]
+        assert logprobs["text_offset"] == wanted["text_offset"]
+        assert logprobs["token_logprobs"] == pytest.approx(wanted["token_logprobs"], abs=1e-3)
+        assert len(logprobs["top_logprobs"]) == 8
+    now = figure(deployment.decode.url, "mooncake:kv_transfer_bytes_received_total")
+    assert now > received, "it was pulled"
+    deployment.wait_until_idle()
+
+
 def test_an_abort_over_http_frees_a_held_prompt(deployment: Deployment) -> None:
     url = deployment.prefill.url
     answer = httpx.post(f"{url}/v1/completions", json=ORDER).json()

@@ -85,6 +85,7 @@ def test_the_first_token_arrives_before_the_decoder_says_anything() -> None:
         {"return_token_ids": True},
         {"logprobs": 1},
         {"n": 2},
+        {"truncate_prompt_tokens": -1},
     ],
 )
 def test_where_the_answer_so_far_counts_the_decoder_says_every_token(extra: Json) -> None:
@@ -106,6 +107,23 @@ def test_fields_that_say_nothing_are_no_obstacle(extra: Json) -> None:
             answer = await post(s, STREAM | extra)
             assert streamed_text(events_of(answer.text)) == text_of(5)
             assert s.decode.generated[0].body["kv_transfer_params"]["first_token_delivered"] is True
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_prompt_is_cut_once(path: str) -> None:
+    """P's token ids are those of the prompt that it has cut; P's token is not a part of that."""
+
+    async def main() -> None:
+        async with vllm_pair() as s:
+            cut = {"truncate_prompt_tokens": len(PROMPT_IDS), "truncation_side": "left"}
+            answer = await post(s, PATHS[path] | USAGE | cut, path)
+            assert streamed_text(events_of(answer.text)) == text_of(5)
+            [asked], [decoded] = s.prefill.generated, s.decode.generated
+            assert cut.items() <= asked.body.items()
+            assert not cut.keys() & decoded.body.keys()
+            assert decoded.body["kv_transfer_params"]["first_token_delivered"] is True
 
     uvloop.run(main())
 

@@ -145,6 +145,7 @@ def test_where_there_is_no_other_decoder_a_stream_ends_with_its_error() -> None:
 def test_what_depends_on_more_than_tokens_ends_with_its_error(more: dict[str, Any]) -> None:
     async def main() -> None:
         async with stand(emits_first_token=True, **MIGRATES) as s:
+            s.prefill.behaviour.continues_prompt = True
             let_fail(s, die_after=3)
             events = events_of((await post(s, BODY | USAGE | more)).text)
             assert events[-1]["error"]["code"] == "connection_lost"
@@ -162,6 +163,19 @@ def test_a_request_that_two_decoders_die_of_is_stopped() -> None:
             assert events[-1]["error"]["code"] == "connection_lost"
             assert sum(len(decode.generated) for decode in s.decodes) == 2
             assert (await post(s, BODY | USAGE)).status_code == 422
+
+    uvloop.run(main())
+
+
+def test_a_prompt_that_was_cut_is_not_cut_again() -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True, **MIGRATES) as s:
+            let_fail(s, die_after=3)
+            cut = {"truncate_prompt_tokens": len(PROMPT_IDS), "truncation_side": "left"}
+            check_whole(events_of((await post(s, BODY | USAGE | cut)).text))
+            first, second = s.prefill.generated
+            assert cut.items() <= first.body.items()
+            assert not cut.keys() & second.body.keys()
 
     uvloop.run(main())
 

@@ -132,7 +132,9 @@ def test_min_tokens_is_only_sent_when_the_client_sent_it() -> None:
 def test_several_choices_stream_side_by_side() -> None:
     async def main() -> None:
         async with stand() as s:
+            s.publish_topologies(splits_choices=True)
             answer = await post(s, BODY | {"stream": True, "n": 2, "logprobs": 1})
+            assert s.prefill.generated[0].body["n"] == 2
             events = events_of(answer.text)[:-1]
             for index in (0, 1):
                 mine = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]

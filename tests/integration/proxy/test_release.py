@@ -22,6 +22,7 @@ async def all_released(s: Stand) -> None:
 def test_no_decode_instance_reached(body: dict[str, Any]) -> None:
     async def main() -> None:
         async with stand() as s:
+            s.publish_topologies(splits_choices=True)
             await s.decode.kill()
             await post(s, body | {"n": 3})
             await all_released(s)
@@ -33,6 +34,7 @@ def test_no_decode_instance_reached(body: dict[str, Any]) -> None:
 def test_a_client_that_leaves(stage: str) -> None:
     async def main() -> None:
         async with stand() as s:
+            s.publish_topologies(splits_choices=True)
             behaviour = s.decode.behaviour
             behaviour.hangs, behaviour.hang_after = (stage == "gap"), 2
             reader, writer = await send_raw(s, STREAM | {"n": 3})
@@ -49,12 +51,39 @@ def test_a_client_that_leaves(stage: str) -> None:
 def test_whole_answers_release_nothing() -> None:
     async def main() -> None:
         async with stand() as s:
+            s.publish_topologies(splits_choices=True)
             answer = await post(s, BODY | {"n": 3})
             assert len(answer.json()["choices"]) == 3
             await s.app.router.close()
             assert s.prefill.released == []
 
     uvloop.run(main())
+
+
+@pytest.mark.parametrize("status", [404, 405, 500])
+def test_an_instance_without_abort_is_named_once(
+    status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM has none; each request whose KV nobody fetches would say so."""
+
+    async def main() -> None:
+        async with stand() as s:
+            await s.decode.kill()
+            s.prefill.behaviour.abort_status = status
+            for _ in range(3):
+                await post(s, BODY)
+            await s.app.router.close()
+            assert s.count("aborts", "rejected") == 3
+            assert s.prefill.released == []
+
+    uvloop.run(main())
+    lines = [r.getMessage() for r in caplog.records if "abort" in r.getMessage()]
+    if status == 500:
+        assert len(lines) == 3
+    else:
+        [line] = lines
+        assert "has no /abort" in line
+        assert "until its lease ends (lease_seconds)" in line
 
 
 def facts(text: bytes) -> KVTransferParams:

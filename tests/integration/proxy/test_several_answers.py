@@ -1,0 +1,135 @@
+"""Several answers to one prompt where P makes one lease of it: D begins all of them from that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import uvloop
+from support.proxy_fakes import Stand, stand, text_of, token_id
+from support.proxy_fakes_client import BODY, CHAT, events_of, post
+
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.pool.instances import InstanceSpec, Role
+
+Json = dict[str, Any]
+PATHS = {"/v1/completions": BODY, "/v1/chat/completions": CHAT}
+SEVERAL: Json = {"n": 3}
+
+
+def continue_prompts(s: Stand) -> None:
+    """P's are vLLM with our connector."""
+    for fake in s.prefills:
+        fake.behaviour.continues_prompt = True
+        fake.behaviour.last_token_id = token_id(0)
+
+
+def texts(answer: Any, *, is_streamed: bool) -> list[str]:
+    """What each of the three answers says."""
+    said = [""] * SEVERAL["n"]
+    parts = events_of(answer.text)[:-1] if is_streamed else [answer.json()]
+    for choice in [choice for part in parts for choice in part["choices"]]:
+        message = choice.get("delta") or choice.get("message") or {}
+        said[choice["index"]] += choice.get("text") or message.get("content") or ""
+    return said
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("emits_first_token", [False, True], ids=["our D", "vLLM's D"])
+def test_vllms_prefill_is_asked_for_the_kv_alone(
+    path: str, *, emits_first_token: bool, is_streamed: bool
+) -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=emits_first_token) as s:
+            continue_prompts(s)
+            ends = {"stop": ["t9"], "stop_token_ids": [9], "min_tokens": 2}
+            body = PATHS[path] | SEVERAL | ends | {"stream": is_streamed, "best_of": 3}
+            answer = await post(s, body, path)
+            assert texts(answer, is_streamed=is_streamed) == [text_of(5)] * 3
+            [asked], [decoded] = s.prefill.generated, s.decode.generated
+            assert not {"n", "best_of", *ends} & asked.body.keys()
+            assert asked.body["ignore_eos"] is True
+            assert asked.body["max_tokens"] == 1
+            params = decoded.body.pop("kv_transfer_params")
+            assert decoded.body == body
+            assert params["remote_request_id"] == "p0:abc"
+            assert params["first_token_delivered"] is False
+            assert s.prefill.holding == ["p0:abc"], "one lease"
+            await s.app.router.close()
+            assert s.prefill.released == []
+            assert s.count("fallbacks", "several_answers") == 0
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_instance_that_leases_every_answer_is_asked_for_all(*, is_streamed: bool) -> None:
+    async def main() -> None:
+        async with stand() as s:
+            s.publish_topologies(splits_choices=True)
+            answer = await post(s, BODY | SEVERAL | {"stream": is_streamed})
+            assert texts(answer, is_streamed=is_streamed) == [text_of(5)] * 3
+            assert s.prefill.generated[0].body["n"] == 3
+            params = s.decode.generated[0].body["kv_transfer_params"]
+            assert len(params["choices"]) == 3
+            assert params["first_token_delivered"] is is_streamed
+
+    uvloop.run(main())
+
+
+def test_a_prefill_that_has_ended_all_the_same_answers_for_nobody() -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True) as s:
+            continue_prompts(s)
+            s.prefill.behaviour.stops_at_first = True
+            answer = await post(s, BODY | SEVERAL)
+            assert texts(answer, is_streamed=False) == [text_of(5)] * 3
+            assert "kv_transfer_params" not in s.decode.generated[0].body
+            assert s.count("fallbacks", "several_answers") == 1
+
+    uvloop.run(main())
+
+
+def test_a_foreign_lease_is_for_one_answer() -> None:
+    """NIXL's P frees the KV when the first answer has fetched it, and the others would get what is
+    there then."""
+
+    async def main() -> None:
+        async with stand(emits_first_token=True) as s:
+            answer = await post(s, BODY | SEVERAL)
+            assert texts(answer, is_streamed=False) == [text_of(5)] * 3
+            assert "kv_transfer_params" not in s.decode.generated[0].body
+            await s.prefill.wait_for(lambda: s.prefill.released == ["p0:abc"])
+            assert s.count("fallbacks", "several_answers") == 1
+
+    uvloop.run(main())
+
+
+def test_a_transfer_that_the_proxy_names_is_for_one_answer() -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True) as s:
+            origin = Origin.parse(s.prefill.url)
+            s.app.router.pool.add(InstanceSpec(origin, Role.PREFILL, bootstrap_port=origin.port))
+            s.prefill.behaviour.has_params = False
+            answer = await post(s, BODY | SEVERAL)
+            assert texts(answer, is_streamed=False) == [text_of(5)] * 3
+            assert not s.prefill.generated
+            assert s.count("fallbacks", "several_answers") == 1
+            assert (await post(s, BODY)).is_success
+            assert len(s.prefill.generated) == 1
+
+    uvloop.run(main())
+
+
+def test_of_a_push_one_answer_alone_is_prefilled() -> None:
+    async def main() -> None:
+        async with stand(flow="push") as s:
+            s.publish_topologies(splits_choices=True)
+            await post(s, BODY | SEVERAL | {"best_of": 3, "stop": ["t9"]})
+            [asked] = s.prefill.generated
+            assert not {"n", "best_of"} & asked.body.keys()
+            assert asked.body["stop"] == ["t9"], "its token is the first answer's"
+            assert "ignore_eos" not in asked.body
+
+    uvloop.run(main())
