@@ -85,7 +85,11 @@ class PoolSaves:
         keys, salt = self._pool.keys(request, stop), request.spec.cache_salt
         tokens = self._published_tokens(request, first, stop)
         save_id = f"save#{next(self._ids)}"
-        save = SaveRequest(save_id, keys, first, block_ids, salt, step, token_ids=tokens)
+        save = SaveRequest(
+            *(save_id, keys, first, block_ids, salt, step),
+            token_ids=tokens,
+            is_use=(first + 1) * size > request.num_received,
+        )
         self._begin(save, handed_out)
 
     def offer_copies(

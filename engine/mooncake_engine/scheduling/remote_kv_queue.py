@@ -187,7 +187,7 @@ class RemoteKVQueue:
         self._queues.dequeue(request)
         if self._limits.reports_received_blocks:
             self.received.note(request)
-        request.num_computed = request.num_prompt_tokens
+        request.num_computed = request.num_received = request.num_prompt_tokens
         request.loaded = self._queues.now
         self._blocks.publish(request, shares=False)
         self._queues.wait(request)

@@ -110,6 +110,8 @@ class Request:
         draft_length: how many draft tokens it gets; None before the first.
         chunk_chain: keys of its full chunks, as far as they were needed.
         num_saved: tokens whose chunks the pool was offered.
+        num_received: prompt tokens whose KV came from a peer, which offers their chunks to the
+            pool, too.
         pool_load: name of its load from the pool; None if none is under way.
         is_unproven: steps run it although that load has not ended.
         has_wrong_kv: they did, and it has failed: it starts over when no step in flight runs it.
@@ -144,6 +146,7 @@ class Request:
     draft_length: DraftLength | None = None
     chunk_chain: list[bytes] = field(default_factory=list)
     num_saved: int = 0
+    num_received: int = 0
     pool_load: str | None = None
     is_unproven: bool = False
     has_wrong_kv: bool = False

@@ -90,6 +90,7 @@ class SaveRequest:
         copy: they came from another store, and are saved where they are worth that; else what
             another store has is not saved again. ``num_copies`` is counted by the pool client.
         token_ids: of the chunks to save; only where ``PoolStores.tells_what_is_saved``.
+        is_use: see ``ChunkStore.reserve``.
     """
 
     save_id: str
@@ -100,6 +101,7 @@ class SaveRequest:
     step: int | None = None
     copy: CopyTerms | None = None
     token_ids: Sequence[int] = ()
+    is_use: bool = True
 
     def chunk(self, position: int, num_tokens: int, nbytes: int, namespace: bytes) -> Chunk:
         """What a store is told of one of them. A tenant whose name is too long for stores has no

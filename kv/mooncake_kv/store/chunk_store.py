@@ -361,6 +361,7 @@ class ChunkStore(Protocol):
         *,
         lease_s: float = DEFAULT_LEASE_S,
         copy: CopyTerms | None = None,
+        is_use: bool = True,
     ) -> Future[list[WriteHandle | PutRefusal]]:
         """Memory to write chunks to; nobody sees them before they are committed.
 
@@ -369,6 +370,8 @@ class ChunkStore(Protocol):
             lease_s: seconds until the store gives the write up, at most MAX_LEASE_S.
             copy: they were fetched from another store. Counts as a use of them; they are kept if
                 there is room, or if that is worth more than what would have to go.
+            is_use: counts as a use of those that are there already. False: another instance offers
+                them for the same request.
         """
         ...
 

@@ -165,6 +165,7 @@ class MooncakeChunkStore:
         *,
         lease_s: float = DEFAULT_LEASE_S,
         copy: CopyTerms | None = None,
+        is_use: bool = True,
     ) -> Future[list[WriteHandle | PutRefusal]]:
         miss: list[WriteHandle | PutRefusal] = [PutRefusal.UNREACHABLE] * len(chunks)
         return self._ask(lambda: self._reserve(chunks, lease_s), miss, self._abort)

@@ -123,7 +123,7 @@ class TierMoves:
             return
         for key in keys:
             entry = self._table.entry(key)
-            if entry is not None and self.tier.note_put(key):
+            if entry is not None and self.tier.note_put(key) and entry.num_uses:
                 self._write(entry.chunk)
 
     def touched(self, keys: Iterable[bytes]) -> None:

@@ -9,6 +9,8 @@ from support.pool_engine import CHUNK, SETTINGS
 from support.push import WAYS
 from support.store_process import SECRET, StoreProcess
 
+from mooncake_kv.store.store_client import StoreClient
+
 NUM_ASKED = 120
 """Tokens of a prompt whose answer of 12 completes a chunk."""
 
@@ -48,6 +50,51 @@ async def _until_saved(of, num_chunks):
         return sum(one.num_saved_chunks for one in stats)
 
     await wait_until(lambda: saved() == num_chunks, 20, lambda: f"{saved()} of {num_chunks}")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ["pulled", "pulled early", "pushed"])
+def test_a_prompt_that_is_asked_once_is_used_once_whoever_offers_its_chunks(model, tmp_path, way):
+    """So SSDs take what is asked again, and nothing else."""
+    make_pair, ask_both = WAYS[way]
+    (tmp_path / "ssd").mkdir()
+    store = StoreProcess(tmp_path, "--dram", "64M", "--ssd", f"{tmp_path / 'ssd'}:64M")
+    prompts = [prompt_of(NUM_ASKED, seed=seed + 3) for seed in range(3)]
+    num_chunks = len(prompts) * (NUM_ASKED + GREEDY.max_tokens - 1) // CHUNK
+
+    async def run():
+        options = {"kv_pool": f"connect=127.0.0.1:{store.port},{SETTINGS}", "secret": SECRET}
+        async with make_pair(model, **options) as both:
+            client = StoreClient(store.address, "test")
+            assert client.await_store(60)
+
+            def is_saved():
+                instances = both.prefill, both.decode
+                return not any(one.engine.stats().kv_pool.saves_under_way for one in instances)
+
+            async def ask_all():
+                for prompt in prompts:
+                    await ask_both(both, prompt, GREEDY)
+                await both.check_clean()
+                await wait_until(is_saved, 20)
+
+            def stats():
+                return client.stats().result(60)
+
+            try:
+                await ask_all()
+                assert stats().num_puts == num_chunks
+                assert stats().num_ssd_skipped == {"first_touch": num_chunks}
+                assert stats().ssd_chunks == 0
+                await ask_all()
+                await wait_until(lambda: stats().ssd_chunks == num_chunks, 20, stats)
+            finally:
+                client.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        store.end()
 
 
 @pytest.mark.timeout(300)

@@ -70,8 +70,8 @@ class Stored:
         with self.changed:
             assert self.changed.wait_for(lambda: event in self.events, WAIT_S), event
 
-    def put(self, number):
-        (handle,) = self.user.reserve([chunk(number)]).result()
+    def put(self, number, **options):
+        (handle,) = self.user.reserve([chunk(number)], **options).result()
         view = self.store.memory.view(handle.offset, NBYTES)
         view[:] = content(number)
         view.release()
@@ -155,6 +155,29 @@ def test_a_chunk_that_is_put_while_memory_has_it_is_written(opened):
     store.put(0)
     assert store.user.reserve([chunk(0)]).result() == [PutRefusal.PRESENT]  # it was computed again
     store.await_event("stored", Tier.SSD, chunk(0).key)
+
+
+def test_what_another_instance_offers_for_the_same_request_is_not_used_twice(opened):
+    store = opened(capacity=4)
+    store.put(0)
+    offered = [chunk(0), chunk(1)]
+    refused, handle = store.user.reserve(offered, is_use=False).result()
+    assert refused is PutRefusal.PRESENT
+    assert store.user.commit([handle]).result() == [True]
+    refusals = store.user.reserve(offered).result()  # by who computed them; first use of chunk 1
+    assert refusals == [PutRefusal.PRESENT] * 2
+    store.await_event("stored", Tier.SSD, chunk(0).key)
+    store.await_writes()
+    assert store.user.stats().result().ssd_chunks == 1
+
+
+def test_a_chunk_is_not_written_since_another_instance_puts_it_after_memory_lost_it(opened):
+    store = opened(capacity=2)
+    for number in (0, 10, 20):
+        store.put(number)
+    store.put(0, is_use=False)
+    store.await_writes()
+    assert store.user.stats().result().ssd_chunks == 0
 
 
 def test_a_restarted_store_has_what_was_on_its_ssds(opened, tmp_path):
