@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mooncake_hal.kv.geometry import KVGeometry
+from mooncake_hal.session.processes import ProcessName
 from mooncake_kv.errors import ConnectorDead, KVConfigError
 from mooncake_kv.io_loop import IoLoop
 from mooncake_kv.params import PrefixSource
@@ -131,7 +132,7 @@ class PoolClient:
         self._layer_bytes = self.chunk_bytes // geometry.layers
         self._timeout_s = transfer_timeout_s
         self._num_ranks = num_ranks
-        self._num_ready = 0
+        self._rank_processes: list[ProcessName] = []
         self._ranks_ready = threading.Event()
         self._orders: dict[str, _Order] = {}
         self._verdicts: dict[str, asyncio.Future[bool]] = {}
@@ -161,9 +162,10 @@ class PoolClient:
         """
         if not self._ranks_ready.wait(START_TIMEOUT_S):
             raise KVConfigError(
-                f"{self._num_ready} of {self._num_ranks} ranks opened their transports for the "
-                f"pool within {START_TIMEOUT_S:g} s"
+                f"{len(self._rank_processes)} of {self._num_ranks} ranks opened their transports "
+                f"for the pool within {START_TIMEOUT_S:g} s"
             )
+        self._stores.name_writers(self._rank_processes)
         self._send, self._post = send, post
         self._loop = IoLoop("kv-pool", self._give_up, fail)
         self._loop.call("", lambda: self._loop.spawn_housekeeping(self._hinted.tidy()))
@@ -172,8 +174,8 @@ class PoolClient:
         """A rank's worker sent this, maybe before ``start``. Any thread."""
         decoded = decode_from_rank(message)
         if isinstance(decoded, PoolRankReady):
-            self._num_ready += 1
-            if self._num_ready == self._num_ranks:
+            self._rank_processes.append(decoded.process)
+            if len(self._rank_processes) == self._num_ranks:
                 self._ranks_ready.set()
         elif isinstance(decoded, RunsEnded):
             self._loop.call(decoded.order_id, self._take_report, rank, decoded)
@@ -467,9 +469,14 @@ class PoolClient:
         size = self._chunk_tokens, self.chunk_bytes
         chunks = [save.chunk(position, *size, self.namespace) for position in missing]
         lease_s = self._timeout_s + LEASE_MARGIN_S
-        future = self._stores.home.reserve(chunks, lease_s=lease_s, copy=copy)
+        arena = self._stores.home.arena
+        future = self._stores.home.reserve(
+            chunks, lease_s=lease_s, copy=copy, is_use=save.is_use
+        )
         grants = await asyncio.wrap_future(future)
         epoch = self._introduce(0)
+        if arena is None or epoch != arena.epoch:
+            epoch = None  # restarted meanwhile: whose memory the handles are on is not known
         handles, placed = [], []
         for position, grant in zip(missing, grants, strict=True):
             if isinstance(grant, WriteHandle):

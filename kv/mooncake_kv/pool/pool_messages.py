@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from mooncake_hal.session.processes import ProcessName
+
 
 class ConnectStore(msgspec.Struct, frozen=True, tag=True):
     """To the ranks: where a store's memory is, before any order that names its epoch.
@@ -129,7 +131,9 @@ class SaveRuns(msgspec.Struct, frozen=True, tag=True):
 
 
 class PoolRankReady(msgspec.Struct, frozen=True, tag=True):
-    """From a rank, once: its transports are open."""
+    """From a rank, once: its transports are open, and this is the process that moves its KV."""
+
+    process: ProcessName
 
 
 class LayersLoaded(msgspec.Struct, frozen=True, tag=True):

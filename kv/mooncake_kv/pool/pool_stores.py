@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from mooncake_hal.errors import HalError
 from mooncake_hal.negotiation import AUTO, Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.session.addressing import is_loopback
+from mooncake_hal.session.processes import ProcessName
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.pool.device_staging import host_transports
-from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_kv.pool.hinted_stores import HintRule
+from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_kv.pool.pool_events import StoreLocation
 from mooncake_kv.store.chunk_store import ChunkStore, StoreObserver
+from mooncake_kv.store.chunk_table import QUARANTINE_MARGIN_S
 from mooncake_kv.store.mooncake_store import MooncakeChunkStore, MooncakeStoreConfig
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
@@ -37,7 +39,7 @@ MIN_QUARANTINE_S = 30.0
 
 
 def own_store(config: KVPoolConfig, kv_events: KVEventsConfig | None = None) -> NodeStoreConfig:
-    """The store in this instance. Freed memory rests for as long as a transfer may take."""
+    """The store in this instance. Freed memory rests for longer than a transfer may take."""
     directories = tuple(SsdDirectoryConfig(path, size) for path, size in config.ssd)
     return NodeStoreConfig(
         config.dram_bytes,
@@ -48,7 +50,7 @@ def own_store(config: KVPoolConfig, kv_events: KVEventsConfig | None = None) -> 
 
 
 def _quarantine_s(network: KVTransferConfig) -> float:
-    return max(MIN_QUARANTINE_S, network.transfer_timeout_s)
+    return max(MIN_QUARANTINE_S, network.transfer_timeout_s + QUARANTINE_MARGIN_S)
 
 
 class PoolStores:
@@ -77,10 +79,11 @@ class PoolStores:
         has_own = config.dram_bytes and not config.mooncake_store
         self._observer = observer if has_own else None
         self._secret = config.network.secret.encode()
-        self._name = name
-        self._listens: tuple[str, int] | None = None
         self.hint_rule = HintRule(config.source_allow, has_secret=bool(self._secret))
         """Which stores a request may name besides."""
+        self._name = name
+        self._transfer_timeout_s = config.network.transfer_timeout_s
+        self._listens: tuple[str, int] | None = None
         if config.connect and not config.dram_bytes and not is_loopback(config.connect[0][0]):
             self._listens = config.connect[0]
         self.all: list[ChunkStore] = []
@@ -131,7 +134,15 @@ class PoolStores:
 
     def connect(self, host: str, port: int) -> StoreClient:
         """A client of a store of this deployment, which its caller closes."""
-        return StoreClient(StoreAddress(host, port, self._secret), self._name)
+        address = StoreAddress(host, port, self._secret)
+        return StoreClient(address, self._name, transfer_timeout_s=self._transfer_timeout_s)
+
+    def name_writers(self, ranks: Sequence[ProcessName]) -> None:
+        """Tell the stores in other processes who is going to write to them. The one in this process
+        ends after its ranks."""
+        for store in self.all:
+            if isinstance(store, StoreClient):
+                store.name_writers(ranks)
 
     def close(self) -> None:
         """Leave all stores; the own one ends. Idempotent."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from mooncake_hal.errors import HalError, TransferCancelled, TransferError
 from mooncake_hal.kv.geometry import KVShard
 from mooncake_hal.kv.transfer_plan import KVShardSpec
+from mooncake_hal.session.processes import this_process
 from mooncake_hal.transport import Transfer
 from mooncake_kv.connector_worker import LayerDone, RankContext
 from mooncake_kv.errors import ConnectorDead
@@ -99,7 +100,7 @@ class PoolWorker:
         )
         self._progress = StepProgress(context.make_event)
         self._ending = ThreadPoolExecutor(1, f"pool-end-{context.rank}")
-        context.emit(encode(PoolRankReady()))
+        context.emit(encode(PoolRankReady(this_process())))
 
     def receive(self, message: bytes) -> None:
         """Take an order; long work goes to threads."""

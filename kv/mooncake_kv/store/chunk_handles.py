@@ -28,7 +28,8 @@ class ChunkState(Enum):
     EVICTING = auto()
     """Not to be found any more; its memory waits for those who read it."""
     ABANDONED = auto()
-    """Its writer is past its deadline. It won't come, and its memory waits for the writer."""
+    """Its writer is past its deadline, or has lost its session. It won't come, and its memory waits
+    for the writer."""
 
 
 class Entry(msgspec.Struct, eq=False, gc=False):
@@ -152,6 +153,11 @@ class ChunkHandles:
         """End all handles of a user: the entry of each, and whether it was to be written."""
         for handle, lease in self._held.pop(user, {}).items():
             yield lease.entries.pop(handle), lease.is_write
+
+    def of_user(self, user: int, *, is_write: bool) -> dict[int, Entry]:
+        """The entries of a user's handles to write, or to read, by handle."""
+        held = self._held.get(user, {})
+        return {h: lease.entries[h] for h, lease in held.items() if lease.is_write is is_write}
 
     def all(self) -> Iterator[tuple[Entry, bool]]:
         """The entry of each handle, and whether it is to be written."""

@@ -6,11 +6,16 @@ argument, and no byte is touched.
 
 Readers and writers are one-sided: nothing here can stop them. So memory is used again only when
 
-* all its readers ended, or their deadlines are past by ``quarantine_s``; what such a reader has
-  read is not valid, and ``release`` says so;
-* its writer said that nothing of it moves any more, or is known to be gone for ``quarantine_s``. A
-  writer past its deadline can't commit any more, but its memory stays with it: a late byte would
-  land in somebody else's chunk, and nobody would notice.
+* all its readers ended, or their deadlines are past by the user's quarantine; what such a reader
+  has read is not valid, and ``release`` says so;
+* its writer said that nothing of it moves any more, or is known to be gone for a quarantine. A
+  writer past its deadline, or without a session, can't commit any more, but its memory stays with
+  it, ABANDONED: a late byte would land in somebody else's chunk, and nobody would notice. A writer
+  without a session is not gone: it may be frozen in the middle of a copy, and be thawed at any
+  time. Who knows that its processes have ended calls ``end_user``; see ``store_service``.
+
+The quarantine is ``quarantine_s``, which is for what was sent already and has not landed; that of a
+living user's reads is longer where its transfers may take longer.
 
 Users come with batches, a prompt's chunks at once. Each method goes over its batch once, and makes
 one lease, one range of memory and one message to the observer of it where it can.
@@ -19,7 +24,7 @@ one lease, one range of memory and one message to the observer of it where it ca
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -42,6 +47,10 @@ from mooncake_kv.store.eviction import EvictionPolicy
 
 MAX_SKIPPED_VICTIMS = 4096
 """How many chunks that can't go an eviction looks past, before the store counts as full."""
+
+QUARANTINE_MARGIN_S = 10.0
+"""How much longer than a transfer may take memory rests: a transfer's time begins when its rank has
+the order, and a copy looks at the clock between two pieces."""
 
 _ENDS_A_SEQUENCE = {
     PutRefusal.NO_ROOM,
@@ -67,8 +76,8 @@ class TableSettings:
 
     Args:
         make_policy: a new eviction policy; one per tenant with a quota, and one for all others.
-        quarantine_s: how long memory rests after a reader or writer went silent; at least the
-            longest timeout of a transfer.
+        quarantine_s: how long memory rests after a reader went silent or a writer ended; longer for
+            readers whose transfers may take longer, see ``set_transfer_timeout``.
         quotas: bytes by tenant. A tenant that is not named here has no limit of its own.
     """
 
@@ -136,6 +145,7 @@ class ChunkTable:
         self._evicting: dict[int, Entry] = {}
         self._handles = ChunkHandles()
         self._quarantine: list[tuple[float, int]] = []
+        self._quarantine_s: dict[int, float] = {}  # of users that said what their transfers take
         self._last_generation = 0
 
     # -- reading --------------------------------------------------------------------------------
@@ -234,13 +244,16 @@ class ChunkTable:
         lease_s: float,
         now: float,
         copy: CopyTerms | None = None,
+        *,
+        is_use: bool = True,
     ) -> list[WriteHandle | PutRefusal]:
         """Memory for each of a sequence's chunks, or why not. Those that are there are touched.
 
         Where one finds no memory, those behind it get none: they would be of no use without it.
         """
         self.expire(now)
-        self.touch([chunk.key for chunk in chunks], now)
+        if is_use:
+            self.touch([chunk.key for chunk in chunks], now)
         missing = {c.key: c.nbytes for c in chunks if c.key not in self._index}
         self._uses.note(missing, now, PUT_USES if copy is None else 1.0)
         lease_s, num_left = _bounded(lease_s), self._handles.num_left(user)
@@ -255,6 +268,7 @@ class ChunkTable:
             found.append(outcome)
             if isinstance(outcome, Entry):
                 staged.append(outcome)
+                outcome.num_uses = int(is_use)
             else:
                 refused = self.stats.num_refused_puts
                 refused[outcome.value] = refused.get(outcome.value, 0) + 1
@@ -303,24 +317,44 @@ class ChunkTable:
             self._evict(entry, "drop", now)
         return len(ready)
 
-    def end_user(self, user: int, now: float, *, is_drained: bool) -> None:
-        """A user is gone, and starts nothing any more.
+    def set_transfer_timeout(self, user: int, timeout_s: float) -> None:
+        """A user's transfers take no longer than this: what it may read rests until then."""
+        needed_s = timeout_s + QUARANTINE_MARGIN_S
+        self._quarantine_s[user] = max(needed_s, self._settings.quarantine_s)
 
-        Args:
-            user: which.
-            is_drained: nothing that it began moves either.
-            now: the time.
-        """
+    def abandon_user(self, user: int, now: float) -> bool:
+        """A user has lost its session: its reads end, its writes won't be stored, and their memory
+        stays with it. Whether there is any: ``end_user`` or ``abort`` must follow then."""
         self.expire(now)
-        until = now if is_drained else now + self._settings.quarantine_s
+        reads = list(self._handles.of_user(user, is_write=False))
+        until = now + self._quarantine_of(user)
+        for entry in self._handles.take(reads, user, is_write=False):
+            if entry is not None:
+                self._end_read(entry, until, now)
+        writes = self._handles.of_user(user, is_write=True)
+        for entry in writes.values():
+            self._give_up_write(entry)
+            entry.state = _ABANDONED
+        return bool(writes)
+
+    def resume_user(self, user: int, writing: Collection[int], now: float) -> None:
+        """An abandoned user is back: of its writes nothing moves any more but of these handles."""
+        ended = self._handles.of_user(user, is_write=True).keys() - set(writing)
+        self.abort(list(ended), user, now)
+
+    def end_user(self, user: int, now: float, *, is_drained: bool) -> None:
+        """A user is gone, and starts nothing any more; ``is_drained``: nothing moves either."""
+        self.expire(now)
         for entry, is_write in self._handles.end_user(user):
-            entry.unsafe_until = max(entry.unsafe_until, until)
             if is_write:
+                rests_s = 0.0 if is_drained else self._settings.quarantine_s
+                entry.unsafe_until = max(entry.unsafe_until, now + rests_s)
                 self._give_up_write(entry)
                 self._free_unwritten(entry, now)
             else:
-                entry.num_pins -= 1
-                self._free_if_unread(entry, now)
+                rests_s = 0.0 if is_drained else self._quarantine_of(user)
+                self._end_read(entry, now + rests_s, now)
+        self._quarantine_s.pop(user, None)
 
     def expire(self, now: float) -> None:
         """End the handles whose deadlines have passed, and the quarantine of what rested."""
@@ -398,11 +432,18 @@ class ChunkTable:
 
     def _end_late_reads(self, lease: Lease, now: float) -> None:
         self.stats.num_expired_reads += len(lease.entries)
-        silent_until = lease.deadline + self._settings.quarantine_s
+        silent_until = lease.deadline + self._quarantine_of(lease.user)
         for entry in lease.entries.values():
-            entry.unsafe_until = max(entry.unsafe_until, silent_until)
-            entry.num_pins -= 1
-            self._free_if_unread(entry, now)
+            self._end_read(entry, silent_until, now)
+
+    def _end_read(self, entry: Entry, unsafe_until: float, now: float) -> None:
+        """One that did not say so: its reader may go on until then."""
+        entry.unsafe_until = max(entry.unsafe_until, unsafe_until)
+        entry.num_pins -= 1
+        self._free_if_unread(entry, now)
+
+    def _quarantine_of(self, user: int) -> float:
+        return self._quarantine_s.get(user, self._settings.quarantine_s)
 
     def _end_writes(self, handle_ids: Sequence[int], user: int, now: float) -> list[Entry | None]:
         """The chunk of each write that was in force until now; the memory of a late one is free."""

@@ -14,7 +14,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from copy import deepcopy
@@ -58,8 +58,8 @@ class NodeStoreConfig:
     Args:
         dram_bytes: of the arena.
         policy: name of the eviction policy, a key of ``eviction.POLICIES``.
-        quarantine_s: how long memory rests after a reader or writer of it vanished; at least the
-            transfer timeout of every user.
+        quarantine_s: how long memory rests after a reader of it went silent or a writer ended;
+            longer for readers whose transfers may take longer.
         quotas: bytes of memory by tenant.
         ssd: the SSD tier, or None.
         load_timeout_s: how long a pin waits for SSDs before what is missing is a miss.
@@ -223,11 +223,19 @@ class NodeStore:
             return self._table.release([h.handle_id for h in handles], user, self._clock())
 
     def reserve(
-        self, chunks: Sequence[Chunk], user: int, lease_s: float, copy: CopyTerms | None = None
+        self,
+        chunks: Sequence[Chunk],
+        user: int,
+        lease_s: float,
+        copy: CopyTerms | None = None,
+        *,
+        is_use: bool = True,
     ) -> list[WriteHandle | PutRefusal]:
         with self._lock:
-            found = self._table.reserve(chunks, user, lease_s, self._clock(), copy)
-            self._moves.touched(chunk.key for chunk in chunks)
+            now = self._clock()
+            found = self._table.reserve(chunks, user, lease_s, now, copy, is_use=is_use)
+            if is_use:
+                self._moves.touched(chunk.key for chunk in chunks)
         return found
 
     def end_writes(
@@ -266,6 +274,22 @@ class NodeStore:
         if self._moves.tier is not None:
             self._moves.tier.fill_stats(stats)
         return stats
+
+    def set_transfer_timeout(self, user: int, timeout_s: float) -> None:
+        with self._lock:
+            self._table.set_transfer_timeout(user, timeout_s)
+
+    def abandon_user(self, user: int) -> bool:
+        with self._lock:
+            finished = self._moves.end_user(user)
+            has_writes = self._table.abandon_user(user, self._clock())
+        for finish in finished:
+            finish()
+        return has_writes
+
+    def resume_user(self, user: int, writing: Collection[int]) -> None:
+        with self._lock:
+            self._table.resume_user(user, writing, self._clock())
 
     def end_user(self, user: int, *, is_drained: bool) -> None:
         with self._lock:
@@ -334,8 +358,9 @@ class StoreUser:
         *,
         lease_s: float = DEFAULT_LEASE_S,
         copy: CopyTerms | None = None,
+        is_use: bool = True,
     ) -> Future[list[WriteHandle | PutRefusal]]:
-        return done(self._store.reserve(chunks, self._user, lease_s, copy))
+        return done(self._store.reserve(chunks, self._user, lease_s, copy, is_use=is_use))
 
     def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
         return done(self._store.end_writes(handles, self._user, are_complete=True))
@@ -352,6 +377,19 @@ class StoreUser:
 
     def stats(self) -> Future[StoreStats | None]:
         return done(self._store.stats())
+
+    def set_transfer_timeout(self, timeout_s: float) -> None:
+        """No transfer of this user takes longer."""
+        self._store.set_transfer_timeout(self._user, timeout_s)
+
+    def abandon(self) -> bool:
+        """Nobody speaks for this user now: its reads end, its unfinished writes keep their memory.
+        Whether there are any: ``resume`` or ``close`` must follow then."""
+        return self._store.abandon_user(self._user)
+
+    def resume(self, writing: Collection[int]) -> None:
+        """Somebody does again: of its writes nothing moves any more but of these handles."""
+        self._store.resume_user(self._user, writing)
 
     def close(self, *, is_drained: bool = True) -> None:
         """End this user's handles.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 from mooncake_hal.errors import PeerLost, RequestRefused, TransferError
 from mooncake_hal.session.aio import AsyncSession, connect
+from mooncake_hal.session.processes import ProcessName, this_process
 from mooncake_kv.errors import BadFrame, ConnectorDead
 from mooncake_kv.io_loop import CLOSE_TIMEOUT_S, IoLoop
 from mooncake_kv.store.chunk_store import (
@@ -48,6 +50,7 @@ from mooncake_kv.store.store_messages import (
     Introduce,
     Leave,
     ListChunks,
+    NameWriters,
     NotYet,
     PinKeys,
     Pinned,
@@ -89,11 +92,19 @@ class StoreClient:
     Args:
         address: of the store.
         name: of this user, for the store's log.
+        transfer_timeout_s: no transfer to or from the store takes longer.
     """
 
-    def __init__(self, address: StoreAddress, name: str = "user") -> None:
+    def __init__(
+        self, address: StoreAddress, name: str = "user", *, transfer_timeout_s: float = 30.0
+    ) -> None:
         self._address = address
         self._name = name
+        self._client = secrets.token_bytes(16)
+        self._transfer_timeout_s = transfer_timeout_s
+        self._writers: tuple[ProcessName, ...] = (this_process(),)
+        self._writing: dict[int, None] = {}  # handles whose memory may be written
+        self._refusal = ""
         self._session: AsyncSession | None = None
         self._arena: ArenaInfo | None = None
         self._index: ResidenceView | None = None
@@ -111,6 +122,13 @@ class StoreClient:
     def await_store(self, timeout: float) -> bool:
         """Block until the store is connected to; False if it is not in time."""
         return self._connected.wait(timeout)
+
+    def name_writers(self, writers: Sequence[ProcessName]) -> None:
+        """Say which processes write to handles of this client, before the first; this one unless
+        said otherwise. If the session is lost, memory that they may write to is not used again
+        before they have ended."""
+        self._writers = tuple(writers)
+        self._ask(NameWriters(self._writers), Counted, lambda _: None, None)
 
     def probe(self, keys: Sequence[bytes]) -> Future[list[Residence]]:
         index = self._index
@@ -146,16 +164,17 @@ class StoreClient:
         *,
         lease_s: float = DEFAULT_LEASE_S,
         copy: CopyTerms | None = None,
+        is_use: bool = True,
     ) -> Future[list[WriteHandle | PutRefusal]]:
         miss: list[WriteHandle | PutRefusal] = [PutRefusal.UNREACHABLE] * len(chunks)
-        question = ReserveChunks(tuple(chunks), lease_s, copy)
-        return self._ask(question, Reserved, lambda reply: list(reply.grants), miss)
+        question = ReserveChunks(tuple(chunks), lease_s, copy, is_use)
+        return self._ask(question, Reserved, self._granted, miss)
 
     def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
-        return self._end(EndWrites(tuple(handles), True), len(handles))
+        return self._end_writes(handles, are_complete=True)
 
     def abort(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
-        return self._end(EndWrites(tuple(handles), False), len(handles))
+        return self._end_writes(handles, are_complete=False)
 
     def touch(self, keys: Sequence[bytes]) -> Future[None]:
         return self._ask(TouchKeys(tuple(keys)), Counted, lambda _: None, None)
@@ -212,6 +231,18 @@ class StoreClient:
             self._end_waits()
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _granted(self, reply: Reserved) -> list[WriteHandle | PutRefusal]:
+        handles = [grant for grant in reply.grants if isinstance(grant, WriteHandle)]
+        self._writing.update(dict.fromkeys(handle.handle_id for handle in handles))
+        return list(reply.grants)
+
+    def _end_writes(
+        self, handles: Sequence[WriteHandle], *, are_complete: bool
+    ) -> Future[list[bool]]:
+        for handle in handles:
+            self._writing.pop(handle.handle_id, None)
+        return self._end(EndWrites(tuple(handles), are_complete), len(handles))
 
     def _end(self, question: StoreQuestion, count: int) -> Future[list[bool]]:
         return self._ask(question, Ended, lambda reply: list(reply.valid), [False] * count)
@@ -285,24 +316,47 @@ class StoreClient:
     async def _connect(self) -> AsyncSession | None:
         address = self._address
         credentials = store_credentials(address.secret)
+        session = None
         try:
             session = await connect(
                 address.host, address.port, credentials, timeout=CONNECT_TIMEOUT_S
             )
-            question = encode_message(Introduce(self._name))
-            answer = decode_answer(await session.request(question, timeout=REQUEST_TIMEOUT_S))
+            arena = await self._introduce(session)
         except (TransferError, BadFrame) as exc:
             logger.debug("no store at %s port %d: %s", address.host, address.port, exc)
+            if session is not None:
+                session.close("the store did not introduce itself")
             return None
-        if not isinstance(answer, ArenaReply):
-            session.close("the store did not introduce itself")
-            return None
-        arena = answer.arena
         self._index = ResidenceView.open(arena.index, arena.epoch) if arena.index else None
         self._arena, self._session = arena, session
         self._connected.set()
         logger.info("connected to the store at %s port %d", address.host, address.port)
         return session
+
+    async def _introduce(self, session: AsyncSession) -> ArenaInfo:
+        """Say who asks, and what of a former session still moves.
+
+        Raises:
+            TransferError, BadFrame: the store does not take this user.
+        """
+        question = Introduce(
+            self._name,
+            self._client,
+            self._transfer_timeout_s,
+            self._writers,
+            tuple(self._writing),
+        )
+        try:
+            payload = await session.request(encode_message(question), timeout=REQUEST_TIMEOUT_S)
+        except RequestRefused as exc:
+            if str(exc) != self._refusal:
+                self._refusal = str(exc)
+                logger.warning("the store at %s refuses this user: %s", self._address.host, exc)
+            raise
+        answer = decode_answer(payload)
+        if not isinstance(answer, ArenaReply):
+            raise BadFrame(f"{type(answer).__name__} is no store's introduction")
+        return answer.arena
 
     async def _hang_up(self) -> None:
         if self._session is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from mooncake_hal.session.authentication import Credentials
+from mooncake_hal.session.processes import ProcessName
 from mooncake_kv.errors import BadFrame
 from mooncake_kv.store.chunk_store import (
     ArenaInfo,
@@ -23,10 +24,15 @@ from mooncake_kv.store.chunk_store import (
     WriteHandle,
 )
 
-STORE_PROTOCOL_VERSION = 2
+STORE_PROTOCOL_VERSION = 3
 
 MAX_KEYS = 65_536
 """Chunks that one message may name."""
+
+MAX_WRITERS = 1024
+"""Processes that one message may name."""
+
+MAX_TRANSFER_TIMEOUT_S = 3600.0
 
 PAGE_CHUNKS = 4096
 """Chunks in one page of a list."""
@@ -41,15 +47,31 @@ class Introduce(StoreMessage, frozen=True):
 
     Args:
         name: for logs.
+        client: random; the same on all sessions of one user, of which there is one at a time.
+        transfer_timeout_s: no transfer of this user takes longer.
+        writers: see ``NameWriters``.
+        writing: handles of a session before this one whose memory the user still writes to: of all
+            others nothing moves any more.
     """
 
     name: str
+    client: bytes
+    transfer_timeout_s: float
+    writers: tuple[ProcessName, ...]
+    writing: tuple[int, ...] = ()
 
 
 class ArenaReply(StoreMessage, frozen=True):
     """The answer: where the memory is."""
 
     arena: ArenaInfo
+
+
+class NameWriters(StoreMessage, frozen=True):
+    """Which processes write to the store's memory for this user: those that have to end before it
+    is used again, if the session is lost."""
+
+    writers: tuple[ProcessName, ...]
 
 
 class ProbeKeys(StoreMessage, frozen=True):
@@ -115,6 +137,7 @@ class ReserveChunks(StoreMessage, frozen=True):
     chunks: tuple[Chunk, ...]
     lease_s: float
     copy: CopyTerms | None = None
+    is_use: bool = True
 
 
 class Reserved(StoreMessage, frozen=True):
@@ -150,7 +173,7 @@ class DropKeys(StoreMessage, frozen=True):
 
 
 class Counted(StoreMessage, frozen=True):
-    """The answer to TouchKeys and DropKeys: of how many chunks."""
+    """The answer to NameWriters, TouchKeys, DropKeys and Leave: of how many."""
 
     num_chunks: int
 
@@ -195,6 +218,7 @@ class Leave(StoreMessage, frozen=True):
 
 StoreQuestion = (
     Introduce
+    | NameWriters
     | ProbeKeys
     | PinKeys
     | Collect
@@ -226,6 +250,7 @@ StoreAnswer = (
 _encoder = msgspec.msgpack.Encoder()
 _questions: msgspec.msgpack.Decoder[StoreQuestion] = msgspec.msgpack.Decoder(StoreQuestion)
 _answers: msgspec.msgpack.Decoder[StoreAnswer] = msgspec.msgpack.Decoder(StoreAnswer)
+_LISTS = ("keys", "chunks", "handles", "writing")
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -249,10 +274,24 @@ def decode_question(payload: bytes) -> StoreQuestion:
         question = _questions.decode(payload)
     except _UNREADABLE as exc:
         raise BadFrame(f"not a question to a store: {exc}") from exc
-    named = [getattr(question, field, None) or () for field in ("keys", "chunks", "handles")]
+    named = [getattr(question, field, None) or () for field in _LISTS]
     if max(map(len, named)) > MAX_KEYS:
         raise BadFrame(f"more than {MAX_KEYS} chunks in one message")
+    if isinstance(question, Introduce | NameWriters) and len(question.writers) > MAX_WRITERS:
+        raise BadFrame(f"more than {MAX_WRITERS} processes in one message")
+    if isinstance(question, Introduce):
+        _check_introduction(question)
     return question
+
+
+def _check_introduction(message: Introduce) -> None:
+    if not message.client:
+        raise BadFrame("a user has no name for its sessions")
+    if not 0 < message.transfer_timeout_s <= MAX_TRANSFER_TIMEOUT_S:
+        raise BadFrame(
+            f"a user's transfers take {message.transfer_timeout_s:g} s, a store waits for "
+            f"{MAX_TRANSFER_TIMEOUT_S:g} at most: lower --transfer-timeout-seconds"
+        )
 
 
 def decode_answer(payload: bytes) -> StoreAnswer:

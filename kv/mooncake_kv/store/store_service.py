@@ -2,8 +2,14 @@
 
     service = StoreService.start(store, transports, StoreAddress("0.0.0.0", 7701, secret))
 
-One thread with an asyncio loop takes the messages; bytes don't pass through it. A user whose
-session ends without a word may have writes under way: its memory rests for a while.
+One thread with an asyncio loop takes the messages; bytes don't pass through it.
+
+A user whose session ends without a word may have writes under way, and may be frozen in the middle
+of one. Their memory stays apart until
+
+* the user has a new session, on which it says which of these writes still move;
+* or the processes that write for it have ended, which the kernel says of those of this host;
+* or, where some can't be seen from here, ``UNSEEN_WRITERS_S`` have passed.
 """
 
 from __future__ import annotations
@@ -11,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -21,9 +28,11 @@ from typing import TypeVar
 from mooncake_hal.errors import PeerLost, RequestRefused
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.session.aio import AsyncListener, AsyncSession, listen
+from mooncake_hal.session.processes import ProcessName, open_process
 from mooncake_kv.errors import BadFrame, ConnectorDead, KVError
 from mooncake_kv.io_loop import CLOSE_TIMEOUT_S, IoLoop
 from mooncake_kv.store.chunk_store import ReadHandle
+from mooncake_kv.store.chunk_table import QUARANTINE_MARGIN_S
 from mooncake_kv.store.node_store import NodeStore, StoreUser
 from mooncake_kv.store.store_messages import (
     PAGE_CHUNKS,
@@ -40,6 +49,7 @@ from mooncake_kv.store.store_messages import (
     Introduce,
     Leave,
     ListChunks,
+    NameWriters,
     NotYet,
     PinKeys,
     Pinned,
@@ -68,6 +78,10 @@ SIGNAL_POLL_S = 0.5
 """How often ``wait`` lets handlers of signals run."""
 MAX_TICKETS = 1024
 """Answers that one user may leave uncollected."""
+UNSEEN_WRITERS_S = 600.0
+"""How long memory stays apart whose writers are on other hosts or in other pid namespaces. A
+process that is frozen for longer than this in the middle of a copy, and then goes on, may write to
+another chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +111,8 @@ class StoreService:
         # not an Event: its lock is held for moments of ``wait``, and a handler would wait for it
         self._stops: SimpleQueue[None] = SimpleQueue()
         self._users: dict[AsyncSession, _SessionUser] = {}
+        self._clients: dict[bytes, _SessionUser] = {}  # those that have introduced themselves
+        self._departed: set[_SessionUser] = set()  # without a session, but with memory
         self._listener: AsyncListener | None = None
         self._loop = IoLoop("store-service", lambda *_: None, self._fail)
 
@@ -148,9 +164,11 @@ class StoreService:
                 self._loop.run(self._hang_up(self._listener), CLOSE_TIMEOUT_S)
             self._listener = None
         self._loop.close()
-        for user in list(self._users.values()):
+        for user in [*self._users.values(), *self._departed]:
             user.end()
         self._users.clear()
+        self._clients.clear()
+        self._departed.clear()
 
     async def _hang_up(self, listener: AsyncListener) -> None:
         for session in list(listener.sessions):
@@ -175,12 +193,46 @@ class StoreService:
         if user is None:
             user = self._users[session] = _SessionUser(self._store, session.peer_host)
             session.closed.add_done_callback(lambda _: self._left(session))
+        if isinstance(question, Introduce):
+            self._take_over(user, question)
         return encode_message(user.answer(question))
+
+    def _take_over(self, user: _SessionUser, question: Introduce) -> None:
+        """Give a user what a session of its before this one left behind."""
+        former = self._clients.get(question.client)
+        if former is user:
+            return
+        self._clients[question.client] = user
+        if former is None:
+            return
+        for session, other in list(self._users.items()):
+            if other is former:  # whose end was not noticed yet
+                session.abort(PeerLost("its user has a new session"))
+                self._left(session)
+        if former in self._departed:
+            self._departed.discard(former)
+            user.resume(former, question.writing)
 
     def _left(self, session: AsyncSession) -> None:
         user = self._users.pop(session, None)
-        if user is not None:
-            user.end()
+        if user is None:
+            return
+        if user.abandons_writes():
+            self._departed.add(user)
+            user.waiting = self._loop.spawn(self._end_with_its_writers(user))
+        else:
+            self._forget(user)
+
+    async def _end_with_its_writers(self, user: _SessionUser) -> None:
+        unseen_s = max(UNSEEN_WRITERS_S, user.transfer_timeout_s + QUARANTINE_MARGIN_S)
+        await _end_of(user.writers, unseen_s)
+        self._forget(user)
+
+    def _forget(self, user: _SessionUser) -> None:
+        self._departed.discard(user)
+        if self._clients.get(user.client) is user:
+            del self._clients[user.client]
+        user.end()
 
 
 class _SessionUser:
@@ -190,13 +242,38 @@ class _SessionUser:
         self._store = store
         self._user: StoreUser = store.open_user()
         self._peer = peer
+        self._name = "a user"
+        self.client = b""
+        self.writers: tuple[ProcessName, ...] = ()
+        self.transfer_timeout_s = 0.0
+        self.waiting: asyncio.Task[None] | None = None
         self._is_drained = False
         self._tickets: dict[int, _Ticket] = {}
         self._last_ticket = 0
 
     def end(self) -> None:
-        """The session is over."""
+        """The session is over, and nobody writes for the user any more."""
         self._user.close(is_drained=self._is_drained)
+
+    def abandons_writes(self) -> bool:
+        """The session is over; whether somebody may write for the user yet."""
+        has_writes = not self._is_drained and self._user.abandon()
+        if has_writes:
+            logger.warning(
+                "%s at %s is gone in the middle of writes: their memory stays apart until its "
+                "processes have ended, or it is back",
+                self._name,
+                self._peer,
+            )
+        return has_writes
+
+    def resume(self, former: _SessionUser, writing: Sequence[int]) -> None:
+        """Take over a departed user's memory; ``writing`` are the writes that still move."""
+        if former.waiting is not None:
+            former.waiting.cancel()
+        self._user.close()
+        self._user = former._user
+        self._user.resume(writing)
 
     def answer(self, question: StoreQuestion) -> StoreAnswer:
         """Reply, without waiting for anything."""
@@ -219,9 +296,9 @@ class _SessionUser:
                 return self._collect(ticket)
             case ReleaseHandles(handles):
                 return Ended(tuple(self._user.release(handles).result()))
-            case ReserveChunks(chunks, lease_s, copy):
-                granted = self._user.reserve(chunks, lease_s=lease_s, copy=copy).result()
-                return Reserved(tuple(granted))
+            case ReserveChunks(chunks, lease_s, copy, is_use):
+                granted = self._user.reserve(chunks, lease_s=lease_s, copy=copy, is_use=is_use)
+                return Reserved(tuple(granted.result()))
             case EndWrites(handles, are_complete):
                 end = self._user.commit if are_complete else self._user.abort
                 return Ended(tuple(end(handles).result()))
@@ -233,9 +310,15 @@ class _SessionUser:
     def _answer_operator(self, question: StoreQuestion) -> StoreAnswer | None:
         """What comes at the begin and the end, and what operators ask."""
         match question:
-            case Introduce(name):
+            case Introduce(name, client, transfer_timeout_s, writers):
                 logger.info("%s at %s uses this store", name, self._peer)
+                self._name, self.client, self.writers = name, client, writers
+                self.transfer_timeout_s = transfer_timeout_s
+                self._user.set_transfer_timeout(transfer_timeout_s)
                 return ArenaReply(self._store.arena)
+            case NameWriters(writers):
+                self.writers = writers
+                return Counted(len(writers))
             case Leave():
                 self._is_drained = True
                 return Counted(0)
@@ -287,6 +370,33 @@ class _Ticket:
 
     is_done: Callable[[], bool]
     answer: Callable[[], StoreAnswer]
+
+
+async def _end_of(writers: Sequence[ProcessName], unseen_s: float) -> None:
+    """Wait until processes have ended; where some can't be seen from here, ``unseen_s``, too."""
+    loop, descriptors = asyncio.get_running_loop(), []
+    are_seen = bool(writers)
+    try:
+        for process in writers:
+            try:
+                descriptor = open_process(process)
+            except OSError as exc:
+                logger.debug("it is not known when a writer ends: %s", exc)
+                are_seen = False
+            else:
+                descriptors += [] if descriptor is None else [descriptor]
+        if not are_seen:
+            await asyncio.sleep(unseen_s)
+        for descriptor in descriptors:
+            has_ended = asyncio.Event()
+            loop.add_reader(descriptor, has_ended.set)
+            try:
+                await has_ended.wait()
+            finally:
+                loop.remove_reader(descriptor)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _pinned(handles: list[ReadHandle | None]) -> StoreAnswer:

@@ -17,18 +17,6 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
 CAP_SYS_PTRACE = 19
 
 
-def start_time(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if there is no such process.
-
-    Together with the pid it names a process for good: pids are reused.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(text.rpartition(")")[2].split()[19])
-
-
 def ptrace_scope() -> int:
     """Return yama's restriction on reading other processes' memory; 0 is none."""
     try:

@@ -21,6 +21,7 @@ from mooncake_hal.errors import (
     TransportUnavailable,
 )
 from mooncake_hal.session.authentication import decode
+from mooncake_hal.session.processes import start_time
 from mooncake_hal.session.regions import AttachedRegions, check_spans
 from mooncake_hal.session.session import Session
 from mooncake_hal.transport import MemoryRegion, Spans
@@ -28,7 +29,6 @@ from mooncake_hal.transports.shm.process_memory import (
     SharedMapping,
     explain_refused_call,
     map_shared,
-    start_time,
 )
 from mooncake_hal.transports.shm.shm_copying import (
     CopyHooks,

@@ -19,6 +19,7 @@ import msgspec
 from mooncake_hal.errors import TransferError, TransportUnavailable
 from mooncake_hal.session.addressing import host_identity
 from mooncake_hal.session.authentication import UNREADABLE, decode, encode
+from mooncake_hal.session.processes import start_time
 from mooncake_hal.session.regions import AttachedRegions
 from mooncake_hal.session.session import Session
 from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion
@@ -27,7 +28,6 @@ from mooncake_hal.transports.shm.process_memory import (
     allow_peers_to_reach_us,
     explain_refused_call,
     seal_size,
-    start_time,
 )
 from mooncake_hal.transports.shm.shm_copying import CopyThreads, NumpyCopier, ShmCopier, best_copier
 from mooncake_hal.transports.shm.shm_peer import NAME, RemoteProcess, SharedRange, ShmPeer

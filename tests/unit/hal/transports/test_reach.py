@@ -150,11 +150,6 @@ def test_a_kernel_without_yama_restricts_nothing(
     assert process_memory.ptrace_scope() == 0
 
 
-def test_processes_are_known_by_their_start() -> None:
-    assert process_memory.start_time(os.getpid()) == process_memory.start_time(os.getpid())
-    assert process_memory.start_time(2**22 + 1) is None
-
-
 def test_memory_that_can_shrink_is_not_shared(caplog: pytest.LogCaptureFixture) -> None:
     fd = os.memfd_create("unsealable")
     os.ftruncate(fd, 4096)

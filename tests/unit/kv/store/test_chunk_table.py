@@ -16,7 +16,7 @@ from mooncake_kv.store.chunk_store import (
     StoreStats,
     WriteHandle,
 )
-from mooncake_kv.store.chunk_table import ChunkTable, TableSettings
+from mooncake_kv.store.chunk_table import QUARANTINE_MARGIN_S, ChunkTable, TableSettings
 from mooncake_kv.store.eviction import POLICIES, TailFirstLRU
 
 QUARANTINE_S = 5.0
@@ -142,6 +142,59 @@ def test_memory_of_a_user_that_is_gone_rests_unless_it_is_drained(is_drained):
     assert levels(table).free_bytes == 2 * GRANULE
 
 
+def test_memory_of_a_user_without_a_session_is_not_used_again_before_its_writers_have_ended():
+    table = table_of(2)
+    put(table, chunk("r"))
+    table.pin([b"r"], ANNA, 10, 0)
+    (late,) = table.reserve([chunk("w")], ANNA, 10, 0)
+    assert table.abandon_user(ANNA, 1)
+    table.check_integrity()
+    assert (levels(table).num_pins, levels(table).abandoned_bytes) == (0, GRANULE)
+    (again,) = table.reserve([chunk("w")], BERT, 10, 1e6)
+    assert again.offset != late.offset, "the first one may be written to this moment"
+    assert table.reserve([chunk("x")], BERT, 10, 1e6) == [PutRefusal.NO_ROOM]
+    assert table.commit([late.handle_id], ANNA, 1e6) == [False]
+    assert isinstance(table.reserve([chunk("x")], BERT, 10, 1e6)[0], WriteHandle)
+    table.check_integrity()
+
+
+def test_a_user_that_is_back_says_which_of_its_writes_still_move():
+    table = table_of(3)
+    ended, moving = table.reserve([chunk("a"), chunk("b")], ANNA, 10, 0)
+    assert table.abandon_user(ANNA, 1)
+    table.resume_user(ANNA, [moving.handle_id], 2)
+    table.check_integrity()
+    assert (levels(table).free_bytes, levels(table).abandoned_bytes) == (2 * GRANULE, GRANULE)
+    assert table.commit([ended.handle_id, moving.handle_id], ANNA, 3) == [False, False]
+    assert levels(table).free_bytes == 3 * GRANULE
+    table.check_integrity()
+
+
+def test_a_user_without_writes_leaves_nothing_behind():
+    table = table_of(1)
+    put(table, chunk("a"))
+    table.pin([b"a"], ANNA, 10, 0)
+    assert not table.abandon_user(ANNA, 1)
+    assert levels(table).num_pins == 0
+
+
+def test_what_a_silent_user_may_read_rests_longer_than_its_transfers_may_take():
+    table = table_of(2)
+    put(table, chunk("a"), chunk("b"))
+    table.set_transfer_timeout(ANNA, 60)
+    table.set_transfer_timeout(BERT, QUARANTINE_S - 1)
+    for user, name in ((ANNA, b"a"), (BERT, b"b")):
+        table.pin([name], user, 10, 0)
+        table.abandon_user(user, 0)
+        table.drop([name], 0)
+    table.expire(QUARANTINE_S - 1 + QUARANTINE_MARGIN_S)
+    assert levels(table).free_bytes == GRANULE
+    table.expire(60 + QUARANTINE_MARGIN_S - 0.1)
+    assert levels(table).free_bytes == GRANULE
+    table.expire(60 + QUARANTINE_MARGIN_S)
+    assert levels(table).free_bytes == 2 * GRANULE
+
+
 def test_a_read_can_be_extended():
     table = table_of(1)
     put(table, chunk("a"))
@@ -238,7 +291,9 @@ class Write:
 class World:
     """Users over one arena, with one-sided reads and writes that are late, frozen or killed.
 
-    ``memory`` has, for each granule, the name of what was last written there.
+    ``memory`` has, for each granule, the name of what was last written there. ``frozen`` has what
+    users without a session were writing: any of it may land at any time, until the user is back and
+    says which of it has ended, or its processes have ended, and what they had sent has landed.
     """
 
     seed: int
@@ -249,6 +304,9 @@ class World:
     writes: list[Write] = field(default_factory=list)
     reads: list[tuple[ReadHandle, int, float]] = field(default_factory=list)
     zombies: list[tuple[float, Write]] = field(default_factory=list)
+    users: list[int] = field(default_factory=lambda: [0, 1, 2, 3])
+    frozen: dict[int, list[Write]] = field(default_factory=dict)
+    num_users: int = 4
     num_valid: int = 0
     num_invalid: int = 0
 
@@ -289,7 +347,7 @@ class World:
         return chunks
 
     def reserve(self):
-        user = self.random.randrange(4)
+        user = self.random.choice(self.users)
         copy = CopyTerms(1, self.random.expovariate(1), 1.0) if self.random.random() < 0.3 else None
         lease_s = self.random.uniform(0.05, 3)
         handles = self.table.reserve(self.sequence(), user, lease_s, self.now, copy)
@@ -300,9 +358,11 @@ class World:
                 self.writes.append(Write(handle, user, missing))
 
     def land(self):
-        """A piece of some write lands: of one that is under way, or of one whose user is dead."""
+        """A piece of some write lands; its user may be frozen or dead."""
         self.zombies = [(until, write) for until, write in self.zombies if until > self.now]
         candidates = self.writes + [write for _, write in self.zombies]
+        if self.random.random() < 0.05:  # they are thawed seldom, and late
+            candidates += [write for writes in self.frozen.values() for write in writes]
         for write in self.random.sample(candidates, min(len(candidates), 6)):
             for at in write.missing:
                 self.memory[at] = write.handle.key
@@ -322,7 +382,7 @@ class World:
             self.table.commit(ids, write.user, self.now)
 
     def pin(self):
-        user, keys = self.random.randrange(4), [c.key for c in self.sequence()]
+        user, keys = self.random.choice(self.users), [c.key for c in self.sequence()]
         lease_s = self.random.uniform(0.05, 3)
         self.table.touch(keys, self.now)
         for handle in self.table.pin(keys, user, lease_s, self.now):
@@ -344,14 +404,36 @@ class World:
         self.num_valid += valid
         self.num_invalid += not valid
 
-    def kill(self):
-        """A user dies; what it had sent lands for a while, and its reads never end."""
-        user = self.random.randrange(4)
-        until = self.now + QUARANTINE_S
-        self.zombies += [(until, write) for write in self.writes if write.user == user]
+    def lose(self):
+        """A user loses its session, for whatever reason; its reads never end."""
+        user = self.users.pop(self.random.randrange(len(self.users)))
+        if len(self.users) < 4:
+            self.users.append(self.num_users)
+            self.num_users += 1
+        self.frozen[user] = [write for write in self.writes if write.user == user]
         self.writes = [write for write in self.writes if write.user != user]
         self.reads = [read for read in self.reads if read[1] != user]
+        has_writes = self.table.abandon_user(user, self.now)
+        assert has_writes == bool(self.frozen[user])
+
+    def pop_frozen(self):
+        user = self.random.choice(sorted(self.frozen))
+        return user, self.frozen.pop(user)
+
+    def end_frozen(self):
+        """The processes of a user without a session end; what they had sent lands for a while."""
+        user, writes = self.pop_frozen()
+        until = self.now + QUARANTINE_S
+        self.zombies += [(until, write) for write in writes]
         self.table.end_user(user, self.now, is_drained=False)
+
+    def thaw(self):
+        """A user is back: some of its writes have ended, others still move."""
+        user, writes = self.pop_frozen()
+        moving = [write for write in writes if self.random.random() < 0.5]
+        self.table.resume_user(user, [write.handle.handle_id for write in moving], self.now)
+        self.writes += moving
+        self.users.append(user)
 
     def drop(self):
         self.table.drop([c.key for c in self.sequence()[:2]], self.now)
@@ -359,9 +441,11 @@ class World:
     def kill_or_wait(self):
         chance = self.random.random()
         if chance < 0.1:
-            self.kill()
+            self.lose()
         elif chance < 0.2:
             self.now += self.random.uniform(0, 8)
+        elif self.frozen and chance < 0.35:
+            self.random.choice([self.end_frozen, self.thaw])()
 
 
 @settings(max_examples=60, deadline=None)
@@ -379,7 +463,8 @@ def test_no_read_is_ever_wrong_in_a_hundred_thousand_operations():
     assert world.table.stats.num_evicted["room"] > 5000
     assert world.table.stats.num_expired_writes > 200
     # everybody leaves: every byte comes back
-    for user in range(4):
+    assert world.num_users > 50
+    for user in [*world.users, *world.frozen]:
         world.table.end_user(user, world.now, is_drained=False)
     world.table.drop([c.key for c in world.table.ready_chunks()], world.now)
     world.table.expire(world.now + QUARANTINE_S + 3)

@@ -1,13 +1,20 @@
 """A store behind sessions: the same answers as in its own process, and misses when it is gone."""
 
 import logging
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
+from mooncake_hal.errors import PeerLost
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
+from mooncake_hal.session.processes import this_process
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.errors import BadFrame
 from mooncake_kv.store import store_messages
@@ -36,12 +43,27 @@ class Served:
     """A store, its service and clients, all in this process."""
 
     def __init__(self, port=0):
-        self.store = NodeStore(NodeStoreConfig(8 * NBYTES))
+        self.store = NodeStore(NodeStoreConfig(8 * NBYTES, quarantine_s=0.1))
         options = EndpointOptions(secret=SECRET)
         self.transports = Transports.open(Registry.discover(), options, wanted="shm")
         address = StoreAddress("127.0.0.1", port, SECRET)
         self.service = StoreService.start(self.store, self.transports, address)
         self.address = StoreAddress("127.0.0.1", self.service.port, SECRET)
+
+    def cut_off(self):
+        """End all sessions without a word."""
+        for session in list(self.service._users):
+            self.service._loop.call("", session.abort, PeerLost("cut off"))
+
+    def await_stats(self, **wanted):
+        pause = threading.Event()
+        for _ in range(int(WAIT_S / 0.02)):
+            stats = self.store.stats()
+            found = {name: getattr(stats, name) for name in wanted}
+            if found == wanted:
+                return
+            pause.wait(0.02)
+        raise AssertionError(f"{found}, not {wanted}")
 
     def close(self):
         self.service.close()
@@ -126,6 +148,120 @@ def test_handles_are_the_sessions_and_end_with_it(served, client):
     stats = served.store.stats()
     assert (stats.num_staging, stats.num_pins, stats.quarantine_bytes) == (0, 1, 0)
     assert client.release([handle]).result(WAIT_S) == [True]
+
+
+USER = """
+import sys
+from mooncake_kv.store.store_client import StoreClient
+from mooncake_kv.store.store_service import StoreAddress
+from mooncake_kv.store.chunk_store import Chunk
+client = StoreClient(StoreAddress("127.0.0.1", int(sys.argv[1]), b"secret"))
+assert client.await_store(60)
+chunks = [Chunk(b"frozen-%d" % n, None, 0, 64 << 10, 16) for n in range(8)]
+client.reserve(chunks, lease_s=0.1).result(60)
+print("reserved", flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def frozen(served):
+    """A process that has reserved all memory, and is frozen before it writes."""
+    command = [sys.executable, "-c", USER, str(served.address.port)]
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        assert process.stdout.readline() == "reserved\n"
+        process.send_signal(signal.SIGSTOP)
+        yield process
+        process.kill()
+
+
+def test_memory_of_a_frozen_writer_is_nobody_elses_until_its_process_has_ended(
+    served, frozen, caplog
+):
+    served.cut_off()
+    served.await_stats(num_staging=0, abandoned_bytes=8 * NBYTES)
+    assert "is gone in the middle of writes" in caplog.text
+    user = served.store.open_user()
+    threading.Event().wait(0.3)  # three quarantines
+    assert user.reserve([chunk(1)]).result() == [PutRefusal.NO_ROOM]
+    frozen.kill()
+    served.await_stats(abandoned_bytes=0, free_bytes=8 * NBYTES)
+
+
+def test_a_frozen_writer_that_is_thawed_says_what_it_still_writes(served, frozen):
+    served.cut_off()
+    served.await_stats(abandoned_bytes=8 * NBYTES)
+    frozen.send_signal(signal.SIGCONT)
+    for _ in range(int(WAIT_S / 0.02)):
+        if served.service._users:
+            break
+        threading.Event().wait(0.02)
+    served.await_stats(abandoned_bytes=8 * NBYTES)
+    frozen.kill()
+    served.await_stats(free_bytes=8 * NBYTES)
+
+
+def test_a_user_that_has_lost_its_session_ends_its_writes_on_the_next(served, client):
+    ended, writing = client.reserve([chunk(1), chunk(2)]).result(WAIT_S)
+    client._writing.pop(ended.handle_id)  # as if the store's answer had been lost
+    served.cut_off()
+    await_new_session(client)
+    served.await_stats(num_staging=0, abandoned_bytes=NBYTES, free_bytes=7 * NBYTES)
+    assert client.commit([writing]).result(WAIT_S) == [False]
+    served.await_stats(abandoned_bytes=0, free_bytes=8 * NBYTES)
+    put(client, 1, 2)
+    served.cut_off()
+    await_new_session(client)
+    assert not served.service._departed
+
+
+def test_a_session_whose_end_was_not_noticed_is_ended_by_the_users_next(served, monkeypatch):
+    always = SimpleNamespace(token_bytes=lambda count: b"1" * count)
+    monkeypatch.setattr("mooncake_kv.store.store_client.secrets", always)
+    monkeypatch.setattr("mooncake_kv.store.store_client.RECONNECT_PAUSE_S", WAIT_S)
+    first = StoreClient(served.address)
+    assert first.await_store(WAIT_S)
+    first.reserve([chunk(1)]).result(WAIT_S)
+    second = StoreClient(served.address)
+    assert second.await_store(WAIT_S)
+    served.await_stats(num_staging=0, abandoned_bytes=0, free_bytes=8 * NBYTES)
+    assert len(served.service._users) == 1
+    second.close()
+    first.close()
+
+
+def await_new_session(client):
+    former = client._session
+    for _ in range(int(WAIT_S / 0.02)):
+        if client._session not in (None, former):
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError("the client has no new session")
+
+
+@pytest.mark.parametrize("are_seen", [True, False])
+def test_writers_that_can_not_be_seen_have_a_bound(served, client, monkeypatch, are_seen):
+    monkeypatch.setattr("mooncake_kv.store.store_service.UNSEEN_WRITERS_S", 0.2)
+    monkeypatch.setattr("mooncake_kv.store.store_service.QUARANTINE_MARGIN_S", 0.0)
+    writer = this_process()
+    client.name_writers([writer if are_seen else replace(writer, host="another")])
+    client.reserve([chunk(1)]).result(WAIT_S)
+    monkeypatch.setattr("mooncake_kv.store.store_client.RECONNECT_PAUSE_S", WAIT_S)
+    (user,) = served.service._users.values()
+    user.transfer_timeout_s = 0.1
+    served.cut_off()
+    served.await_stats(num_staging=0)
+    threading.Event().wait(0.5)
+    assert bool(served.service._departed) == are_seen
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), 0.0, 4000.0])
+def test_a_user_whose_transfers_take_for_ever_is_refused_and_told_so(served, caplog, timeout_s):
+    client = StoreClient(served.address, transfer_timeout_s=timeout_s)
+    assert not client.await_store(1.0)
+    client.close()
+    assert caplog.text.count("lower --transfer-timeout-seconds") == 1
 
 
 def test_without_the_secret_there_is_no_store(served, caplog):
