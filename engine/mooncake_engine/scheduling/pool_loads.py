@@ -422,7 +422,8 @@ class PoolLoads:
     def recompute(self, request: Request) -> None:
         """Its load has failed, and no step in flight runs it: its prompt is computed."""
         request.has_wrong_kv = False
-        request.num_output_placeholders = request.num_saved = 0
+        request.num_output_placeholders = 0
+        request.num_saved = request.num_offered = 0
         self._queues.release_followers(request)
         self._queues.dequeue(request)
         self._queues.forget(request)
@@ -452,7 +453,8 @@ class PoolLoads:
         self._queues.dequeue(request)
         num_loaded = num_chunks * self._pool.chunk_tokens
         request.num_computed = max(request.num_computed, num_loaded)
-        request.num_cached_tokens = request.num_saved = request.num_computed
+        request.num_cached_tokens = request.num_computed
+        request.num_saved = request.num_offered = request.num_computed
         request.loaded = self._queues.now
         self._queues.wait(request)
 

@@ -74,23 +74,25 @@ class PoolSaves:
 
     def offer(self, request: Request, num_tokens: int, step: int | None = None) -> None:
         """So many tokens of the request are computed, or will be by a step that is planned; a chunk
-        may be complete."""
+        may be complete. What the pool does not take now is offered again with the next chunk: those
+        behind it are of no use without it."""
         size = self._pool.chunk_tokens
-        stop = num_tokens // size
-        first, request.num_saved = request.num_saved // size, stop * size
-        if not request.has_verified_kv or stop <= first:
+        stop, first = num_tokens // size, request.num_saved // size
+        num_refused = request.num_offered // size - first
+        request.num_offered = max(request.num_offered, stop * size)
+        if not request.has_verified_kv or stop <= first + num_refused:
             return
         block_ids = tuple(request.block_ids[: stop * size // self._blocks.block_size])
         handed_out = HandedOut.now(block_ids, self._blocks.pool)
         keys, salt = self._pool.keys(request, stop), request.spec.cache_salt
-        tokens = self._published_tokens(request, first, stop)
-        save_id = f"save#{next(self._ids)}"
         save = SaveRequest(
-            *(save_id, keys, first, block_ids, salt, step),
-            token_ids=tokens,
+            *(f"save#{next(self._ids)}", keys, first, block_ids, salt, step),
+            token_ids=self._published_tokens(request, first, stop),
             is_use=(first + 1) * size > request.num_received,
+            num_refused=num_refused,
         )
-        self._begin(save, handed_out)
+        if self._begin(save, handed_out):
+            request.num_saved = stop * size
 
     def offer_copies(
         self,
@@ -123,10 +125,13 @@ class PoolSaves:
         size = self._pool.chunk_tokens
         return request.token_ids[first * size : stop * size]
 
-    def _begin(self, save: SaveRequest, handed_out: HandedOut) -> None:
+    def _begin(self, save: SaveRequest, handed_out: HandedOut) -> bool:
+        """Whether the pool takes it."""
         first = save.first_chunk * self._pool.chunk_tokens // self._blocks.block_size
-        if self._pool.save(save):
+        is_taken = self._pool.save(save)
+        if is_taken:
             self._copying[save.save_id] = handed_out.between(first, len(save.block_ids))
+        return is_taken
 
     def copied(self, event: ChunksCopied) -> None:
         """A save's chunks have been copied: are they what they were?"""

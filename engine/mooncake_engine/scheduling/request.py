@@ -109,7 +109,8 @@ class Request:
         awaits_copies: whether its blocks were swapped in, and may still be on their way.
         draft_length: how many draft tokens it gets; None before the first.
         chunk_chain: keys of its full chunks, as far as they were needed.
-        num_saved: tokens whose chunks the pool was offered.
+        num_offered: tokens whose chunks the pool was offered.
+        num_saved: those of these that it has taken: the others are offered again with the next.
         num_received: prompt tokens whose KV came from a peer, which offers their chunks to the
             pool, too.
         pool_load: name of its load from the pool; None if none is under way.
@@ -145,6 +146,7 @@ class Request:
     num_scored: int = 0
     draft_length: DraftLength | None = None
     chunk_chain: list[bytes] = field(default_factory=list)
+    num_offered: int = 0
     num_saved: int = 0
     num_received: int = 0
     pool_load: str | None = None

@@ -331,7 +331,7 @@ class Scheduler:
             return
         if stop // self.blocks.block_size > request.num_published:
             self.blocks.publish(request)
-        if self._pool is not None and stop >= request.num_saved + self._pool.chunk_tokens:
+        if self._pool is not None and stop >= request.num_offered + self._pool.chunk_tokens:
             self._pool.saves.offer(request, request.num_computed)
         if result.prompt_logprobs:
             scores = result.prompt_logprobs.get(request.request_id, ())

@@ -76,9 +76,10 @@ LEASE_MARGIN_S = 5.0
 """Handles last so much longer than what moves under them."""
 VERDICT_TIMEOUT_S = 30.0
 """How long a save waits for the engine's core."""
-MAX_SAVES = 64
-"""Saves under way or queued; what comes beyond is not saved."""
+MAX_SAVES = 512
+"""Saves under way or queued, which cost a few numbers each; what comes beyond is refused."""
 SAVES_AT_ONCE = 2
+"""That copy; those that are copied, and wait for the core, are in nobody's way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -237,8 +238,11 @@ class PoolClient:
 
     def save(self, save: SaveRequest) -> bool:
         """Save; ``ChunksCopied`` follows. False: it does not, as too much is under way, or there is
-        no store."""
-        if len(self._saving) >= MAX_SAVES or self._stores.home.arena is None:
+        no store; which is counted."""
+        is_busy = len(self._saving) >= MAX_SAVES
+        if is_busy or self._stores.home.arena is None:
+            num_new = len(save.keys) - save.first_chunk - save.num_refused
+            self._refuse("busy" if is_busy else "unreachable", num_new)
             return False
         self._saving.add(save.save_id)
         self._count_under_way()
@@ -406,22 +410,17 @@ class PoolClient:
         try:
             async with self._save_slots:
                 handles, runs = await self._reserve(save)
-                if runs:
-                    order = SaveRuns(
-                        save.save_id, runs, tuple(save.block_ids), self._timeout_s, save.step
-                    )
-                    is_moving = True
-                    reports = await self._order(save.save_id, order)
-                    is_moving = False
-                    failure = next((r.error for r in reports if r.error is not None), None)
-                    if failure is None:
-                        was_asked = True
-                        is_right = await self._ask_core(save.save_id)
-                        self.stats.num_layerwise_saves += is_right and save.step is not None
-                        self._refuse("reused", 0 if is_right else len(handles))
-                    else:
-                        logger.info("%s was not saved: %s", save.save_id, failure)
-                        self._refuse("failed", len(handles))
+                is_moving = bool(runs)
+                failure = await self._write(save, runs) if runs else None
+                is_moving = False
+            if failure is not None:
+                logger.info("%s was not saved: %s", save.save_id, failure)
+                self._refuse("failed", len(handles))
+            elif runs:
+                was_asked = True
+                is_right = await self._ask_core(save.save_id)
+                self.stats.num_layerwise_saves += is_right and save.step is not None
+                self._refuse("reused", 0 if is_right else len(handles))
         finally:
             if not was_asked:
                 self._post(ChunksCopied(save.save_id, is_complete=False))
@@ -435,6 +434,13 @@ class PoolClient:
             finally:
                 self._saving.discard(save.save_id)
                 self._count_under_way()
+
+    async def _write(self, save: SaveRequest, runs: tuple[ChunkRun, ...]) -> str | None:
+        """Have all ranks write; why it failed, None if it did not."""
+        blocks = tuple(save.block_ids)
+        order = SaveRuns(save.save_id, runs, blocks, self._timeout_s, save.step)
+        reports = await self._order(save.save_id, order)
+        return next((report.error for report in reports if report.error is not None), None)
 
     def _count_under_way(self) -> None:
         self.stats.loads_under_way = len(self._loading)
@@ -470,9 +476,7 @@ class PoolClient:
         chunks = [save.chunk(position, *size, self.namespace) for position in missing]
         lease_s = self._timeout_s + LEASE_MARGIN_S
         arena = self._stores.home.arena
-        future = self._stores.home.reserve(
-            chunks, lease_s=lease_s, copy=copy, is_use=save.is_use
-        )
+        future = self._stores.home.reserve(chunks, lease_s=lease_s, copy=copy, is_use=save.is_use)
         grants = await asyncio.wrap_future(future)
         epoch = self._introduce(0)
         if arena is None or epoch != arena.epoch:

@@ -91,6 +91,7 @@ class SaveRequest:
             another store has is not saved again. ``num_copies`` is counted by the pool client.
         token_ids: of the chunks to save; only where ``PoolStores.tells_what_is_saved``.
         is_use: see ``ChunkStore.reserve``.
+        num_refused: of these chunks, the leading ones that were offered before, and refused.
     """
 
     save_id: str
@@ -102,6 +103,7 @@ class SaveRequest:
     copy: CopyTerms | None = None
     token_ids: Sequence[int] = ()
     is_use: bool = True
+    num_refused: int = 0
 
     def chunk(self, position: int, num_tokens: int, nbytes: int, namespace: bytes) -> Chunk:
         """What a store is told of one of them. A tenant whose name is too long for stores has no
@@ -209,7 +211,9 @@ class PoolStats:
         num_saves, num_saved_chunks, saved_bytes: what was stored.
         num_copied_chunks: of num_saved_chunks, those that came from another store.
         num_layerwise_saves: of num_saves, those that were copied layer by layer beside their steps.
-        num_save_refusals: chunks that were not stored, by reason.
+        num_save_refusals: chunks that were not stored, by reason. Those of ``busy`` (too much is
+            under way) and ``unreachable`` may have been stored later, as far as their request had
+            more to save.
         loads_under_way, saves_under_way: now (levels).
     """
 

@@ -44,6 +44,7 @@ class Pool:
         self.answers_at_once = answers_at_once
         self.asked, self.loads, self.saves = {}, {}, {}
         self.cancelled = set()
+        self.refuses, self.refused = False, []
         self.hints = []
 
     def keys(self, request, num_chunks):
@@ -67,6 +68,9 @@ class Pool:
         self.cancelled.add(load_id)
 
     def save(self, save):
+        if self.refuses:
+            self.refused.append(save)
+            return False
         self.saves[save.save_id] = save
         return True
 
@@ -336,6 +340,29 @@ def test_what_was_copied_from_blocks_that_went_to_others_is_not_stored():
     assert bench.pool.stored == set()
     bench.scheduler.take_pool_event(ChunksCopied(second))
     assert len(bench.pool.stored) == 3
+
+
+def test_what_the_pool_refuses_is_offered_again_with_the_next_chunk():
+    """A hole would make all chunks behind it worthless."""
+    bench = PoolBench(num_blocks=32)
+    bench.pool.refuses = True
+    bench.add("long", prompt_of(2 * CHUNK + 1), max_tokens=4 * CHUNK)
+    offered = bench.pool.refused
+    while len(offered) < 2:
+        bench.step()
+    assert [(len(save.keys), save.first_chunk, save.num_refused) for save in offered] == [
+        (2, 0, 0),
+        (3, 0, 2),
+    ]
+    bench.pool.refuses = False
+    bench.run()
+    taken = list(bench.pool.saves.values())
+    assert [(save.first_chunk, len(save.keys), save.num_refused) for save in taken[:2]] == [
+        (0, 4, 3),
+        (4, 5, 0),
+    ]
+    bench.save_all()
+    assert len(bench.pool.stored) == len(taken[-1].keys)
 
 
 def test_nobody_is_preempted_while_a_step_has_run_on_a_load():

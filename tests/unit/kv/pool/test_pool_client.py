@@ -1,13 +1,16 @@
 """An instance's use of the pool: a store in this process, and ranks that the test speaks for."""
 
 import threading
+import time
 from dataclasses import replace
+from queue import Queue
 from types import SimpleNamespace
 
 import pytest
 
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 from mooncake_hal.session.processes import this_process
+from mooncake_kv.pool import pool_client
 from mooncake_kv.pool.pool_client import PoolClient
 from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
 from mooncake_kv.pool.pool_messages import (
@@ -31,13 +34,14 @@ class RestartedAtWill:
     def __init__(self, user):
         self._user = user
         self.restarts = False
+        self.is_away = False
 
     def __getattr__(self, name):
         return getattr(self._user, name)
 
     @property
     def arena(self):
-        arena = self._user.arena
+        arena = None if self.is_away else self._user.arena
         return replace(arena, epoch="another") if self.restarts else arena
 
     def reserve(self, chunks, **options):
@@ -65,20 +69,30 @@ class Instance:
         self.client.on_rank_message(0, encode(PoolRankReady(this_process())))
         self.is_writing, self.has_copied = threading.Event(), threading.Event()
         self.has_failed = threading.Event()
+        self.ordered, self.copied = Queue(), Queue()
         self.client.start(self._to_rank, self._posted, fail=lambda exc: None)
 
     def _to_rank(self, rank, message):
-        if isinstance(decode_to_rank(message), SaveRuns):
+        order = decode_to_rank(message)
+        if isinstance(order, SaveRuns):
+            self.ordered.put(order.save_id)
             self.is_writing.set()
 
     def _posted(self, event):
         if isinstance(event, ChunksCopied):
+            self.copied.put(event.save_id)
             (self.has_copied if event.is_complete else self.has_failed).set()
 
     def save(self):
         """Save a chunk; returns when the rank is told to write it."""
         assert self.client.save(SaveRequest("save", (b"k" * 16,), 0, (0,)))
         assert self.is_writing.wait(WAIT_S)
+
+    def await_saves(self):
+        deadline = time.monotonic() + WAIT_S
+        while self.client.stats.saves_under_way:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     @property
     def num_staging(self):
@@ -108,6 +122,34 @@ def test_what_a_rank_has_written_is_given_back_when_the_instance_stops(instance)
     assert instance.has_copied.wait(WAIT_S)
     instance.client.stop()
     assert instance.num_staging == 0
+
+
+def test_saves_that_are_copied_hold_up_none_that_are_not(instance):
+    """A core answers between two steps, and each step may bring as many saves as it has prompts."""
+    num_saves = pool_client.SAVES_AT_ONCE + 3
+    for number in range(num_saves):
+        assert instance.client.save(SaveRequest(f"save{number}", (b"%16d" % number,), 0, (0,)))
+    for _ in range(num_saves):
+        report = RunsEnded(instance.ordered.get(timeout=WAIT_S), None, 0, 0.0, 0.0)
+        instance.client.on_rank_message(0, encode(report))
+    for _ in range(num_saves):
+        instance.client.end_save(instance.copied.get(timeout=WAIT_S), is_right=True)
+    instance.await_saves()
+    assert instance.client.stats.num_saved_chunks == num_saves
+
+
+def test_what_is_refused_is_counted_once(instance, monkeypatch):
+    monkeypatch.setattr(pool_client, "MAX_SAVES", 1)
+    keys = tuple(b"%16d" % number for number in range(4))
+    instance.save()
+    assert not instance.client.save(SaveRequest("second", keys[:3], 1, (0,)))
+    assert not instance.client.save(SaveRequest("again", keys, 1, (0,), num_refused=2))
+    assert instance.client.stats.num_save_refusals == {"busy": 3}
+    instance.client.on_rank_message(0, encode(RunsEnded("save", "no", 0, 0.0, 0.0)))
+    instance.await_saves()
+    instance.user.is_away = True
+    assert not instance.client.save(SaveRequest("third", keys, 0, (0,)))
+    assert instance.client.stats.num_save_refusals == {"busy": 3, "failed": 1, "unreachable": 4}
 
 
 def test_nothing_is_written_to_a_store_that_was_restarted_after_it_granted_memory(instance):

@@ -56,6 +56,19 @@ def test_what_is_staged_can_not_be_read_and_is_not_staged_twice():
     table.check_integrity()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("is_use", [True, False])
+def test_an_offer_that_is_no_use_keeps_nothing_in_memory(policy, is_use):
+    table = ChunkTable(2 * GRANULE, TableSettings(POLICIES[policy], QUARANTINE_S))
+    put(table, chunk("a"), now=0)
+    put(table, chunk("b"), now=1)
+    table.reserve([chunk("a")], BERT, 10, 2, is_use=is_use)
+    put(table, chunk("c"), now=3)
+    left = table.probe([b"a", b"b"])
+    expected = [Residence.DRAM, Residence.ABSENT]
+    assert left == (expected if is_use else expected[::-1])
+
+
 def test_what_is_read_while_it_is_written_counts_once_it_is_committed():
     table = table_of(4)
     (handle,) = table.reserve([chunk("a")], ANNA, 10, 0)
