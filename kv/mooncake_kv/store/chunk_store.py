@@ -40,6 +40,7 @@ MAX_LEASE_S = 120.0
 
 MAX_KEY_BYTES = 64
 MAX_TENANT_BYTES = 512
+MAX_NAMESPACE_BYTES = 64
 
 
 class Tier(str, Enum):
@@ -125,6 +126,10 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
             raise ValueError(f"keys have 1 to {MAX_KEY_BYTES} bytes, not {lengths[:2]}")
         if lengths[2] > MAX_TENANT_BYTES:
             raise ValueError(f"a tenant's name has {lengths[2]} bytes of {MAX_TENANT_BYTES}")
+        if self.content is not None and len(self.content.namespace) > MAX_NAMESPACE_BYTES:
+            raise ValueError(
+                f"a namespace has {len(self.content.namespace)} bytes of {MAX_NAMESPACE_BYTES}"
+            )
         if self.content is not None and len(self.content.token_ids) != 4 * self.num_tokens:
             raise ValueError(
                 f"{self.num_tokens} tokens have {4 * self.num_tokens} bytes, not "

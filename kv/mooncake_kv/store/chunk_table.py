@@ -14,8 +14,7 @@ Readers and writers are one-sided: nothing here can stop them. So memory is used
   without a session is not gone: it may be frozen in the middle of a copy, and be thawed at any
   time. Who knows that its processes have ended calls ``end_user``; see ``store_service``.
 
-The quarantine is ``quarantine_s``, which is for what was sent already and has not landed; that of a
-living user's reads is longer where its transfers may take longer.
+The quarantine is for what was sent and has not landed, and longer for reads that may take longer.
 
 Users come with batches, a prompt's chunks at once. Each method goes over its batch once, and makes
 one lease, one range of memory and one message to the observer of it where it can.
@@ -49,8 +48,7 @@ MAX_SKIPPED_VICTIMS = 4096
 """How many chunks that can't go an eviction looks past, before the store counts as full."""
 
 QUARANTINE_MARGIN_S = 10.0
-"""How much longer than a transfer may take memory rests: a transfer's time begins when its rank has
-the order, and a copy looks at the clock between two pieces."""
+"""A transfer's time begins when its rank has the order; copies look at the clock between pieces."""
 
 _ENDS_A_SEQUENCE = {
     PutRefusal.NO_ROOM,
@@ -247,7 +245,8 @@ class ChunkTable:
         *,
         is_use: bool = True,
     ) -> list[WriteHandle | PutRefusal]:
-        """Memory for each of a sequence's chunks, or why not. Those that are there are touched.
+        """Memory for each of a sequence's chunks, or why not. Those that are there are touched,
+        unless it is no use of them; then the next one is the first use of what is put.
 
         Where one finds no memory, those behind it get none: they would be of no use without it.
         """
@@ -267,8 +266,8 @@ class ChunkTable:
             outcome = ending or self._stage(chunk, offsets, now, copy)
             found.append(outcome)
             if isinstance(outcome, Entry):
-                staged.append(outcome)
                 outcome.num_uses = int(is_use)
+                staged.append(outcome)
             else:
                 refused = self.stats.num_refused_puts
                 refused[outcome.value] = refused.get(outcome.value, 0) + 1

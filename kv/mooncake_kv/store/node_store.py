@@ -47,6 +47,10 @@ from mooncake_kv.store.tier_moves import TierMoves
 
 TIMER_S = 0.25
 """How often pins that wait for SSDs are looked at."""
+DROPPED_AT_ONCE = 256
+"""Chunks that are dropped under one hold of the lock: some milliseconds."""
+DROP_PAUSE_S = 0.001
+"""In which others get the lock: one that is taken again at once is taken before they wake."""
 
 Result = TypeVar("Result")
 
@@ -256,6 +260,16 @@ class NodeStore:
             self._moves.touched(keys)
 
     def drop(self, keys: Sequence[bytes]) -> int:
+        """As ``ChunkStore.drop``. Blocks for as long as that takes; others are let in between."""
+        keys = list(dict.fromkeys(keys))
+        num_gone = 0
+        for start in range(0, len(keys), DROPPED_AT_ONCE):
+            if start:
+                time.sleep(DROP_PAUSE_S)
+            num_gone += self._drop_some(keys[start : start + DROPPED_AT_ONCE])
+        return num_gone
+
+    def _drop_some(self, keys: Sequence[bytes]) -> int:
         with self._lock:
             gone = {key for key in keys if self._table.entry(key) is not None}
             self._table.drop(keys, self._clock())

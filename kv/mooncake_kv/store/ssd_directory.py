@@ -124,6 +124,8 @@ class SsdDirectory:
         self._free: list[Segment] = []
         self._last_sequence = -1
         self._last_number = -1
+        self.num_unreadable = 0
+        """Segments whose headers could not be read at start: they are left alone."""
         try:
             self._open_segments()
         except OSError as exc:
@@ -184,10 +186,15 @@ class SsdDirectory:
             if written != total:
                 raise OSError(f"{written} of {total} bytes were written")
         except OSError as exc:
-            with self._lock:
-                if self._current is segment:  # a scan would end at the hole
-                    self._seal()
+            self.leave_hole(location)
             raise StoreIOError(f"{self.config.path}: writing failed: {exc}") from exc
+
+    def leave_hole(self, location: RecordLocation) -> None:
+        """Nothing is written where ``append`` said. The segment takes no more: a scan would end
+        there."""
+        with self._lock:
+            if self._current is location.segment:
+                self._seal()
 
     def hold(self, location: RecordLocation) -> bool:
         """Keep a segment from being recycled; False if it was already. ``give_up`` must follow."""
@@ -281,8 +288,16 @@ class SsdDirectory:
                 segment = Segment(int(match[1]), self._open_file(path))
                 self._last_number = max(self._last_number, segment.number)
                 found.append(segment)
-        for segment in found:
-            header = read_page(page) if os.preadv(segment.file, [page], 0) == PAGE else None
+        for segment in list(found):
+            try:
+                is_whole = os.preadv(segment.file, [page], 0) == PAGE
+            except OSError as exc:  # its drive has bad blocks: it is not written to either
+                logger.warning("%s is left alone: %s", self._path_of(segment.number), exc)
+                self.num_unreadable += 1
+                found.remove(segment)
+                os.close(segment.file)
+                continue
+            header = read_page(page) if is_whole else None
             if _is_current(header) and header.sequence not in self._sealed:
                 segment.use, segment.sequence = header.use, header.sequence
                 self._last_sequence = max(self._last_sequence, header.sequence)
@@ -305,7 +320,10 @@ class SsdDirectory:
 
     def _remove(self, segment: Segment) -> None:
         os.close(segment.file)
-        (self.config.path / f"segment-{segment.number:08}.kv").unlink()
+        self._path_of(segment.number).unlink()
+
+    def _path_of(self, number: int) -> Path:
+        return self.config.path / f"segment-{number:08}.kv"
 
     def _open_file(self, path: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -360,7 +378,7 @@ class SsdDirectory:
 
     def _new_segment(self) -> Segment:
         number = self._last_number + 1
-        path = self.config.path / f"segment-{number:08}.kv"
+        path = self._path_of(number)
         try:
             file = self._open_file(path)
         except OSError as exc:

@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -192,9 +193,15 @@ class SsdTier:
             self.close()
             raise
         for drive in self._drives:
+            self._stats.num_ssd_errors += drive.directory.num_unreadable
             for found in drive.directory.scan():
-                header = found.header
-                self._index(_Record(header.chunk(), drive, found.location, header))
+                try:
+                    chunk = found.header.chunk()
+                except ValueError as exc:  # of a release that took more
+                    logger.warning("%s: a record is no chunk: %s", drive.directory.config.path, exc)
+                    self._stats.num_ssd_corrupt += 1
+                else:
+                    self._index(_Record(chunk, drive, found.location, found.header))
 
     def chunk(self, key: bytes) -> Chunk | None:
         """What is stored under a key."""
@@ -375,35 +382,43 @@ class SsdTier:
             with self._lock:
                 self._skip("full")
             return False
-        payload = self._view(offset, rounded_up(chunk.nbytes))
-        header = record_header(chunk, location.use, payload)
-        # The checksum is of what memory had until now. Were it another chunk's by now, a wrong
-        # record would look right for ever; bytes that change from here on make it look wrong.
-        if not is_held():
-            header = msgspec.structs.replace(header, key=b"")
-        record = _Record(chunk, drive, location, header)
-        return self._put_record(record, payload, lambda: self._writing.get(chunk.key) is chunk)
+        with self._writing_at(drive.directory, location):
+            payload = self._view(offset, rounded_up(chunk.nbytes))
+            header = record_header(chunk, location.use, payload)
+            # The checksum is of what memory had until now. Were it another chunk's by now, a wrong
+            # record would look right for ever; bytes that change from here on make it look wrong.
+            if not is_held():
+                header = msgspec.structs.replace(header, key=b"")
+            record = _Record(chunk, drive, location, header)
+            return self._put_record(record, payload, lambda: self._writing.get(chunk.key) is chunk)
+        return False
 
     def _put_record(
         self, record: _Record, payload: memoryview, is_wanted: Callable[[], bool]
     ) -> bool:
         """Write a record, and index it unless it is void, or its chunk was forgotten meanwhile;
         whether it is indexed."""
-        page, directory = aligned_buffer(PAGE), record.drive.directory
-        try:
-            fill_page(page, record.header)
-            directory.write(record.location, page, payload)
-            with self._lock:
-                self._stats.ssd_written_bytes += len(page) + len(payload)
-                is_stored = bool(record.header.key) and is_wanted()
-                if is_stored:
-                    self._index(record)
-        except StoreIOError as exc:
-            self._failed(exc)
-            return False
-        finally:  # not before: a segment that is collected takes along what is indexed
-            directory.give_up(record.location)
+        page = aligned_buffer(PAGE)
+        fill_page(page, record.header)
+        record.drive.directory.write(record.location, page, payload)
+        with self._lock:
+            self._stats.ssd_written_bytes += len(page) + len(payload)
+            is_stored = bool(record.header.key) and is_wanted()
+            if is_stored:
+                self._index(record)
         return is_stored
+
+    @contextmanager
+    def _writing_at(self, directory: SsdDirectory, location: RecordLocation) -> Iterator[None]:
+        """Around the write of a record. One that fails, whatever the reason, ends here: it is
+        counted, and those behind it go to another segment."""
+        try:
+            yield
+        except Exception as exc:  # noqa: BLE001  # thread top: whatever it is, it is this record's
+            directory.leave_hole(location)
+            self._failed(exc)
+        finally:  # not before: a segment that is collected takes along what is indexed
+            directory.give_up(location)
 
     def _read_whole(self, record: _Record, payload: memoryview) -> bool:
         """Read all of a record here and now; whether it is right."""
@@ -488,9 +503,10 @@ class SsdTier:
                 return
             if location is None:
                 return
-            header = record_header(record.chunk, location.use, payload)
-            again = _Record(record.chunk, drive, location, header)
-            self._put_record(again, payload, partial(self._is_indexed, record))
+            with self._writing_at(drive.directory, location):
+                header = record_header(record.chunk, location.use, payload)
+                again = _Record(record.chunk, drive, location, header)
+                self._put_record(again, payload, partial(self._is_indexed, record))
 
     # -- the index; the lock held, but for single look-ups -----------------------------------------
 
@@ -534,8 +550,13 @@ class SsdTier:
         skipped = self._stats.num_ssd_skipped
         skipped[reason] = skipped.get(reason, 0) + 1
 
-    def _failed(self, error: StoreIOError) -> None:
+    def _failed(self, error: Exception) -> None:
         with self._lock:
             self._stats.num_ssd_errors += 1
             is_first = self._stats.num_ssd_errors == 1
-        logger.log(logging.WARNING if is_first else logging.DEBUG, "%s", error)
+        logger.log(
+            logging.WARNING if is_first else logging.DEBUG,
+            "%s",
+            error,
+            exc_info=None if isinstance(error, StoreIOError) else error,
+        )

@@ -80,6 +80,8 @@ Answer = TypeVar("Answer", bound=StoreMessage)
 REQUEST_TIMEOUT_S = 2.0
 PIN_TIMEOUT_S = 15.0
 """Longer than a store's own patience with its SSDs."""
+OPERATOR_TIMEOUT_S = 600.0
+"""For what goes over all chunks."""
 VERIFY_TIMEOUT_S = 24 * 3600.0
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_PAUSE_S = 0.2
@@ -180,11 +182,15 @@ class StoreClient:
         return self._ask(TouchKeys(tuple(keys)), Counted, lambda _: None, None)
 
     def drop(self, keys: Sequence[bytes]) -> Future[int]:
-        return self._ask(DropKeys(tuple(keys)), Counted, lambda reply: reply.num_chunks, 0)
+        question = DropKeys(tuple(keys))
+        return self._ask(question, Counted, lambda reply: reply.num_chunks, 0, OPERATOR_TIMEOUT_S)
 
     def drop_all(self, tenant: str | None = None) -> Future[int | None]:
         """Forget everything, or everything of one tenant; how many chunks, None: unreachable."""
-        return self._ask(DropKeys(None, tenant), Counted, lambda reply: reply.num_chunks, None)
+        question = DropKeys(None, tenant)
+        return self._ask(
+            question, Counted, lambda reply: reply.num_chunks, None, OPERATOR_TIMEOUT_S
+        )
 
     def stats(self) -> Future[StoreStats | None]:
         return self._ask(AskStats(), StatsReply, lambda reply: reply.stats, None)
@@ -192,7 +198,9 @@ class StoreClient:
     def list_page(self, tier: Tier, after: bytes) -> Future[list[Chunk] | None]:
         """Up to PAGE_CHUNKS chunks of a tier whose keys follow ``after``; None: unreachable."""
         question = ListChunks(tier, after)
-        return self._ask(question, ChunkPage, lambda reply: list(reply.chunks), None)
+        return self._ask(
+            question, ChunkPage, lambda reply: list(reply.chunks), None, OPERATOR_TIMEOUT_S
+        )
 
     def list_chunks(self, tier: Tier) -> list[Chunk] | None:
         """All chunks of a tier. Blocks; None: the store can't be reached."""

@@ -196,7 +196,7 @@ class ListChunks(StoreMessage, frozen=True):
 
 
 class ChunkPage(StoreMessage, frozen=True):
-    """The answer; a page that is not full is the last."""
+    """The answer, without the chunks' contents; a page that is not full is the last."""
 
     chunks: tuple[Chunk, ...]
 

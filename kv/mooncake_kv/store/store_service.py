@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import os
 import threading
@@ -25,13 +26,15 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from mooncake_hal.errors import PeerLost, RequestRefused
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.session.aio import AsyncListener, AsyncSession, listen
 from mooncake_hal.session.processes import ProcessName, open_process
 from mooncake_kv.errors import BadFrame, ConnectorDead, KVError
 from mooncake_kv.io_loop import CLOSE_TIMEOUT_S, IoLoop
-from mooncake_kv.store.chunk_store import ReadHandle
+from mooncake_kv.store.chunk_store import Chunk, ReadHandle, Tier
 from mooncake_kv.store.chunk_table import QUARANTINE_MARGIN_S
 from mooncake_kv.store.node_store import NodeStore, StoreUser
 from mooncake_kv.store.store_messages import (
@@ -325,17 +328,24 @@ class _SessionUser:
             case AskStats():
                 return StatsReply(self._store.stats())
             case ListChunks(tier, after):
-                behind = (c for c in self._store.chunks().get(tier, []) if c.key > after)
-                return ChunkPage(tuple(sorted(behind, key=lambda c: c.key)[:PAGE_CHUNKS]))
-            case DropKeys(None, tenant):
-                chunks = [c for found in self._store.chunks().values() for c in found]
-                keys = [c.key for c in chunks if tenant in (None, c.tenant)]
-                return Counted(self._store.drop(keys))
-            case DropKeys(keys, _):
-                return Counted(self._store.drop(keys or ()))
+                return self._when_done(_on_a_thread(lambda: self._page(tier, after)), ChunkPage)
+            case DropKeys(keys, tenant):
+                return self._when_done(_on_a_thread(lambda: self._drop(keys, tenant)), Counted)
             case VerifyRecords():
                 return self._when_done(_on_a_thread(self._store.verify), lambda n: Verified(*n))
         return None
+
+    def _page(self, tier: Tier, after: bytes) -> tuple[Chunk, ...]:
+        """Chunks of a tier, without what they are the KV of: that may not fit into a frame."""
+        behind = (c for c in self._store.chunks().get(tier, []) if c.key > after)
+        page = heapq.nsmallest(PAGE_CHUNKS, behind, key=lambda c: c.key)
+        return tuple(replace(chunk, content=None) for chunk in page)
+
+    def _drop(self, keys: Sequence[bytes] | None, tenant: str | None) -> int:
+        if keys is None:
+            chunks = [c for found in self._store.chunks().values() for c in found]
+            keys = [c.key for c in chunks if tenant in (None, c.tenant)]
+        return self._store.drop(keys)
 
     def _when_done(
         self, future: Future[Result], make: Callable[[Result], StoreAnswer]
@@ -413,5 +423,5 @@ def _on_a_thread(call: Callable[[], Result]) -> Future[Result]:
         except BaseException as exc:  # noqa: BLE001  # thread top: whoever waits gets it
             future.set_exception(exc)
 
-    threading.Thread(target=run, name="store-verify", daemon=True).start()
+    threading.Thread(target=run, name="store-operator", daemon=True).start()
     return future

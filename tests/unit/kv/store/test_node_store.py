@@ -2,12 +2,20 @@
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions, MemoryRegion, Spans
 from mooncake_kv.errors import KVConfigError
-from mooncake_kv.store.chunk_store import Chunk, CopyTerms, PutRefusal, Residence, Tier
+from mooncake_kv.store.chunk_store import (
+    Chunk,
+    ChunkContent,
+    CopyTerms,
+    PutRefusal,
+    Residence,
+    Tier,
+)
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 
 CHUNK_BYTES = 64 << 10
@@ -77,6 +85,39 @@ def test_stats_say_what_happened(store):
     assert user.drop([chunk(1).key, chunk(7).key]).result() == 1
     user.close()
     assert user.stats().result().num_pins == 0
+
+
+def test_others_are_let_in_while_many_chunks_are_dropped(store, monkeypatch):
+    monkeypatch.setattr("mooncake_kv.store.node_store.DROPPED_AT_ONCE", 1)
+    user = store.open_user()
+    user.commit(user.reserve([chunk(n) for n in range(4)]).result())
+    left = []
+
+    def others_turn(seconds):
+        assert seconds > 0
+        assert store._lock.acquire(blocking=False)
+        store._lock.release()
+        left.append(len(store.chunks()[Tier.DRAM]))
+
+    monkeypatch.setattr("mooncake_kv.store.node_store.time.sleep", others_turn)
+    keys = [chunk(n).key for n in (0, 1, 1, 9, 3)]
+    assert user.drop(keys).result() == 3
+    assert left == [3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tenant": "t" * 513}, "a tenant's name has 513 bytes of 512"),
+        ({"key": bytes(65)}, "keys have 1 to 64 bytes"),
+        ({"content": ChunkContent(bytes(65), bytes(64))}, "a namespace has 65 bytes of 64"),
+        ({"content": ChunkContent(bytes(16), bytes(60))}, "16 tokens have 64 bytes, not 60"),
+    ],
+)
+def test_a_chunk_that_no_record_has_room_for_is_none(changes, words):
+    facts = structs.asdict(chunk(1)) | changes
+    with pytest.raises(ValueError, match=words):
+        Chunk(**facts)
 
 
 def test_an_observer_follows_what_memory_holds():

@@ -119,6 +119,34 @@ def test_files_of_another_version_or_no_store_are_recycled(tmp_path):
     assert len(list(tmp_path.glob("segment-*"))) == 2
 
 
+def test_a_segment_whose_header_can_not_be_read_is_left_alone(tmp_path, monkeypatch, caplog):
+    directory = SsdDirectory(config(tmp_path))
+    for number in range(8):
+        store(directory, number)
+    directory.close()
+    files = sorted(tmp_path.glob("segment-*"))
+    inode, content, read = files[0].stat().st_ino, files[0].read_bytes(), os.preadv
+
+    def fails(file, buffers, offset):
+        if os.fstat(file).st_ino == inode and offset == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", fails)
+    directory = SsdDirectory(config(tmp_path))
+    assert directory.num_unreadable == 1
+    assert "segment-00000000.kv is left alone" in caplog.text
+    others = [record.header.position for record in directory.scan()]
+    assert others, "those of the other segment are there"
+    for number in range(10, 30):  # until it is full
+        if directory.wants_collection() is not None:
+            break
+        store(directory, number)
+    directory.close()
+    assert files[0].read_bytes() == content
+    assert set(others).isdisjoint(range(8 - len(others)))
+
+
 def test_segments_of_an_earlier_format_are_dropped_with_one_line(tmp_path, caplog):
     directory = SsdDirectory(config(tmp_path))
     for number in range(6):

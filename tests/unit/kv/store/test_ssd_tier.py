@@ -7,9 +7,18 @@ import time
 
 import numpy as np
 import pytest
+from msgspec import structs
 
+from mooncake_kv.store import ssd_tier
 from mooncake_kv.store.arena_allocator import GRANULE
-from mooncake_kv.store.chunk_store import Chunk, PutRefusal, Residence, Tier
+from mooncake_kv.store.chunk_store import (
+    MAX_NAMESPACE_BYTES,
+    Chunk,
+    ChunkContent,
+    PutRefusal,
+    Residence,
+    Tier,
+)
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_directory import SsdDirectory, SsdDirectoryConfig
 from mooncake_kv.store.ssd_records import PAGE, read_page, record_bytes
@@ -391,3 +400,45 @@ def test_a_user_that_leaves_while_it_waits_keeps_no_pin(opened, monkeypatch):
     monkeypatch.undo()
     assert store.get([0])[0] is not None
     assert store.user.stats().result().num_pins == 0
+
+
+def test_a_record_that_can_not_be_made_hides_none_of_those_behind_it(opened, monkeypatch):
+    store = opened()
+    store.save([0])
+    real = ssd_tier.record_header
+
+    def header(chunk, use, payload):
+        if chunk.key == key_of(10):
+            raise ValueError("a header of 5000 bytes is longer than a page")
+        return real(chunk, use, payload)
+
+    monkeypatch.setattr(ssd_tier, "record_header", header)
+    store.put(10)
+    store.get([10])
+    store.save([20, 30])
+    store.await_writes()
+    stats = store.user.stats().result()
+    assert (stats.ssd_chunks, stats.num_ssd_errors) == (3, 1)
+    monkeypatch.undo()
+    store.close()
+    again = opened()
+    assert again.user.stats().result().ssd_chunks == 3
+    assert again.get([0, 20, 30]) == [Tier.SSD] * 3
+
+
+def test_a_record_of_no_chunk_is_passed_over(opened, monkeypatch):
+    store = opened()
+    real = ssd_tier.record_header
+
+    def header(chunk, use, payload):
+        made = real(chunk, use, payload)
+        too_long = ChunkContent(bytes(MAX_NAMESPACE_BYTES + 1), bytes(64))
+        return structs.replace(made, content=too_long) if chunk.key == key_of(10) else made
+
+    monkeypatch.setattr(ssd_tier, "record_header", header)
+    store.save([0, 10, 20])
+    store.await_writes()
+    store.close()
+    again = opened()
+    stats = again.user.stats().result()
+    assert (stats.ssd_chunks, stats.num_ssd_corrupt) == (2, 1)

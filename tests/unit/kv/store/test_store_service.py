@@ -9,20 +9,29 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-from msgspec.structs import replace
+from msgspec import structs
 
 from mooncake_hal.errors import PeerLost
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.session.processes import this_process
+from mooncake_hal.session.strangers import LIMITS
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.errors import BadFrame
 from mooncake_kv.store import store_messages
-from mooncake_kv.store.chunk_store import Chunk, CopyTerms, PutRefusal, Residence, Tier
+from mooncake_kv.store.chunk_store import (
+    Chunk,
+    ChunkContent,
+    CopyTerms,
+    PutRefusal,
+    Residence,
+    Tier,
+)
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_messages import (
     MAX_KEYS,
+    ChunkPage,
     ProbeKeys,
     ReserveChunks,
     decode_question,
@@ -137,6 +146,30 @@ def test_what_is_there_is_listed_by_pages_and_dropped_by_tenant(served, client, 
     assert client.drop_all().result(WAIT_S) == 3
 
 
+def test_a_page_fits_into_a_frame_whatever_its_chunks_are():
+    names = {"key": bytes(64), "parent": bytes(64), "tenant": "t" * 512}
+    largest = Chunk(position=1 << 40, nbytes=1 << 40, num_tokens=1 << 40, **names)
+    page = encode_message(ChunkPage((largest,) * store_messages.PAGE_CHUNKS))
+    assert len(page) < LIMITS.frame_bytes / 2
+
+
+def test_what_is_listed_has_no_contents(served, client):
+    told = structs.replace(chunk(1), content=ChunkContent(b"n", bytes(64)))
+    assert client.commit(client.reserve([told]).result(WAIT_S)).result(WAIT_S) == [True]
+    assert client.list_chunks(Tier.DRAM) == [chunk(1)]
+
+
+def test_nobody_waits_for_one_who_drops_all(served, client, monkeypatch):
+    may_end = threading.Event()
+    monkeypatch.setattr(served.store, "drop", lambda keys: may_end.wait(WAIT_S) and len(keys))
+    put(client, 1, 2)
+    asked = client.drop_all()
+    assert client.pin([b"absent"]).result(WAIT_S) == [None]
+    assert not asked.done()
+    may_end.set()
+    assert asked.result(WAIT_S) == 2
+
+
 def test_handles_are_the_sessions_and_end_with_it(served, client):
     other = StoreClient(served.address)
     assert other.await_store(WAIT_S)
@@ -245,7 +278,7 @@ def test_writers_that_can_not_be_seen_have_a_bound(served, client, monkeypatch, 
     monkeypatch.setattr("mooncake_kv.store.store_service.UNSEEN_WRITERS_S", 0.2)
     monkeypatch.setattr("mooncake_kv.store.store_service.QUARANTINE_MARGIN_S", 0.0)
     writer = this_process()
-    client.name_writers([writer if are_seen else replace(writer, host="another")])
+    client.name_writers([writer if are_seen else structs.replace(writer, host="another")])
     client.reserve([chunk(1)]).result(WAIT_S)
     monkeypatch.setattr("mooncake_kv.store.store_client.RECONNECT_PAUSE_S", WAIT_S)
     (user,) = served.service._users.values()
