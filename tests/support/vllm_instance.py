@@ -16,7 +16,7 @@ from mooncake_hal.deployment import Hardware
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.model_fingerprint import ModelFingerprint
 from mooncake_vllm.vllm_scheduler_side import Instance, SchedulerSide
-from mooncake_vllm.vllm_worker_side import Device, WorkerSide
+from mooncake_vllm.vllm_worker_side import Device, StepWait, WorkerSide
 
 HOST = Device(
     "cpu",
@@ -51,6 +51,8 @@ class Asked:
     prompt_token_ids: list[int] | None
     kv_transfer_params: dict[str, Any] | None = None
     num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    num_preemptions: int = 0
     output_token_ids: Sequence[int] = ()
     status: Any = field(default_factory=lambda: SimpleNamespace(name="WAITING"))
     prompt_embeds: Any = None
@@ -82,6 +84,7 @@ class FakeVllm:
     ) -> None:
         self.scheduler, self.workers, self.caches = scheduler, workers, caches
         self.told = Told()
+        self._held: list[str] = []
 
     def step(self, output: Any = NO_TOKENS, *, names_layers: bool = True) -> None:
         """One step: of a ``SchedulerOutput``, or without tokens.
@@ -92,8 +95,9 @@ class FakeVllm:
                 that was captured calls none.
         """
         started, pushes = self.scheduler.take_started(), self.scheduler.push_steps(output)
+        held, self._held = self._held, []
         for rank, worker in enumerate(self.workers):
-            worker.begin_step(pushes)
+            worker.begin_step(pushes, held)
             worker.release_loads(started)
             if names_layers and pushes:
                 for name in self.caches[rank].layers:
@@ -117,6 +121,13 @@ class FakeVllm:
             assert time.monotonic() < deadline, f"{request_id} was never reported: {self.told}"
             self.step()
             time.sleep(0.001)  # vLLM's own pause between empty steps
+
+    def finish(self, request: Asked, blocks: Tables) -> tuple[bool, dict[str, Any] | None]:
+        """End a request; the next step names it where its blocks are kept."""
+        is_held, params = self.scheduler.request_finished(request, each_table(blocks))
+        if is_held:
+            self._held.append(request.request_id)
+        return is_held, params
 
     def compute(
         self,
@@ -148,7 +159,7 @@ class FakeVllm:
             done = stop
         request.num_computed_tokens, request.output_token_ids = done, [7]
         request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
-        return self.scheduler.request_finished(request, each_table(blocks))
+        return self.finish(request, blocks)
 
     def prefill(self, request: Asked, blocks: Tables) -> dict[str, Any]:
         """Finish a prefill; returns its answer's parameters."""
@@ -157,7 +168,7 @@ class FakeVllm:
         request.num_computed_tokens = len(request.prompt_token_ids)
         request.output_token_ids = [7]
         request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
-        is_kept, params = self.scheduler.request_finished(request, each_table(blocks))
+        is_kept, params = self.finish(request, blocks)
         assert is_kept
         assert params is not None
         return params
@@ -181,7 +192,7 @@ def running(
     scheduler = None
     try:
         for rank, (path, cache) in enumerate(zip(paths, caches, strict=True)):
-            workers.append(WorkerSide(config, rank, path, cache.view, HOST, num_behind=1))
+            workers.append(WorkerSide(config, rank, path, cache.view, HOST, wait=StepWait(1)))
         instance = Instance(f"{name}-epoch", MODEL, len(caches), sends=True, loads=True)
         scheduler = SchedulerSide(config, instance, paths)
         yield FakeVllm(scheduler, workers, caches)

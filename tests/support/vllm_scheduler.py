@@ -23,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from support.vllm_caches import Caches, make_caches
 from support.vllm_instance import HOST
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
@@ -42,10 +44,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from mooncake_hal.kv.geometry import AttentionKind, KVGroup
-from mooncake_vllm.vllm_connectors import HalConnector, HalPoolConnector, HalStepMetadata
+from mooncake_vllm.vllm_connectors import HalConnector, HalPoolConnector
 from mooncake_vllm.vllm_instance import worker_sockets
 from mooncake_vllm.vllm_memory import ModelKV
-from mooncake_vllm.vllm_pool_side import POOL_WORKER
 from mooncake_vllm.vllm_worker_side import WorkerSide
 
 MODEL = Path(__file__).parent.parent.parent / "examples" / "tiny-llama"
@@ -53,6 +54,13 @@ KV = ModelKV(AttentionKind.GQA, 2, 2, (2, 2), "float32")
 BLOCK_SIZE = 4
 VOCABULARY = 97
 MODULUS = 1 << 20  # of the KV's numbers, so that float32 holds them with a fraction of 1/8
+EXTRA = {
+    "transport": ["tcp"],
+    "lease_seconds": 2,
+    "transfer_timeout_seconds": 5,
+    "push_timeout_seconds": 2,
+}
+"""What every connector is configured with."""
 PAUSE_S = 0.001  # vLLM's own between steps without tokens
 
 
@@ -87,9 +95,30 @@ def engine_config(
     pool: str | None = None,
     is_hybrid: bool = False,
     has_events: bool = False,
+    num_ubatches: int = 1,
 ) -> Any:
-    """vLLM's own configuration; made once, since it takes its time."""
-    extra = {} if pool is None else {"pool": pool}
+    """vLLM's own configuration; made once, since it takes its time.
+
+    Args:
+        role: ``kv_role``.
+        connector: its name; with a ``pool``, MultiConnector has it and the pool's.
+        policy: ``kv_load_failure_policy``.
+        is_async: whether a step is scheduled before the one before it has ended.
+        pool: of the pool's connector.
+        is_hybrid: whether each kind of layers has a block table.
+        has_events: whether it publishes what its caches hold.
+        num_ubatches: parts of a step, which overlap.
+    """
+    transfer: dict[str, Any] = {
+        "kv_connector": connector,
+        "kv_role": role,
+        "kv_connector_extra_config": EXTRA | ({"pool": pool} if pool else {}),
+    }
+    if pool is not None and connector != "HalPoolConnector":
+        pooled = transfer | {"kv_connector": "HalPoolConnector"}
+        alone = transfer | {"kv_connector_extra_config": EXTRA}
+        both = {"connectors": [alone, pooled]}
+        transfer |= {"kv_connector": "MultiConnector", "kv_connector_extra_config": both}
     args = EngineArgs(
         model=str(MODEL),
         dtype="float32",
@@ -102,21 +131,11 @@ def engine_config(
         kv_events_config={"enable_kv_cache_events": True, "publisher": "null"}
         if has_events
         else None,
-        kv_transfer_config={
-            "kv_connector": connector,
-            "kv_role": role,
-            "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": extra
-            | {
-                "transport": ["tcp"],
-                "lease_seconds": 2,
-                "transfer_timeout_seconds": 5,
-                "push_timeout_seconds": 2,
-            },
-        },
+        kv_transfer_config=transfer | {"kv_load_failure_policy": policy},
     )
     config = args.create_engine_config()
     config.cache_config.block_size = BLOCK_SIZE
+    config.parallel_config.ubatch_size = num_ubatches
     return config
 
 
@@ -243,9 +262,13 @@ class VllmInstance:
         config: see ``engine_config``.
         num_blocks: of KV; few of them make vLLM preempt.
         window: of the first layer's attention; 0: none.
+        is_behind: whether the model runs a step when its output is wanted, behind what vLLM makes
+            of the output before; else as soon as it is scheduled. Both happen.
     """
 
-    def __init__(self, config: Any, num_blocks: int, window: int = 0) -> None:
+    def __init__(
+        self, config: Any, num_blocks: int, window: int = 0, *, is_behind: bool = False
+    ) -> None:
         load_general_plugins()
         config.kv_transfer_config.engine_id = uuid.uuid4().hex
         config.instance_id = uuid.uuid4().hex[:8]
@@ -255,11 +278,6 @@ class VllmInstance:
         self.caches = make_caches(model, "LBHNC", num_blocks, BLOCK_SIZE)
         groups = groups or (KVGroup((0, 1)),)
         self._model = MadeUpModel(self.caches, groups)
-        connector = connector_class(config)
-        settings = connector._read_settings(config)
-        [path] = worker_sockets(config, connector.__name__)
-        kind = POOL_WORKER if connector is HalPoolConnector else None
-        self._worker = WorkerSide(settings, 0, path, self.caches.view, HOST, kind)
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
         names = list(self.caches.layers)
         specs = [
@@ -267,13 +285,19 @@ class VllmInstance:
             for group in groups
         ]
         memory = KVCacheConfig(num_blocks, [], specs)
+        self._worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, memory)
+        self._sides = [self._worker_side(each) for each in children(self._worker)]
         scheduler = AsyncScheduler if self._depth == 2 else Scheduler
         self.scheduler = scheduler(
             config, memory, StructuredOutputManager(config), block_size=BLOCK_SIZE, log_stats=True
         )
+        for each in children(self.scheduler.connector):
+            each._may_wait = False  # all steps of all instances run in one thread
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._in_flight: deque[tuple[Any, Any]] = deque()
+        self._is_behind = is_behind
+        self._num_ubatches = config.parallel_config.ubatch_size
         self.answers: dict[str, Answer] = {}
         self.num_wrong = 0
 
@@ -316,7 +340,7 @@ class VllmInstance:
         """One turn of EngineCore: with async scheduling, a step's output comes one turn later."""
         if self.scheduler.has_requests():
             step = self.scheduler.schedule()
-            self._in_flight.append((step, self._execute(step)))
+            self._in_flight.append((step, None if self._is_behind else self._execute(step)))
         if self._in_flight and (
             len(self._in_flight) >= self._depth or not self._in_flight[-1][0].num_scheduled_tokens
         ):
@@ -338,54 +362,87 @@ class VllmInstance:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def figures(self) -> dict[str, float]:
-        """What the connector has counted."""
-        connector = self.scheduler.connector
-        return connector._scheduler.stats() | {"hook_errors": connector.num_errors}
+        """What the connectors have counted."""
+        found: dict[str, float] = {"hook_errors": 0.0}
+        for half in (self.scheduler.connector, self._worker):
+            for each in children(half):
+                found["hook_errors"] += each.num_errors
+                if each._scheduler is not None:
+                    found |= each._scheduler.stats()
+        return found
 
     def leftovers(self) -> list[str]:
-        """What the connector still knows of requests, though none is here."""
-        scheduler, loads = self.scheduler.connector._scheduler, self._worker._loads
-        kept = {"orders": loads._held, "released": loads._released}
-        if isinstance(self.scheduler.connector, HalPoolConnector):
-            kept |= {"prompts": scheduler._prompts, "saving": scheduler._saving}
-        else:
-            kept |= {
-                "prompts": scheduler._prompts._by_name,
-                "members": scheduler._prompts._by_request,
-                "sending": scheduler._sending,
-                "held": scheduler._held,
+        """What the connectors still know of requests, though none is here."""
+        found = []
+        for each, worker in zip(children(self.scheduler.connector), self._sides, strict=True):
+            scheduler = each._scheduler
+            kept = {
+                "orders": worker._loads._held,
+                "released": worker._loads._released,
+                "named": worker._reports._held,
+                "unnamed": worker._reports._early,
+                "not named": each._held,
             }
-        return [f"{what}: {sorted(found)}" for what, found in kept.items() if found]
+            if isinstance(each, HalPoolConnector):
+                kept |= {"prompts": scheduler._prompts, "saving": scheduler._saving}
+                kept |= {"current": scheduler._current, "steps": scheduler._first_steps}
+            else:
+                kept |= {
+                    "prompts": scheduler._prompts._by_name,
+                    "members": scheduler._prompts._by_request,
+                    "sending": scheduler._sending,
+                    "held": scheduler._held,
+                }
+            found += [f"{what}: {sorted(names)}" for what, names in kept.items() if names]
+        return found
 
     def close(self) -> None:
         """End both halves."""
         self.scheduler.connector.shutdown()
-        self._worker.close()
+        self._worker.shutdown()
+
+    def _worker_side(self, connector: HalConnector) -> WorkerSide:
+        """What a worker's connector makes of vLLM's memory; here without a model runner's groups
+        of ranks."""
+        [path] = worker_sockets(connector._vllm_config, type(connector).__name__)
+        connector._worker = WorkerSide(
+            connector._config, 0, path, self.caches.view, HOST, connector._worker_kind()
+        )
+        return connector._worker
 
     def _execute(self, step: Any) -> ModelRunnerOutput:
-        metadata = step.kv_connector_metadata
-        assert isinstance(metadata, HalStepMetadata)
-        self._worker.begin_step(metadata.pushes)
-        self._worker.release_loads(metadata.loads)
+        """In the order of vLLM's own model runner."""
+        worker = self._worker
+        worker.bind_connector_metadata(step.kv_connector_metadata)
+        for _ in range(self._num_ubatches - 1):  # the made-up model computes all with the last
+            self._name_layers()
+            time.sleep(PAUSE_S * 20)  # in which whoever takes these for the step's would send them
         sampled = self._model.run(step)
-        for name in self.caches.layers if metadata.pushes else ():
-            self._worker.layer_done(name)
-        self._worker.end_step()
-        results = self._worker.take_results()
+        self._name_layers()
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(step.finished_req_ids)
+        worker.clear_connector_metadata()
         names = list(sampled)
         return ModelRunnerOutput(
             names,
             {name: at for at, name in enumerate(names)},
             [sampled[name] for name in names],
             kv_connector_output=KVConnectorOutput(
-                finished_sending=results.sent or None,
-                finished_recving=results.received or None,
-                failed_recving=results.failed,
+                finished_sending=results.finished_sending or None,
+                finished_recving=results.finished_recving or None,
+                failed_recving=results.failed_recving,
             ),
         )
 
+    def _name_layers(self) -> None:
+        for name in self.caches.layers:
+            self._worker.save_kv_layer(name, None, None)
+
     def _take_output(self) -> None:
         step, output = self._in_flight.popleft()
+        if output is None:
+            output = self._execute(step)
         for outputs in self.scheduler.update_from_output(step, output).values():
             for item in outputs.outputs:
                 answer = self.answers[item.request_id]
@@ -408,18 +465,17 @@ def attention(window: int) -> AttentionSpec:
     return FullAttentionSpec(**shape)
 
 
-def connector_class(config: Any) -> type[HalConnector]:
-    """The class that a configuration names."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    found: type[HalConnector] = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
-    return found
+def children(connector: Any) -> list[Any]:
+    """Those of a MultiConnector, or the connector itself."""
+    return list(getattr(connector, "_connectors", [connector]))
 
 
 @contextmanager
-def vllm_instance(config: Any, num_blocks: int, window: int = 0) -> Iterator[VllmInstance]:
+def vllm_instance(
+    config: Any, num_blocks: int, window: int = 0, *, is_behind: bool = False
+) -> Iterator[VllmInstance]:
     """An instance for the length of a block."""
-    opened = VllmInstance(config, num_blocks, window)
+    opened = VllmInstance(config, num_blocks, window, is_behind=is_behind)
     try:
         yield opened
     finally:

@@ -11,7 +11,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from support.metaserver import Metaserver
 from support.vllm_scheduler import (
+    BLOCK_SIZE,
     PAUSE_S,
     VllmInstance,
     answer_to,
@@ -30,6 +31,7 @@ from support.vllm_scheduler import (
 NUM_EXAMPLES = int(os.environ.get("VLLM_EXAMPLES", "15"))
 NUM_BLOCKS = 30  # three long prompts with their answers: vLLM has to preempt
 SETTLED_S = 60.0
+POOL = "dram=1MiB,chunk=8"
 SHARED = [5, 11, 2, 9, 30, 8, 17, 4, 6, 12, 90, 3, 44]
 PROMPTS = [
     [7],
@@ -260,18 +262,17 @@ def test_p_says_how_much_of_a_prompt_it_had(is_async: bool) -> None:
     assert found == [0, 12]
 
 
-@pytest.mark.parametrize("window", [0, 6], ids=["full", "sliding"])
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
-@pytest.mark.parametrize("connector", ["HalPullConnector", "HalPushConnector"])
-def test_any_order_of_events(
-    connector: str, is_async: bool, policy: str, window: int, posts: Any
+def run_orders(
+    configs: Sequence[Any],
+    window: int,
+    posts: Any,
+    *,
+    is_push: bool,
+    may_fail: bool,
+    is_behind: bool,
 ) -> None:
+    """P and D of these configurations, in random orders of events."""
     server, kept = posts
-    configs = [
-        engine_config(role, connector, policy, is_async=is_async, is_hybrid=window > 0)
-        for role in ("kv_producer", "kv_consumer")
-    ]
 
     @given(ORDERS, st.booleans())
     @settings(
@@ -283,15 +284,88 @@ def test_any_order_of_events(
     def run(events: list[tuple[str, int, int]], forgets: bool) -> None:
         kept.clear()
         with (
-            vllm_instance(configs[0], NUM_BLOCKS, window) as prefill,
-            vllm_instance(configs[1], NUM_BLOCKS, window) as decode,
+            vllm_instance(configs[0], NUM_BLOCKS, window, is_behind=is_behind) as prefill,
+            vllm_instance(configs[1], NUM_BLOCKS, window, is_behind=is_behind) as decode,
         ):
-            world = World(
-                prefill, decode, server if connector == "HalPushConnector" else None, kept
-            )
+            world = World(prefill, decode, server if is_push else None, kept)
             for event in events:
                 world.do(*event)
             world.finish(forgets=forgets)
-            world.check(may_fail=policy == "fail")
+            world.check(may_fail=may_fail)
 
     run()
+
+
+@pytest.mark.parametrize("window", [0, 6], ids=["full", "sliding"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
+@pytest.mark.parametrize("connector", ["HalPullConnector", "HalPushConnector"])
+def test_any_order_of_events(
+    connector: str, is_async: bool, policy: str, window: int, posts: Any
+) -> None:
+    configs = [
+        engine_config(role, connector, policy, is_async=is_async, is_hybrid=window > 0)
+        for role in ("kv_producer", "kv_consumer")
+    ]
+    is_push, may_fail = connector == "HalPushConnector", policy == "fail"
+    run_orders(configs, window, posts, is_push=is_push, may_fail=may_fail, is_behind=False)
+
+
+@pytest.mark.parametrize("connector", ["HalPullConnector", "HalPushConnector"])
+def test_any_order_of_events_beside_the_pool_with_two_batches_in_flight(
+    connector: str, posts: Any
+) -> None:
+    configs = [
+        engine_config(role, connector, "recompute", is_async=True, pool=POOL)
+        for role in ("kv_producer", "kv_consumer")
+    ]
+    is_push = connector == "HalPushConnector"
+    run_orders(configs, 0, posts, is_push=is_push, may_fail=False, is_behind=True)
+
+
+@pytest.mark.parametrize("is_behind", [False, True], ids=["runs at once", "runs behind"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
+def test_blocks_stay_until_all_connectors_are_done_with_them(
+    is_async: bool, is_behind: bool
+) -> None:
+    """The pool has copied them at once; the lease lapses later."""
+    prompt = PROMPTS[4]
+    config = engine_config("kv_both", "HalPullConnector", "recompute", is_async=is_async, pool=POOL)
+    with vllm_instance(config, NUM_BLOCKS, is_behind=is_behind) as prefill:
+        prefill.submit("p", prompt, 1, {"do_remote_decode": True})
+        deadline = time.monotonic() + 1.0  # half a lease
+        while not prefill.figures()["pool_num_saved_chunks"] and time.monotonic() < deadline:
+            prefill.step()
+            time.sleep(0.01)
+        for _ in range(10):  # in which vLLM hears of it
+            prefill.step()
+            time.sleep(0.01)
+        assert prefill.answers["p"].finish == "length"
+        assert prefill.figures()["pool_saves_under_way"] == 0
+        assert prefill.figures()["leases_held"] == 1
+        assert prefill.num_free == NUM_BLOCKS - 1 - -(-len(prompt) // BLOCK_SIZE)
+        settle([prefill], SETTLED_S)
+        assert prefill.num_free == NUM_BLOCKS - 1
+        assert prefill.leftovers() == []
+        assert prefill.figures()["hook_errors"] == 0
+
+
+def test_what_a_micro_batch_computes_is_pushed_when_it_is_there(posts: Any) -> None:
+    server, kept = posts
+    kept.clear()
+    configs = [
+        engine_config(role, "HalPushConnector", "fail", is_async=False, num_ubatches=2)
+        for role in ("kv_producer", "kv_consumer")
+    ]
+    with (
+        vllm_instance(configs[0], NUM_BLOCKS) as prefill,
+        vllm_instance(configs[1], NUM_BLOCKS) as decode,
+    ):
+        world = World(prefill, decode, server, kept)
+        world.do("ask", 4, 3)
+        deadline = time.monotonic() + SETTLED_S
+        while not kept and time.monotonic() < deadline:
+            world.do("steps", 1, 1)
+        world.finish(forgets=False)
+        world.check(may_fail=False)
+        assert decode.figures()["loads"] == 1

@@ -7,8 +7,10 @@ order: no step reads KV of other tokens, every request ends, and every block is 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -108,11 +110,13 @@ class Pair:
             assert each.leftovers() == []
 
 
-def pooled(store: StoreService, *, is_async: bool) -> object:
+def pooled(
+    store: StoreService, *, is_async: bool, is_behind: bool = False
+) -> AbstractContextManager[VllmInstance]:
     """An instance that uses that store."""
     pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK}"
     config = engine_config("kv_both", "HalPoolConnector", "recompute", is_async=is_async, pool=pool)
-    return vllm_instance(config, NUM_BLOCKS)
+    return vllm_instance(config, NUM_BLOCKS, is_behind=is_behind)
 
 
 def wait_for_saved(instance: VllmInstance, wanted: int) -> None:
@@ -139,6 +143,52 @@ def test_one_instance_loads_what_another_has_computed(store: StoreService, is_as
         pair.check()
         assert second.figures()["pool_num_loaded_chunks"] == (len(PROMPTS[4]) - 1) // CHUNK
         assert second.figures()["pool_num_failed_loads"] == 0
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
+@pytest.mark.parametrize("is_behind", [False, True], ids=["runs at once", "runs behind"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
+@pytest.mark.parametrize("num_answered", [0, 7])
+def test_what_was_computed_is_saved_when_the_client_leaves(
+    store: StoreService, is_async: bool, is_behind: bool, num_answered: int
+) -> None:
+    prompt = PROMPTS[4]
+    with (
+        pooled(store, is_async=is_async, is_behind=is_behind) as first,
+        pooled(store, is_async=is_async) as second,
+    ):
+        pair = Pair((first, second))
+        pair.do("ask", 4, 0)
+        [request] = first.scheduler.requests.values()
+        for _ in range(40):
+            num_computed = request.num_computed_tokens - request.num_in_flight_tokens
+            if num_computed and len(request.output_token_ids) >= num_answered:
+                break
+            pair.do("steps", 1, 0)
+            time.sleep(0.01)  # in which the store says that it has nothing
+        assert len(request.output_token_ids) == num_answered
+        assert num_computed == (len(prompt) + num_answered - 1 if num_answered else 16)
+        first.abort(request.request_id)
+        wait_for_saved(first, num_computed // CHUNK)
+        pair.do("ask", 4, 1)
+        pair.check()
+        loaded = min(num_computed, len(prompt) - 1) // CHUNK
+        assert second.figures()["pool_num_loaded_chunks"] == loaded
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
+def test_a_step_does_not_wait_when_the_store_has_answered(store: StoreService) -> None:
+    with pooled(store, is_async=False) as instance:
+        [worker] = instance._sides
+        [asked] = instance.scheduler.connector._scheduler._client._stores.all
+        asked._index = None  # as for one on another host, which has to be asked
+        worker.begin_step((), wait_s=SAVED_S)
+        step = threading.Thread(target=worker.take_results)
+        step.start()
+        instance.submit("r", PROMPTS[4], 1)
+        step.join(SAVED_S / 2)
+        assert not step.is_alive()
+        settle([instance], 30)
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.kv_events import (
@@ -44,6 +45,7 @@ from mooncake_vllm.vllm_instance import (
     npu_formats,
     rank_position,
     rope_turner,
+    steps_may_wait,
     worker_sockets,
 )
 from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request
@@ -54,6 +56,7 @@ from mooncake_vllm.vllm_scheduler_side import Instance, SchedulerHooks, Schedule
 from mooncake_vllm.vllm_settings import read_pool_settings, read_settings, wanted_layout
 from mooncake_vllm.vllm_worker_side import (
     IDLE_WAIT_S,
+    StepWait,
     WorkerKind,
     WorkerSide,
     connector_worker,
@@ -62,6 +65,9 @@ from mooncake_vllm.vllm_worker_side import (
 logger = logging.getLogger(__name__)
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
+STEP_WAITS: WeakValueDictionary[str, StepWait] = WeakValueDictionary()
+"""Of this process's rank, by vLLM's instance: MultiConnector's children, of whom it tells one
+another nothing, find the one that they have in common."""
 
 
 def guarded(instead: Callable[[], Any]) -> Callable[[Hook], Hook]:
@@ -98,6 +104,15 @@ def _log_as_vllm_does() -> None:
             ours.setLevel(vllm.level)
 
 
+def step_wait(vllm_config: Any) -> StepWait:
+    """The one that all connectors of an instance's rank have in common."""
+    wait = STEP_WAITS.get(vllm_config.instance_id)
+    if wait is None:
+        wait = StepWait(vllm_config.max_concurrent_batches - 1)
+        STEP_WAITS[vllm_config.instance_id] = wait
+    return wait
+
+
 def _nothing() -> None:
     """What most hooks return."""
 
@@ -127,11 +142,13 @@ class HalStepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is Any
         loads: those whose blocks it allocated.
         pushes: what it computes of prompts that are sent.
         waits: whether it computes nothing, and vLLM is to be told of a load or of blocks.
+        held: requests that have ended since the step before, and whose blocks stay until a report.
     """
 
     loads: tuple[str, ...] = ()
     pushes: tuple[PushStep, ...] = ()
     waits: bool = False
+    held: tuple[str, ...] = ()
 
 
 class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
@@ -148,7 +165,9 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm_does()
         self.num_errors = 0
-        self._step = HalStepMetadata()
+        self._held: list[str] = []  # since the last step's metadata
+        self._may_wait = steps_may_wait(vllm_config)
+        self._names_layers = not vllm_config.parallel_config.use_ubatching
         self._differences = Differences()
         self._config = self._read_settings(vllm_config)
         check_supported(vllm_config, kv_cache_config)
@@ -200,20 +219,23 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     @guarded(HalStepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._at_scheduler
-        waits = not scheduler_output.num_scheduled_tokens and side.is_waiting
-        return HalStepMetadata(side.take_started(), side.push_steps(scheduler_output), waits)
+        is_idle = not scheduler_output.num_scheduled_tokens
+        waits = self._may_wait and is_idle and side.is_waiting
+        pushes, started = side.push_steps(scheduler_output), side.take_started()
+        held, self._held = tuple(self._held), []  # last: after an error the next step names them
+        return HalStepMetadata(started, pushes, waits, held)
 
     @guarded(lambda: (False, None))
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._at_scheduler.request_finished(request, (block_ids,))
+        return self._finish(request, (block_ids,))
 
     @guarded(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._at_scheduler.request_finished(request, block_ids)
+        return self._finish(request, block_ids)
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool:
@@ -257,9 +279,9 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             turn_rope = rope_turner(kv_caches, kv)
         rank = stage.rank_in_group * ranks.world_size + ranks.rank_in_group
         path = worker_sockets(self._vllm_config, type(self).__name__)[rank]
-        num_behind = self._vllm_config.max_concurrent_batches - 1
+        wait = step_wait(self._vllm_config)
         self._worker = WorkerSide(
-            self._config, rank, path, view, device, self._worker_kind(), num_behind, turn_rope
+            self._config, rank, path, view, device, self._worker_kind(), wait, turn_rope
         )
 
     @guarded(_nothing)
@@ -267,10 +289,9 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         """Loads begin here, before the step's forward, unless the step zeroes new blocks first."""
         super().bind_connector_metadata(connector_metadata)
         # other connectors' metadata come while a graph is captured
-        is_ours = isinstance(connector_metadata, HalStepMetadata)
-        self._step = connector_metadata if is_ours else HalStepMetadata()
-        if self._worker is not None and is_ours:
-            self._worker.begin_step(connector_metadata.pushes)
+        if self._worker is not None and isinstance(connector_metadata, HalStepMetadata):
+            wait_s = IDLE_WAIT_S if connector_metadata.waits else 0.0
+            self._worker.begin_step(connector_metadata.pushes, connector_metadata.held, wait_s)
         if not self._zeroes_blocks:
             self._release(connector_metadata)
 
@@ -287,14 +308,12 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """A layer that is pushed may leave now; one that no hook names, after the step."""
-        if self._worker is not None and layer_name:  # vLLM-Ascend has layers without a name
-            self._worker.layer_done(layer_name)
+        self._layer_written(layer_name)
 
     @guarded(_nothing)
     def on_kv_cache_written(self, layer_name: str) -> None:
-        """vLLM-Ascend's: before that layer's attention. Those that name no layer say nothing."""
-        if self._worker is not None and layer_name:
-            self._worker.layer_done(layer_name)
+        """vLLM-Ascend's: before that layer's attention."""
+        self._layer_written(layer_name)
 
     @guarded(_nothing)
     def wait_for_save(self) -> None:
@@ -306,7 +325,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return KVConnectorTransferResults()
-        results = self._worker.take_results(IDLE_WAIT_S if self._step.waits else 0.0)
+        results = self._worker.take_results()
         return KVConnectorTransferResults(
             finished_sending=results.sent,
             finished_recving=results.received,
@@ -354,6 +373,20 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def _at_scheduler(self) -> SchedulerHooks:
         assert self._scheduler is not None, "vLLM calls a worker's connector as a scheduler's"
         return self._scheduler
+
+    def _finish(
+        self, request: Request, tables: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        is_held, params = self._at_scheduler.request_finished(request, tables)
+        if is_held:
+            self._held.append(request.request_id)
+        return is_held, params
+
+    def _layer_written(self, layer_name: str) -> None:
+        """Those that name no layer, as vLLM-Ascend's may, say nothing. With micro-batches each of
+        them calls for each layer, and does not say which it is: all leave after the step."""
+        if self._worker is not None and self._names_layers and layer_name:
+            self._worker.layer_done(layer_name)
 
     @property
     def _zeroes_blocks(self) -> bool:

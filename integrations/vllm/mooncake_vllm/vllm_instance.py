@@ -63,6 +63,17 @@ def worker_sockets(vllm_config: Any, connector: str) -> list[Path]:
     return socket_paths(names, parallel.pipeline_parallel_size * parallel.tensor_parallel_size)
 
 
+def steps_may_wait(vllm_config: Any) -> bool:
+    """Whether a step that computes nothing holds up nobody while it waits a little.
+
+    Data-parallel ranks of a model with experts take their steps together, and with pipeline stages
+    such a step lies between two that compute something.
+    """
+    parallel, model_config = vllm_config.parallel_config, vllm_config.model_config
+    shares_experts = model_config.is_moe and parallel.data_parallel_size > 1
+    return parallel.pipeline_parallel_size == 1 and not shares_experts
+
+
 def fingerprint(model_config: Any) -> ModelFingerprint:
     """What tells the model from others: as mooncake-engine does it, where its files are here."""
     dtype = str(model_config.dtype).removeprefix("torch.")

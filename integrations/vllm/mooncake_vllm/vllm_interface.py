@@ -19,7 +19,12 @@ class RequestStatus(Protocol):
 
 
 class Request(Protocol):
-    """``vllm.v1.request.Request``."""
+    """``vllm.v1.request.Request``.
+
+    ``num_computed_tokens`` has, from when a step is scheduled, what that step will compute, and
+    what a load under way will bring. ``num_in_flight_tokens`` are those of steps that have yet to
+    end, also of such as were scheduled before a preemption.
+    """
 
     request_id: str
     prompt_token_ids: list[int] | None
@@ -29,6 +34,8 @@ class Request(Protocol):
     lora_request: Any
     kv_transfer_params: dict[str, Any] | None
     num_computed_tokens: int
+    num_in_flight_tokens: int
+    num_preemptions: int
     abort_immediately: bool
 
     @property

@@ -55,6 +55,8 @@ FIGURES = (
 """Of ``PoolStats``, those that vLLM publishes."""
 SAVED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Endings after which all steps of a request are over but for its last token's."""
+CUT_OFF = "FINISHED_ABORTED"
+"""Ending of a request whose client has left, or whose text had a stop string: at any time."""
 
 
 class PoolState(Enum):
@@ -81,6 +83,19 @@ class PooledPrompt:
     keys: list[bytes]
     state: PoolState = PoolState.LOOKING
     sources: Sequence[ChunkSource] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """A request's, after it came or was preempted.
+
+    Args:
+        num_preemptions: before it.
+        num_had: tokens whose KV was there then, or will be when that step has ended.
+    """
+
+    num_preemptions: int
+    num_had: int
 
 
 class PoolSchedulerSide:
@@ -111,7 +126,8 @@ class PoolSchedulerSide:
         self._lock = threading.Lock()
         self._prompts: dict[str, PooledPrompt] = {}
         self._saving: set[str] = set()
-        self._current: set[str] = set()  # requests whose KV is all of this identity
+        self._current: dict[str, Request] = {}  # those whose KV is all of this identity
+        self._first_steps: dict[str, FirstStep] = {}  # of current requests
         self._started: list[str] = []
         self._count = 0
         self._chunk_tokens = config.chunk_tokens
@@ -159,7 +175,7 @@ class PoolSchedulerSide:
         prompt = request.prompt_token_ids or []
         count = num_loadable_chunks(len(prompt), self._chunk_tokens)
         with self._lock:
-            self._current.add(request.request_id)
+            self._current[request.request_id] = request
         if not count or not _is_plain(request):
             return
         self._count += 1
@@ -225,7 +241,14 @@ class PoolSchedulerSide:
             return bool(self._saving) or any(is_loading)
 
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
-        """Nothing is sent while it is computed."""
+        """Nothing is sent while it is computed; notes which requests begin to run."""
+        for new in step.scheduled_new_reqs:
+            self._note_first_step(new.req_id, new.num_computed_tokens)
+        known = step.scheduled_cached_reqs
+        if known.resumed_req_ids:
+            for name, num_computed in zip(known.req_ids, known.num_computed_tokens, strict=True):
+                if name in known.resumed_req_ids:
+                    self._note_first_step(name, num_computed)
         return ()
 
     def request_finished(
@@ -235,8 +258,8 @@ class PoolSchedulerSide:
         self.check_alive()
         request_id = request.request_id
         with self._lock:
-            is_current = request_id in self._current
-            self._current.discard(request_id)
+            is_current = self._current.pop(request_id, None) is not None
+            first_step = self._first_steps.pop(request_id, None)
             pooled = self._prompts.pop(request_id, None)
             is_loading = pooled is not None and pooled.state is PoolState.LOADING
             if pooled is not None and is_loading:
@@ -244,10 +267,12 @@ class PoolSchedulerSide:
         if pooled is not None and is_loading:
             self._client.cancel_load(pooled.name)
             return False, None
-        if request.status.name not in SAVED or not is_current or not _is_plain(request):
+        if not is_current or not _is_plain(request):
             return False, None
+        num_certain = num_certain_tokens(request, first_step)
         [table] = tables
-        return self._save(request, table, len(pooled.sources) if pooled else 0), None
+        num_known = len(pooled.sources) if pooled else 0
+        return self._save(request, table, num_known, num_certain // self._chunk_tokens), None
 
     def reset_cache(self) -> bool:
         """vLLM empties its caches, as it does for other weights: no chunk that stores have is
@@ -260,6 +285,7 @@ class PoolSchedulerSide:
             self._identity = replace(self._identity, model=secrets.token_hex(16))
             self._client.namespace = self._identity.root()
             self._current.clear()
+            self._first_steps.clear()
             found = [each for each in self._prompts.values() if each.state is not PoolState.LOADING]
             for pooled in found:
                 pooled.state, pooled.sources = PoolState.OVER, ()
@@ -311,13 +337,19 @@ class PoolSchedulerSide:
     def _keys(self, request: Request, tokens: Sequence[int]) -> list[bytes]:
         return chunk_keys(self._identity, tokens, tenant_salt=request.cache_salt or "")
 
-    def _save(self, request: Request, block_ids: Sequence[int], num_known: int) -> bool:
-        """Begin to save; whether the blocks have to stay."""
-        tokens = [*(request.prompt_token_ids or []), *request.output_token_ids]
-        # The last token's own KV may not be computed, or by a step that has yet to end.
-        num_whole = min(request.num_computed_tokens, len(tokens) - 1) // self._chunk_tokens
+    def _note_first_step(self, request_id: str, num_had: int) -> None:
+        with self._lock:
+            if (request := self._current.get(request_id)) is not None:
+                self._first_steps[request_id] = FirstStep(request.num_preemptions, num_had)
+
+    def _save(
+        self, request: Request, block_ids: Sequence[int], num_known: int, num_whole: int
+    ) -> bool:
+        """Begin to save chunks from ``num_known`` to ``num_whole``; whether the blocks have to
+        stay."""
         if num_whole <= num_known:
             return False
+        tokens = [*(request.prompt_token_ids or []), *request.output_token_ids]
         keys = self._keys(request, tokens[: num_whole * self._chunk_tokens])
         salt = request.cache_salt or ""
         tenant = salt if len(salt.encode()) <= MAX_TENANT_BYTES else ""
@@ -343,6 +375,7 @@ class PoolSchedulerSide:
         if isinstance(event, ChunksFound):
             if (found := self._by_name(event.load_id)) is not None:
                 self._found(found[1], event.sources)
+                self._ranks.wake_up()  # vLLM asked too early, and asks again with its next step
         elif isinstance(event, PoolLoadEnded):
             self._load_ended(event)
         elif isinstance(event, ChunksCopied):
@@ -417,6 +450,27 @@ def _is_plain(request: Request) -> bool:
     return (
         request.lora_request is None and request.prompt_embeds is None and not request.mm_features
     )
+
+
+def num_certain_tokens(request: Request, first_step: FirstStep | None) -> int:
+    """Leading tokens of a request that has ended whose KV is surely there.
+
+    Args:
+        request: which.
+        first_step: its last one; None: it never ran.
+    """
+    num_tokens = len(request.prompt_token_ids or []) + len(request.output_token_ids)
+    # The last token's own KV may not be computed, or by a step that has yet to end.
+    if request.status.name in SAVED:
+        return min(request.num_computed_tokens, num_tokens - 1)
+    if request.status.name != CUT_OFF or first_step is None:
+        return 0
+    num_ended = request.num_computed_tokens - request.num_in_flight_tokens
+    # Else what it had may be on its way: it waits for a load, or the step that brings it goes on.
+    has_run = num_ended > first_step.num_had
+    if not has_run or request.num_preemptions != first_step.num_preemptions:
+        return 0
+    return min(num_ended, num_tokens - 1)
 
 
 def stats_value(value: object) -> float:

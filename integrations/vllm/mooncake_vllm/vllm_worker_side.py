@@ -70,19 +70,92 @@ class Results:
     failed: set[str]
 
 
-class Reports:
-    """What vLLM is to be told with the next step. Any thread.
+class StepWait:
+    """The wait of a rank's step that computes nothing, one for all connectors of the rank.
+
+    vLLM's MultiConnector has a step begin for all its children, and then asks one after the other
+    what there is to tell: the first one waits, for what any of them has.
 
     Args:
         num_behind: steps that vLLM may have scheduled by the time that it sees what one tells. They
             don't wait, nor do those that a new request finds: something is to be computed.
     """
 
-    def __init__(self, num_behind: int) -> None:
+    def __init__(self, num_behind: int = 0) -> None:
+        self.changed = threading.Condition()
         self._num_behind = num_behind
         self._num_hasty = 0  # of the next steps
-        self._changed = threading.Condition()
+        self._wait_s: float | None = None  # None: this step's wait is over
+        self._members: list[Reports] = []
+
+    def join(self, reports: Reports) -> None:
+        """A connector's, whose news end the wait."""
+        self._members.append(reports)
+
+    def begin_step(self, wait_s: float) -> None:
+        """A step is here, which may wait so long for what one of the connectors has to tell."""
+        with self.changed:
+            self._wait_s = max(self._wait_s or 0.0, wait_s)
+
+    def hurry(self) -> None:
+        """There is something to compute: neither a step that is about to wait does, nor those that
+        vLLM may have scheduled behind it. Any thread."""
+        with self.changed:
+            self._num_hasty = self._num_behind + 1
+            self.changed.notify()
+
+    def wait(self) -> None:
+        """For news, once in a step, unless it is not the time to wait. Under ``changed``."""
+        wait_s, self._wait_s = self._wait_s, None
+        if wait_s is None:
+            return
+        if wait_s and not self._num_hasty and not any(each.has_news for each in self._members):
+            self.changed.wait(wait_s)
+        self._num_hasty = max(0, self._num_hasty - 1)
+
+    def news_told(self) -> None:
+        """vLLM hears something with this step. Under ``changed``."""
+        self._num_hasty = self._num_behind
+
+
+class Reports:
+    """What vLLM is to be told with the next step. Any thread.
+
+    That blocks are free again is told by the step that names their request or a later one, not
+    before: with that step MultiConnector learns how many of its children keep the blocks, and
+    until then it takes the first report for the only one.
+
+    Args:
+        wait: of the rank; None: nobody shares it.
+    """
+
+    def __init__(self, wait: StepWait | None = None) -> None:
+        self._wait = wait or StepWait()
+        self._wait.join(self)
+        self._changed = self._wait.changed
         self._results = Results(set(), set(), set())
+        self._held: set[str] = set()  # named, and not reported yet
+        self._early: set[str] = set()  # reported, and not named yet
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something is to be told, with this step or with the one that names it."""
+        return bool(self._results.sent or self._results.received or self._early)
+
+    def begin_step(self, held: Iterable[str] = (), wait_s: float = 0.0) -> None:
+        """A step is here.
+
+        Args:
+            held: requests whose blocks are kept, by the first step after their end.
+            wait_s: how long it may wait for news.
+        """
+        with self._changed:
+            self._held.update(held)
+            known = self._early & self._held
+            self._results.sent.update(known)
+            self._held -= known
+            self._early -= known
+            self._wait.begin_step(wait_s)
 
     def add_load(self, request_id: str, is_failed: bool) -> None:
         """A load is over."""
@@ -95,24 +168,25 @@ class Reports:
     def add_send(self, request_id: str) -> None:
         """Blocks are free again."""
         with self._changed:
-            self._results.sent.add(request_id)
+            if request_id in self._held:
+                self._held.discard(request_id)
+                self._results.sent.add(request_id)
+            else:
+                self._early.add(request_id)
             self._changed.notify()
 
     def wake_up(self) -> None:
-        """A request has come."""
-        with self._changed:
-            self._num_hasty = self._num_behind
-            self._changed.notify()
+        """A request has come, or can go on."""
+        self._wait.hurry()
 
-    def take(self, wait_s: float = 0.0) -> Results:
-        """Everything that has not been taken yet; if that is nothing, what comes first within this
-        many seconds, unless it is not the time to wait."""
+    def take(self) -> Results:
+        """Everything that has not been taken yet; if no connector of the rank has anything, what
+        comes first while the step may wait."""
         with self._changed:
-            if wait_s and not (self._num_hasty or self._results.sent or self._results.received):
-                self._changed.wait(wait_s)
+            self._wait.wait()
             taken, self._results = self._results, Results(set(), set(), set())
-            is_news = bool(taken.sent or taken.received)
-            self._num_hasty = self._num_behind if is_news else max(0, self._num_hasty - 1)
+            if taken.sent or taken.received:
+                self._wait.news_told()
         return taken
 
 
@@ -228,7 +302,7 @@ class WorkerSide:
         view: the rank's memory.
         device: what it is on.
         kind: what moves it; None: the worker of the connector that the configuration names.
-        num_behind: see ``Reports``.
+        wait: of the rank's steps, for all its connectors; None: there is no other one.
         turn_rope: see ``RankMemory``.
 
     Raises:
@@ -243,11 +317,11 @@ class WorkerSide:
         view: CacheView,
         device: Device,
         kind: WorkerKind | None = None,
-        num_behind: int = 0,
+        wait: StepWait | None = None,
         turn_rope: TurnRope | None = None,
     ) -> None:
         kind = kind or connector_worker(config.connector)
-        self._reports = Reports(num_behind)
+        self._reports = Reports(wait)
         self._layer_done: LayerDone | None = None
         self._layers_done: set[int] = set()
         self._loads = HeldLoads(lambda order: self._worker.receive(order), kind.load_of)
@@ -293,8 +367,17 @@ class WorkerSide:
             self.report_death(exc)
             raise
 
-    def begin_step(self, steps: Sequence[PushStep]) -> None:
-        """A step is about to run these requests' tokens. The step's thread."""
+    def begin_step(
+        self, steps: Sequence[PushStep], held: Iterable[str] = (), wait_s: float = 0.0
+    ) -> None:
+        """A step is about to run. The step's thread.
+
+        Args:
+            steps: what it computes of prompts that are sent.
+            held: see ``Reports``.
+            wait_s: how long it may wait for something to tell.
+        """
+        self._reports.begin_step(held, wait_s)
         self._layers_done.clear()
         self._layer_done = self._worker.begin_step(steps)
 
@@ -312,9 +395,9 @@ class WorkerSide:
         self._layer_done = None
         self._worker.end_step()
 
-    def take_results(self, wait_s: float = 0.0) -> Results:
+    def take_results(self) -> Results:
         """What vLLM is to be told, waited for if there is nothing. The step's thread."""
-        return self._reports.take(wait_s)
+        return self._reports.take()
 
     def close(self) -> None:
         """Stop what moves, and let the memory go. Idempotent."""

@@ -137,7 +137,7 @@ def test_a_prefill_that_ends_early_fails_the_load(
     request = Asked("p", PROMPT, post.wait())
     prefill.scheduler.on_new_request(request)
     request.status.name = "FINISHED_ABORTED"
-    assert prefill.scheduler.request_finished(request, [P_BLOCKS[:1]]) == (True, None)
+    assert prefill.finish(request, P_BLOCKS[:1]) == (True, None)
     decode.step_until(decode.told.received, "d")
     prefill.step_until(prefill.told.sent, "p")
     assert decode.told.failed == {"d"}

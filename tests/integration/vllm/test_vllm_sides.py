@@ -141,7 +141,8 @@ def test_a_new_request_does_not_wait_for_the_end_of_a_lease(
     instance = stack.enter_context(running("p", tmp_path, filled_ranks(MODEL, "LBHNC", 1), CONFIG))
     instance.prefill(Asked("held", PROMPT, SEND), P_BLOCKS)
     [worker], taken = instance.workers, []
-    step = threading.Thread(target=lambda: taken.append(worker.take_results(LONG_S)))
+    worker.begin_step((), ["held"], wait_s=LONG_S)
+    step = threading.Thread(target=lambda: taken.append(worker.take_results()))
     step.start()
     instance.scheduler.on_new_request(Asked("new", PROMPT))
     step.join(LONG_S / 2)

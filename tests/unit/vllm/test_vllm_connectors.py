@@ -41,7 +41,8 @@ def connector(connectors: ModuleType, **sides: Any) -> Any:
     config = SimpleNamespace(needs_kv_cache_zeroing=sides.pop("zeroes", False))
     vllm_stub.KVConnectorBase_V1.__init__(made, None, 0, config)
     made.num_errors = 0
-    made._step = connectors.HalStepMetadata()
+    made._held, made._may_wait = [], sides.get("may_wait", True)
+    made._names_layers = sides.get("names_layers", True)
     made._differences = connectors.Differences()
     made._scheduler, made._worker = sides.get("scheduler"), sides.get("worker")
     return made
@@ -110,14 +111,16 @@ class Worker:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def begin_step(self, steps: Any) -> None:
-        self.told.append(("step", steps))
+    def begin_step(self, steps: Any, held: Any, wait_s: float) -> None:
+        self.told.append(("step", steps, held, wait_s))
 
     def release_loads(self, names: Any) -> None:
         self.told.append(("release", names))
 
-    def take_results(self, wait_s: float = 0.0) -> Results:
-        self.told.append(("results", wait_s))
+    def layer_done(self, name: str) -> None:
+        self.told.append(("layer", name))
+
+    def take_results(self) -> Results:
         return Results({"s"}, {"r", "f"}, {"f"})
 
 
@@ -128,10 +131,10 @@ def test_loads_begin_before_the_forward_unless_new_blocks_are_zeroed(
     worker = Worker()
     made = connector(connectors, worker=worker, zeroes=zeroes)
     made.bind_connector_metadata(connectors.HalStepMetadata(("a",), ()))
-    at_bind = [("step", ())] if zeroes else [("step", ()), ("release", ("a",))]
-    assert worker.told == at_bind
+    begun, released = ("step", (), (), 0.0), ("release", ("a",))
+    assert worker.told == ([begun] if zeroes else [begun, released])
     made.start_load_kv(None, scheduler_output=None)
-    assert worker.told == [("step", ()), ("release", ("a",))]
+    assert worker.told == [begun, released]
 
 
 def test_results_are_named_as_vllm_does(connectors: ModuleType) -> None:
@@ -139,25 +142,79 @@ def test_results_are_named_as_vllm_does(connectors: ModuleType) -> None:
     assert found == vllm_stub.KVConnectorTransferResults({"s"}, {"r", "f"}, {"f"})
 
 
+def step_maker(**others: Any) -> SimpleNamespace:
+    """A scheduler side that has nothing for a step but what is given."""
+    nothing = {"take_started": lambda: (), "push_steps": lambda step: (), "is_waiting": False}
+    return SimpleNamespace(**nothing | others)
+
+
 @pytest.mark.parametrize(
-    ("scheduled", "is_waiting", "waits"),
-    [({}, True, True), ({}, False, False), ({"other": 1}, True, False)],
-    ids=["idle", "nothing to wait for", "others run"],
+    ("scheduled", "is_waiting", "may_wait", "waits"),
+    [
+        ({}, True, True, True),
+        ({}, False, True, False),
+        ({"other": 1}, True, True, False),
+        ({}, True, False, False),
+    ],
+    ids=["idle", "nothing to wait for", "others run", "others would wait, too"],
 )
 def test_a_step_that_computes_nothing_waits_a_little_for_what_is_to_be_told(
-    connectors: ModuleType, scheduled: dict[str, int], is_waiting: bool, waits: bool
+    connectors: ModuleType,
+    scheduled: dict[str, int],
+    is_waiting: bool,
+    may_wait: bool,
+    waits: bool,
 ) -> None:
-    side = SimpleNamespace(
-        take_started=lambda: (), push_steps=lambda step: (), is_waiting=is_waiting
-    )
-    made = connector(connectors, scheduler=side, worker=(worker := Worker()))
+    side, worker = step_maker(is_waiting=is_waiting), Worker()
+    made = connector(connectors, scheduler=side, worker=worker, may_wait=may_wait)
     step = made.build_connector_meta(SimpleNamespace(num_scheduled_tokens=scheduled))
     made.bind_connector_metadata(step)
-    made.get_transfer_results(set())
-    assert worker.told[-1] == ("results", connectors.IDLE_WAIT_S if waits else 0.0)
+    assert worker.told[0] == ("step", (), (), connectors.IDLE_WAIT_S if waits else 0.0)
+    worker.told.clear()
     made.bind_connector_metadata(SimpleNamespace())  # as while a graph is captured
-    made.get_transfer_results(set())
-    assert worker.told[-1] == ("results", 0.0)
+    assert worker.told == [("release", ())]
+
+
+def test_the_step_behind_its_end_names_a_request_whose_blocks_are_kept(
+    connectors: ModuleType,
+) -> None:
+    kept = {"kept": (True, None), "free": (False, None), "late": (True, {"a": 1})}
+    side = step_maker(request_finished=lambda request, tables: kept[request.request_id])
+    worker, idle = Worker(), SimpleNamespace(num_scheduled_tokens={})
+    made = connector(connectors, scheduler=side, worker=worker)
+    for name in ("kept", "free"):
+        assert made.request_finished(SimpleNamespace(request_id=name), []) == kept[name]
+    side.push_steps = Broken(ValueError("a defect")).push_steps
+    assert made.build_connector_meta(idle).held == ()
+    side.push_steps = lambda step: ()
+    late = SimpleNamespace(request_id="late")
+    assert made.request_finished_all_groups(late, ([],)) == kept["late"]
+    made.bind_connector_metadata(made.build_connector_meta(idle))
+    assert worker.told[0][2] == ("kept", "late")
+    assert made.build_connector_meta(idle).held == ()
+
+
+@pytest.mark.parametrize("names_layers", [True, False], ids=["whole batches", "micro-batches"])
+def test_a_layer_of_a_micro_batch_is_not_the_steps(
+    connectors: ModuleType, names_layers: bool
+) -> None:
+    made = connector(connectors, worker=(worker := Worker()), names_layers=names_layers)
+    made.save_kv_layer("layers.0.attn", None, None)
+    made.on_kv_cache_written("layers.1.attn")
+    made.on_kv_cache_written("")
+    told = [("layer", "layers.0.attn"), ("layer", "layers.1.attn")]
+    assert worker.told == (told if names_layers else [])
+
+
+def test_connectors_of_an_instance_share_the_wait_of_its_steps(connectors: ModuleType) -> None:
+    first, second = (
+        SimpleNamespace(instance_id=name, max_concurrent_batches=2) for name in ("one", "two")
+    )
+    waits = [connectors.step_wait(config) for config in (first, second, first)]
+    assert waits[0] is waits[2]
+    assert waits[0] is not waits[1]
+    del waits
+    assert not connectors.STEP_WAITS
 
 
 def test_a_count_of_tokens_is_asynchronous(connectors: ModuleType) -> None:

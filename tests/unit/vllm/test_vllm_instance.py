@@ -20,6 +20,7 @@ from mooncake_vllm.vllm_instance import (
     fingerprint,
     model_kv,
     rope_turner,
+    steps_may_wait,
 )
 from mooncake_vllm.vllm_memory import ModelKV
 
@@ -210,3 +211,25 @@ def test_devices() -> None:
         SimpleNamespace(device_type="cuda", get_device_capability=lambda: capability), 1
     )
     assert (card.hardware.backend, card.hardware.generation) == ("cuda", "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("stages", "data_parallel", "is_moe", "may_wait"),
+    [
+        (1, 1, False, True),
+        (1, 2, False, True),
+        (1, 1, True, True),
+        (1, 2, True, False),
+        (2, 1, False, False),
+    ],
+)
+def test_steps_wait_where_they_hold_up_nobody(
+    stages: int, data_parallel: int, is_moe: bool, may_wait: bool
+) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(is_moe=is_moe),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=stages, data_parallel_size=data_parallel
+        ),
+    )
+    assert steps_may_wait(config) is may_wait

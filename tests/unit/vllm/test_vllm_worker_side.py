@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 
-from mooncake_vllm.vllm_worker_side import HeldLoads, LoadOrder, Reports, Results
+from mooncake_vllm.vllm_worker_side import HeldLoads, LoadOrder, Reports, Results, StepWait
 
 LONG_S = 30.0
 NOTHING = Results(set(), set(), set())
 
 
+def step(reports: Reports, wait_s: float = LONG_S, held: Sequence[str] = ()) -> Results:
+    """A step that computes nothing: begun, and what it tells."""
+    reports.begin_step(held, wait_s)
+    return reports.take()
+
+
 def test_what_is_there_is_taken_at_once_and_once() -> None:
-    reports = Reports(num_behind=0)
-    reports.add_send("a")
+    reports = Reports()
+    reports.add_load("a", is_failed=False)
     began = time.monotonic()
-    assert reports.take(LONG_S) == Results({"a"}, set(), set())
+    assert step(reports) == Results(set(), {"a"}, set())
     assert time.monotonic() - began < LONG_S / 2
     assert reports.take() == NOTHING
 
 
 def test_who_waits_is_told_of_a_load_when_it_ends() -> None:
-    reports, taken = Reports(num_behind=0), []
-    waiting = threading.Thread(target=lambda: taken.append(reports.take(LONG_S)))
+    reports, taken = Reports(), []
+    waiting = threading.Thread(target=lambda: taken.append(step(reports)))
     waiting.start()
     reports.add_load("a", is_failed=True)
     waiting.join(LONG_S / 2)
@@ -33,34 +40,100 @@ def test_who_waits_is_told_of_a_load_when_it_ends() -> None:
 
 def test_nobody_waits_longer_than_asked() -> None:
     began = time.monotonic()
-    assert Reports(num_behind=0).take(0.01) == NOTHING
+    assert step(Reports(), wait_s=0.01) == NOTHING
     assert 0.01 <= time.monotonic() - began < LONG_S
+
+
+def test_blocks_are_free_once_a_step_has_named_their_request() -> None:
+    reports = Reports()
+    reports.add_send("early")
+    assert step(reports, held=["late"]) == NOTHING
+    reports.add_send("late")
+    assert step(reports, held=["early"]) == Results({"early", "late"}, set(), set())
+    assert step(reports, wait_s=0.0) == NOTHING
+    reports.add_send("early")
+    assert step(reports) == NOTHING, "another one of that name is named by another step"
+    assert step(reports, held=["early"]) == Results({"early"}, set(), set())
+
+
+def test_a_step_does_not_hold_up_the_one_that_names_who_is_free() -> None:
+    reports, taken = Reports(), []
+    waiting = threading.Thread(target=lambda: taken.append(step(reports)))
+    waiting.start()
+    reports.add_send("a")
+    waiting.join(LONG_S / 2)
+    began = time.monotonic()
+    assert step(reports) == NOTHING
+    assert step(reports, held=["a"]) == Results({"a"}, set(), set())
+    assert time.monotonic() - began < LONG_S / 2
+    assert taken == [NOTHING]
 
 
 def waits(reports: Reports) -> bool:
     """Whether a step that has nothing to tell would wait."""
     began = time.monotonic()
-    assert reports.take(0.1) == NOTHING
+    assert step(reports, wait_s=0.1) == NOTHING
     return time.monotonic() - began >= 0.1
 
 
 def test_steps_that_were_scheduled_before_the_news_do_not_hold_up_what_follows_from_it() -> None:
-    reports = Reports(num_behind=2)
+    reports = Reports(StepWait(num_behind=2))
     reports.add_load("a", is_failed=False)
-    reports.take(LONG_S)
+    step(reports)
     assert [waits(reports) for _ in range(4)] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("num_behind", [1, 2])
+@pytest.mark.parametrize("num_behind", [0, 1, 2])
 def test_a_new_request_ends_a_wait_and_those_of_the_steps_behind_it(num_behind: int) -> None:
-    reports, taken = Reports(num_behind), []
-    waiting = threading.Thread(target=lambda: taken.append(reports.take(LONG_S)))
+    reports, taken = Reports(StepWait(num_behind)), []
+    waiting = threading.Thread(target=lambda: taken.append(step(reports)))
     waiting.start()
     time.sleep(0.05)  # it most likely waits by now, and need not
     reports.wake_up()
     waiting.join(LONG_S / 2)
     assert taken == [NOTHING]
-    assert [waits(reports) for _ in range(num_behind)] == [False] * (num_behind - 1) + [True]
+    assert [waits(reports) for _ in range(num_behind + 1)] == [False] * num_behind + [True]
+
+
+def test_a_step_that_is_about_to_wait_does_not_when_there_is_something_to_compute() -> None:
+    reports = Reports()
+    reports.begin_step(wait_s=LONG_S)
+    reports.wake_up()
+    began = time.monotonic()
+    assert reports.take() == NOTHING
+    assert time.monotonic() - began < LONG_S / 2
+
+
+def step_of_both(first: Reports, second: Reports, wait_s: float) -> tuple[Results, Results]:
+    """A step of two connectors, in the order in which MultiConnector has it."""
+    first.begin_step(wait_s=wait_s)
+    second.begin_step(wait_s=wait_s)
+    return first.take(), second.take()
+
+
+def test_connectors_of_one_rank_wait_together_and_once() -> None:
+    wait = StepWait()
+    first, second = Reports(wait), Reports(wait)
+    began = time.monotonic()
+    assert step_of_both(first, second, 0.2) == (NOTHING, NOTHING)
+    assert 0.2 <= time.monotonic() - began < 0.39
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_what_any_connector_of_a_rank_has_to_tell_ends_the_wait(at: int) -> None:
+    wait, taken = StepWait(num_behind=1), []
+    both = Reports(wait), Reports(wait)
+    waiting = threading.Thread(target=lambda: taken.append(step_of_both(*both, LONG_S)))
+    waiting.start()
+    both[at].add_load("a", is_failed=False)
+    waiting.join(LONG_S / 2)
+    assert taken[0][at] == Results(set(), {"a"}, set())
+    assert taken[0][1 - at] == NOTHING
+    began = time.monotonic()
+    assert step_of_both(*both, 0.1) == (NOTHING, NOTHING)
+    assert time.monotonic() - began < 0.1, "it was scheduled before the news"
+    assert step_of_both(*both, 0.1) == (NOTHING, NOTHING)
+    assert time.monotonic() - began >= 0.1
 
 
 def load_of(order: bytes) -> LoadOrder | None:
