@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from queue import Queue
+from queue import Empty, Queue
 
 from mooncake_hal.errors import (
     BackendUnavailable,
@@ -138,8 +138,7 @@ class StagedStore:
         return StagedMove(self._run_write, spans, time.monotonic() + timeout)
 
     def _run_read(self, move: StagedMove, parts: list[Spans]) -> None:
-        base, copier = self._free.get(), self._make_copier()
-        try:
+        with self._copying(move) as (base, copier):
             transfer = self._begin_read(move, parts[0], base)
             for number, part in enumerate(parts):
                 transfer.wait()
@@ -148,18 +147,33 @@ class StagedStore:
                     transfer = self._begin_read(move, parts[number + 1], _slot(base, number + 1))
                 copier.scatter(slot, part.local, part.nbytes)
                 copier.drain()
-        finally:
-            move.drain()
-            copier.close()
-            self._free.put(base)
+
+    @contextmanager
+    def _copying(self, move: StagedMove) -> Iterator[tuple[int, HostCopier]]:
+        """Pinned memory and a copier for a move, whose parts have ended when they are given back.
+
+        Raises:
+            TransferTimeout: no pinned memory came free in its time.
+        """
+        with ExitStack() as undo:
+            try:
+                base = self._free.get(timeout=move.time_left())
+            except Empty:
+                raise TransferTimeout(
+                    "other moves had all pinned memory until it was late"
+                ) from None
+            undo.callback(self._free.put, base)
+            copier = self._make_copier()
+            undo.callback(copier.close)
+            undo.callback(move.drain)
+            yield base, copier
 
     def _begin_read(self, move: StagedMove, part: Spans, slot: int) -> Transfer:
         packed = Spans(packed_addresses(slot, part.nbytes), part.remote, part.nbytes)
         return move.track(self._inner.read(packed, timeout=move.time_left()))
 
     def _run_write(self, move: StagedMove, parts: list[Spans]) -> None:
-        base, copier = self._free.get(), self._make_copier()
-        try:
+        with self._copying(move) as (base, copier):
             transfer: Transfer | None = None
             for number, part in enumerate(parts):
                 slot = _slot(base, number)
@@ -171,10 +185,6 @@ class StagedStore:
                 transfer = move.track(self._inner.write(packed, timeout=move.time_left()))
             if transfer is not None:
                 transfer.wait()
-        finally:
-            move.drain()
-            copier.close()
-            self._free.put(base)
 
 
 class StagedMove:

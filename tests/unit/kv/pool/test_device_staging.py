@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from mooncake_hal.errors import TransferCancelled, TransferTimeout
+from mooncake_hal.errors import DeviceError, TransferCancelled, TransferTimeout
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions, MemoryRegion, Spans
 from mooncake_hal.transports.staging import packed_addresses
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_worker import RankContext, RankMemory
-from mooncake_kv.pool.device_staging import SLOT_BYTES, DeviceMemory, host_transports
+from mooncake_kv.pool.device_staging import MAX_MOVES, SLOT_BYTES, DeviceMemory, host_transports
 
 
 class Pinned:
@@ -46,10 +46,15 @@ class Copier:
 
 
 class Copies:
+    def __init__(self):
+        self.is_broken = False
+
     def allocate_pinned(self, nbytes):
         return Pinned(nbytes)
 
     def copier(self):
+        if self.is_broken:
+            raise DeviceError("no stream")
         return Copier()
 
 
@@ -69,7 +74,12 @@ def store():
 
 
 @pytest.fixture
-def device():
+def copies():
+    return Copies()
+
+
+@pytest.fixture
+def device(copies):
     def unused(*_):
         raise AssertionError("not here")
 
@@ -77,7 +87,7 @@ def device():
     context = RankContext(
         0, KVTransferConfig(transports=("shm",)), memory, Registry.discover(), *[unused] * 4
     )
-    device = DeviceMemory(context, Copies())
+    device = DeviceMemory(context, copies)
     yield device
     device.close()
 
@@ -127,6 +137,31 @@ def test_a_move_that_is_cancelled_or_late_moves_nothing(store, device):
     assert not store.arena.any()
     peer.write(spans, timeout=20).wait()
     assert store.arena.sum() == 900
+
+
+def test_moves_that_a_device_refuses_give_their_memory_back(store, device, copies):
+    memory = np.ones(1000, np.uint8)
+    peer = device.peer("store", 0, store.endpoints, timeout_s=20)
+    spans = _spans(memory, store.arena, [900])
+    copies.is_broken = True
+    for move in [peer.read, peer.write] * MAX_MOVES:
+        with pytest.raises(DeviceError, match="no stream"):
+            move(spans, timeout=20).wait()
+    copies.is_broken = False
+    peer.write(spans, timeout=20).wait()
+    assert store.arena.sum() == 900
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+def test_a_move_that_finds_no_memory_in_its_time_is_late(store, device, way):
+    memory = np.ones(1000, np.uint8)
+    peer = device.peer("store", 0, store.endpoints, timeout_s=20)
+    taken = [device._free.get() for _ in range(MAX_MOVES)]
+    move = getattr(peer, way)(_spans(memory, store.arena, [900]), timeout=0.05)
+    with pytest.raises(TransferTimeout, match="other moves had all pinned memory"):
+        move.wait()
+    for base in taken:
+        device._free.put(base)
 
 
 def test_transports_of_devices_do_not_reach_stores():
