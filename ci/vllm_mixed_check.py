@@ -17,7 +17,7 @@ from vllm_environment import CACHE, ROOT, DidNotStart
 from vllm_multi_check import multi_config
 from vllm_pairs import LATENT, MODELS, answers_alone, folder_of
 from vllm_pool_check import CHUNK, LOADED, SAVED, pool_config, until_saved
-from vllm_requests import NUM_TOKENS, ask, figure, without_token_ids
+from vllm_requests import COMPLETIONS, NUM_TOKENS, ask, figure, post, without_token_ids
 from vllm_serving import (
     Json,
     cores,
@@ -101,6 +101,7 @@ def hand_over(
     problems = []
     with proxying(vllm, decode, flow, emits_first_token=False) as proxy:
         problems += compare("from vLLM", proxy, asked, texts)
+        problems += compare_several("from vLLM", proxy, asked, texts)
         problems += count(decode, OUR_LOADS, OUR_FAILURES, len(asked))
     with proxying(prefill, vllm, flow) as proxy:
         # What vLLM has computed as P is in its own cache: a salt makes it fetch.
@@ -108,6 +109,7 @@ def hand_over(
             name: (path, body | {"cache_salt": "to vLLM"}) for name, (path, body) in asked.items()
         }
         problems += compare("to vLLM", proxy, salted, texts)
+        problems += compare_several("to vLLM", proxy, salted, texts)
         problems += count(vllm, THEIR_LOADS, THEIR_FAILURES, len(asked))
     if errors := figure(vllm, "vllm:mooncake_hal_hook_errors_total"):
         problems.append(f"mixed: {errors:g} hooks have failed")
@@ -255,6 +257,25 @@ def compare(
             if said != wanted:
                 problems.append(f"mixed {way} {name}: {said!r:.120}, wanted {wanted!r:.120}")
     return problems
+
+
+def compare_several(
+    way: str, proxy: str, asked: dict[str, tuple[str, Json]], texts: dict[str, str]
+) -> list[str]:
+    """Ask for two answers with log probabilities of every token; returns what was wrong."""
+    name, (path, body) = next(item for item in asked.items() if item[1][0] == COMPLETIONS)
+    all_but_greedy = {"n": 2, "temperature": 0.01, "logprobs": 1, "cache_salt": f"two {way}"}
+    answer = post(proxy, path, body | all_but_greedy)
+    found = [
+        (choice["text"].rstrip("\ufffd"), {len(entries) for entries in choice["logprobs"].values()})
+        for choice in answer.get("choices", ())
+    ]
+    is_right = len(found) == 2 and all(
+        said == texts[name].rstrip("\ufffd") and len(lengths) == 1 for said, lengths in found
+    )
+    what = f"{way}: {name}, two answers with logprobs"
+    print(f"mixed         {what:34} {'ok' if is_right else 'WRONG'}", flush=True)
+    return [] if is_right else [f"mixed {what}: {answer!r:.300}"]
 
 
 def count(url: str, loads: str, failures: str, least: int) -> list[str]:

@@ -50,6 +50,7 @@ BYTES_RECEIVED = "vllm:mooncake_hal_bytes_received_total"
 HITS = "vllm:external_prefix_cache_hits_total"
 LOADS = "vllm:mooncake_hal_loads_total"
 LEASES_HELD = "vllm:mooncake_hal_leases_held"
+LEASES_EXPIRED = "vllm:mooncake_hal_leases_expired_total"
 LOAD_FAILURES = "vllm:mooncake_hal_load_failures_total"
 PICKED = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
 PICKED_INFO = "vllm:cache_config_info"
@@ -278,7 +279,7 @@ def through_the_proxy(run: Run) -> None:
 def children_through_the_proxy(run: Run) -> None:
     """P is asked for one answer, and makes one lease; D begins all of them from it."""
     path, body = cases()[CHILDREN]
-    before = figure(run.decode, LOADS)
+    before, expired = figure(run.decode, LOADS), figure(run.prefill, LEASES_EXPIRED)
     answer = post(run.proxy, path, body | {"cache_salt": "through the proxy"})
     run.expect(f"proxy: {CHILDREN}", token_ids(answer), token_ids(run.wanted[CHILDREN]))
     if run.pair.decode.dp == 1:
@@ -286,6 +287,7 @@ def children_through_the_proxy(run: Run) -> None:
     fallbacks = figure(run.proxy, "mooncake_proxy_local_prefill_total")
     run.expect("prompts that D computed for them", fallbacks, 0)
     run.expect("leases after them", until_zero(run.prefill, LEASES_HELD), 0)
+    run.expect("that ran out", figure(run.prefill, LEASES_EXPIRED) - expired, 0)
 
 
 def at_once_through_the_proxy(run: Run) -> None:

@@ -186,7 +186,7 @@ async def _prefill(
     router: RequestRouter, context: RequestContext, instance: Instance
 ) -> PrefillResult:
     """One attempt: P's answer, parsed."""
-    is_shared = _shares_lease(context, instance)
+    is_shared = _shares_lease(router, context, instance)
     if instance.bootstrap is not None:
         if is_shared:
             return _for_decode_alone(instance)
@@ -196,7 +196,7 @@ async def _prefill(
     params = with_prefix_sources(context, instance, HOLD_KV_PARAMS)
     body = await _send_prefill(router, context, instance, params, wants_kv_alone=is_shared)
     prefill = parse_prefill_answer(instance, body)
-    if is_shared and not _is_for_all(router, prefill):
+    if is_shared and not _is_for_all(router, instance, prefill):
         router.release(instance, prefill.kv_params)
         return _for_decode_alone(instance)
     prefill.began, prefill.is_shared = began, is_shared
@@ -213,19 +213,19 @@ async def _prefill(
     return prefill
 
 
-def _shares_lease(context: RequestContext, instance: Instance) -> bool:
-    """Whether several answers are to begin from one lease of P: vLLM's makes one for each answer,
-    and names one of them."""
+def _shares_lease(router: RequestRouter, context: RequestContext, instance: Instance) -> bool:
+    """Whether several answers are to begin from one lease of P: vLLM's P makes one for each answer
+    and names one of them, and vLLM's D fetches one, however many it is given."""
     topology = instance.topology
-    has_several_leases = topology is not None and topology.splits_choices
-    return (context.parsed.n or 1) > 1 and not has_several_leases
+    splits_choices = topology is not None and topology.splits_choices
+    return (context.parsed.n or 1) > 1 and not (splits_choices and router.pool.splits_choices)
 
 
-def _is_for_all(router: RequestRouter, prefill: PrefillResult) -> bool:
+def _is_for_all(router: RequestRouter, instance: Instance, prefill: PrefillResult) -> bool:
     """Whether D can begin all answers from this lease. Of foreign connectors each answer would
     fetch it by itself, and P frees the KV after the first one."""
-    loads_once = prefill.kv_params.decode_continues_prompt or not router.pool.emits_first_token
-    return not prefill.is_final and loads_once
+    is_ours = instance.topology is not None or prefill.kv_params.decode_continues_prompt
+    return not prefill.is_final and (is_ours or not router.pool.emits_first_token)
 
 
 def _for_decode_alone(instance: Instance) -> PrefillResult:

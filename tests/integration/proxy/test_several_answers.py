@@ -11,6 +11,7 @@ from support.proxy_fakes_client import BODY, CHAT, events_of, post
 
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.pool.instances import InstanceSpec, Role
+from mooncake_proxy.pool.pair_topology import PairTopology
 
 Json = dict[str, Any]
 PATHS = {"/v1/completions": BODY, "/v1/chat/completions": CHAT}
@@ -74,6 +75,23 @@ def test_an_instance_that_leases_every_answer_is_asked_for_all(*, is_streamed: b
             params = s.decode.generated[0].body["kv_transfer_params"]
             assert len(params["choices"]) == 3
             assert params["first_token_delivered"] is is_streamed
+
+    uvloop.run(main())
+
+
+def test_vllms_decode_instance_gets_one_lease_of_our_prefill() -> None:
+    """It would fetch one of several, and the others would run out."""
+
+    async def main() -> None:
+        async with stand(emits_first_token=True) as s:
+            pool = s.app.router.pool
+            pool.note_topology(pool.get(s.prefill.url), PairTopology("p", splits_choices=True))
+            answer = await post(s, BODY | SEVERAL)
+            assert texts(answer, is_streamed=False) == [text_of(5)] * 3
+            assert "n" not in s.prefill.generated[0].body
+            params = s.decode.generated[0].body["kv_transfer_params"]
+            assert params["remote_request_id"] == "p0:abc"
+            assert "choices" not in params
 
     uvloop.run(main())
 
