@@ -34,9 +34,11 @@ from mooncake_kv.params import InstanceAddress
 from mooncake_kv.peers import Handshake, PeerTable
 from mooncake_kv.protocol import AnyMessage
 from mooncake_kv.ranks import (
+    SILENCE_S,
     LoadReport,
     PushReport,
     RankGroup,
+    RankLoads,
     RankReady,
     SendToRank,
     decode_from_rank,
@@ -272,6 +274,11 @@ class ConnectorScheduler(ABC):
         host = self._address.host
         advertised = "" if host == config.host else f", {host} for peers"
         logger.info("KV side channel on %s port %d%s", config.host, server.port, advertised)
+
+    def _make_loads(self, context: ConnectorContext) -> RankLoads:
+        """What the ranks of this instance load."""
+        limit_s = self._config.transfer_timeout_s + SILENCE_S
+        return RankLoads(self._ranks, limit_s, context.has_stalled)
 
     async def _shut(self) -> None:
         if not await self._drain():

@@ -6,6 +6,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypedDict
@@ -21,7 +22,7 @@ from mooncake_hal.registry import Registry
 from mooncake_hal.specs import TransportConstraints
 from mooncake_hal.transport import EndpointOptions, MemoryRegion, Peer
 from mooncake_kv.config import KVTransferConfig
-from mooncake_kv.errors import KVConfigError
+from mooncake_kv.errors import ConnectorDead, Fatal, KVConfigError
 from mooncake_kv.handshake import RankMetadata
 from mooncake_kv.io_loop import raise_descriptor_limit
 from mooncake_kv.ranks import RankReady, encode
@@ -312,6 +313,28 @@ class RankTransports:
         self._use.close()
 
 
+def lone_thread(name: str, bind: Callable[[], None] | None = None) -> ThreadPoolExecutor:
+    """A pool of one thread, which is there from now on: what it is given later can't fail because
+    the host has no thread left.
+
+    Args:
+        name: of the thread.
+        bind: what it does first.
+
+    Raises:
+        KVConfigError: it can't be started.
+    """
+    threads = ThreadPoolExecutor(1, name, initializer=bind)
+    try:
+        threads.submit(int).result()
+    except RuntimeError as exc:
+        raise KVConfigError(
+            f"the thread {name}, which moves KV, can't be started: {exc}; is the limit of threads "
+            "or processes (ulimit -u, pids) too low?"
+        ) from exc
+    return threads
+
+
 class ConnectorWorker(ABC):
     """One rank's half of a connector. Its subclass moves the bytes.
 
@@ -370,6 +393,15 @@ class ConnectorWorker(ABC):
         event = self.context.make_event()
         event.record()
         event.synchronize()
+
+    def _bind_thread(self) -> None:
+        """The first thing that a pool's thread does. Where it fails the pool drops what it was
+        given, and nobody reports that."""
+        try:
+            self.context.bind_thread()
+        except Exception as exc:
+            self.context.fail(ConnectorDead(Fatal.RANK_THREAD_ENDED, exc))
+            raise
 
     def close(self) -> None:
         """Stop all threads and withdraw the memory from peers. Idempotent."""

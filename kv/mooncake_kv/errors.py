@@ -40,7 +40,7 @@ class Fatal(Enum):
 
     IO_LOOP_ENDED = "the thread of its I/O has ended"
     HOUSEKEEPING_ENDED = "the task that watches leases and deadlines has ended"
-    RANK_THREAD_ENDED = "a thread that sends KV has ended"
+    RANK_THREAD_ENDED = "a thread that moves KV has ended"
     MEMORY_MAY_CHANGE = "a transfer could not be drained, so that KV blocks may be overwritten"
 
 

@@ -130,6 +130,9 @@ class IoLoop:
             f"request {request_id}" if request_id else "a task of no request",
             exc_info=exc,
         )
+        if isinstance(exc, ConnectorDead):
+            self._on_failure(exc)
+            return
         if request_id is None:
             return
         try:

@@ -25,6 +25,17 @@ class OrderTransfers:
         self._lock = threading.Lock()
         self._transfers: list[Transfer] = []
         self._is_cancelled = False
+        self._is_claimed = False
+
+    def claim(self) -> bool:
+        """Whether the caller is the first one: only who is carries the order out or reports it.
+
+        A pool that can't start a thread raises, and keeps what was submitted nevertheless: a thread
+        that it has, or gets later, would move what is long reported.
+        """
+        with self._lock:
+            is_first, self._is_claimed = not self._is_claimed, True
+        return is_first
 
     def time_left(self) -> float:
         """Seconds until the deadline.

@@ -35,7 +35,7 @@ from mooncake_kv.protocol import AnyMessage, LeaseReply, PrefillProgress
 from mooncake_kv.pull_receiver import PullReceiver
 from mooncake_kv.pull_sender import PullSender
 from mooncake_kv.pull_worker import PullWorker
-from mooncake_kv.ranks import LoadReport, PushReport, RankLoads
+from mooncake_kv.ranks import LoadReport, PushReport
 
 
 class MooncakeConnector(ConnectorScheduler):
@@ -53,7 +53,7 @@ class MooncakeConnector(ConnectorScheduler):
         self._readers: set[str] = set()
 
     def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
-        self._loads = RankLoads(self._ranks)
+        self._loads = self._make_loads(context)
         leases = LeaseKeeper(context, self._peers)
         self._reader = KVReader(context, self._loads, self._peers, leases)
         self._sender = PullSender(context)

@@ -15,7 +15,7 @@ from mooncake_hal.errors import (
 )
 from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
 from mooncake_hal.transport import Transfer
-from mooncake_kv.connector_worker import ConnectorWorker, RankContext
+from mooncake_kv.connector_worker import ConnectorWorker, RankContext, lone_thread
 from mooncake_kv.errors import ConnectorDead
 from mooncake_kv.handshake import RankMetadata
 from mooncake_kv.order_transfers import OrderTransfers
@@ -39,12 +39,12 @@ class PullWorker(ConnectorWorker):
     """One rank's half of MooncakeConnector; see ``ConnectorWorker``."""
 
     def __init__(self, context: RankContext) -> None:
+        self._endings = lone_thread(f"kv-end-{context.rank}")  # never behind a load
         super().__init__(context)
         self._placement = KVShardSpec(context.memory.shard, context.memory.layout)
         self._sources: dict[str, _Source] = {}
         self._former: list[_Source] = []  # given up; their last loads may still be ending
         self._loads: dict[str, _RunningLoad] = {}
-        self._endings = ThreadPoolExecutor(1, f"kv-end-{context.rank}")  # never behind a load
         self._announce()
 
     def _obey(self, message: bytes) -> None:
@@ -79,10 +79,13 @@ class PullWorker(ConnectorWorker):
         try:
             (source.threads if source else self._endings).submit(self._run, load)
         except RuntimeError as exc:  # the host has no thread left
-            self._report(load, str(exc))
+            if load.claim():
+                self._report(load, str(exc))
 
     def _run(self, load: _RunningLoad) -> None:
         """Top of a pool thread: the load is reported once, drained, whatever happens."""
+        if not load.claim():
+            return
         error = None
         try:
             self._read(load)
@@ -160,12 +163,8 @@ class PullWorker(ConnectorWorker):
         return True
 
     def _make_threads(self) -> ThreadPoolExecutor:
-        context = self.context
-        return ThreadPoolExecutor(
-            LOAD_THREADS,
-            f"kv-load-{context.rank}",
-            initializer=context.bind_thread,
-        )
+        name = f"kv-load-{self.context.rank}"
+        return ThreadPoolExecutor(LOAD_THREADS, name, initializer=self._bind_thread)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from mooncake_kv.protocol import AnyMessage, StatusRequest
 from mooncake_kv.push_receiver import PushReceiver
 from mooncake_kv.push_sender import PushSender
 from mooncake_kv.push_worker import PushWorker
-from mooncake_kv.ranks import EndPush, LoadReport, LocalRanks, PushReport, RankLoads
+from mooncake_kv.ranks import EndPush, LoadReport, LocalRanks, PushReport
 
 
 class MooncakeLayerwiseConnector(ConnectorScheduler):
@@ -46,7 +46,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
     def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
         self._ranks.broadcast(LocalRanks(context.instance.ranks))
         address = (self._address.host, self._address.port)
-        self._turns = RankLoads(self._ranks)
+        self._turns = self._make_loads(context)
         self._sender = PushSender(context, self._ranks, self._peers, address)
         self._receiver = PushReceiver(
             context,

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -22,7 +21,13 @@ from mooncake_hal.backend import Event
 from mooncake_hal.errors import HalError, PeerLost
 from mooncake_hal.kv.transfer_plan import BlockTransfer, PeerSpans
 from mooncake_hal.transport import Peer, Transfer
-from mooncake_kv.connector_worker import ConnectorWorker, LayerDone, PushStep, RankContext
+from mooncake_kv.connector_worker import (
+    ConnectorWorker,
+    LayerDone,
+    PushStep,
+    RankContext,
+    lone_thread,
+)
 from mooncake_kv.errors import ConnectorDead, Fatal
 from mooncake_kv.handshake import RankMetadata
 from mooncake_kv.push_progress import (
@@ -287,6 +292,7 @@ class PushWorker(ConnectorWorker):
     """
 
     def __init__(self, context: RankContext) -> None:
+        self._turns = lone_thread(f"kv-turn-{context.rank}", context.bind_thread)
         super().__init__(context)
         shard = context.memory.shard
         self._layers = (shard.layer_start, shard.layer_stop)
@@ -295,9 +301,6 @@ class PushWorker(ConnectorWorker):
         self._send_threads: dict[str, SendThread] = {}
         self._peers: dict[str, tuple[RankMetadata, ...]] = {}
         self._siblings: tuple[RankMetadata, ...] = ()
-        self._turns = ThreadPoolExecutor(
-            1, f"kv-turn-{context.rank}", initializer=context.bind_thread
-        )
         self._announce()
 
     def _obey(self, message: bytes) -> None:
@@ -339,8 +342,12 @@ class PushWorker(ConnectorWorker):
         if order.engine_id not in self._peers:
             self._stop(session, f"instance {order.engine_id} was given up")
             return
+        try:
+            session.send_thread = self._send_thread(order.engine_id)
+        except RuntimeError as exc:  # the host has no thread left
+            self._stop(session, f"its thread can't be started: {exc}")
+            return
         session.start = order
-        session.send_thread = self._send_thread(order.engine_id)
         for due in session.parked:
             session.send_thread.put(due)
         session.parked.clear()

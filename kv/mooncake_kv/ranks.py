@@ -10,7 +10,7 @@ from zlib import crc32
 import msgspec
 
 from mooncake_hal.specs import TransportConstraints
-from mooncake_kv.errors import KVTransferError
+from mooncake_kv.errors import ConnectorDead, Fatal, KVTransferError
 from mooncake_kv.handshake import RankMetadata
 
 
@@ -194,6 +194,13 @@ SendToRank = Callable[[int, bytes], None]
 """Carries a message to the worker of that rank."""
 
 
+SILENCE_S = 600.0
+"""How long, beyond a rank's own deadline of a load, its report is waited for. A rank begins a load
+behind the step that is under way, for which engines wait 300 s if nobody says otherwise."""
+LOOKS = 20
+"""In that time, whether the engine steps."""
+
+
 class RankGroup:
     """All ranks of this instance.
 
@@ -223,12 +230,24 @@ class RankLoads:
     """Sends each load, or what is to be done with it, to every rank and waits until every rank has
     reported. Loop thread only.
 
+    A rank has a deadline of its own, and reports when it is over. From one that obeys no more
+    nothing comes, and nobody can know whether it writes: its instance ends.
+
     Args:
         ranks: of this instance.
+        limit_s: how long a report may take; time in which the engine does not step is not counted.
+        has_stalled: whether it does not.
     """
 
-    def __init__(self, ranks: RankGroup) -> None:
+    def __init__(
+        self,
+        ranks: RankGroup,
+        limit_s: float = SILENCE_S,
+        has_stalled: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._ranks = ranks
+        self._pause_s = limit_s / LOOKS
+        self._has_stalled = has_stalled
         self._pending: dict[str, _PendingLoad] = {}
 
     async def run(self, load: Load | TurnRope) -> list[LoadReport]:
@@ -236,12 +255,13 @@ class RankLoads:
 
         Raises:
             KVTransferError: at least one rank failed; the first reason is the message.
+            ConnectorDead: at least one has not reported in time, or may not have been told.
         """
         pending = _PendingLoad(asyncio.get_running_loop().create_future())
         self._pending[load.request_id] = pending
         try:
-            self._ranks.broadcast(load)
-            reports = await pending.done
+            self._tell(load)
+            reports = await self._reported(load.request_id, pending)
         finally:
             del self._pending[load.request_id]
         for rank, report in enumerate(reports):
@@ -249,6 +269,26 @@ class RankLoads:
                 where = f"rank {rank}: " if self._ranks.num_ranks > 1 else ""
                 raise KVTransferError(where + report.error)
         return reports
+
+    def _tell(self, load: Load | TurnRope) -> None:
+        try:
+            self._ranks.broadcast(load)
+        except Exception as exc:  # some have begun it, and it never ends on all of them
+            raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, exc) from exc
+
+    async def _reported(self, request_id: str, pending: _PendingLoad) -> list[LoadReport]:
+        """All ranks' reports. The time that passes is what was slept, not what a clock says: who
+        was stopped for a while has heard nobody."""
+        num_looks = 0
+        while num_looks < LOOKS:
+            await asyncio.wait([pending.done], timeout=self._pause_s)
+            if pending.done.done():
+                return pending.done.result()
+            num_looks += not self._has_stalled()
+        silent = [rank for rank in range(self._ranks.num_ranks) if rank not in pending.reports]
+        limit_s = LOOKS * self._pause_s
+        reason = f"no report of the load of {request_id} by ranks {silent} within {limit_s:g} s"
+        raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, KVTransferError(reason))
 
     def cancel(self, request_id: str) -> None:
         """Ask all ranks to end a load; they report as usual."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -18,12 +19,24 @@ from mooncake_hal.negotiation import NegotiatedPeer
 from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_worker import ConnectorWorker, RankContext, RankMemory, RankTransports
-from mooncake_kv.pull_worker import PullWorker
+from mooncake_kv.errors import ConnectorDead, Fatal, KVConfigError
+from mooncake_kv.pull_worker import PullWorker, _RunningLoad
 from mooncake_kv.push_worker import PushWorker
-from mooncake_kv.ranks import ConnectPeer, ForgetPeer, Load, RankReady, StartPush
+from mooncake_kv.ranks import (
+    CancelLoad,
+    ConnectPeer,
+    EndPush,
+    ForgetPeer,
+    Load,
+    RankReady,
+    StartPush,
+    TurnRope,
+    decode_from_rank,
+)
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 2, (8, 8), "float32", 4)
 NUM_BLOCKS, BLOCK_SIZE = 4, 16
+PATIENCE_S = 20.0
 LOAD = Load("r", "p", (0,), (0,), 0, 4, 0, 4)
 PUSH = StartPush("r", "p", (0,), 0, 4, 0)
 BOTH = pytest.mark.parametrize(("worker", "order"), [(PullWorker, LOAD), (PushWorker, PUSH)])
@@ -114,6 +127,116 @@ def test_messages_that_meet_the_end_do_no_harm(
         has_closed.set()
         ordering.join()
     assert (raised, rank.failures, caplog.messages) == ([], [], [])
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the host has no thread left."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def wait_for(found: Callable[[], object]) -> None:
+    """Until that is so."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def reports(rank: Rank) -> list[tuple[str, str | None]]:
+    """What the worker has said: of which request, and its error."""
+    told = (decode_from_rank(message) for message in rank.told)
+    return [(each.request_id, each.error) for each in told if not isinstance(each, RankReady)]
+
+
+def test_a_load_that_gets_no_thread_fails_and_is_not_begun_later(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool keeps it; when a thread comes, its blocks are others' already."""
+    running, connect = opened(rank, PullWorker)
+    begun: list[str] = []
+
+    def read(load: _RunningLoad) -> None:
+        begun.append(load.command.request_id)
+
+    monkeypatch.setattr(running, "_read", read)
+    running.receive(connect)
+    with monkeypatch.context() as short_of_threads:
+        refuse_threads(short_of_threads)
+        running.receive(msgspec.msgpack.encode(LOAD))
+    assert reports(rank) == [("r", "can't start new thread")]
+    running.receive(msgspec.msgpack.encode(msgspec.structs.replace(LOAD, request_id="next")))
+    wait_for(lambda: len(rank.told) == 2)
+    running.close()
+    assert (begun, reports(rank)[1:], rank.failures) == (["next"], [("next", None)], [])
+
+
+def test_what_ends_loads_and_peers_needs_no_thread_that_may_not_come(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, connect = opened(rank, PullWorker)
+    assert isinstance(running, PullWorker)
+    running.receive(connect)
+    load = running._loads["r"] = _RunningLoad(LOAD, 1e12)
+    forgotten: list[str] = []
+    monkeypatch.setattr(running._transports, "forget", forgotten.append)
+    refuse_threads(monkeypatch)
+    running.receive(msgspec.msgpack.encode(CancelLoad("r")))
+    running.receive(msgspec.msgpack.encode(ForgetPeer("p")))
+    wait_for(lambda: load._is_cancelled and forgotten)
+    monkeypatch.undo()
+    running.close()
+    assert (forgotten, rank.failures) == (["p"], [])
+
+
+def test_a_push_that_gets_no_thread_fails_alone(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, connect = opened(rank, PushWorker)
+    assert isinstance(running, PushWorker)
+    running.receive(connect)
+    with monkeypatch.context() as short_of_threads:
+        refuse_threads(short_of_threads)
+        running.receive(msgspec.msgpack.encode(PUSH))
+        running.receive(msgspec.msgpack.encode(TurnRope("turned", (0,), 0, 4, "pairs")))
+        wait_for(lambda: len(rank.told) == 2)
+    [push, turned] = reports(rank)
+    assert push == ("r", "its thread can't be started: can't start new thread")
+    assert turned[0] == "turned"
+    running.receive(msgspec.msgpack.encode(EndPush("r", is_complete=False)))
+    assert not running._sessions
+    running.receive(msgspec.msgpack.encode(msgspec.structs.replace(PUSH, request_id="next")))
+    assert running._sessions["next"].send_thread is not None
+    running.close()
+    assert rank.failures == []
+
+
+def test_a_worker_without_its_threads_does_not_start(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_threads(monkeypatch)
+    with pytest.raises(KVConfigError, match="kv-end-0, which moves KV, can't be started: can't"):
+        PullWorker(rank.context)
+
+
+def test_a_thread_that_gets_no_device_ends_the_engine(rank: Rank) -> None:
+    """Its pool drops what it was given, without a report."""
+
+    def bind() -> None:
+        raise RuntimeError("no device")
+
+    rank.context = replace(rank.context, bind_thread=bind)
+    running, connect = opened(rank, PullWorker)
+    running.receive(connect)
+    running.receive(msgspec.msgpack.encode(LOAD))
+    wait_for(lambda: rank.failures)
+    running.close()
+    [dead] = rank.failures
+    assert isinstance(dead, ConnectorDead)
+    assert dead.fatal is Fatal.RANK_THREAD_ENDED
 
 
 def test_peers_that_came_and_went_are_forgotten(rank: Rank) -> None:

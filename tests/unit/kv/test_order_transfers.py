@@ -34,6 +34,11 @@ def test_an_order_that_waited_for_its_time_to_be_up_is_not_begun() -> None:
         OrderTransfers(0.0).time_left()
 
 
+def test_an_order_is_carried_out_or_reported_by_one() -> None:
+    order = OrderTransfers(FOR_EVER)
+    assert [order.claim() for _ in range(3)] == [True, False, False]
+
+
 def test_a_cancelled_order_ends_what_runs_and_what_is_started_later() -> None:
     order = OrderTransfers(FOR_EVER)
     early, late = EndlessTransfer(), EndlessTransfer()

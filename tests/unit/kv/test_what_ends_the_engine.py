@@ -127,6 +127,16 @@ def test_a_request_that_can_not_even_be_given_up_ends_the_engine(owner: Owner) -
     assert [dead.fatal for dead in owner.failures] == [Fatal.HOUSEKEEPING_ENDED]
 
 
+def test_a_request_that_finds_the_connector_dead_ends_the_engine(owner: Owner) -> None:
+    async def find() -> None:
+        raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE)
+
+    owner.call(lambda: owner.loop.spawn(find(), "r"))
+    owner.wait()
+    assert [dead.fatal for dead in owner.failures] == [Fatal.MEMORY_MAY_CHANGE]
+    assert owner.errors == [], "nothing of it is given up: its blocks would be free"
+
+
 def test_a_loop_that_ends_by_itself_ends_the_engine(owner: Owner) -> None:
     owner.loop.call("r", lambda: asyncio.get_running_loop().stop())
     owner.wait()
@@ -365,7 +375,9 @@ def pulling(send: Callable[[int, bytes], None], events: list[Any], loop: IoLoop)
     )
 
 
-def test_a_load_of_which_a_rank_may_have_heard_keeps_its_blocks(owner: Owner) -> None:
+def test_a_load_of_which_a_rank_may_have_heard_keeps_its_blocks_and_ends_the_engine(
+    owner: Owner,
+) -> None:
     events: list[Any] = []
 
     def send(rank: int, message: bytes) -> None:
@@ -382,7 +394,9 @@ def test_a_load_of_which_a_rank_may_have_heard_keeps_its_blocks(owner: Owner) ->
     assert isinstance(ended, LoadEnded)
     assert not ended.is_drained
     assert "half of the ranks" in str(ended.error)
-    assert owner.failures == []
+    [dead] = owner.failures
+    assert dead.fatal is Fatal.MEMORY_MAY_CHANGE
+    assert owner.errors == [], "what it waits for is not called free"
 
 
 def test_what_is_given_up_is_told_to_the_scheduler_once(owner: Owner) -> None:

@@ -1,0 +1,77 @@
+"""A load is over once every rank has said so; one that says nothing ends the instance."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from support.virtual_time import run_virtually
+
+from mooncake_kv.errors import ConnectorDead, Fatal
+from mooncake_kv.ranks import LOOKS, SILENCE_S, Load, LoadReport, RankGroup, RankLoads
+
+LOAD = Load("r", "p", (0,), (0,), 0, 4, 0, 4)
+LIMIT_S = SILENCE_S + 30.0
+PAUSE_S = LIMIT_S / LOOKS
+
+
+def loads(has_stalled: Callable[[], bool] = lambda: False) -> RankLoads:
+    """Of two ranks."""
+    return RankLoads(RankGroup(2, lambda rank, message: None), LIMIT_S, has_stalled)
+
+
+def report(rank: int) -> LoadReport:
+    return LoadReport("r", None, 10 + rank, 0.1)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_a_load_is_over_when_the_last_rank_has_reported() -> None:
+    async def main() -> None:
+        ranks = loads()
+        running = asyncio.ensure_future(ranks.run(LOAD))
+        await asyncio.sleep(1.0)
+        ranks.report(1, report(1))
+        await asyncio.sleep(LIMIT_S - 10.0)
+        assert not running.done()
+        ranks.report(0, report(0))
+        assert await running == [report(0), report(1)]
+
+    run_virtually(main())
+
+
+def test_a_rank_that_does_not_report_ends_the_instance() -> None:
+    """Whether it writes can't be known: the load has not failed, its blocks are nobody's."""
+
+    async def main() -> None:
+        ranks = loads()
+        running = asyncio.ensure_future(ranks.run(LOAD))
+        await asyncio.sleep(0)
+        ranks.report(0, report(0))
+        with pytest.raises(
+            ConnectorDead, match=r"the load of r by ranks \[1\] within 630 s"
+        ) as dead:
+            await running
+        assert dead.value.fatal is Fatal.MEMORY_MAY_CHANGE
+        assert now() == pytest.approx(LIMIT_S)
+
+    run_virtually(main())
+
+
+def test_while_the_engine_does_not_step_no_report_is_late() -> None:
+    """An order waits for the rank's step."""
+    stalled_s = 5 * LIMIT_S
+
+    async def main() -> None:
+        ranks = loads(lambda: now() < stalled_s)
+        running = asyncio.ensure_future(ranks.run(LOAD))
+        await asyncio.sleep(stalled_s)
+        assert not running.done()
+        with pytest.raises(ConnectorDead):
+            await running
+        assert now() == pytest.approx(stalled_s + LIMIT_S, abs=PAUSE_S)
+
+    run_virtually(main())
