@@ -9,7 +9,7 @@ least one was measured.
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,7 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.figures import Figure  # noqa: E402  # tests/ is not installed
+from support.figures import (  # noqa: E402  # tests/ is not installed
+    FIGURES_FILE,
+    Figure,
+    as_markdown,
+    read_figures,
+)
 
 DEFAULT = ["tests/benchmarks/engine", "tests/benchmarks/pd", "tests/benchmarks/proxy/test_start.py"]
 
@@ -26,26 +31,12 @@ DEFAULT = ["tests/benchmarks/engine", "tests/benchmarks/pd", "tests/benchmarks/p
 def measure(folders: list[str]) -> tuple[int, list[Figure]]:
     """Run the benchmarks; returns pytest's exit status and the figures."""
     with tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch) / "report.json"
-        options = ["--benchmark-only", "--benchmark-quiet", f"--benchmark-json={report}"]
-        command = [sys.executable, "-m", "pytest", "-q", "-rs", "--timeout=900", *options, *folders]
-        status = subprocess.run(command, cwd=ROOT, check=False).returncode
-        if not report.exists() or not report.stat().st_size:
-            return status or 1, []
-        benchmarks = json.loads(report.read_text())["benchmarks"]
-    found = [Figure(**raw) for b in benchmarks for raw in b["extra_info"].get("figures", [])]
-    return status, found
-
-
-def as_markdown(figures: list[Figure]) -> str:
-    """The figures as a table for docs/benchmarks.md."""
-    rows = ["| figure | measured | bound | details |", "|---|---|---|---|"]
-    for figure in figures:
-        sign = "≥" if figure.at_least else "≤"
-        verdict = "" if figure.holds else "**missed**; "
-        value, wanted = f"{figure.value:.3g} {figure.unit}", f"{sign} {figure.wanted:.3g}"
-        rows.append(f"| {figure.name} | {value} | {wanted} | {verdict}{figure.context} |")
-    return "\n".join(rows) + "\n"
+        recorded = Path(scratch) / "figures"
+        options = ["--benchmark-only", "--benchmark-quiet", "--timeout=900"]
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", *options, *folders]
+        environment = os.environ | {FIGURES_FILE: str(recorded)}
+        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        return status, read_figures(recorded)
 
 
 def main() -> int:

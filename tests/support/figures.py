@@ -1,9 +1,20 @@
-"""Speed figures with a bound: recorded by benchmarks, checked by ``ci/bench.py``."""
+"""Speed figures: recorded by benchmarks, judged by ``ci/bench.py`` and ``ci/device_stages.py``.
+
+Standard library only: stages judge them before anything else is found.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+FIGURES_FILE = "MOONCAKE_FIGURES"
+"""Variable that names the file to which each figure is appended as soon as it is recorded: a run
+that is stopped loses none."""
 
 
 @dataclass(frozen=True)
@@ -13,7 +24,7 @@ class Figure:
     Args:
         name: of the figure.
         value: as measured.
-        wanted: the bound.
+        wanted: the bound; None: shown beside others, and always in order.
         unit: of both.
         at_least: whether more is better; else less is.
         context: what it was measured against, for the table.
@@ -21,7 +32,7 @@ class Figure:
 
     name: str
     value: float
-    wanted: float
+    wanted: float | None
     unit: str
     at_least: bool = True
     context: str = ""
@@ -29,16 +40,50 @@ class Figure:
     @property
     def holds(self) -> bool:
         """Whether the value is within its bound."""
+        if self.wanted is None:
+            return True
         return self.value >= self.wanted if self.at_least else self.value <= self.wanted
 
+    @property
+    def bound(self) -> str:
+        """Sign and bound, or nothing."""
+        if self.wanted is None:
+            return ""
+        return f"{'≥' if self.at_least else '≤'} {_number(self.wanted)}"
+
     def __str__(self) -> str:
-        sign = ">=" if self.at_least else "<="
         verdict = "ok" if self.holds else "missed"
-        bound = f"{sign} {self.wanted:.3g}"
-        line = f"{self.name:<44} {self.value:>10.3g} {self.unit:<8} {bound}  {verdict}"
+        line = f"{self.name:<44} {_number(self.value):>10} {self.unit:<8} {self.bound}  {verdict}"
         return f"{line}  ({self.context})" if self.context else line
 
 
 def record(benchmark: Any, figure: Figure) -> None:
-    """Attach a figure to a benchmark's report; a benchmark may have several."""
+    """Attach a figure to a benchmark's report, and append it to FIGURES_FILE; a benchmark may have
+    several."""
     benchmark.extra_info.setdefault("figures", []).append(asdict(figure))
+    if path := os.environ.get(FIGURES_FILE):
+        with Path(path).open("a") as lines:
+            lines.write(json.dumps(asdict(figure)) + "\n")
+
+
+def read_figures(path: Path) -> list[Figure]:
+    """What has been recorded so far, without a line that is still being written."""
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text().rpartition("\n")
+    return [Figure(**json.loads(line)) for line in whole.splitlines()]
+
+
+def as_markdown(figures: Sequence[Figure]) -> str:
+    """The figures as a table for docs/benchmarks.md."""
+    rows = ["| figure | measured | bound | details |", "|---|---|---|---|"]
+    for figure in figures:
+        verdict = "" if figure.holds else "**missed**; "
+        value = f"{_number(figure.value)} {figure.unit}"
+        rows.append(f"| {figure.name} | {value} | {figure.bound} | {verdict}{figure.context} |")
+    return "\n".join(rows) + "\n"
+
+
+def _number(value: float) -> str:
+    """Three digits, without an exponent where the number is large."""
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
