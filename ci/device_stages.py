@@ -3,121 +3,83 @@
 python ci/device_stages.py test-cuda --list
 python ci/device_stages.py test-cuda --host --stage conformance --stage kernels --limit 300
 python ci/device_stages.py bench-cuda --host --wheels wheels
+python ci/device_stages.py bench-cuda --backend cpu --shape tiny --stage alone   # a try without one
 
 With --host everything runs under this interpreter, from source, with the torch, Triton and
 transformers that it has: nothing is installed or replaced, there is no virtual environment. What it
 lacks comes from the wheels in --wheels (ci/wheels-offline fetches them elsewhere), unpacked into a
-folder of their own. Log, JUnit file and verdict of a stage are in --out as soon as it has ended.
+folder of their own. Figures are printed and judged as they come. Log, JUnit file, verdict and table
+of figures of a stage are in --out as soon as it has ended.
 
-Status 0: every stage passed. 77: no such device. 1: a stage failed, was stopped, or ran nothing.
+Status 0: what was run passed. 77: no such device. 1: the backend can't use the device, a stage
+failed, missed a figure, was stopped or executed nothing, or all of them lack what they need.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
+import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-MOST_SECONDS = 540
+from host_environment import ROOT, host_environment, is_there
+from junit_report import read_counts
+from stage_list import RUNS, Stage
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.figures import (  # tests/ is not installed
+    FIGURES_FILE,
+    Figure,
+    as_markdown,
+    read_figures,
+)
+
 SKIPPED = 77
-_SOURCES = (".", "api", "backends/cpu", "backends/cuda", "backends/ascend", "kv", "conductor")
-_SOURCES += ("engine", "proxy", "tests")
-_PROJECTS = (".", "api", "backends/cuda", "backends/ascend", "kv", "conductor", "engine", "proxy")
+DEVICE_FILES = {"cuda": "nvidia[0-9]*", "ascend": "davinci[0-9]*"}
+BYTES_PER_PROCESS = 5 << 30
+"""Of device memory: a context, compiled kernels, a test's buffers."""
+MOST_TEST_SECONDS = 300
+LOOK_SECONDS = 180
 _PROGRESS = re.compile(r"\[ *(\d+)/(\d+)\]")
-_SANITIZED = ("tests/hardware/cuda/test_kernels.py",)
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A part of a run.
+class Machine:
+    """What stages run on.
 
     Args:
-        name: as it is asked for.
-        what: it shows.
-        tests: arguments of pytest.
-        seconds: after which it is stopped.
-        needs: a module or a program; without it the stage is not run.
-        through: a command that runs the tests.
+        backend: its name.
+        devices: as the backend reports them, fields of ``DeviceInfo``.
+        description: on one line, for the head of a table.
     """
 
-    name: str
-    what: str
-    tests: tuple[str, ...]
-    seconds: int = MOST_SECONDS
-    needs: str = ""
-    through: tuple[str, ...] = ()
+    backend: str
+    devices: Sequence[Mapping[str, str | int]]
+    description: str
+
+    def num_processes(self, stage: Stage) -> int:
+        """That run a stage's tests on the first device at once."""
+        room = int(self.devices[0]["total_bytes"]) // BYTES_PER_PROCESS
+        return max(1, min(stage.processes, os.cpu_count() or 1, room))
 
 
-def _sanitizer(tool: str) -> Stage:
-    through = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1")
-    through += ("--report-api-errors", "no", "--require-cuda-init", "yes")
-    what = f"every kernel once, under compute-sanitizer's {tool}"
-    return Stage(tool, what, _SANITIZED, needs="compute-sanitizer", through=through)
-
-
-_SUITE = "tests/conformance/test_backends.py"
-_CUDA, _BENCH = "tests/hardware/cuda", "tests/benchmarks/cuda"
-RUNS: Mapping[str, tuple[Stage, ...]] = {
-    "test-cuda": (
-        Stage("conformance", "every op beside the reference", (_SUITE, "-k", "cuda")),
-        Stage("kernels", "kernels, libraries, selection", tuple(
-            f"{_CUDA}/test_{name}.py" for name in ("kernels", "libraries", "selection")
-        )),
-        Stage("engine", "captured decodes and pieces, the CPU's tokens", tuple(
-            f"{_CUDA}/test_{name}.py" for name in ("decode_step", "engine_step", "piecewise_graphs")
-        )),
-        Stage("pairs", "prefill and decode apart", (f"{_CUDA}/test_pd.py",)),
-        Stage("transports", "cuda_ipc and staged", (f"{_CUDA}/test_transport.py",)),
-        Stage("ranks", "small all-reduces of two GPUs", (f"{_CUDA}/test_small_all_reduces.py",)),
-        _sanitizer("memcheck"),
-        _sanitizer("racecheck"),
-        _sanitizer("synccheck"),
-    ),
-    "bench-cuda": (
-        Stage("decode", "decode attention beside a copy", (
-            f"{_BENCH}/test_kernels.py", "-k", "decode_attention"
-        )),
-        Stage("flashinfer", "decode attention beside FlashInfer", (
-            f"{_BENCH}/test_kernels.py", "-k", "flashinfer"
-        ), needs="flashinfer"),
-        Stage("kernels", "prompts, latents, experts", (
-            f"{_BENCH}/test_kernels.py", "-k", "not decode_attention and not flashinfer"
-        )),
-        Stage("transfer", "KV from GPU to GPU beside a copy", (f"{_BENCH}/test_kv_transfer.py",)),
-        Stage("model", "decode steps of an 8 B shape", (f"{_BENCH}/test_engine.py",)),
-        Stage("ranks", "small all-reduces beside NCCL's", (f"{_BENCH}/test_all_reduce.py",)),
-    ),
-    "test-ascend": (
-        Stage("conformance", "every op beside the reference", (_SUITE, "-k", "ascend")),
-        Stage("pairs", "prefill and decode apart", ("tests/hardware/ascend/test_pd.py",)),
-        Stage("transports", "hccs", ("tests/hardware/ascend/test_hccs.py",)),
-    ),
-}  # fmt: skip
-DEVICE_FILES = {"cuda": "nvidia[0-9]*", "ascend": "davinci[0-9]*"}
+class Unusable(Exception):
+    """The backend can't use this machine; the message is its reason."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
-    parser.add_argument("run", choices=RUNS)
-    parser.add_argument("--list", action="store_true", help="print the stages")
-    parser.add_argument("--stage", action="append", default=[], help="only this one; repeatable")
-    parser.add_argument("--limit", type=int, help="seconds of each stage, in place of its own")
-    parser.add_argument("--host", action="store_true", help="with what this interpreter has")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels for what it lacks")
-    parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "stages")
+    parser = build_parser()
     args = parser.parse_args(argv)
     stages = RUNS[args.run]
     if unknown := set(args.stage) - {stage.name for stage in stages}:
@@ -126,17 +88,76 @@ def main(argv: Sequence[str]) -> int:
         for stage in stages:
             print(f"{stage.name:<12} {stage.seconds} s  {stage.what}")
         return 0
-    backend = args.run.rpartition("-")[2]
-    if not list(Path("/dev").glob(DEVICE_FILES[backend])):
-        print(f"skipped: no {backend} device (/dev/{DEVICE_FILES[backend]})")
+    backend = args.backend or args.run.rpartition("-")[2]
+    files = DEVICE_FILES.get(backend)
+    if files and not list(Path("/dev").glob(files)):
+        print(f"skipped: no {backend} device (/dev/{files})")
         return SKIPPED
     environment = os.environ | {"MOONCAKE_HAL_BACKEND": backend}
+    environment |= {"MOONCAKE_SOAK_STEPS": args.soak_steps} if args.soak_steps else {}
+    environment |= {"MOONCAKE_SERVING_SHAPE": args.shape} if args.shape else {}
     if args.host:
         environment |= host_environment(args.out, args.wheels)
-    print(versions(), flush=True)
+    try:
+        machine = look(backend, environment)
+    except Unusable as exc:
+        print(f"nothing was run: {exc}")
+        return 1
+    print(machine.description, flush=True)
+    runner = StageRunner(machine, args.out, environment, args.limit)
     chosen = [stage for stage in stages if not args.stage or stage.name in args.stage]
-    verdicts = [run_stage(stage, args.out, environment, args.limit) for stage in chosen]
-    return 0 if all(verdicts) else 1
+    verdicts = [runner.run(stage) for stage in chosen]
+    return 1 if False in verdicts or True not in verdicts else 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
+    parser.add_argument("run", choices=RUNS)
+    parser.add_argument("--list", action="store_true", help="print the stages")
+    parser.add_argument("--stage", action="append", default=[], help="only this one; repeatable")
+    parser.add_argument("--limit", type=int, help="seconds of each stage, in place of its own")
+    parser.add_argument("--host", action="store_true", help="with what this interpreter has")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels for what it lacks")
+    parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "stages")
+    parser.add_argument("--backend", help="in place of the run's own: to try stages elsewhere")
+    parser.add_argument("--shape", help="of the model that is served: llama3-8b, tiny")
+    parser.add_argument("--soak-steps", metavar="N", help="of the stage soak (default: 120000)")
+    return parser
+
+
+def look(backend: str, environment: Mapping[str, str]) -> Machine:
+    """What the backend finds here, in a process of its own.
+
+    Raises:
+        Unusable: it can't be used, with its reason.
+    """
+    program = str(ROOT / "ci" / "test_backend.py")
+    last, status = _said_last([program, backend, "--devices"], environment)
+    if status:
+        raise Unusable(f"{last or f'status {status}'} ({versions()})")
+    devices = json.loads(last)
+    if backend == "cuda":
+        last, status = _said_last([str(ROOT / "ci" / "cuda_facts.py")], environment)
+        if status:
+            raise Unusable(last)
+        return Machine(backend, devices, f"{last}; {versions()}")
+    names = f"{len(devices)} x {devices[0]['name']} ({devices[0]['generation']})"
+    return Machine(backend, devices, f"{names}; {versions()}")
+
+
+def _said_last(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[str, int]:
+    """The last line of a Python program, and its status."""
+    command = [sys.executable, *argv]
+    try:
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False,
+            timeout=LOOK_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"{' '.join(argv)} did not end within {LOOK_SECONDS} s", 1
+    lines = (done.stdout if done.stdout.strip() else done.stderr).strip().splitlines()
+    return lines[-1] if lines else "", done.returncode
 
 
 def versions() -> str:
@@ -151,33 +172,125 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def run_stage(
-    stage: Stage, out: Path, environment: Mapping[str, str], limit: int | None = None
-) -> bool:
-    """Run a stage; what it came to is printed, and appended to the summary. True if it did not
-    fail: one that lacks what it needs is no failure."""
-    out.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    if stage.needs and not is_there(stage.needs):
-        return _conclude(out, f"{stage.name}: not run: {stage.needs} is not here", passed=True)
-    pytest = ("-m", "pytest", "-q", "-rs", "-o", "console_output_style=count", *stage.tests)
-    command = [*stage.through, sys.executable, *pytest, f"--junit-xml={out / stage.name}.xml"]
-    log, seconds = out / f"{stage.name}.log", limit or stage.seconds
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
+@dataclass
+class Ending:
+    """How a stage's process ended.
+
+    Args:
+        status: its exit status; None where it was stopped.
+        seconds: that it took, or was given.
+        figures: that it has recorded.
+    """
+
+    status: int | None
+    seconds: float
+    figures: Sequence[Figure] = field(default_factory=tuple)
+
+
+class StageRunner:
+    """Runs stages one after the other; what each came to is printed, and appended to the summary.
+
+    Args:
+        machine: that they run on.
+        out: takes log, JUnit file, figures and table of each, and the summary.
+        environment: variables of all stages.
+        limit: seconds of each, in place of its own.
+    """
+
+    def __init__(
+        self, machine: Machine, out: Path, environment: Mapping[str, str], limit: int | None = None
+    ) -> None:
+        self._machine = machine
+        self._out = out
+        self._environment = environment
+        self._limit = limit
+        out.mkdir(parents=True, exist_ok=True)
+
+    def run(self, stage: Stage) -> bool | None:
+        """Run one. True: it passed; False: it did not; None: this machine lacks what it needs."""
+        if reason := self._lacks(stage):
+            self._say(f"{stage.name}: not run: {reason}")
+            return None
+        for ending in ("xml", "log", "figures", "md"):  # of a run before this one
+            (self._out / f"{stage.name}.{ending}").unlink(missing_ok=True)
+        ended = self._execute(stage)
+        passed, words = self._verdict(stage, ended)
+        self._say(f"{stage.name}: {words}")
+        if ended.figures:
+            table = self._out / f"{stage.name}.md"
+            table.write_text(f"{self._machine.description}\n\n{as_markdown(ended.figures)}")
+            print(f"the table is in {table}", flush=True)
+        return passed
+
+    def _lacks(self, stage: Stage) -> str:
+        """What this machine lacks; empty if nothing."""
+        if stage.needs and not is_there(stage.needs, self._environment):
+            return f"{stage.needs} is not here"
+        if stage.devices > len(self._machine.devices):
+            return f"it needs {stage.devices} devices, here are {len(self._machine.devices)}"
+        return ""
+
+    def _command(self, stage: Stage, seconds: int) -> list[str]:
+        report = self._out / f"{stage.name}.xml"
+        options = ["-q", "-rs", "-o", "console_output_style=count", f"--junit-xml={report}"]
+        options += ["-o", f"timeout={min(seconds, MOST_TEST_SECONDS)}"]
+        if stage.measures:
+            options += ["--benchmark-only", "--benchmark-quiet"]
+        processes = self._machine.num_processes(stage)
+        if processes > 1 and is_there("xdist", self._environment):
+            options += ["-n", str(processes), "--dist", stage.dist]
+        tests = [word.replace("{backend}", self._machine.backend) for word in stage.tests]
+        return [*stage.through, sys.executable, "-m", "pytest", *options, *tests]
+
+    def _execute(self, stage: Stage) -> Ending:
+        """Run its tests, and print its figures as they come."""
+        seconds = self._limit or stage.seconds
+        recorded, log = (self._out / f"{stage.name}.{ending}" for ending in ("figures", "log"))
+        own = {FIGURES_FILE: str(recorded), "PYTHONUNBUFFERED": "1"}  # a log is read as it grows
+        environment = {**self._environment, **stage.environment, **own}
+        command, began, num_printed = self._command(stage, seconds), time.monotonic(), 0
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+            )
+        status: int | None = None
+        while status is None and time.monotonic() - began < seconds:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(1.0)
+            figures = read_figures(recorded)
+            for figure in figures[num_printed:]:
+                print(f"  {figure}", flush=True)
+            num_printed = len(figures)
+        if status is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            words = f"stopped after {seconds} s, {progress(log.read_text())}"
-            return _conclude(out, f"{stage.name}: {words}", passed=False)
-    lines = log.read_text().rstrip().splitlines() or ["nothing was said"]
-    words = f"{stage.name}: {'passed' if status == 0 else f'failed, status {status}'}"
-    taken = time.monotonic() - began
-    return _conclude(out, f"{words}, {taken:.0f} s: {lines[-1].strip('= ')}", passed=status == 0)
+            return Ending(None, seconds, figures)
+        return Ending(status, time.monotonic() - began, figures)
+
+    def _verdict(self, stage: Stage, ended: Ending) -> tuple[bool, str]:
+        """Whether it passed, and what it came to in words."""
+        log = (self._out / f"{stage.name}.log").read_text()
+        missed = [figure.name for figure in ended.figures if not figure.holds]
+        words = f"; {len(missed)} of {len(ended.figures)} figures missed" if ended.figures else ""
+        if ended.status is None:
+            return False, f"stopped after {ended.seconds:.0f} s, {progress(log)}{words}"
+        counts = read_counts(self._out / f"{stage.name}.xml")
+        last = (log.rstrip().splitlines() or ["nothing was said"])[-1].strip("= ")
+        words = f"{ended.seconds:.0f} s: {last}{words}"
+        if ended.status in (0, 5) and not counts.ran:  # 5: pytest has collected nothing
+            return False, f"failed, {counts.why_nothing_ran}"
+        if ended.status:
+            return False, f"failed, status {ended.status}, {words}"
+        if missed:
+            return False, f"failed, {words}: {', '.join(missed)}"
+        if stage.measures and not ended.figures:
+            return False, f"failed, no figure was measured, {words}"
+        return True, f"passed, {words}"
+
+    def _say(self, words: str) -> None:
+        print(words, flush=True)
+        with (self._out / "summary.md").open("a") as summary:
+            summary.write(f"* {words}\n")
 
 
 def progress(log: str) -> str:
@@ -187,74 +300,6 @@ def progress(log: str) -> str:
         return "before the first test had ended"
     done, total = map(int, found[-1])
     return f"{done} of {total} tests had ended, {total - done} are left"
-
-
-def is_there(name: str) -> bool:
-    """Whether a module or a program of that name is here."""
-    return shutil.which(name) is not None or (
-        "-" not in name and importlib.util.find_spec(name) is not None
-    )
-
-
-def _conclude(out: Path, words: str, *, passed: bool) -> bool:
-    print(words, flush=True)
-    with (out / "summary.md").open("a") as summary:
-        summary.write(f"* {words}\n")
-    return passed
-
-
-def host_environment(out: Path, wheels: Path | None) -> dict[str, str]:
-    """Variables with which this interpreter finds the project as if it were installed.
-
-    Args:
-        out: where what it needs is written.
-        wheels: for what this interpreter lacks.
-    """
-    metadata, site = out / "host" / "metadata", out / "host" / "site"
-    for project in _PROJECTS:
-        write_metadata(ROOT / project / "pyproject.toml", metadata)
-    if wheels is not None:
-        for wheel in sorted(wheels.glob("*.whl")):
-            unpack_if_missing(wheel, site)
-    paths = [metadata, *((ROOT / source).resolve() for source in _SOURCES), site]
-    return {
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(out / "host" / "triton")),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        # what another torch, transformers or Python warns of is shown, and is no failure
-        "PYTEST_ADDOPTS": "-W default -p no:cacheprovider",
-    }
-
-
-def write_metadata(pyproject: Path, target: Path) -> Path:
-    """What ``importlib.metadata`` reads of an installed distribution: entry points, version. Python
-    3.11 or newer reads the file."""
-    import tomllib
-
-    project = tomllib.loads(pyproject.read_text())["project"]
-    name, version = project["name"], project["version"]
-    info = target / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}
-    lines = []
-    for group, entries in groups.items():
-        lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    return info
-
-
-def unpack_if_missing(wheel: Path, site: Path) -> bool:
-    """Unpack a wheel, unless this interpreter has such a distribution; whether it was unpacked."""
-    name = wheel.name.split("-")[0].replace("_", "-")
-    try:
-        importlib.metadata.version(name)
-        return False
-    except importlib.metadata.PackageNotFoundError:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
-        return True
 
 
 if __name__ == "__main__":

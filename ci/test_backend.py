@@ -2,6 +2,7 @@
 
 python ci/test_backend.py cuda
 python ci/test_backend.py ascend --generation A2 -- -x
+python ci/test_backend.py cuda --devices     # only says which there are
 
 Status 0: tests ran on the device and passed. 77: no device of that generation. 1: tests failed, or
 the device is there and the backend can't use it, or nothing ran.
@@ -10,13 +11,16 @@ the device is there and the backend can't use it, or nothing ran.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+
+from junit_report import read_counts
 
 from mooncake_hal.errors import HalError
 from mooncake_hal.registry import Registry
@@ -32,12 +36,16 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("backend")
     parser.add_argument("--generation", help="skip unless the devices are of it")
+    parser.add_argument("--devices", action="store_true", help="print them as JSON, run nothing")
     args = parser.parse_args(own)
     try:
         devices = Registry.discover().select_backend(args.backend).runtime.devices()
     except HalError as exc:
         print(f"failed: nothing was tested: {exc}")
         return 1
+    if args.devices:
+        print(json.dumps([asdict(device) for device in devices]))
+        return 0
     found = sorted({device.generation for device in devices})
     if args.generation and args.generation not in found:
         print(f"skipped: no {args.backend} {args.generation}, found {', '.join(found)}")
@@ -62,11 +70,9 @@ def run_tests(backend: str, report: Path, for_pytest: Sequence[str]) -> int:
 
 def verdict(report: Path) -> int:
     """0 if a test really ran; a report of skips only is a failure."""
-    suites = ElementTree.parse(report).getroot().iter("testsuite")
-    counts = [(int(suite.get("tests", 0)), int(suite.get("skipped", 0))) for suite in suites]
-    num_ran = sum(tests - skipped for tests, skipped in counts)
-    print(f"{num_ran} tests ran on the device")
-    return 0 if num_ran else 1
+    counts = read_counts(report)
+    print(f"{counts.ran} tests ran on the device")
+    return 0 if counts.ran else 1
 
 
 if __name__ == "__main__":

@@ -159,7 +159,9 @@ def all_flags() -> set[str]:
 
 
 def load_script(name: str) -> ModuleType:
-    """A Python file of ci/ as a module."""
+    """A Python file of ci/ as a module; such files import each other."""
+    if str(ROOT / "ci") not in sys.path:
+        sys.path.append(str(ROOT / "ci"))
     spec = importlib.util.spec_from_file_location(f"ci_{name}", ROOT / "ci" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

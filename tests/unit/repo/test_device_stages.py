@@ -1,33 +1,32 @@
-"""Stages of an accelerator's tests: each ends by itself, and says how far it came; a host's own
-interpreter finds the project without anything installed."""
+"""Stages of an accelerator's tests: each ends by itself, and says how far it came; nothing executed
+is no success; figures are judged as they come; a host's own interpreter finds the project without
+anything installed."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from support.deploy import ROOT, load_script
+from support.figures import Figure
 
-ROOT = Path(__file__).parents[3]
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("device_stages", ROOT / "ci/device_stages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-stages = load()
+stages = load_script("device_stages")
+MACHINE = stages.Machine("cpu", [{"name": "x", "total_bytes": 80 << 30}], "one x")
+PASSING = "def test_a(): pass\n"
+FIGURES = """
+import pytest
+from support.figures import Figure, record
+@pytest.mark.parametrize("value", [{values}])
+def test_it(benchmark, value):
+    record(benchmark, Figure(f"figure {{value}}", value, 1.0, "times", context="of mine"))
+    benchmark.pedantic(lambda: None, rounds=1)
+"""
 
 
 @pytest.mark.parametrize("run", ["test-cuda", "bench-cuda", "test-ascend"])
@@ -43,11 +42,32 @@ def test_every_stage_is_short_and_about_files_that_there_are(
             assert not word.startswith("tests/") or (ROOT / word).exists()
 
 
-def test_stages_of_a_run_cover_its_folder() -> None:
-    for run, folder in (("test-cuda", "hardware/cuda"), ("bench-cuda", "benchmarks/cuda")):
+def test_stages_of_a_run_cover_its_folders() -> None:
+    for run, folder in (
+        ("test-cuda", "hardware/cuda"),
+        ("bench-cuda", "benchmarks/cuda"),
+        ("bench-cuda", "benchmarks/serving"),
+        ("test-ascend", "hardware/ascend"),
+    ):
         named = {word for stage in stages.RUNS[run] for word in stage.tests}
         for file in (ROOT / "tests" / folder).glob("test_*.py"):
             assert str(file.relative_to(ROOT)) in named
+
+
+def test_stages_of_figures_are_judged_by_them() -> None:
+    for run in stages.RUNS.values():
+        for stage in run:
+            assert stage.measures == any("tests/benchmarks/" in word for word in stage.tests)
+
+
+def test_a_sanitizer_sees_our_kernels_and_every_allocation() -> None:
+    sanitized = [stage for stage in stages.RUNS["test-cuda"] if stage.through]
+    assert [stage.name for stage in sanitized] == ["memcheck", "racecheck", "synccheck"]
+    door = (ROOT / "ci" / "test-cuda").read_text()
+    for stage in sanitized:
+        assert len(stage.environment) == 2
+        for name, value in stage.environment.items():
+            assert f"{name}={value}" in door
 
 
 def test_without_a_device_nothing_is_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,39 +77,174 @@ def test_without_a_device_nothing_is_run(capsys: pytest.CaptureFixture[str]) -> 
     assert "skipped: no ascend device" in capsys.readouterr().out
 
 
-def run_of(tmp_path: Path, content: str, **options: object) -> tuple[bool, str]:
+def test_a_backend_that_can_not_be_used_is_said_before_any_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert stages.main(["test-cuda", "--backend", "none-such", "--out", str(out)]) == 1
+    assert "nothing was run: failed: nothing was tested: " in capsys.readouterr().out
+    assert not out.exists()
+
+
+def test_the_machine_is_looked_at() -> None:
+    machine = stages.look("cpu", os.environ)
+    assert len(machine.devices) >= 1
+    assert int(machine.devices[0]["total_bytes"]) > 0
+    assert "torch " in machine.description
+
+
+def run_of(
+    tmp_path: Path, content: str, plugin: str = "", **options: object
+) -> tuple[bool | None, str]:
+    """Whether a stage of this test file passed, with this plugin of pytest alone; its summary."""
     test = tmp_path / "test_it.py"
     test.write_text(content)
-    stage = stages.Stage("it", "something", (str(test), "-p", "no:cacheprovider"), **options)
-    passed = stages.run_stage(stage, tmp_path / "out", os.environ)
+    tests = (str(test), "-p", "no:cacheprovider", *(("-p", plugin) if plugin else ()))
+    stage = stages.Stage("it", "something", tests, **options)
+    own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT / "tests")}
+    passed = stages.StageRunner(MACHINE, tmp_path / "out", os.environ | own).run(stage)
     return passed, (tmp_path / "out" / "summary.md").read_text()
 
 
+def measured(tmp_path: Path, content: str, **options: object) -> tuple[bool | None, str]:
+    """See ``run_of``; of a stage that records figures."""
+    return run_of(tmp_path, content, "pytest_benchmark.plugin", measures=True, **options)
+
+
 def test_a_stage_that_passes_and_one_that_fails(tmp_path: Path) -> None:
-    passed, summary = run_of(tmp_path, "def test_a(): pass\n")
+    passed, summary = run_of(tmp_path, PASSING)
     assert passed
     assert "it: passed" in summary
     assert "1 passed" in summary
     assert (tmp_path / "out" / "it.xml").exists()
     passed, summary = run_of(tmp_path, "def test_a(): assert False\n")
-    assert not passed
+    assert passed is False
     assert "it: failed, status 1" in summary
+
+
+def test_a_stage_that_executes_nothing_has_failed(tmp_path: Path) -> None:
+    skips = "import pytest\n@pytest.mark.parametrize('n', range(3))\n"
+    skips += "def test_a(n): pytest.skip('the driver is too old')\n"
+    passed, summary = run_of(tmp_path, skips)
+    assert passed is False
+    reason = "it: failed, nothing ran: 3 skipped, most of them: the driver is too old"
+    assert reason in summary
+    passed, summary = run_of(tmp_path, "")
+    assert passed is False
+    assert "it: failed, nothing ran: no test was selected" in summary
+
+
+def test_a_stage_has_an_environment_and_the_backends_name(tmp_path: Path) -> None:
+    content = "import os\ndef test_a(): assert os.environ['IT'] == 'x'\n"
+    passed, _ = run_of(tmp_path, content, environment={"IT": "x"})
+    assert passed
+    command = stages.StageRunner(MACHINE, tmp_path, {})._command(stages.RUNS["test-cuda"][1], 9)
+    assert "cpu and (the_peak_of_memory or too_much_memory)" in command
 
 
 def test_a_stage_that_is_stopped_says_what_is_left(tmp_path: Path) -> None:
     content = "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\ndef test_c(): pass\n"
     passed, summary = run_of(tmp_path, content, seconds=5)
-    assert not passed
+    assert passed is False
     assert "stopped after 5 s" in summary
     assert stages.progress("....  [ 40/100]\n.. [ 42/100]") == (
         "42 of 100 tests had ended, 58 are left"
     )
 
 
-def test_what_is_missing_is_a_line(tmp_path: Path) -> None:
-    passed, summary = run_of(tmp_path, "", needs="no_such_library")
+def test_figures_come_one_by_one_and_are_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    passed, summary = measured(tmp_path, FIGURES.format(values="1.5, 2.5"))
     assert passed
-    assert "it: not run: no_such_library is not here" in summary
+    assert "  figure 1.5 " in capsys.readouterr().out
+    passed, summary = measured(tmp_path, FIGURES.format(values="1.5, 0.5"))
+    assert passed is False
+    assert "it: failed, " in summary
+    assert "1 of 2 figures missed: figure 0.5" in summary
+    table = tmp_path / "out" / "it.md"
+    assert f"the table is in {table}" in capsys.readouterr().out
+    head, _, rows = table.read_text().partition("\n\n")
+    assert head == "one x"
+    assert rows.splitlines()[2:] == [
+        "| figure 1.5 | 1.5 times | ≥ 1 | of mine |",
+        "| figure 0.5 | 0.5 times | ≥ 1 | **missed**; of mine |",
+    ]
+
+
+def test_a_stage_that_is_stopped_keeps_its_figures(tmp_path: Path) -> None:
+    content = (
+        FIGURES.format(values="0.5")
+        + "def test_b(benchmark):\n    import time\n    time.sleep(60)\n"
+    )
+    passed, summary = measured(tmp_path, content, seconds=15)
+    assert passed is False
+    assert "stopped after 15 s" in summary
+    assert "1 of 1 figures missed" in summary
+    assert "| figure 0.5 |" in (tmp_path / "out" / "it.md").read_text()
+
+
+def test_without_a_figure_a_stage_of_figures_has_failed(tmp_path: Path) -> None:
+    passed, summary = measured(tmp_path, "def test_a(benchmark): benchmark(int)\n")
+    assert passed is False
+    assert "it: failed, no figure was measured" in summary
+
+
+def test_a_figure_without_a_bound_is_shown() -> None:
+    figure = Figure("f", 4321.0, None, "tokens/s", context="c")
+    assert figure.holds
+    assert stages.as_markdown([figure]).splitlines()[2] == "| f | 4321 tokens/s |  | c |"
+
+
+@pytest.mark.parametrize(
+    ("gib", "processes", "cores", "wanted"), [(80, 12, 16, 12), (24, 12, 16, 4), (80, 12, 3, 3)]
+)
+def test_processes_share_cores_and_the_devices_memory(
+    gib: int, processes: int, cores: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    machine = replace(MACHINE, devices=[{"total_bytes": gib << 30}])
+    assert machine.num_processes(stages.Stage("it", "", (), processes=processes)) == wanted
+
+
+def test_processes_run_a_stages_tests_where_xdist_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    passed, _ = run_of(tmp_path, PASSING + "def test_b(): pass\n", "xdist.plugin", processes=2)
+    assert passed
+    assert "bringing up nodes" in (tmp_path / "out" / "it.log").read_text()
+    monkeypatch.setattr(stages, "is_there", lambda name, environment: False)
+    passed, _ = run_of(tmp_path, PASSING, processes=2)
+    assert passed
+    assert "bringing up nodes" not in (tmp_path / "out" / "it.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"needs": "no_such_library"}, "no_such_library is not here"),
+        ({"devices": 2}, "it needs 2 devices, here are 1"),
+    ],
+)
+def test_what_is_missing_is_a_line(tmp_path: Path, options: dict[str, object], reason: str) -> None:
+    passed, summary = run_of(tmp_path, "", **options)
+    assert passed is None
+    assert f"it: not run: {reason}" in summary
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "wanted"),
+    [((True, None), 0), ((True, False), 1), ((None, None), 1), ((None, False), 1)],
+)
+def test_what_was_not_run_does_not_make_a_success(
+    tmp_path: Path, verdicts: tuple[bool | None, ...], wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list(verdicts)
+    monkeypatch.setattr(stages, "look", lambda backend, environment: MACHINE)
+    monkeypatch.setattr(stages.StageRunner, "run", lambda self, stage: left.pop(0))
+    argv = ["test-cuda", "--backend", "cpu", "--out", str(tmp_path)]
+    assert stages.main([*argv, "--stage", "pairs", "--stage", "engine"]) == wanted
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="not run: tomllib is Python 3.11's")
@@ -113,4 +268,6 @@ def test_the_project_is_found_without_being_installed(tmp_path: Path) -> None:
     assert {"cpu", "cuda", "ascend"} <= set(points)
     assert version
     assert value == 7
+    assert stages.is_there("carried", environment)
+    assert not stages.is_there("carried", {})
     assert not (tmp_path / "out" / "host" / "site" / "pytest.py").exists()

@@ -1,0 +1,45 @@
+"""What a report of pytest's (``--junit-xml``) counts: a run of skips only is no run.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class JunitCounts:
+    """Tests of a report.
+
+    Args:
+        ran: that were executed, whatever came of it.
+        skipped: that were not.
+        reason: of most of those that were skipped; empty without one.
+    """
+
+    ran: int
+    skipped: int
+    reason: str
+
+    @property
+    def why_nothing_ran(self) -> str:
+        """In words, for a verdict."""
+        if not self.skipped:
+            return "nothing ran: no test was selected"
+        return f"nothing ran: {self.skipped} skipped, most of them: {self.reason}"
+
+
+def read_counts(report: Path) -> JunitCounts:
+    """Read it; a report that is not there has no tests."""
+    if not report.exists():
+        return JunitCounts(0, 0, "")
+    root = ElementTree.parse(report).getroot()
+    suites = list(root.iter("testsuite"))
+    total, skipped = (sum(int(s.get(name, 0)) for s in suites) for name in ("tests", "skipped"))
+    reasons = Counter(found.get("message", "no reason") for found in root.iter("skipped"))
+    reason = reasons.most_common(1)[0][0] if reasons else ""
+    return JunitCounts(total - skipped, skipped, reason)

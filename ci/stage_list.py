@@ -1,0 +1,165 @@
+"""The stages of an accelerator's tests and figures: what each runs, and what it needs.
+
+Standard library only. ``{backend}`` in an argument is the backend's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MOST_SECONDS = 540
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run.
+
+    Args:
+        name: as it is asked for.
+        what: it shows.
+        tests: arguments of pytest.
+        seconds: after which it is stopped.
+        needs: a module or a program; without it the stage is not run.
+        devices: that it needs; with fewer it is not run.
+        through: a command that runs the tests.
+        environment: variables of its own.
+        processes: at most so many run its tests, where pytest-xdist is there.
+        dist: how pytest-xdist divides them.
+        measures: it records figures, and fails without one.
+    """
+
+    name: str
+    what: str
+    tests: tuple[str, ...]
+    seconds: int = MOST_SECONDS
+    needs: str = ""
+    devices: int = 1
+    through: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    processes: int = 1
+    dist: str = "worksteal"
+    measures: bool = False
+
+
+_SUITE = "tests/conformance/test_backends.py"
+_CUDA, _ASCEND = "tests/hardware/cuda", "tests/hardware/ascend"
+_BENCH = "tests/benchmarks/cuda"
+_MEMORY = "(the_peak_of_memory or too_much_memory)"
+_CONFORMANCE = (
+    Stage(
+        "conformance",
+        "every op beside the reference",
+        (_SUITE, "-k", f"{{backend}} and not {_MEMORY}"),
+        processes=12,  # nearly all of its time is a compiler's
+    ),
+    Stage(
+        "memory",
+        "what is free and what was taken: alone on the device",
+        (_SUITE, "-k", f"{{backend}} and {_MEMORY}"),
+    ),
+)
+_OWN_KERNELS = {
+    "MOONCAKE_HAL_CUDA_ATTENTION": "triton",  # whatever else is faster
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # torch's allocations hide what lies between them
+}
+
+
+def _sanitizer(tool: str) -> Stage:
+    through = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1")
+    through += ("--report-api-errors", "no", "--require-cuda-init", "yes")
+    return Stage(
+        tool,
+        f"every kernel once, under compute-sanitizer's {tool}",
+        (f"{_CUDA}/test_kernels.py",),
+        needs="compute-sanitizer",
+        through=through,
+        environment=_OWN_KERNELS,
+    )
+
+
+def _cuda(*names: str) -> tuple[str, ...]:
+    return tuple(f"{_CUDA}/test_{name}.py" for name in names)
+
+
+def _bench(name: str, what: str, *tests: str, needs: str = "", devices: int = 1) -> Stage:
+    return Stage(name, what, tests, needs=needs, devices=devices, measures=True)
+
+
+def _kernels(selection: str) -> tuple[str, ...]:
+    return (f"{_BENCH}/test_kernels.py", "-k", selection)
+
+
+def _served(file: str, *more: str) -> tuple[str, ...]:
+    return (f"tests/benchmarks/serving/test_{file}.py", *more)
+
+
+_SERVING = (
+    _bench("steps", "a random 8 B model's decode steps, 1 to 128 rows", *_served("steps")),
+    _bench("alone", "its streams over HTTP, steps ahead and not", *_served("alone")),
+    _bench("pull", "prefill and decode on one device", *_served("pair", "-k", "pull")),
+    _bench("push", "the same, KV pushed layer by layer", *_served("pair", "-k", "push")),
+)
+"""Any backend's: without a GPU they can be tried with ``--backend cpu --shape tiny``."""
+
+RUNS: Mapping[str, tuple[Stage, ...]] = {
+    "test-cuda": (
+        *_CONFORMANCE,
+        Stage(
+            "kernels",
+            "kernels, libraries, selection",
+            _cuda("kernels", "libraries", "selection"),
+            processes=6,
+        ),
+        Stage(
+            "engine",
+            "captured decodes and pieces, the CPU's tokens",
+            (
+                *_cuda("changed_logits", "decode_step", "engine_step", "piecewise_graphs"),
+                "-k",
+                "not over_an_hour",
+            ),
+        ),
+        Stage(
+            "soak",
+            "memory is flat over 120,000 steps (--soak-steps)",
+            (*_cuda("engine_step"), "-k", "over_an_hour"),
+        ),
+        Stage("pairs", "prefill and decode apart", _cuda("pd"), processes=6),
+        Stage(
+            "transports",
+            "cuda_ipc and staged",
+            _cuda("transport"),
+            processes=4,
+            dist="loadscope",  # a class per process: cases look at their own process's leaks
+        ),
+        Stage("ranks", "small all-reduces of two GPUs", _cuda("small_all_reduces"), devices=2),
+        _sanitizer("memcheck"),
+        _sanitizer("racecheck"),
+        _sanitizer("synccheck"),
+    ),
+    "bench-cuda": (
+        _bench("decode", "decode attention beside a copy", *_kernels("decode_attention")),
+        _bench(
+            "flashinfer",
+            "decode attention beside FlashInfer",
+            *_kernels("flashinfer"),
+            needs="flashinfer",
+        ),
+        _bench(
+            "kernels",
+            "prompts, latents, experts",
+            *_kernels("not decode_attention and not flashinfer"),
+        ),
+        _bench("transfer", "KV from GPU to GPU beside a copy", f"{_BENCH}/test_kv_transfer.py"),
+        _bench("model", "an 8 B shape beside transformers", f"{_BENCH}/test_engine.py"),
+        *_SERVING,
+        _bench("ranks", "small all-reduces by NCCL's", f"{_BENCH}/test_all_reduce.py", devices=2),
+    ),
+    "test-ascend": (
+        *_CONFORMANCE,
+        Stage("pairs", "prefill and decode apart", (f"{_ASCEND}/test_pd.py",)),
+        Stage("transports", "hccs", (f"{_ASCEND}/test_hccs.py",)),
+        *_SERVING,
+    ),
+}
