@@ -191,10 +191,10 @@ test-oldest:  ## with the oldest Triton or torch that is supported; ARGS=triton,
 	@ci/install dev
 	@ci/test-oldest $(ARGS)
 
-test-cuda:  ## needs an NVIDIA GPU; HOST=1: with this host's own Python and torch; ARGS: --list --stage --limit
+test-cuda:  ## needs an NVIDIA GPU; HOST=1: with this host's own Python and torch; ARGS: --list --stage --limit --soak-steps
 	@ci/test-cuda $(ARGS)
 
-bench-cuda:  ## needs an NVIDIA GPU; kernels beside its bandwidth and its matrix products; HOST=1, ARGS as above
+bench-cuda:  ## needs an NVIDIA GPU; kernels beside its bandwidth and products, an 8 B model's streams over HTTP; HOST=1, ARGS as above, --shape
 	@ci/bench-cuda $(ARGS)
 
 test-ascend-emulated:  ## the Ascend backend on an emulated NPU, alone and as prefill and decode

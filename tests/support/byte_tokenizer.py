@@ -17,11 +17,16 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_byte_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+def write_byte_tokenizer(
+    directory: Path, *, chat_template: str | None = CHAT_TEMPLATE, vocab_size: int = 258
+) -> Path:
     """Token id = byte value; 256 is ``<|eos|>`` and 257 ``<|note|>``, an added token that is not
-    special."""
-    byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
-    tokenizer = Tokenizer(models.BPE(vocab=byte_of, merges=[]))
+    special; further ids, up to the vocabulary's size, are words of their own that no text has."""
+    words = {character: byte for byte, character in enumerate(_byte_characters())}
+    if vocab_size > EOS + 2:  # added tokens come behind all words, unless they are words, too
+        words |= {"<|eos|>": EOS, "<|a note|>": EOS + 1}
+        words |= {f"Ġw{number}": number for number in range(EOS + 2, vocab_size)}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|eos|>", special=True)])

@@ -52,3 +52,21 @@ def matmul_rate(cuda: Backend) -> float:
     shape = (MATMUL_SIZE, MATMUL_SIZE)
     a, b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * MATMUL_SIZE**3 / seconds_of(cuda, lambda: a @ b)
+
+
+def seconds_in_kernels(run: Callable[[], object], rounds: int) -> float:
+    """What the kernels of a run take one by one, without what lies between them."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(rounds):
+            run()
+        torch.cuda.synchronize()
+    micros = sum(
+        event.self_device_time_total
+        for event in seen.key_averages()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    )  # the calls of the host that launched them are events, too, and have their time as well
+    assert micros > 0, "the profiler saw no kernel: is CUPTI to be had?"
+    return float(micros) / 1e6 / rounds

@@ -9,6 +9,8 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
+MOST_PROMPT_TOKENS = 2048
+"""Of a step: what an engine is warmed up for."""
 
 
 class Decoder:
@@ -19,6 +21,7 @@ class Decoder:
         prompts: token ids, of one length.
         room: tokens that a sequence may grow by; then it begins again behind its prompt.
         num_draft_tokens: tried with each step; then ``room`` is for all steps.
+        sampling: of every sequence.
     """
 
     def __init__(
@@ -27,26 +30,32 @@ class Decoder:
         prompts: Sequence[tuple[int, ...]],
         room: int,
         num_draft_tokens: int = 0,
+        sampling: SamplingParams = GREEDY,
     ) -> None:
         self._executor = executor
         self._num_draft_tokens = num_draft_tokens
         self._begin = len(prompts[0])
         self._end = self._begin + room
         blocks = -(-self._end // executor.info.block_size)
+        wanted, there_are = len(prompts) * blocks, executor.info.num_blocks
+        assert wanted <= there_are, f"{wanted} blocks are wanted, the executor has {there_are}"
         new_requests = tuple(
             NewRequest(
                 f"decoder-{row}",
                 prompt,
                 len(prompt),
-                GREEDY,
-                0,
+                sampling,
+                row,
                 tuple(range(row * blocks, (row + 1) * blocks)),
             )
             for row, prompt in enumerate(prompts)
         )
         self._positions = {request.request_id: self._begin for request in new_requests}
-        sequences = tuple(ScheduledSequence(name, 0, self._begin) for name in self._positions)
-        executor.execute(StepPlan(0, new_requests=new_requests, sequences=sequences))
+        per_step = max(1, MOST_PROMPT_TOKENS // self._begin)
+        for first in range(0, len(new_requests), per_step):
+            part = new_requests[first : first + per_step]
+            sequences = tuple(ScheduledSequence(new.request_id, 0, self._begin) for new in part)
+            executor.execute(StepPlan(0, new_requests=part, sequences=sequences))
 
     def step(self) -> None:
         """One token more for every sequence, and the draft tokens that hold."""

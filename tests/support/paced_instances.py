@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from support.programs import TINY_LLAMA, Program
+from support.programs import READY_S, TINY_LLAMA, Program
 
 STEP_MS = {1: 5.0, 32: 6.7, 128: 10.9, 256: 16.0}
 """Of a decode step, by streams at once: an 8 B model's on one H200."""
@@ -30,12 +30,23 @@ def paced_instance(
 
 
 @contextmanager
+def proxied(prefill: int, decode: int, *more: str) -> Iterator[int]:
+    """A proxy before a prefill and a decode instance of these ports: its own port."""
+    pools = ["--prefill", f"http://127.0.0.1:{prefill}", "--decode", f"http://127.0.0.1:{decode}"]
+    with ready(["mooncake_proxy", "--port", "0", *pools, *more], {}, "listens") as (port, _):
+        yield port
+
+
+@contextmanager
 def ready(
-    argv: list[str], environment: dict[str, str], says: str = "ready "
+    argv: list[str],
+    environment: dict[str, str],
+    says: str = "ready ",
+    timeout_s: float = READY_S,
 ) -> Iterator[tuple[int, Program]]:
     """A program that listens: its port and its process."""
     program = Program(argv, environment=environment)
     try:
-        yield int(program.wait_for(says).rsplit(":", 1)[1]), program
+        yield int(program.wait_for(says, timeout_s).rsplit(":", 1)[1]), program
     finally:
         program.close()

@@ -10,7 +10,9 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +22,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class StreamReader(asyncio.Protocol):
-    """One streamed completion: when its tokens came.
+    """One streamed completion: when it was asked for, and when its tokens came, in seconds.
 
     Args:
         request: bytes of it.
@@ -29,15 +31,21 @@ class StreamReader(asyncio.Protocol):
     def __init__(self, request: bytes) -> None:
         self._request = request
         self._tail = b""
+        self._has_status = False
+        self.began = 0.0
         self.times: list[float] = []
         self.is_done = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.began = time.perf_counter()
         cast(asyncio.WriteTransport, transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         self.times.extend([now] * data.count(b'"text"'))
+        if not self._has_status and not data.startswith(b"HTTP/1.1 200"):
+            self.is_done.set_exception(ConnectionError(data[:500].decode(errors="replace")))
+        self._has_status = True
         self._tail = (self._tail + data)[-32:]
         if b"[DONE]" in self._tail and not self.is_done.done():
             self.is_done.set_result(None)
@@ -52,24 +60,46 @@ async def stream_all(
 ) -> list[list[float]]:
     """When each stream's tokens came, in seconds; ``more`` are further fields of the request."""
     fields = {"prompt": "a" * 16, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    body = json.dumps({**fields, "stream": True, **(more or {})})
-    request = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\n\r\n{body}"
-    ).encode()
-    loop = asyncio.get_running_loop()
-    transports, readers = [], []
-    for _ in range(num_streams):
-        transport, reader = await loop.create_connection(
-            lambda: StreamReader(request), "127.0.0.1", port
-        )
-        transports.append(transport)
-        readers.append(reader)
-    await asyncio.gather(*(reader.is_done for reader in readers))
-    for transport in transports:
-        transport.close()
-    await asyncio.sleep(0.1)
+    readers = await stream_each(port, [fields | dict(more or {})] * num_streams)
     return [reader.times for reader in readers]
+
+
+async def stream_each(port: int, requests: Sequence[Mapping[str, Any]]) -> list[StreamReader]:
+    """Stream them all at once: fields of each, but for ``stream``.
+
+    Raises:
+        ConnectionError: an answer has another status than 200, or is cut.
+    """
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.sleep, 0.1)  # until all have been closed
+        readers = []
+        for fields in requests:
+            body = json.dumps({**fields, "stream": True})
+            request = (
+                "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+            ).encode()
+            transport, reader = await loop.create_connection(
+                partial(StreamReader, request), "127.0.0.1", port
+            )
+            stack.callback(transport.close)
+            readers.append(reader)
+        await asyncio.gather(*(reader.is_done for reader in readers))
+    return readers
+
+
+def shared_time(times: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Between these two all streams run."""
+    return max(stream[0] for stream in times), min(stream[-1] for stream in times)
+
+
+def steady_rate(times: Sequence[Sequence[float]]) -> float:
+    """Tokens per second while all streams run; 0 where they never all do."""
+    start, end = shared_time(times)
+    if end <= start:
+        return 0.0
+    return sum(start < at <= end for stream in times for at in stream) / (end - start)
 
 
 def cpu_seconds(pid: int) -> float:

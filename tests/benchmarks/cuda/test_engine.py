@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.cuda_timing import seconds_in_kernels
 from support.decoding import Decoder
 from support.figures import Figure, record
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from support.speed_models import LLAMA_8B, random_llama, read_rate
+from transformers import PreTrainedModel
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution.engine_plan import make_plan
@@ -26,19 +28,7 @@ pytestmark = [
     # what torch's compiler has to say about transformers is no failure of ours
     pytest.mark.filterwarnings("default"),
 ]
-EIGHT_B: dict[str, Any] = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}
-"""The shape of Llama-3-8B."""
-
 PROMPT, STEPS, ROUNDS = 128, 64, 5
-COPY_BYTES = 1 << 30
 HOST_SHARE = 1.1
 """A step that waits for its token before the next one is planned has the host's 0.4 ms beside 5 ms
 of kernels; what runs ahead (``--async-scheduling``) is measured over HTTP (``make bench-host``)."""
@@ -54,18 +44,11 @@ class Sides:
 
 @pytest.fixture(scope="module")
 def sides(cuda: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
-    model = random_llama(EIGHT_B)
+    model = random_llama(LLAMA_8B, cuda.runtime.device(0))
     directory = tmp_path_factory.mktemp("eight-b")
     model.save_pretrained(directory)
     with closing(executor_of(directory, cuda)) as executor:
         yield Sides(Decoder(executor, [prompt()], 2 * STEPS), model)
-
-
-def random_llama(shape: dict[str, Any], device: str = "cuda") -> PreTrainedModel:
-    """Random weights, made where they are going to be used."""
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16)
-    return model.eval()
 
 
 def executor_of(directory: Path, backend: Backend) -> InProcessExecutor:
@@ -101,48 +84,19 @@ def ours_per_step(sides: Sides) -> float:
     return seconds_per_step(run, STEPS)
 
 
-def seconds_of_kernels(sides: Sides) -> float:
-    """What the kernels of a step take one by one, without what lies between them."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(STEPS):
-            sides.decoder.step()
-        torch.cuda.synchronize()
-    micros = sum(
-        event.self_device_time_total
-        for event in seen.key_averages()
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    )  # the calls of the host that launched them are events, too, and have their time as well
-    assert micros > 0, "the profiler saw no kernel: is CUPTI to be had?"
-    return micros / 1e6 / STEPS
-
-
 def test_a_step_beside_its_kernels(benchmark: Any, sides: Sides) -> None:
-    step, kernels = ours_per_step(sides), seconds_of_kernels(sides)
+    step, kernels = ours_per_step(sides), seconds_in_kernels(sides.decoder.step, STEPS)
     times = f"{step * 1e3:.2f} against {kernels * 1e3:.2f} ms"
     title = "engine: a decode step beside its kernels"
     record(benchmark, Figure(title, step / kernels, HOST_SHARE, "times", False, times))
     benchmark(sides.decoder.step)
 
 
-def test_a_step_beside_reading_the_weights(benchmark: Any, sides: Sides) -> None:
+def test_a_step_beside_reading_the_weights(benchmark: Any, cuda: Backend, sides: Sides) -> None:
     """The embeddings are looked up, all the others are read once."""
-    model = sides.model
-    unread = model.get_input_embeddings().weight.numel()
-    nbytes = 2 * (sum(weight.numel() for weight in model.parameters()) - unread)
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-
-    def copy() -> None:
-        for _ in range(STEPS):
-            target.copy_(source)
-        torch.cuda.synchronize()
-
-    bound = nbytes / (2 * COPY_BYTES) * seconds_per_step(copy, STEPS)
+    bound = LLAMA_8B.weight_bytes / read_rate(cuda, LLAMA_8B.copy_bytes)
     step = ours_per_step(sides)
-    times = f"{step * 1e3:.2f} ms for {nbytes / 1e9:.1f} GB, {1 / step:.0f} tokens/s"
+    times = f"{step * 1e3:.2f} ms for {LLAMA_8B.weight_bytes / 1e9:.1f} GB, {1 / step:.0f} tokens/s"
     title = "engine: single-stream decode of an 8B shape"
     record(benchmark, Figure(title, bound / step, 0.8, "of copy", context=times))
     benchmark(sides.decoder.step)

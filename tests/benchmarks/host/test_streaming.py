@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import uvloop
 from support.figures import Figure, record
-from support.paced_instances import SECONDS, STEP_MS, paced_instance, ready
-from support.streaming_client import cpu_seconds, stream_all
+from support.paced_instances import SECONDS, STEP_MS, paced_instance, proxied
+from support.streaming_client import cpu_seconds, shared_time, steady_rate, stream_all
 
 PD_STREAMS = (32, 128)
 DRAFTED_STREAMS = (1, 32)
@@ -31,22 +31,9 @@ def paced_pair(step_ms: float) -> Iterator[int]:
     with (
         paced_instance(step_ms, "--role", "prefill") as (prefill, _),
         paced_instance(step_ms, "--role", "decode") as (decode, _),
+        proxied(prefill, decode) as port,
     ):
-        pools = ["--prefill", f"http://127.0.0.1:{prefill}"]
-        pools += ["--decode", f"http://127.0.0.1:{decode}"]
-        with ready(["mooncake_proxy", "--port", "0", *pools], {}, "listens") as (port, _):
-            yield port
-
-
-def shared_time(times: list[list[float]]) -> tuple[float, float]:
-    """Between these two all streams run."""
-    return max(stream[0] for stream in times), min(stream[-1] for stream in times)
-
-
-def steady_rate(times: list[list[float]]) -> float:
-    """Tokens per second while all streams run."""
-    start, end = shared_time(times)
-    return sum(start < at <= end for stream in times for at in stream) / (end - start)
+        yield port
 
 
 def first_token_ms(port: int) -> float:

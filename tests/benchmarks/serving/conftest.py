@@ -1,0 +1,30 @@
+"""A random model of the shape that MOONCAKE_SERVING_SHAPE names, for MOONCAKE_HAL_BACKEND."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from support.served_streams import Served, bandwidth
+from support.speed_models import chosen_shape
+
+from mooncake_hal.backend import Backend
+from mooncake_hal.errors import BackendUnavailable
+from mooncake_hal.testing.backends import load_backend
+
+
+@pytest.fixture(scope="session")
+def backend() -> Backend:
+    """The backend that stages name; without its device a skip with the probe's reason."""
+    try:
+        return load_backend(os.environ.get("MOONCAKE_HAL_BACKEND", "cuda"))
+    except BackendUnavailable as exc:
+        pytest.skip(str(exc))
+
+
+@pytest.fixture(scope="session")
+def served(backend: Backend) -> Served:
+    """The model; how fast the device reads is measured before it is served."""
+    shape = chosen_shape()
+    bandwidth(backend.name, shape.copy_bytes)
+    return Served.make(shape, backend)

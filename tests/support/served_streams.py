@@ -1,0 +1,170 @@
+"""Instances that serve a random model over HTTP, and what their streams see.
+
+Prompts are random token ids, and no two of them are alike: nothing of them is cached.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import uvloop
+from support.figures import Figure
+from support.paced_instances import proxied, ready
+from support.speed_models import SpeedShape, read_rate, written_checkpoint
+from support.streaming_client import StreamReader, steady_rate, stream_each
+
+from mooncake_hal.backend import Backend
+from mooncake_hal.testing.backends import load_backend
+
+STREAMS: Mapping[int, tuple[int, int]] = {1: (512, 256), 32: (512, 512), 128: (256, 512)}
+"""Tokens of each prompt and of each answer, by streams at once."""
+SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+}
+READY_SECONDS = 300.0
+"""A first start compiles kernels and captures graphs."""
+NUM_FIRST_TOKENS = 20
+"""Of requests, one after the other."""
+SHARE_OF_LIMIT = 0.9
+"""Of the tokens that reading weights and KV allows."""
+_seeds = random.Random(1)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is served.
+
+    Args:
+        shape: of it.
+        directory: of its checkpoint.
+        backend: name.
+    """
+
+    shape: SpeedShape
+    directory: Path
+    backend: str
+
+    @classmethod
+    def make(cls, shape: SpeedShape, backend: Backend) -> Served:
+        """Write its checkpoint, unless it is there."""
+        return cls(shape, written_checkpoint(shape, backend.name), backend.name)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all streams' prompts and answers, and a tenth."""
+        tokens = max(n * (sum(map(self.shape.length, of))) for n, of in STREAMS.items())
+        return int(1.1 * tokens * self.shape.token_bytes)
+
+    @contextmanager
+    def instance(self, *more: str) -> Iterator[int]:
+        """An instance on the first device: its port."""
+        argv = ["serve", "--model", str(self.directory), "--port", "0", "--backend", self.backend]
+        argv += ["--kv-cache-bytes", str(self.kv_bytes), "--max-num-seqs", str(max(STREAMS))]
+        command = ["mooncake_engine.cli", *argv, "--swap-space", "0", *more]
+        with ready(command, {}, timeout_s=READY_SECONDS) as (port, _):
+            warm(port, self.shape)
+            yield port
+
+    @contextmanager
+    def pair(self, flow: str) -> Iterator[int]:
+        """A prefill and a decode instance on the first device, and a proxy: its port."""
+        connectors = {"pull": "MooncakeConnector", "push": "MooncakeLayerwiseConnector"}
+        options = ("--kv-connector", connectors[flow], "--async-scheduling")
+        with (
+            self.instance("--role", "prefill", *options) as prefill,
+            self.instance("--role", "decode", *options) as decode,
+            proxied(prefill, decode, "--flow", flow) as port,
+        ):
+            warm(port, self.shape)
+            yield port
+
+    def limit(self, num_streams: int) -> float:
+        """Tokens per second that the first device's bandwidth allows."""
+        prompt, answer = map(self.shape.length, STREAMS[num_streams])
+        rate = bandwidth(self.backend, self.shape.copy_bytes)
+        return num_streams / self.shape.step_seconds(rate, num_streams, prompt + answer // 2)
+
+
+@lru_cache
+def bandwidth(backend: str, nbytes: int) -> float:
+    """Bytes per second that the first device reads; measured once, before anything is served."""
+    return read_rate(load_backend(backend), nbytes)
+
+
+@dataclass(frozen=True)
+class StreamTimes:
+    """What streams that ran at once saw.
+
+    Args:
+        rate: tokens per second while all of them ran; 0 where they never all did.
+        first_ms: until the first token, of each stream.
+        gaps_ms: between two tokens, of all streams.
+    """
+
+    rate: float
+    first_ms: tuple[float, ...]
+    gaps_ms: tuple[float, ...]
+
+    @classmethod
+    def of(cls, readers: list[StreamReader]) -> StreamTimes:
+        times = [reader.times for reader in readers]
+        first_ms = tuple(1e3 * (reader.times[0] - reader.began) for reader in readers)
+        gaps_ms = tuple(1e3 * (b - a) for stream in times for a, b in pairwise(stream))
+        return cls(steady_rate(times), first_ms, gaps_ms)
+
+    def __str__(self) -> str:
+        first, gaps = (
+            f"{_at(v, 50):.1f} / {_at(v, 99):.1f}" for v in (self.first_ms, self.gaps_ms)
+        )
+        apart = "" if self.rate else "never all at once, "
+        return f"{apart}TTFT p50 / p99 {first} ms, ITL {gaps} ms"
+
+    def figure(self, name: str, wanted: float | None, context: str = "") -> Figure:
+        """Its tokens per second; the times are told beside them."""
+        shown = f"{self}; {context}" if context else str(self)
+        return Figure(name, self.rate, wanted, "tokens/s", context=shown)
+
+
+def _at(values: tuple[float, ...], percent: int) -> float:
+    if len(values) == 1:
+        return values[0]
+    return quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def run_streams(port: int, shape: SpeedShape, num_streams: int, sampling: str) -> StreamTimes:
+    """So many streams at once."""
+    prompt, answer = map(shape.length, STREAMS[num_streams])
+    requests = [request_of(shape, prompt, answer, sampling) for _ in range(num_streams)]
+    return StreamTimes.of(uvloop.run(stream_each(port, requests)))
+
+
+def first_token_ms(port: int, shape: SpeedShape) -> float:
+    """Until the first token of a lone request: the median of some, one after the other."""
+    times = []
+    for _ in range(NUM_FIRST_TOKENS):
+        request = request_of(shape, shape.length(STREAMS[1][0]), 2, "greedy")
+        [reader] = uvloop.run(stream_each(port, [request]))
+        times.append(1e3 * (reader.times[0] - reader.began))
+    return median(times)
+
+
+def warm(port: int, shape: SpeedShape) -> None:
+    """A few requests of either kind, so that what is measured is no first one."""
+    requests = [request_of(shape, shape.length(64), 8, how) for how in SAMPLINGS for _ in range(2)]
+    uvloop.run(stream_each(port, requests))
+
+
+def request_of(shape: SpeedShape, prompt: int, answer: int, sampling: str) -> dict[str, Any]:
+    """A request of these lengths; its prompt is a new one."""
+    ids = _seeds.choices(range(300, shape.fields["vocab_size"]), k=prompt)
+    fields = {"prompt": ids, "max_tokens": answer, "ignore_eos": True, "seed": len(ids)}
+    return fields | dict(SAMPLINGS[sampling])
