@@ -42,6 +42,8 @@ from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_metrics import MetricsServer, prometheus_text
 from mooncake_kv.store.store_service import StoreAddress, StoreService
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_PORT = 7701
 CONNECT_TIMEOUT_S = 10.0
 NETWORK_FIELDS = ("host", "advertise_host", "port_range", "transports", "secret")
@@ -81,6 +83,7 @@ class StoreOptions:
     metrics_port: int = field(
         default=0,
         metadata=option(
+            parse=int,
             metavar="PORT",
             help="port of --kv-host where Prometheus finds /metrics, without any secret; 0 is none",
         ),
@@ -104,8 +107,8 @@ class StoreOptions:
         metadata=option(
             "--quarantine-seconds",
             metavar="SECONDS",
-            help="how long memory rests after a user of it vanished; at least the users' transfer "
-            "timeout",
+            help="how long memory rests after a reader of it went silent or a writer ended; longer "
+            "for readers whose transfer timeout is longer",
         ),
     )
     ssd_write_bytes_per_day: int = field(

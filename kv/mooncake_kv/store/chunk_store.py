@@ -10,8 +10,8 @@ and writes of the arena, over whatever transport reaches it:
 A handle is a permission until its deadline. Nothing that was read counts before ``release`` said
 True for it: the handle was in force all the time, so the bytes are the key's. A writer says
 ``commit`` or ``abort`` only when nothing of it moves any more; a writer that never says either has
-its memory set aside until it is known to be gone. ``probe`` pins nothing and renews nothing: what
-it found may be gone at the next call.
+its memory set aside until its processes are known to be gone. ``probe`` pins nothing and renews
+nothing: what it found may be gone at the next call.
 
 Failure is a miss. A store that is full, slow, dead, restarted or never was there makes futures that
 hold ABSENT, None, False or a refusal; they hold no exception.
@@ -240,7 +240,8 @@ class StoreStats:
     Args:
         capacity_bytes, free_bytes: of the arena (levels).
         quarantine_bytes: freed, but a silent reader or writer may touch it yet (level).
-        abandoned_bytes: held by writers past their deadline that have not spoken (level).
+        abandoned_bytes: held by writers past their deadline, or without a session, that have not
+            spoken (level).
         num_chunks, num_staging, num_pins: what there is now (levels).
         num_probes: keys that were probed; ``num_found`` those that were there.
         num_dram_hits, num_ssd_hits, num_misses: keys that were pinned, or not.
@@ -255,7 +256,8 @@ class StoreStats:
         ssd_chunks, ssd_bytes, ssd_capacity_bytes: what SSDs hold (levels).
         ssd_written_bytes, ssd_read_bytes: record bytes that went there and came back.
         num_ssd_corrupt: records that failed their checksum, which were then forgotten.
-        num_ssd_errors: reads and writes that the system refused.
+        num_ssd_errors: reads and writes that the system refused, and segments whose headers it did
+            not read at start.
         num_ssd_hung: drives that don't answer (level).
         num_ssd_skipped: chunks not written, by reason: ``first_touch``, ``budget``, ``busy``,
             ``full``.

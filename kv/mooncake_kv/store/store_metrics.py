@@ -22,6 +22,8 @@ MAX_CONNECTIONS = 32
 PATIENCE_S = 5.0
 START_TIMEOUT_S = 30.0
 
+STORE_PREFIX = "mooncake_store_"
+
 Rows = dict[tuple[tuple[str, str], ...], float]
 """Values by labels."""
 
@@ -42,7 +44,7 @@ class Family:
 
     def lines(self) -> Iterator[str]:
         """In Prometheus's text format."""
-        full = f"mooncake_store_{self.name}"
+        full = STORE_PREFIX + self.name
         yield f"# HELP {full} {self.help}"
         yield f"# TYPE {full} {'counter' if full.endswith('_total') else 'gauge'}"
         for labels, value in self.rows.items():
@@ -74,7 +76,7 @@ def families(stats: StoreStats) -> list[Family]:
         Family("staging_chunks", "Being written now.", one(stats.num_staging)),
         Family("pins", "Reads in force now.", one(stats.num_pins)),
         Family("quarantine_bytes", "Freed, not used again yet.", one(stats.quarantine_bytes)),
-        Family("leaked_bytes", "Held by writers past their deadline.", one(stats.abandoned_bytes)),
+        Family("leaked_bytes", "Held by writers that went silent.", one(stats.abandoned_bytes)),
         Family("probed_keys_total", "Keys looked for by message.", one(stats.num_probes)),
         Family("hits_total", "Keys pinned.", tiers(stats.num_dram_hits, stats.num_ssd_hits)),
         Family("misses_total", "Keys that could not be pinned.", one(stats.num_misses)),
