@@ -1,5 +1,4 @@
-"""Where an instance listens for peers, the address that it advertises to them, and which hosts
-others may have it connect to."""
+"""Where an instance listens for peers, and the address that it advertises to them."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections.abc import Sequence
 from dataclasses import replace
 
 from mooncake_hal.session.addressing import is_loopback
@@ -112,59 +110,3 @@ async def addresses_of(host: str) -> list[str]:
     kind = socket.SOCK_STREAM
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=kind)
     return [str(address[0]) for *_, address in found]
-
-
-def plain_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """An address without its zone, and IPv4 as such; None for what is none."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return None
-    return getattr(found, "ipv4_mapped", None) or found
-
-
-class AllowedHosts:
-    """Hosts that an operator allows requests to name. False if there are none.
-
-    Args:
-        allowed: hosts, addresses and networks, or ``*``.
-        option: that lists them.
-
-    Raises:
-        KVConfigError: one of them can be neither.
-    """
-
-    def __init__(self, allowed: Sequence[str], option: str) -> None:
-        networks = {text: _network(text, option) for text in allowed}
-        self._networks = [network for network in networks.values() if network is not None]
-        self._hosts = {text.lower() for text, network in networks.items() if network is None}
-
-    def __bool__(self) -> bool:
-        return bool(self._networks or self._hosts)
-
-    def names(self, host: str) -> bool:
-        """Whether a host may be connected to wherever it is."""
-        return host.lower() in self._hosts or "*" in self._hosts
-
-    def permits(self, host: str, address: str) -> bool:
-        """Whether this address of a host may be connected to.
-
-        Args:
-            host: as it was named.
-            address: of that host.
-        """
-        found = plain_address(address)
-        is_inside = found is not None and any(found in network for network in self._networks)
-        return is_inside or self.names(host)
-
-
-def _network(text: str, option: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """An address or a network; None for a name."""
-    try:
-        return ipaddress.ip_network(text, strict=False)
-    except ValueError as exc:
-        if "/" in text or not text:
-            raise KVConfigError(
-                f"{option} wants a host, an address, a network or *, got {text!r}"
-            ) from exc
-        return None

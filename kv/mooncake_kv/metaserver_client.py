@@ -16,7 +16,8 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from mooncake_hal.timing import timeout
-from mooncake_kv.addresses import AllowedHosts, addresses_of, is_own_address, plain_address
+from mooncake_kv.addresses import addresses_of, is_own_address
+from mooncake_kv.allowed_hosts import AllowedHosts, plain_address
 from mooncake_kv.errors import KVTransferError
 from mooncake_kv.params import KVTransferDict
 

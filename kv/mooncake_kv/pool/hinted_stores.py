@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from mooncake_kv.addresses import AllowedHosts, addresses_of, plain_address
+from mooncake_kv.addresses import addresses_of
+from mooncake_kv.allowed_hosts import AllowedHosts, plain_address
 from mooncake_kv.params import PrefixSource
 from mooncake_kv.store.chunk_store import ArenaInfo, ChunkStore, Residence
 from mooncake_kv.store.store_client import StoreClient
