@@ -105,12 +105,14 @@ class StreamTimes:
     """What streams that ran at once saw.
 
     Args:
-        rate: tokens per second while all of them ran; 0 where they never all did.
+        rate: tokens per second while all of them ran; where they never all did, of the whole time.
+        overlapped: whether they all ran at once.
         first_ms: until the first token, of each stream.
         gaps_ms: between two tokens, of all streams.
     """
 
     rate: float
+    overlapped: bool
     first_ms: tuple[float, ...]
     gaps_ms: tuple[float, ...]
 
@@ -119,13 +121,15 @@ class StreamTimes:
         times = [reader.times for reader in readers]
         first_ms = tuple(1e3 * (reader.times[0] - reader.began) for reader in readers)
         gaps_ms = tuple(1e3 * (b - a) for stream in times for a, b in pairwise(stream))
-        return cls(steady_rate(times), first_ms, gaps_ms)
+        seconds = max(stream[-1] for stream in times) - min(reader.began for reader in readers)
+        steady = steady_rate(times)
+        return cls(steady or sum(map(len, times)) / seconds, bool(steady), first_ms, gaps_ms)
 
     def __str__(self) -> str:
         first, gaps = (
             f"{_at(v, 50):.1f} / {_at(v, 99):.1f}" for v in (self.first_ms, self.gaps_ms)
         )
-        apart = "" if self.rate else "never all at once, "
+        apart = "" if self.overlapped else "never all at once, "
         return f"{apart}TTFT p50 / p99 {first} ms, ITL {gaps} ms"
 
     def figure(self, name: str, wanted: float | None, context: str = "") -> Figure:

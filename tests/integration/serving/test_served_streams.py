@@ -71,3 +71,9 @@ def test_times_of_streams_in_figures() -> None:
     figure = times.figure("two streams", 3.0, "more")
     assert figure.holds
     assert figure.context == "TTFT p50 / p99 750.0 / 995.0 ms, ITL 500.0 / 500.0 ms; more"
+
+
+def test_streams_that_never_all_run_count_from_the_first_request() -> None:
+    times = StreamTimes.of(uvloop.run(readers_of([1.5, 2.0], [2.5, 3.0])))
+    assert times.rate == 2.0
+    assert str(times).startswith("never all at once, TTFT ")
