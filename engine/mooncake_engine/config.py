@@ -448,7 +448,9 @@ class EngineConfig:
             "in this instance, with ssd=DIR:200GiB for drives and port=7701 for other instances; "
             "connect=HOST:7701 uses one that runs, mooncake-store=HOST:50051 the Mooncake Store of "
             "that master; chunk=256 is what it counts in, in tokens; "
-            "load=always loads even what is computed faster; with commas between them",
+            "load=always loads even what is computed faster; source-allow=10.0.0.0/8 says which "
+            "stores requests may name; eviction, tenant-quota, ssd-write-bytes-per-day and "
+            "ssd-min-free-bytes are those of mooncake-kv store; with commas between them",
             default_text="no pool",
         ),
     )

@@ -12,6 +12,7 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.params import NO_KV_TRANSFER, KVTransferDict, KVTransferParams
 from mooncake_kv.pool.pool_events import PoolStats, StoreLocation
+from mooncake_kv.store.chunk_store import StoreStats
 
 
 class FinishReason(str, Enum):
@@ -260,6 +261,8 @@ class EngineStats:
         kv_transfer: the connector's figures by name, e.g. ``bytes_received``.
         speculation: of speculative decoding; None where it is off.
         kv_pool: of the KVCache pool; None without one.
+        pool_store: of the node store in this instance, which its data-parallel ranks share; None
+            without one.
         experts: what experts got that are divided over ranks; None without such.
         waited_s: by rank, what its host has waited in collectives; empty where there is one, and of
             all data-parallel ranks together.
@@ -285,6 +288,7 @@ class EngineStats:
     kv_transfer: dict[str, float] = field(default_factory=dict)
     speculation: SpeculationStats | None = None
     kv_pool: PoolStats | None = None
+    pool_store: StoreStats | None = None
     experts: ExpertLoad | None = None
     waited_s: tuple[WaitedSeconds, ...] = ()
     pool_home: StoreLocation | None = None
@@ -313,6 +317,7 @@ def total_stats(parts: Sequence[EngineStats]) -> EngineStats:
         speculation=_total_speculation([part.speculation for part in parts if part.speculation]),
         kv_pool=_total_pool([part.kv_pool for part in parts if part.kv_pool]),
         experts=_total_experts([part.experts for part in parts if part.experts]),
+        pool_store=parts[0].pool_store,
         pool_home=parts[0].pool_home,
         pool_kv_events=parts[0].pool_kv_events,
         by_dp_rank=tuple(parts),

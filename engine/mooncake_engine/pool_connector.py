@@ -26,6 +26,7 @@ from mooncake_kv.pool.pool_events import PoolEvent, StoreLocation
 from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.pool.pool_worker import PoolWorker
 from mooncake_kv.store.chunk_keys import KVIdentity, completes_chunks, extend_keys
+from mooncake_kv.store.chunk_store import StoreStats
 
 EXTENSION = "mooncake_engine.pool_connector:PoolExtension"
 """As an executor takes it."""
@@ -101,6 +102,10 @@ class SchedulerPool:
     @property
     def home_location(self) -> StoreLocation | None:
         return self._stores.home_location
+
+    @property
+    def store_stats(self) -> StoreStats | None:
+        return self._stores.own_stats()
 
     @property
     def publishes_saves(self) -> bool:

@@ -32,7 +32,11 @@ from mooncake_kv.addresses import settle_addresses
 from mooncake_kv.config import KVTransferConfig, read_secret
 from mooncake_kv.errors import KVConfigError, KVError
 from mooncake_kv.kv_events_config import KVEventsConfig, read_kv_events_config
-from mooncake_kv.pool.pool_config import ssd_directory
+from mooncake_kv.pool.pool_config import (
+    DEFAULT_SSD_MIN_FREE_BYTES,
+    ssd_directory,
+    tenant_quota,
+)
 from mooncake_kv.store.chunk_store import Tier
 from mooncake_kv.store.eviction import DEFAULT_POLICY, POLICIES
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
@@ -49,14 +53,6 @@ CONNECT_TIMEOUT_S = 10.0
 NETWORK_FIELDS = ("host", "advertise_host", "port_range", "transports", "secret")
 
 Found = TypeVar("Found")
-
-
-def tenant_quota(text: str) -> tuple[str, int]:
-    """A tenant and its bytes of memory, such as ``team-a=8GiB``; parses such an option."""
-    tenant, sign, size = text.rpartition("=")
-    if not sign or not tenant:
-        raise argparse.ArgumentTypeError(f"wanted TENANT=BYTES such as a=8GiB, got {text!r}")
-    return tenant, byte_count(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +76,14 @@ class StoreOptions:
         default=DEFAULT_PORT,
         metadata=option(metavar="PORT", help="port that users connect to; 0 takes a free one"),
     )
-    metrics_port: int = field(
-        default=0,
+    metrics_port: int | None = field(
+        default=None,
         metadata=option(
             parse=int,
             metavar="PORT",
-            help="port of --kv-host where Prometheus finds /metrics, without any secret; 0 is none",
+            help="port of --kv-host where Prometheus finds /metrics, without any secret; 0 takes a "
+            "free one",
+            default_text="no metrics",
         ),
     )
     policy: str = field(
@@ -124,7 +122,7 @@ class StoreOptions:
         metadata=option(parse=byte_count, metavar="BYTES", help="size of the files on SSDs"),
     )
     ssd_min_free_bytes: int = field(
-        default=2 << 30,
+        default=DEFAULT_SSD_MIN_FREE_BYTES,
         metadata=option(
             parse=byte_count,
             metavar="BYTES",
@@ -339,8 +337,12 @@ def _serve(service: StoreService, store: NodeStore, host: str) -> None:
 class _Metrics:
     """Metrics of a store, if a port was asked for."""
 
-    def __init__(self, store: NodeStore, host: str, port: int) -> None:
-        self._server = MetricsServer.start(store.stats, host, port) if port else None
+    def __init__(self, store: NodeStore, host: str, port: int | None) -> None:
+        self._server = None
+        if port is not None:
+            self._server = MetricsServer.start(store.stats, host, port)
+            shown_host = f"[{host}]" if ":" in host else host
+            logger.info("metrics are at http://%s:%d/metrics", shown_host, self._server.port)
 
     def __enter__(self) -> None:
         """They are there already."""

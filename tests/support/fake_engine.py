@@ -28,6 +28,7 @@ from mooncake_engine.messages import (
 from mooncake_engine.text.completion_output import OnUpdate
 from mooncake_kv.connector import CompatibilityReport
 from mooncake_kv.pool.pool_events import PoolStats
+from mooncake_kv.store.chunk_store import StoreStats
 
 EOS = 256
 _FACTS = EngineInfo(256, 258, (EOS,), 64, 16, "fake-engine")
@@ -78,6 +79,7 @@ class FakeEngine:
     num_leases: int = 0
     known_pairing: CompatibilityReport | None = None
     kv_pool: PoolStats | None = None
+    pool_store: StoreStats | None = None
     experts: ExpertLoad | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)
@@ -142,6 +144,7 @@ class FakeEngine:
             kv_byte_seconds={"running": 30.0, "leased": 2.5},
             kv_transfer={"bytes-received": 9.0, "leases_held": self.num_leases},
             kv_pool=self.kv_pool,
+            pool_store=self.pool_store,
             experts=self.experts,
         )
 

@@ -207,8 +207,13 @@ async def _start_store(
         argv = [sys.executable, "-m", "mooncake_kv", "store", "--dram", str(pool.dram_bytes)]
         argv += ["--port", str(pool.port or 0), "--kv-secret-file", str(secret_file)]
         argv += ["--log-format", deployment.log_format]
+        argv += ["--metrics-port", "0", "--eviction", pool.policy]
+        for tenant, nbytes in pool.quotas:
+            argv += ["--tenant-quota", f"{tenant}={nbytes}"]
         for directory, nbytes in pool.ssd:
             argv += ["--ssd", f"{directory}:{nbytes}"]
+        argv += ["--ssd-write-bytes-per-day", str(pool.ssd_write_bytes_per_day)]
+        argv += ["--ssd-min-free-bytes", str(pool.ssd_min_free_bytes)]
         store = await children.start("kv-store", argv, is_needed=False)
         connect.insert(0, f"connect={urlsplit(await store.ready).netloc}")
     return ["--kv-pool", ",".join([*connect, *rest])]

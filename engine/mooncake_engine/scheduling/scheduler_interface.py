@@ -18,6 +18,7 @@ from mooncake_kv.pool.pool_events import (
     SaveRequest,
     StoreLocation,
 )
+from mooncake_kv.store.chunk_store import StoreStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,11 @@ class ChunkPool(Protocol):
     @property
     def home_location(self) -> StoreLocation | None:
         """Where other instances find what this one saves; None if they can't."""
+        ...
+
+    @property
+    def store_stats(self) -> StoreStats | None:
+        """What the store in this instance counts; None if there is none."""
         ...
 
     @property

@@ -33,6 +33,8 @@ from mooncake_engine.server.metric_cells import Counter, Histogram, MetricCells
 from mooncake_engine.server.request_context import ChoiceStats, GeneratedChoice, RequestContext
 from mooncake_engine.text.completion_output import EngineClient, TextUpdate
 from mooncake_kv.pool.pool_events import PoolStats
+from mooncake_kv.store.chunk_store import StoreStats
+from mooncake_kv.store.store_metrics import STORE_PREFIX, families
 
 _LABELS = ("model_name", "engine")
 _FIRST_TOKEN_S = (
@@ -312,9 +314,12 @@ class _EngineCollector:
         stats, facts = self._engine.stats(), self._engine.info
         families: dict[str, Metric] = {}
         for number, part in enumerate(stats.by_dp_rank or (stats,)):
-            experts = None if number else stats.experts  # each counts what all ranks' tokens choose
+            if number == 0:  # each counts what all ranks' tokens choose, and all share a store
+                part = replace(part, experts=stats.experts)
+            else:
+                part = replace(part, experts=None, pool_store=None)
             metrics = _StatsMetrics(facts, (self._model, str(number)))
-            for family in metrics.collect(replace(part, experts=experts)):
+            for family in metrics.collect(part):
                 known = families.setdefault(family.name, family)
                 if known is not family:
                     known.samples += family.samples
@@ -370,6 +375,8 @@ class _StatsMetrics:
             yield family(f"mooncake:kv_transfer_{safe}", f"KV transfer: {name}.", value)
         if stats.kv_pool is not None:
             yield from self._kv_pool(stats.kv_pool)
+        if stats.pool_store is not None:
+            yield from self._pool_store(stats.pool_store)
         if stats.experts is not None:
             yield from self._experts(stats.experts)
         if stats.waited_s:
@@ -436,6 +443,17 @@ class _StatsMetrics:
                 yield family(name, words, value)
         words = "Share of loading that computing hid, of what it could hide, 0 to 1."
         yield self._gauge("mooncake:kv_pool_overlap_ratio", words, stats.overlap_ratio)
+
+    def _pool_store(self, stats: StoreStats) -> Iterator[Metric]:
+        """As ``mooncake-kv store`` has them."""
+        for found in families(stats):
+            kinds = dict.fromkeys(label for labels in found.rows for label, _ in labels)
+            is_counter = found.name.endswith("_total")
+            metric = CounterMetricFamily if is_counter else GaugeMetricFamily
+            family = metric(STORE_PREFIX + found.name, found.help, labels=(*_LABELS, *kinds))
+            for labels, value in found.rows.items():
+                family.add_metric((*self._label_values, *(text for _, text in labels)), value)
+            yield family
 
     def _experts(self, load: ExpertLoad) -> Iterator[Metric]:
         yield self._counter(

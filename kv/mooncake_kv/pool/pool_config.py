@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_hal.options import byte_count, positive_int
-from mooncake_kv.addresses import AllowedHosts
+from mooncake_kv.allowed_hosts import AllowedHosts
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
+from mooncake_kv.store.eviction import DEFAULT_POLICY, POLICIES
 
 DEFAULT_CHUNK_TOKENS = 256
 DEFAULT_STAGING_BYTES = 256 << 20
+DEFAULT_SSD_MIN_FREE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,10 @@ class KVPoolConfig:
         dram_bytes: memory of a store in this instance; 0: it has none. With ``mooncake_store`` what
             this instance gives to that pool.
         ssd: directories of that store, and how much of each to use, bytes.
+        policy: of that store: what leaves its memory first, a key of ``eviction.POLICIES``.
+        quotas: bytes of its memory by tenant.
+        ssd_write_bytes_per_day: what may be written to all its SSDs; 0 is no limit.
+        ssd_min_free_bytes: what their file systems keep free for others.
         port: where that store listens for other instances; 0 takes a free port, None: nowhere.
         connect: host and port of stores in other processes.
         source_allow: hosts, addresses and networks of the stores that a request may name, or ``*``;
@@ -47,6 +53,10 @@ class KVPoolConfig:
 
     dram_bytes: int = 0
     ssd: tuple[tuple[Path, int], ...] = ()
+    policy: str = DEFAULT_POLICY
+    quotas: tuple[tuple[str, int], ...] = ()
+    ssd_write_bytes_per_day: int = 0
+    ssd_min_free_bytes: int = DEFAULT_SSD_MIN_FREE_BYTES
     port: int | None = None
     connect: tuple[tuple[str, int], ...] = ()
     source_allow: tuple[str, ...] = ()
@@ -59,6 +69,7 @@ class KVPoolConfig:
 
     def __post_init__(self) -> None:
         AllowedHosts(self.source_allow, "--kv-pool: source-allow")
+        self._check_own_store()
         if self.mooncake_store:
             if self.ssd or self.connect or self.port is not None:
                 raise KVConfigError(
@@ -82,14 +93,33 @@ class KVPoolConfig:
                 "dram=4GiB"
             )
 
+    def _check_own_store(self) -> None:
+        """Raises KVConfigError for settings of a node store in this instance that has none."""
+        of_ssd = {
+            "ssd-write-bytes-per-day": self.ssd_write_bytes_per_day != 0,
+            "ssd-min-free-bytes": self.ssd_min_free_bytes != DEFAULT_SSD_MIN_FREE_BYTES,
+        }
+        of_store = {"eviction": self.policy != DEFAULT_POLICY, "tenant-quota": bool(self.quotas)}
+        given = [name for name, is_given in (of_store | of_ssd).items() if is_given]
+        if given and (self.mooncake_store or not self.dram_bytes):
+            raise KVConfigError(
+                f"--kv-pool: {', '.join(given)}: of a node store in this instance, which has none; "
+                "one in another process has options of that name"
+            )
+        if any(of_ssd.values()) and not self.ssd:
+            raise KVConfigError(
+                f"--kv-pool: {', '.join(name for name in given if name in of_ssd)}: there is no "
+                "SSD; name a directory, too: ssd=/ssd0/kv:200GiB"
+            )
+
     def with_network(self, network: KVTransferConfig) -> KVPoolConfig:
         """The same over another network."""
         return replace(self, network=network)
 
 
 def read_kv_pool(text: str) -> KVPoolConfig:
-    """``--kv-pool``: settings with commas between them. ``ssd``, ``connect`` and ``source-allow``
-    may be repeated.
+    """``--kv-pool``: settings with commas between them. ``ssd``, ``tenant-quota``, ``connect`` and
+    ``source-allow`` may be repeated.
 
         dram=4GiB
         dram=4GiB,ssd=/ssd0/kv:200GiB,port=7701,connect=10.0.0.2:7701
@@ -126,6 +156,20 @@ def ssd_directory(text: str) -> tuple[Path, int]:
     if not colon or not path:
         raise argparse.ArgumentTypeError(f"wanted DIR:BYTES such as /ssd0/kv:200GiB, got {text!r}")
     return Path(path), byte_count(size)
+
+
+def tenant_quota(text: str) -> tuple[str, int]:
+    """A tenant and its bytes of memory, such as ``team-a=8GiB``; parses such an option."""
+    tenant, sign, size = text.rpartition("=")
+    if not sign or not tenant:
+        raise argparse.ArgumentTypeError(f"wanted TENANT=BYTES such as a=8GiB, got {text!r}")
+    return tenant, byte_count(size)
+
+
+def _policy(text: str) -> str:
+    if text not in POLICIES:
+        raise ValueError(f"wanted one of {', '.join(POLICIES)}, got {text!r}")
+    return text
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -172,5 +216,9 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "chunk": ("chunk_tokens", positive_int, False),
     "load": ("always_loads", _is_always, False),
     "source-allow": ("source_allow", str, True),
+    "eviction": ("policy", _policy, False),
+    "tenant-quota": ("quotas", tenant_quota, True),
+    "ssd-write-bytes-per-day": ("ssd_write_bytes_per_day", byte_count, False),
+    "ssd-min-free-bytes": ("ssd_min_free_bytes", byte_count, False),
 }
 """By name: the field, what reads it, and whether it may be repeated."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -20,7 +21,7 @@ from mooncake_kv.pool.device_staging import host_transports
 from mooncake_kv.pool.hinted_stores import HintRule
 from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_kv.pool.pool_events import StoreLocation
-from mooncake_kv.store.chunk_store import ChunkStore, StoreObserver
+from mooncake_kv.store.chunk_store import ChunkStore, StoreObserver, StoreStats
 from mooncake_kv.store.chunk_table import QUARANTINE_MARGIN_S
 from mooncake_kv.store.mooncake_store import MooncakeChunkStore, MooncakeStoreConfig
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
@@ -35,16 +36,24 @@ CONNECT_S = 10.0
 """How long the start of an instance waits for each store; one that comes later is found then."""
 
 
+STATS_AGE_S = 0.5
+"""Counters are asked for at the end of every request; a store's cost more than that."""
+
 MIN_QUARANTINE_S = 30.0
 
 
 def own_store(config: KVPoolConfig, kv_events: KVEventsConfig | None = None) -> NodeStoreConfig:
     """The store in this instance. Freed memory rests for longer than a transfer may take."""
-    directories = tuple(SsdDirectoryConfig(path, size) for path, size in config.ssd)
+    directories = tuple(
+        SsdDirectoryConfig(path, size, min_free_bytes=config.ssd_min_free_bytes)
+        for path, size in config.ssd
+    )
     return NodeStoreConfig(
         config.dram_bytes,
-        quarantine_s=_quarantine_s(config.network),
-        ssd=SsdConfig(directories) if directories else None,
+        config.policy,
+        _quarantine_s(config.network),
+        dict(config.quotas),
+        SsdConfig(directories, config.ssd_write_bytes_per_day) if directories else None,
         kv_events=kv_events,
     )
 
@@ -76,6 +85,8 @@ class PoolStores:
         observer: StoreObserver | None = None,
     ) -> None:
         self._undo = ExitStack()
+        self._own: NodeStore | None = None
+        self._own_stats: tuple[float, StoreStats] | None = None
         has_own = config.dram_bytes and not config.mooncake_store
         self._observer = observer if has_own else None
         self._secret = config.network.secret.encode()
@@ -132,6 +143,14 @@ class PoolStores:
         """Whether somebody follows what ``home`` holds, so that saves say their tokens."""
         return self._observer is not None or self.home_kv_events is not None
 
+    def own_stats(self) -> StoreStats | None:
+        """What the store in this instance counts, up to STATS_AGE_S ago; None: there is none. Any
+        thread."""
+        now, found = time.monotonic(), self._own_stats
+        if self._own is not None and (found is None or now - found[0] > STATS_AGE_S):
+            found = self._own_stats = now, self._own.stats()
+        return None if found is None else found[1]
+
     def connect(self, host: str, port: int) -> StoreClient:
         """A client of a store of this deployment, which its caller closes."""
         address = StoreAddress(host, port, self._secret)
@@ -152,7 +171,7 @@ class PoolStores:
         self, config: KVPoolConfig, wanted: NodeStoreConfig, registry: Registry, undo: ExitStack
     ) -> ChunkStore:
         network = config.network
-        store = NodeStore(wanted, observer=self._observer)
+        store = self._own = NodeStore(wanted, observer=self._observer)
         undo.callback(store.close)
         with _reachable():
             transports = _open_transports(network, registry)

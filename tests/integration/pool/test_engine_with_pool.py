@@ -35,12 +35,15 @@ def model(tmp_path_factory):
     return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
 
 
-def test_the_next_turn_of_a_conversation_loads_prompt_and_answer(model):
+def test_the_next_turn_of_a_conversation_loads_prompt_and_answer(model, monkeypatch):
     with engine(model, None) as core:
         plain, _ = two_turns(core)
     with engine(model) as core:
         pooled, num_cached = two_turns(core)
         stats = core.stats().kv_pool
+        monkeypatch.setattr(pool_stores, "STATS_AGE_S", 0.0)
+        store = core.stats().pool_store
+    assert (store.num_puts, store.num_dram_hits) == (stats.num_saved_chunks, 7)
     assert pooled == plain
     assert num_cached == (200 + 39) // CHUNK * CHUNK
     assert (stats.num_loads, stats.num_failed_loads) == (1, 0)

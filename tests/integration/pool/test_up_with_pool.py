@@ -73,6 +73,10 @@ def test_a_second_turn_loads_the_answer_and_a_dead_store_is_replaced() -> None:
             return counted(urls["prefill"], "num_loaded_chunks") > 0
 
         assert converses()
+        [metrics] = re.findall(r"metrics are at (http://\S+)", up.error_text)
+        with urllib.request.urlopen(metrics, timeout=10) as page:
+            [puts] = re.findall(r"mooncake_store_puts_total (\d+)\n", page.read().decode())
+        assert int(puts) > 0
 
         first_store = store_pid(up)
         assert first_store is not None

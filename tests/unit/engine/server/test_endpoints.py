@@ -22,6 +22,8 @@ from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_kv.connector import CompatibilityReport
 from mooncake_kv.pool.pool_events import PoolStats
+from mooncake_kv.store.chunk_store import StoreStats
+from mooncake_kv.store.store_metrics import prometheus_text
 
 
 def test_models(client: AsgiClient) -> None:
@@ -60,6 +62,26 @@ def test_health_says_what_the_pool_had(client: AsgiClient, engine: FakeEngine) -
     assert found == {"saved": 7, "found": {"dram": 3, "remote_ssd": 1}}
 
 
+def test_the_store_in_an_instance_is_counted_as_one_of_its_own(
+    client: AsgiClient, engine: FakeEngine
+) -> None:
+    assert "mooncake_store" not in client.get("/metrics").text
+    store = StoreStats(capacity_bytes=9, ssd_bytes=4, num_puts=3, num_evicted={"room": 2})
+    engine.pool_store = store
+    mine, command = (
+        {
+            (family.type, sample.name, *sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        for text in (client.get("/metrics").text, prometheus_text(store))
+    )
+    assert command["counter", "mooncake_store_evictions_total", ("reason", "room")] == 2
+    engine_labels = [("engine", "0"), ("model_name", "fake")]
+    for (kind, name, *labels), value in command.items():
+        assert mine[(kind, name, *sorted(labels + engine_labels))] == value
+
+
 def test_expert_load_is_what_experts_got(client: AsgiClient, engine: FakeEngine) -> None:
     assert client.get("/expert_load").status_code == 404
     engine.experts = ExpertLoad({1: (3, 0, 9)}, 1.5, 4, num_placements=2, num_moved=7)
@@ -76,7 +98,11 @@ def test_expert_load_is_what_experts_got(client: AsgiClient, engine: FakeEngine)
 
 
 def test_metrics_have_one_engine_per_data_parallel_rank() -> None:
-    parts = [EngineStats(num_running=1, prompt_tokens=5), EngineStats(num_running=2)]
+    store = StoreStats(num_puts=3)  # which they share
+    parts = [
+        EngineStats(num_running=1, prompt_tokens=5, pool_store=store),
+        EngineStats(num_running=2, pool_store=store),
+    ]
     load = ExpertLoad({0: (3, 1)}, 1.5, 4)
     total = total_stats([replace(part, experts=load) for part in parts])
     assert (total.num_running, total.prompt_tokens) == (3, 5)
@@ -92,7 +118,9 @@ def test_metrics_have_one_engine_per_data_parallel_rank() -> None:
     assert found["vllm:num_requests_running", "1"] == 2
     assert found["vllm:prompt_tokens_total", "0"] == 5
     assert found["mooncake:expert_rows_sent_total", "0"] == 8
-    assert ("mooncake:expert_rows_sent_total", "1") not in found
+    assert found["mooncake_store_puts_total", "0"] == 3
+    for name in ("mooncake:expert_rows_sent_total", "mooncake_store_puts_total"):
+        assert (name, "1") not in found
 
 
 def test_a_request_may_name_its_data_parallel_rank(client: AsgiClient, engine: FakeEngine) -> None:

@@ -1,10 +1,13 @@
 """``--kv-pool``: what it takes, and what it says to the rest."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mooncake_hal.options import from_arguments
 from mooncake_hal.registry import Registry
+from mooncake_kv.cli import StoreOptions, build_parser
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.pool.pool_config import KVPoolConfig, read_kv_pool
@@ -24,6 +27,23 @@ def test_a_store_in_the_instance_and_others():
         always_loads=True,
     )
     assert not read_kv_pool(text).always_loads
+
+
+def test_a_store_in_the_instance_has_the_options_of_one_of_its_own():
+    text = (
+        "dram=4GiB,ssd=/ssd0/kv:2GiB,eviction=lfu,tenant-quota=team-a=1GiB,tenant-quota=b=2GiB,"
+        "ssd-write-bytes-per-day=1TiB,ssd-min-free-bytes=1GiB"
+    )
+    config = own_store(read_kv_pool(text))
+    assert (config.policy, config.quotas) == ("lfu", {"team-a": 1 << 30, "b": 2 << 30})
+    assert config.ssd.write_bytes_per_day == 1 << 40
+    assert [directory.min_free_bytes for directory in config.ssd.directories] == [1 << 30]
+    options = ["store", "--dram", "4GiB", "--ssd", "/ssd0/kv:2GiB", "--eviction", "lfu"]
+    options += ["--tenant-quota", "team-a=1GiB", "--tenant-quota", "b=2GiB"]
+    options += ["--ssd-write-bytes-per-day", "1TiB", "--ssd-min-free-bytes", "1GiB"]
+    args = build_parser().parse_args(options)
+    command = from_arguments(StoreOptions, args).store_config()
+    assert replace(config, quarantine_s=command.quarantine_s) == command
 
 
 def test_addresses_of_version_6_have_brackets():
@@ -60,6 +80,11 @@ def test_a_mooncake_store_whose_client_or_master_is_not_there_is_said():
         ("dram=1G,port=70000", "wanted a port, 0 to 65535"),
         ("dram=1G,chunk=0", "must be a number, at least 1"),
         ("dram=1G,source-allow=10.0.0.0/99", "source-allow wants a host, an address, a network"),
+        ("dram=1G,eviction=oldest", "eviction: wanted one of tail-first-lru, lru"),
+        ("dram=1G,tenant-quota=5", "wanted TENANT=BYTES"),
+        ("connect=a:1,eviction=lru", "eviction: of a node store in this instance, which has none"),
+        ("mooncake-store=a:1,dram=1G,tenant-quota=a=1G", "tenant-quota: of a node store"),
+        ("dram=1G,ssd-min-free-bytes=0", "ssd-min-free-bytes: there is no SSD"),
         ("dram=1G,load=never", "load: wanted always or faster, got 'never'"),
         ("chunk=64", "names no store"),
         ("mooncake-store=host", "wanted HOST:PORT"),
