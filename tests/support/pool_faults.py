@@ -12,6 +12,8 @@ import time
 from support.pool_traffic import BATCH, PoolTraffic
 from support.store_process import CHUNK_BYTES, SECRET, START_S, StoreProcess
 
+from mooncake_hal.session.aio import MISSED_KEEPALIVES
+from mooncake_hal.session.strangers import LIMITS
 from mooncake_kv.store.store_client import StoreClient
 
 DRAM = 24 * CHUNK_BYTES
@@ -201,6 +203,37 @@ def user_killed(pool):
         child.communicate()
 
 
+def user_frozen(pool):
+    """a peer frozen in a write until it is taken for gone"""
+    program = (
+        "import sys; sys.path[:0] = ['tests']\n"
+        "from support.store_process import *\n"
+        f"rank = Rank(StoreAddress('127.0.0.1', {pool.store.port}, {SECRET.encode()!r}))\n"
+        "arena, handles = rank.client.arena, []\n"
+        "while not handles or not all(isinstance(h, WriteHandle) for h in handles):\n"
+        "    chunks = [chunk(1000 + n) for n in range(4)]\n"
+        "    handles = rank.client.reserve(chunks, lease_s=2.0).result(60)\n"
+        "rank.memory[:] = 170\n"
+        "peer, spans = rank.peer(arena), rank.spans(handles, arena)\n"
+        "def write():\n"
+        "    while True: peer.write(spans, timeout=5).wait()\n"
+        "for _ in range(4): threading.Thread(target=write).start()\n"
+        "print('writes', flush=True)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(START_S, child.kill)
+    watchdog.start()
+    assert child.stdout.readline() == "writes\n"
+    watchdog.cancel()
+    child.send_signal(signal.SIGSTOP)
+    time.sleep((MISSED_KEEPALIVES + 1) * LIMITS.keepalive_s + QUARANTINE_S)
+    assert pool.traffic.await_hits()
+    child.send_signal(signal.SIGCONT)
+    time.sleep(3)
+    child.kill()
+    child.communicate()
+
+
 def two_stores(pool):
     """a second store on the same directory"""
     for _ in range(2):
@@ -220,5 +253,6 @@ FAULTS = {
     "disk-full": full,
     "read-only": read_only,
     "peer-gone": user_killed,
+    "peer-frozen": user_frozen,
     "two-stores": two_stores,
 }
