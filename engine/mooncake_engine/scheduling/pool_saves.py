@@ -15,6 +15,9 @@ from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
 from mooncake_kv.store.chunk_keys import completes_chunks
 from mooncake_kv.store.chunk_store import CopyTerms
 
+COPIED_AT_ONCE = 4
+"""Chunks of a copy that others find at the same moment: those behind them are still copied."""
+
 
 @dataclass(frozen=True, slots=True)
 class HandedOut:
@@ -102,7 +105,8 @@ class PoolSaves:
         handed_out: HandedOut,
         terms: CopyTerms,
     ) -> None:
-        """Chunks have been loaded from another store: the own one may keep a copy.
+        """Chunks have been loaded from another store: the own one may keep a copy. Others find the
+        first ones while the last ones are copied.
 
         Args:
             request: that they were loaded for.
@@ -111,12 +115,15 @@ class PoolSaves:
             handed_out: the sequence's blocks, when the load began.
             terms: on which the store decides.
         """
-        num_blocks = len(keys) * self._pool.chunk_tokens // self._blocks.block_size
-        block_ids = tuple(handed_out.block_ids[:num_blocks])
-        save_id = f"copy#{next(self._ids)}"
-        tokens, salt = self._published_tokens(request, first, len(keys)), request.spec.cache_salt
-        save = SaveRequest(save_id, keys, first, block_ids, salt, copy=terms, token_ids=tokens)
-        self._begin(save, handed_out)
+        salt = request.spec.cache_salt
+        blocks_per_chunk = self._pool.chunk_tokens // self._blocks.block_size
+        for start in range(first, len(keys), COPIED_AT_ONCE):
+            stop = min(start + COPIED_AT_ONCE, len(keys))
+            block_ids = tuple(handed_out.block_ids[: stop * blocks_per_chunk])
+            tokens = self._published_tokens(request, start, stop)
+            ids = f"copy#{next(self._ids)}", keys[:stop], start, block_ids, salt
+            if not self._begin(SaveRequest(*ids, copy=terms, token_ids=tokens), handed_out):
+                return
 
     def _published_tokens(self, request: Request, first: int, stop: int) -> Sequence[int]:
         """Of these chunks; none where nobody is told of them."""

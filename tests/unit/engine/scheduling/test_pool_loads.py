@@ -365,6 +365,22 @@ def test_what_the_pool_refuses_is_offered_again_with_the_next_chunk():
     assert len(bench.pool.stored) == len(taken[-1].keys)
 
 
+def test_copies_are_found_one_after_the_other():
+    """What another store had is kept here in parts: the first are sources while the last come."""
+    bench = PoolBench(num_blocks=64, block_size=4)
+    filled(bench, prompt_of(11 * CHUNK + 1))
+    far = ChunkSource(1, Tier.DRAM)
+    bench.pool.find = lambda keys: [HOME] + [far] * (len(keys) - 1)
+    bench.add("again", prompt_of(11 * CHUNK + 1), max_tokens=1)
+    bench.step()
+    bench.end(the_load(bench))
+    copies = [save for save in bench.pool.saves.values() if save.copy is not None]
+    assert [(save.first_chunk, len(save.keys)) for save in copies] == [(1, 5), (5, 9), (9, 11)]
+    assert all(len(save.block_ids) * 4 == len(save.keys) * CHUNK for save in copies)
+    bench.save_all()
+    bench.run()
+
+
 def test_nobody_is_preempted_while_a_step_has_run_on_a_load():
     bench = PoolBench(num_blocks=14, block_size=4)
     prompt = prompt_of(26)
