@@ -13,8 +13,9 @@ import msgspec
 _KEY_MASK = (1 << 64) - 1
 MEDIUM_GPU = "GPU"
 """The device's memory, whatever device it is: the field's word."""
-MEDIUM_CPU, MEDIUM_DISK = "CPU", "DISK"
-"""Of node stores: host memory and SSDs, as vLLM and SGLang call them."""
+MEDIUM_CPU, MEDIUM_STORAGE = "CPU", "STORAGE"
+"""Of node stores: host memory and SSDs, as vLLM calls them (0.30 to 0.33). SGLang, and releases of
+ours before, say DISK of the latter."""
 
 
 class _Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True, frozen=True):

@@ -11,7 +11,7 @@ import numpy as np
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.kv_events import (
     MEDIUM_CPU,
-    MEDIUM_DISK,
+    MEDIUM_STORAGE,
     BlockRemoved,
     BlockStored,
     KVEvent,
@@ -21,7 +21,7 @@ from mooncake_kv.store.chunk_store import Chunk, Tier
 
 logger = logging.getLogger(__name__)
 
-_MEDIUMS = {Tier.DRAM: MEDIUM_CPU, Tier.SSD: MEDIUM_DISK}
+_MEDIUMS = {Tier.DRAM: MEDIUM_CPU, Tier.SSD: MEDIUM_STORAGE}
 
 
 class StoreEventLog:

@@ -57,8 +57,10 @@ def test_defaults_may_be_left_out_and_unknown_types_are_counted() -> None:
     assert (found.data_parallel_rank, found.num_skipped) == (None, 1)
 
 
-def test_an_unknown_medium_is_a_slow_one() -> None:
-    event = {"type": "BlockRemoved", "block_hashes": [1], "medium": "TAPE"}
+@pytest.mark.parametrize("medium", ["STORAGE", "DISK", "TAPE"])
+def test_a_medium_that_is_no_memory_is_a_slow_one(medium: str) -> None:
+    """vLLM's word, SGLang's and that of our older stores, and one that nobody knows."""
+    event = {"type": "BlockRemoved", "block_hashes": [1], "medium": medium}
     assert decode_batch(PACK([1, [event]])).events == (BlocksRemoved((1,), Tier.DISK),)
 
 

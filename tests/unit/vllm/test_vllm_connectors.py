@@ -369,7 +369,7 @@ def test_a_connector_and_the_pools_publish_under_names_of_their_own(
 
 def test_a_stores_events_are_vllms(connectors: ModuleType) -> None:
     stored = BlockStored([7, 8], 6, [1, 2], 1, None, "CPU", None, [["team-a"], None], "ab")
-    side = SimpleNamespace(take_events=lambda: [stored, BlockRemoved([7], "DISK")])
+    side = SimpleNamespace(take_events=lambda: [stored, BlockRemoved([7], "STORAGE")])
     found = connector(connectors, scheduler=side).take_events()
     assert [type(event) for event in found] == [
         connectors.VllmBlockStored,
@@ -385,7 +385,7 @@ def test_a_stores_events_are_vllms(connectors: ModuleType) -> None:
         "lora_name": None,
         "extra_keys": [("team-a",), None],
     }
-    assert vars(found[1]) == {"block_hashes": [7], "medium": "DISK"}
+    assert vars(found[1]) == {"block_hashes": [7], "medium": "STORAGE"}
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_one_event_tells_of_a_run_and_names_its_salt() -> None:
     assert run.block_hashes == [event_key(chunk.key) for chunk in chunks[:2]]
     assert (run.medium, run.extra_keys, len(run.token_ids)) == ("CPU", [["team-a"], None], 128)
     assert (run.namespace, alone.extra_keys) == (NAMESPACE.hex(), None)
-    assert removed == BlockRemoved([event_key(chunks[0].key)], "DISK")
+    assert removed == BlockRemoved([event_key(chunks[0].key)], "STORAGE")
 
 
 def test_a_publisher_that_has_died_costs_the_store_nothing(caplog) -> None:
@@ -165,7 +165,7 @@ def test_a_publisher_that_has_died_costs_the_store_nothing(caplog) -> None:
     ]
 
 
-MEDIUMS = {Tier.DRAM: "CPU", Tier.SSD: "DISK"}
+MEDIUMS = {Tier.DRAM: "CPU", Tier.SSD: "STORAGE"}
 
 
 @given(st.lists(st.tuples(st.sampled_from(Tier), st.integers(0, 5), st.booleans(), st.booleans())))
@@ -204,7 +204,7 @@ def test_what_a_store_still_has_is_told_again() -> None:
     buffer.tell_again()
     told = [(event.medium, event.block_hashes) for event in buffer.take(NAMESPACE)]
     memory, ssd = ([event_key(chunk.key) for chunk in each] for each in (chunks[:2], chunks[3:]))
-    assert told == [("CPU", memory), ("DISK", ssd)]
+    assert told == [("CPU", memory), ("STORAGE", ssd)]
     assert buffer.take(NAMESPACE) == []
     buffer.removed(Tier.DRAM, [chunks[0].key])
     assert [type(event) for event in buffer.take(NAMESPACE)] == [BlockRemoved]
