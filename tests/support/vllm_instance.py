@@ -113,6 +113,7 @@ class FakeVllm:
                     told[name].add(rank)
             self.told.failed |= results.failed
             assert results.failed <= results.received
+        self.scheduler.take_events()
 
     def step_until(self, told: dict[str, set[int]], request_id: str) -> None:
         """Step until every rank has named a request."""
@@ -184,7 +185,11 @@ class FakeVllm:
 
 @contextmanager
 def running(
-    name: str, folder: Path, caches: list[Caches], config: KVTransferConfig
+    name: str,
+    folder: Path,
+    caches: list[Caches],
+    config: KVTransferConfig,
+    step_timeout_s: float = 300.0,
 ) -> Iterator[FakeVllm]:
     """An instance with a rank for each of those caches."""
     paths = [folder / f"{name}-{rank}" for rank in range(len(caches))]
@@ -193,7 +198,14 @@ def running(
     try:
         for rank, (path, cache) in enumerate(zip(paths, caches, strict=True)):
             workers.append(WorkerSide(config, rank, path, cache.view, HOST, wait=StepWait(1)))
-        instance = Instance(f"{name}-epoch", MODEL, len(caches), sends=True, loads=True)
+        instance = Instance(
+            f"{name}-epoch",
+            MODEL,
+            len(caches),
+            sends=True,
+            loads=True,
+            step_timeout_s=step_timeout_s,
+        )
         scheduler = SchedulerSide(config, instance, paths)
         yield FakeVllm(scheduler, workers, caches)
     finally:

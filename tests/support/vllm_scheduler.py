@@ -47,6 +47,7 @@ from mooncake_hal.kv.geometry import AttentionKind, KVGroup
 from mooncake_vllm.vllm_connectors import HalConnector, HalPoolConnector
 from mooncake_vllm.vllm_instance import worker_sockets
 from mooncake_vllm.vllm_memory import ModelKV
+from mooncake_vllm.vllm_scheduler_side import SchedulerSide
 from mooncake_vllm.vllm_worker_side import WorkerSide
 
 MODEL = Path(__file__).parent.parent.parent / "examples" / "tiny-llama"
@@ -136,6 +137,7 @@ def engine_config(
     config = args.create_engine_config()
     config.cache_config.block_size = BLOCK_SIZE
     config.parallel_config.ubatch_size = num_ubatches
+    config.scheduler_config.async_scheduling = is_async  # which vLLM turns off on a CPU
     return config
 
 
@@ -497,6 +499,9 @@ def settle(instances: Sequence[VllmInstance], timeout_s: float) -> None:
         for each in instances:
             each.step()
         time.sleep(PAUSE_S)
+    sides = [half._scheduler for each in instances for half in children(each.scheduler.connector)]
+    for side in sides:  # vLLM's hooks tell of each step's begin and end
+        assert not isinstance(side, SchedulerSide) or side._steps._num_open == 0
 
 
 logging.getLogger("vllm").setLevel(logging.WARNING)

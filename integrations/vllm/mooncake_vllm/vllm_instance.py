@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import platform
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ def describe_instance(vllm_config: Any) -> Instance:
         parallel.pipeline_parallel_size * parallel.tensor_parallel_size,
         sends=transfer.is_kv_producer,
         loads=transfer.is_kv_consumer,
+        step_timeout_s=float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "300")),
     )
 
 

@@ -7,7 +7,8 @@ and goes straight to the ranks, who tell vLLM with their next step: vLLM takes i
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 OF_VENDOR = "the vendor's"
 """A rope order that is not known: KV of it goes between instances of one kind."""
+STALLED_SHARE = 0.5
+"""Of the time that vLLM waits for a step, after which peers keep nothing for this instance."""
 COMPLETE = {
     TransferMode.PULL: ("FINISHED_LENGTH_CAPPED",),
     TransferMode.PUSH: ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
@@ -85,6 +88,7 @@ class Instance:
         model: what tells it from others.
         num_ranks: of all pipeline stages.
         sends, loads: what its role allows.
+        step_timeout_s: how long vLLM waits for a step.
     """
 
     engine_id: str
@@ -92,6 +96,40 @@ class Instance:
     num_ranks: int
     sends: bool
     loads: bool
+    step_timeout_s: float = 300.0
+
+
+class StepWatch:
+    """Whether a step takes so long that peers need not hold KV for this instance. vLLM's loop
+    begins a step or some, waits for the first, and begins another one as long as it has requests,
+    also such as wait for KV; with none it is idle, however long. Its thread begins and ends steps,
+    any asks.
+
+    Args:
+        limit_s: how long that is.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s, self._clock = limit_s, clock
+        self._num_open = 0
+        self._changed_at = clock()
+
+    def begin(self) -> None:
+        """A step is scheduled."""
+        self._changed_at = (
+            self._clock()
+        )  # first: who asks now must not take the step for an old one
+        self._num_open += 1
+
+    def end(self) -> None:
+        """The oldest one's results are here."""
+        self._changed_at = self._clock()
+        self._num_open = max(0, self._num_open - 1)
+
+    def has_stalled(self) -> bool:
+        """Whether vLLM has waited for results for too long. Any thread."""
+        return self._num_open > 0 and self._clock() - self._changed_at > self._limit_s
 
 
 class SchedulerHooks(Protocol):
@@ -139,6 +177,7 @@ class SchedulerSide:
         self._held: set[str] = set()  # finished, and their blocks are kept
         self._started: list[str] = []
         self._death: BaseException | None = None
+        self._steps = StepWatch(STALLED_SHARE * instance.step_timeout_s)
         self.num_refused = 0
         self._ranks = Ranks(paths, self._on_death)
         try:
@@ -167,6 +206,7 @@ class SchedulerSide:
             ),
             send=self._ranks.send,
             post=self._on_event,
+            has_stalled=self._steps.has_stalled,
         )
 
     # ------------------------------------------------------------- vLLM's hooks
@@ -215,6 +255,7 @@ class SchedulerSide:
     def take_started(self) -> tuple[str, ...]:
         """The loads that were started since the last call, for the next step's metadata."""
         self.check_alive()
+        self._steps.begin()
         started, self._started = tuple(self._started), []
         return started
 
@@ -319,7 +360,8 @@ class SchedulerSide:
         """vLLM's own cache changes nothing here."""
 
     def take_events(self) -> Sequence[KVEvent]:
-        """None: it stores nothing."""
+        """None: it stores nothing. vLLM asks when it has a step's results."""
+        self._steps.end()
         return ()
 
     def stats(self) -> dict[str, float]:

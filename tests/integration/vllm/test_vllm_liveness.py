@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,17 @@ def stack() -> Iterator[ExitStack]:
 
 
 def start(
-    stack: ExitStack, folder: Path, config: KVTransferConfig = CONFIG
+    stack: ExitStack,
+    folder: Path,
+    config: KVTransferConfig = CONFIG,
+    step_timeout_s: float = 300.0,
 ) -> tuple[FakeVllm, FakeVllm]:
     """P and D."""
     prefill, decode = (
         stack.enter_context(
-            running(name, folder, filled_ranks(MODEL, "LBHNC", 1, seed=seed), config)
+            running(
+                name, folder, filled_ranks(MODEL, "LBHNC", 1, seed=seed), config, step_timeout_s
+            )
         )
         for seed, name in enumerate("pd")
     )
@@ -75,3 +81,14 @@ def test_an_order_that_fails_ends_the_engine(
         decode.admit(request, D_BLOCKS)
     with pytest.raises(ConnectorDied, match=r"rank 0: RuntimeError.*new thread"):
         decode.step_until(decode.told.received, "d")
+
+
+def test_a_worker_that_hangs_keeps_nothing_of_its_peer(stack: ExitStack, tmp_path: Path) -> None:
+    """D's connector lives and has a request that waits for P's KV; its step does not return."""
+    leases = replace(CONFIG, lease_s=1.0)
+    prefill, decode = start(stack, tmp_path, leases, step_timeout_s=1.0)
+    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    decode.scheduler.on_new_request(Asked("d", PROMPT, params))
+    decode.scheduler.take_started()
+    prefill.step_until(prefill.told.sent, "p")
+    assert prefill.scheduler.stats()["leases_expired"] == 1

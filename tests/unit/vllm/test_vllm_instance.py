@@ -152,6 +152,13 @@ def test_every_boot_is_an_epoch_of_its_own() -> None:
     assert (first.num_ranks, first.sends, first.loads) == (2, True, False)
 
 
+def test_a_step_has_the_time_that_vllm_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", raising=False)
+    assert describe_instance(config()).step_timeout_s == 300.0
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "7200")
+    assert describe_instance(config()).step_timeout_s == 7200.0
+
+
 def test_a_model_is_told_as_the_engine_tells_it() -> None:
     assert fingerprint(model()) == model_fingerprint(EXAMPLE, "float32")
     settings = fingerprint(model(quantization="fp8")).settings

@@ -1,0 +1,78 @@
+"""A step whose results don't come is told from an instance that has nothing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mooncake_vllm.vllm_scheduler_side import StepWatch
+
+LIMIT_S = 150.0
+
+
+class Clock:
+    """Seconds, set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def watch(clock: Clock) -> StepWatch:
+    return StepWatch(LIMIT_S, clock)
+
+
+def test_a_step_that_does_not_return_stalls_after_the_limit_until_it_does(
+    watch: StepWatch, clock: Clock
+) -> None:
+    watch.begin()
+    clock.now += LIMIT_S
+    assert not watch.has_stalled()
+    clock.now += 1.0
+    assert watch.has_stalled()
+    watch.end()
+    assert not watch.has_stalled()
+
+
+def test_without_requests_no_step_begins_and_nothing_stalls(watch: StepWatch, clock: Clock) -> None:
+    clock.now += 10 * LIMIT_S
+    assert not watch.has_stalled()
+    watch.begin()
+    watch.end()
+    clock.now += 10 * LIMIT_S
+    assert not watch.has_stalled()
+    watch.begin()
+    assert not watch.has_stalled(), "it is new"
+
+
+@pytest.mark.parametrize("heard", [StepWatch.begin, StepWatch.end], ids=["begins", "ends"])
+def test_steps_that_go_on_are_none_that_hangs(
+    watch: StepWatch, clock: Clock, heard: Callable[[StepWatch], None]
+) -> None:
+    """vLLM has several under way, and waits for the first."""
+    for _ in range(3):
+        watch.begin()
+    for _ in range(2):
+        clock.now += LIMIT_S - 1.0
+        heard(watch)
+        assert not watch.has_stalled()
+    clock.now += LIMIT_S + 1.0
+    assert watch.has_stalled()
+
+
+def test_results_of_a_step_that_nobody_saw_begin_hide_no_later_one(
+    watch: StepWatch, clock: Clock
+) -> None:
+    watch.end()
+    watch.begin()
+    clock.now += LIMIT_S + 1.0
+    assert watch.has_stalled()
