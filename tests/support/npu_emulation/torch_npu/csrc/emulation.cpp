@@ -59,6 +59,7 @@ TORCH_LIBRARY(npu_emulation, m) {
       emulation::default_generator(i).set_current_seed(seed);
     }
   });
+  m.def("watch_waits(bool are_watched) -> str[]", &emulation::watch_waits);
   m.def("as_cpu(Tensor tensor) -> Tensor", [](const at::Tensor& t) { return emulation::as_cpu(t); });
   m.def("to_npu(Tensor tensor, int index) -> Tensor", [](const at::Tensor& t, int64_t index) {
     return emulation::to_npu(t, c10::Device(emulation::NPU, static_cast<c10::DeviceIndex>(index)));

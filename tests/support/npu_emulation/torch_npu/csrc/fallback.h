@@ -8,7 +8,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "aliases.h"
+#include "waits.h"
 
 namespace emulation {
 
@@ -68,6 +68,7 @@ class Call {
     TORCH_CHECK(!(device_ && other_) || may_mix(name_),
                 "Expected all tensors to be on the same device, but found at least two devices, ",
                 *device_, " and ", *other_, "! (in ", name_, ")");
+    if (device_ && other_) note_wait(c10::str(name_, " takes indices from the host"));
   }
 
   void see(const Tensor& tensor) {

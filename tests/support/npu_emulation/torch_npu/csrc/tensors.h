@@ -8,6 +8,7 @@
 #include <ATen/ops/view_native.h>
 
 #include "device.h"
+#include "waits.h"
 
 namespace emulation {
 
@@ -87,9 +88,10 @@ inline void require_reachable(const Tensor& tensor) {
   TORCH_CHECK(tensor.device().type() == NPU || tensor.device().is_cpu(),
               "an npu copies to and from the host and npus, not ", tensor.device());
 }
-inline Tensor& copy_(Tensor& self, const Tensor& source, bool) {
+inline Tensor& copy_(Tensor& self, const Tensor& source, bool is_async) {
   require_reachable(self);
   require_reachable(source);
+  note_copy(self, source, is_async);
   as_cpu(self).copy_(as_cpu(source));
   return self;
 }
@@ -101,6 +103,9 @@ inline Tensor copy_from_and_resize(const Tensor& self, const Tensor& target) {
   if (target.sizes() != self.sizes()) target.resize_(self.sizes());
   return copy_from(self, target, false);
 }
-inline at::Scalar local_scalar(const Tensor& self) { return as_cpu(self).item(); }
+inline at::Scalar local_scalar(const Tensor& self) {
+  note_wait("a number is read");
+  return as_cpu(self).item();
+}
 
 }  // namespace emulation
