@@ -238,6 +238,8 @@ def quantised(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 _ALIGNMENT = 256
 """Of each array, as an allocation of its own would have: kernels are compiled for whole words."""
 _TORCH_TYPES = {
+    np.dtype(np.bool_): torch.bool,
+    np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
@@ -252,10 +254,15 @@ def to_device(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tens
     Args:
         device: of the tensors.
         arrays: contiguous.
+
+    Raises:
+        TypeError: as of ``copy_at_once``, on every device alike.
     """
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    return copy_at_once(device, arrays, is_pinned=True)
+    if device.type != "cpu":
+        return copy_at_once(device, arrays, is_pinned=True)
+    for array in arrays:
+        _torch_type(array)
+    return [torch.from_numpy(array) for array in arrays]
 
 
 def index_tensor(device: torch.device, indexes: Sequence[int]) -> Tensor:
@@ -277,7 +284,11 @@ def copy_at_once(
         device: of the tensors.
         arrays: contiguous.
         is_pinned: whether the buffer is page-locked; else the host waits for the copy.
+
+    Raises:
+        TypeError: an array is of a type that is not brought to devices; the message says which are.
     """
+    types = [_torch_type(array) for array in arrays]
     rooms = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
     *starts, total = accumulate(rooms, initial=0)
     buffer = torch.empty(total, dtype=torch.uint8, pin_memory=is_pinned)
@@ -286,9 +297,20 @@ def copy_at_once(
         content[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
     whole = buffer.to(device, non_blocking=is_pinned)
     return [
-        whole[start : start + array.nbytes].view(_TORCH_TYPES[array.dtype]).view(array.shape)
-        for start, array in zip(starts, arrays, strict=True)
+        whole[start : start + array.nbytes].view(torch_type).view(array.shape)
+        for start, torch_type, array in zip(starts, types, arrays, strict=True)
     ]
+
+
+def _torch_type(array: NDArray[Any]) -> torch.dtype:
+    found = _TORCH_TYPES.get(array.dtype)
+    if found is None:
+        known = ", ".join(str(each) for each in _TORCH_TYPES)
+        raise TypeError(
+            f"arrays that go to a device are of {known}; this one, of shape {array.shape}, is of "
+            f"{array.dtype}: convert it first"
+        )
+    return found
 
 
 @torch.inference_mode()

@@ -6,12 +6,14 @@ So a step need not wait for the host to learn which tokens the one before it has
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_hal.backend_parts import index_tensor
+from mooncake_hal.backend_parts import to_device
 
 _FIRST_ROWS = 8
 
@@ -39,9 +41,12 @@ class TokenCountTable:
         if not self._free:
             self._grow()
         row = self._free.pop()
-        in_output = self._histogram(output)
-        self.output[row] = in_output
-        self.is_seen[row] = (self._histogram(prompt) + in_output) > 0
+        tokens = [np.array(each, dtype=np.int64) for each in (prompt, output)]
+        in_prompt, in_output = to_device(self.output.device, tokens)
+        occurrences = torch.ones_like(in_output, dtype=self.output.dtype)
+        self.output[row].zero_().index_add_(0, in_output, occurrences)
+        is_seen = self.is_seen[row].zero_()
+        is_seen.index_fill_(0, in_prompt, True).index_fill_(0, in_output, True)
         return TokenCounts(self, row)
 
     def free(self, counts: TokenCounts) -> None:
@@ -64,11 +69,6 @@ class TokenCountTable:
         alone.output = self.output[row : row + 1].clone()
         alone.is_seen = self.is_seen[row : row + 1].clone()
         return TokenCounts(alone, 0)
-
-    def _histogram(self, tokens: Sequence[int]) -> Tensor:
-        ids = torch.tensor(tokens, dtype=torch.int64)
-        counts = torch.bincount(ids, minlength=self.output.shape[1]).float()
-        return counts.to(self.output.device)
 
     def _grow(self) -> None:
         first = len(self.output)
@@ -107,38 +107,63 @@ class TokenCounts:
         return later
 
 
-def penalise(
-    logits: Tensor, counts: Sequence[TokenCounts], params: Sequence[SamplingParams]
-) -> Tensor:
-    """Repetition (Keskar et al. 2019: divide positive, multiply negative logits), then OpenAI's.
+class PenalisedRow(NamedTuple):
+    """A row of a batch whose request has penalties.
 
     Args:
-        logits: [n, vocab] float32, n > 0.
-        counts, params: of each row.
-
-    Returns:
-        [n, vocab] float32.
+        row: which.
+        counts, params: of its request.
     """
-    output, is_seen = _gather(counts, logits.device)
-    repetition = column(logits, [each.repetition_penalty for each in params])
-    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
-    penalised = torch.where(is_seen, scaled, logits)
-    penalised -= column(logits, [each.frequency_penalty for each in params]) * output
-    penalised -= column(logits, [each.presence_penalty for each in params]) * (output > 0)
-    return penalised
+
+    row: int
+    counts: TokenCounts
+    params: SamplingParams
 
 
-def column(like: Tensor, values: Sequence[float]) -> Tensor:
-    """[values, 1], of the type and on the device of a tensor; the device is not waited for."""
-    made = torch.tensor(values, dtype=like.dtype).unsqueeze(1)
-    return made.to(like.device, non_blocking=True)  # what new_tensor does waits for the device
+class Penalties:
+    """The penalties of a batch. What they are goes to the device once, and is applied each time
+    that tokens are chosen.
 
+    Repetition (Keskar et al. 2019: divide positive, multiply negative logits), then OpenAI's.
 
-def _gather(counts: Sequence[TokenCounts], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Output counts and whether tokens are seen: [counts, vocab] each."""
-    table = counts[0].table
-    if all(each.table is table for each in counts):  # as all are but those behind draft tokens
-        rows = index_tensor(device, [each.row for each in counts])
-        return table.output[rows], table.is_seen[rows]
-    output = torch.stack([each.table.output[each.row] for each in counts])
-    return output, torch.stack([each.table.is_seen[each.row] for each in counts])
+    Args:
+        rows: those that have some, at least one.
+        device: of the logits.
+    """
+
+    def __init__(self, rows: Sequence[PenalisedRow], device: torch.device) -> None:
+        self._counts = [each.counts for each in rows]
+        params = [each.params for each in rows]
+        self._rows, self._count_rows, *factors = to_device(
+            device,
+            [
+                np.array([each.row for each in rows], dtype=np.int64),
+                np.array([each.row for each in self._counts], dtype=np.int64),
+                np.array([[each.repetition_penalty] for each in params], dtype=np.float32),
+                np.array([[each.frequency_penalty] for each in params], dtype=np.float32),
+                np.array([[each.presence_penalty] for each in params], dtype=np.float32),
+            ],
+        )
+        self._repetition, self._frequency, self._presence = factors  # [rows, 1] each
+
+    def apply(self, logits: Tensor) -> None:
+        """Change the rows in place.
+
+        Args:
+            logits: [batch, vocab] float32.
+        """
+        output, is_seen = self._gather()
+        rows = logits[self._rows]
+        scaled = torch.where(rows > 0, rows / self._repetition, rows * self._repetition)
+        penalised = torch.where(is_seen, scaled, rows)
+        penalised -= self._frequency * output
+        penalised -= self._presence * (output > 0)
+        logits[self._rows] = penalised
+
+    def _gather(self) -> tuple[Tensor, Tensor]:
+        """Output counts and whether tokens are seen: [rows, vocab] each."""
+        counts, table = self._counts, self._counts[0].table
+        if all(each.table is table for each in counts):  # as all are but those behind draft tokens
+            return table.output[self._count_rows], table.is_seen[self._count_rows]
+        output = torch.stack([each.table.output[each.row] for each in counts])
+        return output, torch.stack([each.table.is_seen[each.row] for each in counts])

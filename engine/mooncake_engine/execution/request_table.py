@@ -81,6 +81,11 @@ class SamplingState(Protocol):
     """What the sampler looks at of a request."""
 
     @property
+    def row(self) -> int:
+        """Its own among the requests that run, also some draft tokens later."""
+        ...
+
+    @property
     def sampling(self) -> SamplingParams:
         """How its tokens are chosen."""
         ...

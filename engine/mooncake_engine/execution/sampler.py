@@ -1,6 +1,6 @@
 """Choosing tokens from logits, for a whole batch at once.
 
-Order: logit bias, penalties, end masking, grammars, temperature, then the filters. Every filter
+Order: what ``LogitsProcessor`` changes, temperature, then the filters. Every filter
 (min-p, top-k, top-p) is a threshold on the logit, so ties at the edge stay in together and the
 support does not depend on how a device sorts equal values. The token is found by inverting the
 cumulative distribution in token order, at one uniform number of (seed, output position).
@@ -16,35 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mooncake_engine.execution.logits_processor import LogitsProcessor
 from mooncake_engine.execution.logprobs import LogprobTensors
-from mooncake_engine.execution.penalties import column, penalise
 from mooncake_engine.execution.request_table import CachedRequest, SamplingState
-from mooncake_engine.execution.sampling_metadata import DeviceSampling, RandomStream, uniform
+from mooncake_engine.execution.sampling_metadata import (
+    DeviceSampling,
+    RandomStream,
+    column,
+    uniform,
+)
 from mooncake_engine.execution.speculation.rejection_sampling import DrawnTokens, rejection_weights
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import SampledToken
 from mooncake_hal.backend import SamplingOps
-from mooncake_hal.backend_parts import index_tensor, to_device
-
-
-def mask_logits(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    """Mask, in place, what the rows' grammars do not allow.
-
-    Args:
-        logits: [rows, vocab] float32.
-        states: the request of each row.
-    """
-    rows, masks = [], []
-    for row, state in enumerate(states):
-        allowed = None if state.grammar is None else state.grammar.allowed()
-        if allowed is not None:
-            rows.append(row)
-            masks.append(np.frombuffer(allowed, np.uint8))
-    if not rows:
-        return
-    bits = np.unpackbits(np.stack(masks), axis=1, count=logits.shape[1], bitorder="little")
-    at, forbidden = to_device(logits.device, (np.array(rows), bits == 0))
-    logits[at] = logits[at].masked_fill_(forbidden, -math.inf)
+from mooncake_hal.backend_parts import index_tensor
 
 
 def grammar_failures(states: Sequence[CachedRequest]) -> dict[str, str]:
@@ -118,13 +103,13 @@ class Sampler:
 
     Args:
         eos_token_ids: masked, with a request's stop ids, before ``min_tokens``.
-        ops: the device's own sampling, for batches that ask for nothing else; None for torch's.
+        ops: the device's own sampling, for batches without drawn drafts; None for torch's.
     """
 
     def __init__(self, eos_token_ids: tuple[int, ...], ops: SamplingOps | None = None) -> None:
         self._eos_token_ids = eos_token_ids
         self._on_device = None if ops is None else DeviceSampling(ops)
-        self._info = _BatchInfo(())
+        self._info: _BatchInfo | None = None
 
     def sample(
         self,
@@ -149,14 +134,16 @@ class Sampler:
     ) -> ChosenTokens:
         """What ``sample`` returns, still on the device.
 
-        Waits for the device in one case: torch's top-p looks whether it has sorted enough tokens.
+        Waits for the device in one case, whatever the requests ask for: torch's top-p looks whether
+        it has sorted enough tokens.
 
         Args:
             logits, states, drawn: see ``sample``.
         """
-        modified, described = self._modified(states), self._info_of(states).described_rows
-        raw = logits.clone() if modified and described else logits
-        self._modify(logits, modified, states)
+        info = self._info_of(logits, states)
+        described = info.described_rows
+        raw = logits.clone() if described and info.processor.has_effect() else logits
+        info.processor.apply(logits)
         token_ids = self._draw(logits, states, drawn)
         if not described:
             return ChosenTokens(token_ids)
@@ -171,8 +158,8 @@ class Sampler:
         states: Sequence[SamplingState],
         drawn: DrawnTokens | None,
     ) -> Tensor:
-        """A token per row of what ``_modify`` has left: [rows] int64."""
-        if not self._info_of(states).random_rows:
+        """A token per row of the changed logits: [rows] int64."""
+        if not self._info_of(logits, states).random_rows:
             return _argmax(logits)
         if self._on_device is None or drawn is not None:
             return _choose(logits, states, drawn)
@@ -191,8 +178,9 @@ class Sampler:
             logits: [rows, vocab] float32; overwritten.
             states: the request of each row.
         """
-        self._modify(logits, self._modified(states), states)
-        rows = self._info_of(states).random_rows
+        info = self._info_of(logits, states)
+        info.processor.apply(logits)
+        rows = info.random_rows
         token_ids = _argmax(logits)
         if not rows:
             return DraftedTokens(token_ids, {})
@@ -206,39 +194,11 @@ class Sampler:
         pairs = zip(rows, weights, is_tested, strict=True)
         return DraftedTokens(token_ids, {row: known for row, known, tested in pairs if tested})
 
-    def _modified(self, states: Sequence[SamplingState]) -> list[int]:
-        return [
-            row
-            for row in self._info_of(states).modifiable_rows
-            if _changes_logits(states[row]) or _is_end_masked(states[row])
-        ]
-
-    def _info_of(self, states: Sequence[SamplingState]) -> _BatchInfo:
+    def _info_of(self, logits: Tensor, states: Sequence[SamplingState]) -> _BatchInfo:
         """Of a batch; mostly the requests of the step before."""
-        if self._info.states != states:
-            self._info = _BatchInfo(states)
+        if self._info is None or self._info.states != states:
+            self._info = _BatchInfo(states, self._eos_token_ids, logits.device)
         return self._info
-
-    def _modify(self, logits: Tensor, rows: list[int], states: Sequence[SamplingState]) -> None:
-        """Apply bias, penalties, end masking and grammars to some rows, in place."""
-        if not rows:
-            return
-        for row in rows:
-            if bias := states[row].sampling.logit_bias:
-                ids, values = zip(*bias, strict=True)
-                logits[row, list(ids)] += logits.new_tensor(values)
-        penalised = [row for row in rows if states[row].counts is not None]
-        if penalised:
-            counts = [counts for row in penalised if (counts := states[row].counts) is not None]
-            params = [states[row].sampling for row in penalised]
-            at = index_tensor(logits.device, penalised)
-            logits[at] = penalise(logits[at], counts, params)
-        for row in rows:
-            if _is_end_masked(states[row]):
-                sampling = states[row].sampling
-                eos = () if sampling.ignore_eos else self._eos_token_ids
-                logits[row, [*eos, *sampling.stop_token_ids]] = -math.inf
-        mask_logits(logits, states)
 
 
 class _BatchInfo:
@@ -246,35 +206,23 @@ class _BatchInfo:
 
     Args:
         states: of the rows.
+        eos_token_ids, device: see ``LogitsProcessor``.
 
     Attributes:
         random_rows: whose tokens are drawn.
         described_rows: that ask for log probabilities.
-        modifiable_rows: whose logits may have to be changed first.
+        processor: changes their logits.
     """
 
-    def __init__(self, states: Sequence[SamplingState]) -> None:
+    def __init__(
+        self, states: Sequence[SamplingState], eos_token_ids: tuple[int, ...], device: torch.device
+    ) -> None:
         self.states = states
         self.random_rows = [row for row, s in enumerate(states) if not s.sampling.is_greedy]
         self.described_rows = [
             row for row, state in enumerate(states) if state.sampling.logprobs is not None
         ]
-        self.modifiable_rows = [
-            row
-            for row, state in enumerate(states)
-            if state.sampling.min_tokens or _changes_logits(state)
-        ]
-
-
-def _changes_logits(state: SamplingState) -> bool:
-    """Whether a request changes its logits before each choice."""
-    has_state = state.counts is not None or state.grammar is not None
-    return has_state or bool(state.sampling.logit_bias)
-
-
-def _is_end_masked(state: SamplingState) -> bool:
-    min_tokens = state.sampling.min_tokens
-    return min_tokens > 0 and state.num_output_tokens < min_tokens
+        self.processor = LogitsProcessor(states, eos_token_ids, device)
 
 
 def _is_tested(state: SamplingState) -> bool:
@@ -324,7 +272,7 @@ def _weights(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
     params = [state.sampling for state in states]
     # the largest logit becomes 0: min-p is then a constant, and exp can't overflow
     logits -= logits.amax(dim=-1, keepdim=True)
-    logits /= column(logits, [max(p.temperature, 1e-5) for p in params])
+    logits /= column(logits.device, [max(p.temperature, 1e-5) for p in params])
     if any(_has_filter(p, logits.shape[1]) for p in params):
         logits.masked_fill_(logits < _thresholds(logits, params), -math.inf)
     return logits.exp_()
@@ -342,7 +290,7 @@ def _pick(weights: Tensor, numbers: Sequence[float]) -> Tensor:
     # float64: a float32 sum over a large vocabulary is off by more than rare tokens weigh
     cumulative = weights.double().cumsum_(dim=-1)
     total = cumulative[:, -1:]  # NaN if the row's largest logit was not finite
-    targets = column(cumulative, numbers) * total
+    targets = column(cumulative.device, numbers, np.float64) * total
     token_ids = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
     return token_ids.masked_fill_(~(total.squeeze(1) > 0), NO_TOKEN)
 
@@ -355,7 +303,7 @@ def _thresholds(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The smallest logit that each row keeps: [rows, 1]. Row maxima are 0."""
     vocab_size = logits.shape[1]
     min_p = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
-    threshold = column(logits, min_p)
+    threshold = column(logits.device, min_p)
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
     has_top_p = any(p.top_p < 1.0 for p in params)
     limited = [k for k in top_k if k < vocab_size]
@@ -363,11 +311,11 @@ def _thresholds(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         return threshold
     num_sorted = min(vocab_size, max([_CANDIDATES if has_top_p else 1, *limited]))
     ordered = _largest(logits, num_sorted)
-    limits = torch.tensor(top_k).unsqueeze(1).to(logits.device, non_blocking=True)
+    limits = index_tensor(logits.device, top_k).unsqueeze(1)
     threshold = threshold.maximum(_kth(ordered, limits, vocab_size))
     if not has_top_p:
         return threshold
-    top_p = column(logits, [p.top_p for p in params]).double()
+    top_p = column(logits.device, [p.top_p for p in params]).double()
     return _nucleus(logits, ordered, (threshold, limits), top_p)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mooncake_engine.execution.request_table import SamplingState
+from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend import Backend, SamplingMetadata, SamplingOps
 from mooncake_hal.backend_parts import to_device
 
@@ -79,9 +80,16 @@ def sampling_ops(backend: Backend) -> SamplingOps | None:
     return cast(SamplingOps, backend.ops) if backend.capabilities.sampling else None
 
 
+def column(
+    device: torch.device, values: Sequence[float], dtype: type[np.floating[Any]] = np.float32
+) -> Tensor:
+    """[values, 1] on a device, which is not waited for."""
+    return to_device(device, [np.array(values, dtype=dtype)])[0].unsqueeze(1)
+
+
 class DeviceSampling:
-    """Samples with a device's own ops. What the requests of a batch ask for stays on the device as
-    long as the batch is the same, and only its random numbers are copied each step.
+    """Samples with a device's own ops. What a request asks for goes to the device once; as long as
+    a batch is the same, only its random numbers are copied each step.
 
     Args:
         ops: of the device that holds the logits.
@@ -90,6 +98,7 @@ class DeviceSampling:
     def __init__(self, ops: SamplingOps) -> None:
         self._ops = ops
         self._batch: list[SamplingState] = []
+        self._table = SamplingParameterTable()
         self._parameters: list[Tensor] = []
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
@@ -109,15 +118,63 @@ class DeviceSampling:
         if self._batch == states:  # the very same objects, in this order
             [on_device] = to_device(device, [numbers])
         else:
-            on_device, *self._parameters = to_device(device, [numbers, *_parameters(states)])
+            rows = np.array([state.row for state in states], dtype=np.int64)
+            arrays = [numbers, rows, *self._table.take_changes(states)]
+            on_device, of_batch, *changes = to_device(device, arrays)
+            self._parameters = self._table.gather(of_batch, changes)
             self._batch = list(states)
         temperatures, top_ks, top_ps, min_ps = self._parameters
         return SamplingMetadata(temperatures, top_ks, top_ps, min_ps, on_device)
 
 
-def _parameters(states: Sequence[SamplingState]) -> list[NDArray[np.generic]]:
-    """Temperatures, top-k, top-p and min-p of a batch."""
-    params = [state.sampling for state in states]
+class SamplingParameterTable:
+    """Temperature, top-k, top-p and min-p of all requests of a worker, by their rows, on the
+    device: it is told those of each request once, and a batch's are gathered there."""
+
+    def __init__(self) -> None:
+        self._known: list[SamplingParams | None] = []  # by row: whose parameters the device has
+        self._columns: list[Tensor] = []  # [rows] each
+
+    def take_changes(self, states: Sequence[SamplingState]) -> list[NDArray[np.generic]]:
+        """Rows of which the device has other parameters than these requests', and theirs; told
+        once, to be handed to ``gather``. Empty if there are none."""
+        missing = max(state.row for state in states) + 1 - len(self._known)
+        self._known += [None] * missing
+        known, changed = self._known, []
+        for state in states:
+            if known[state.row] is not state.sampling:
+                known[state.row] = state.sampling
+                changed.append((state.row, state.sampling))
+        if not changed:
+            return []
+        rows, params = zip(*changed, strict=True)
+        return [np.array(rows, dtype=np.int64), *_parameters(params)]
+
+    def gather(self, rows: Tensor, changes: Sequence[Tensor]) -> list[Tensor]:
+        """Temperatures, top-k, top-p and min-p of some rows: [rows] each.
+
+        Args:
+            rows: [rows] int64, on the device.
+            changes: what ``take_changes`` has told, on the device.
+        """
+        if changes:
+            changed, *values = changes
+            self._grow(values)
+            for on_device, new in zip(self._columns, values, strict=True):
+                on_device.index_copy_(0, changed, new)
+        return [each.index_select(0, rows) for each in self._columns]
+
+    def _grow(self, values: Sequence[Tensor]) -> None:
+        """To as many rows as are known; columns of the values' types, where they lie."""
+        columns = self._columns or [each[:0] for each in values]
+        missing = len(self._known) - len(columns[0])
+        if missing > 0:
+            more = max(missing, len(columns[0]))
+            self._columns = [torch.cat((each, each.new_zeros(more))) for each in columns]
+
+
+def _parameters(params: Sequence[SamplingParams]) -> list[NDArray[np.generic]]:
+    """Temperatures, top-k, top-p and min-p."""
     return [
         np.array([each.temperature for each in params], dtype=np.float32),
         np.array([min(max(0, each.top_k), _MAX_INT32) for each in params], dtype=np.int32),

@@ -7,11 +7,13 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mooncake_engine.kv_cache.kv_pool import KVPool
 from mooncake_hal.backend import CopyStream, Fence, Ops
+from mooncake_hal.backend_parts import index_tensor, to_device
 from mooncake_hal.latents import NativeLatentOps
 
 if TYPE_CHECKING:
@@ -66,12 +68,13 @@ class BlockCopier:
         touched = plan.touched_blocks() if self._under_way or plan.has_host_copies else set()
         self._wait_for(touched)
         if plan.received_blocks:
-            self._convert_rows(torch.tensor(plan.received_blocks).to(self._device))
+            self._convert_rows(index_tensor(self._device, plan.received_blocks))
         self._start(self._swap_out, plan.swap_outs, 0, touched)
         self._start(self._swap_in, plan.swap_ins, 1, touched)
         self._wait_for(touched)
         if plan.block_copies:
-            source, target = (ids.to(self._device) for ids in self._ids(plan.block_copies))
+            pairs = np.array(plan.block_copies, dtype=np.int64)
+            source, target = to_device(self._device, [pairs[:, 0].copy(), pairs[:, 1].copy()])
             for plane in self._planes:
                 self._ops.copy_blocks(plane, source, target)
         if plan.drains_copies:

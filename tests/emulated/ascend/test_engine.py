@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.changed_logits import check_changed_logits
 from support.npu import FEW, ON_NPU, OVER_HCCS, clear_cases, cpu, write_family
 from support.pd import ask, ask_pair, instance, make_config, pair, start, write_model
 from support.push import WAYS
@@ -65,6 +66,10 @@ def test_kv_takes_what_a_profiling_run_leaves() -> None:
             assert (await ask(on_npu, case.prompt, FEW)).tokens == case.tokens
 
     asyncio.run(main())
+
+
+def test_logits_are_changed_while_steps_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_changed_logits(TINY_LLAMA, monkeypatch, ON_NPU, tolerance=0.2)
 
 
 def test_blocks_are_copied_and_swapped_through_pinned_memory() -> None:

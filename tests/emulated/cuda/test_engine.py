@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.changed_logits import check_changed_logits
 from support.cuda_emulation import emulated_backend, load_ipc, load_staged
 from support.fp8_checkpoints import WHOLE_BLOCKS, write_fp8
 from support.pd import (
@@ -73,6 +74,13 @@ async def check_same(
         assert (await send(both, prompt_of(length), sampling)).tokens == expected.tokens
     assert both.decode.stat("loads") == 2
     assert both.decode.stat("load_failures") == 0
+
+
+def test_logits_are_changed_while_steps_run_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model")
+    check_changed_logits(model, monkeypatch, {"backend": "cuda"}, tolerance=1e-3)
 
 
 @FAMILIES

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from support.changed_logits import check_changed_logits
 from support.npu import FEW, ON_NPU, OVER_HCCS, clear_cases, cpu
 from support.pd import ask, instance
 from support.push import WAYS
@@ -21,6 +22,10 @@ def test_the_npu_says_what_the_cpu_says() -> None:
                 assert (await ask(on_npu, case.prompt, FEW)).tokens == case.tokens
 
     asyncio.run(main())
+
+
+def test_logits_are_changed_while_steps_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_changed_logits(TINY_LLAMA, monkeypatch, ON_NPU, tolerance=0.2)
 
 
 @pytest.mark.parametrize("how", WAYS)

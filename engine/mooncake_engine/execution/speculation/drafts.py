@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class DraftState:
     """What the sampler looks at of a request, some draft tokens later."""
 
+    row: int
     sampling: SamplingParams
     seed: int
     num_output_tokens: int
@@ -99,7 +100,8 @@ def advance(state: SamplingState, token_id: int) -> DraftState | None:
         if grammar is None:
             return None
     counts = None if state.counts is None else state.counts.after(token_id)
-    return DraftState(state.sampling, state.seed, state.num_output_tokens + 1, counts, grammar)
+    position = state.num_output_tokens + 1
+    return DraftState(state.row, state.sampling, state.seed, position, counts, grammar)
 
 
 def _depends_on_place(state: SamplingState) -> bool:

@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from mooncake_engine.execution.sampling_metadata import column
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,8 +50,7 @@ def rejection_weights(weights: Tensor, drawn: DrawnTokens, numbers: Sequence[flo
     """
     target = weights / weights.sum(dim=-1, keepdim=True)
     proposed, ids = drawn.distributions, drawn.token_ids.clamp(min=0).unsqueeze(1)
-    bars = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
-    bars = bars.to(weights.device, non_blocking=True)
+    bars = column(weights.device, numbers, np.float64)
     is_kept = bars * proposed.gather(1, ids) < target.gather(1, ids)
     rest = (target - proposed).clamp_(min=0.0)
     # equal distributions leave nothing but rounding errors, or not even those

@@ -1,12 +1,16 @@
-"""A step's arrays come to the device in one copy, and its sampling parameters once per batch."""
+"""A step's arrays come to the device in one copy, and a request's sampling parameters once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mooncake_engine.execution import sampling_metadata
@@ -18,6 +22,7 @@ from mooncake_hal.backend import SamplingMetadata
 from mooncake_hal.backend_parts import copy_at_once, to_device
 
 CPU = torch.device("cpu")
+Array = NDArray[Any]
 ARRAYS = (
     np.arange(5, dtype=np.int32),
     np.arange(12, dtype=np.int32).reshape(3, 4),
@@ -25,7 +30,10 @@ ARRAYS = (
     np.array([0.5, 1e-3, 7.0], dtype=np.float32),
     np.array([1e-300], dtype=np.float64),
     np.zeros(0, dtype=np.int64),
+    np.array([[True, False, True]]),
+    np.array([[7, 255], [0, 1], [2, 3]], dtype=np.uint8),
 )
+"""Of every type that anybody brings to a device."""
 
 
 def test_arrays_behind_each_other_are_what_they_were() -> None:
@@ -44,8 +52,20 @@ def test_each_begins_where_an_allocation_of_its_own_could() -> None:
         assert tensor.storage_offset() * tensor.element_size() % 256 == 0
 
 
+@pytest.mark.parametrize("bring", [to_device, partial(copy_at_once, is_pinned=False)])
+def test_other_types_are_refused_on_every_device(
+    bring: Callable[[torch.device, list[Array]], list[Tensor]],
+) -> None:
+    """On the host too, where torch alone would take them: a test on a CPU sees it."""
+    wrong = np.zeros((2, 3), dtype=np.int16)
+    message = r"are of bool, uint8, int32, .*this one, of shape \(2, 3\), is of int16: convert it"
+    with pytest.raises(TypeError, match=message):
+        bring(CPU, [ARRAYS[0], wrong])
+
+
 @dataclass(eq=False)
 class State:
+    row: int
     seed: int
     sampling: SamplingParams
     num_output_tokens: int = 0
@@ -64,26 +84,43 @@ class Recording:
         return logits.argmax(dim=-1)
 
 
-def test_parameters_are_copied_once_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[int] = []
+@dataclass
+class Counting:
+    """Stands in for ``to_device``, and keeps the lengths of the arrays of each call."""
 
-    def counting(device: torch.device, arrays: list[np.ndarray]) -> list[Tensor]:
-        copied.append(len(arrays))
+    lengths: list[list[int]] = field(default_factory=list)
+
+    def __call__(self, device: torch.device, arrays: list[Array]) -> list[Tensor]:
+        self.lengths.append([len(array) for array in arrays])
         return to_device(device, arrays)
 
-    monkeypatch.setattr(sampling_metadata, "to_device", counting)
-    ops = Recording()
+
+def test_parameters_are_copied_once_per_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rows are taken again, and where a batch is another one for each step."""
+    copied, ops = Counting(), Recording()
+    monkeypatch.setattr(sampling_metadata, "to_device", copied)
     sampling = DeviceSampling(ops)
-    logits = torch.zeros(2, 8)
-    hot = State(3, SamplingParams(temperature=0.5, top_k=20, top_p=0.9, min_p=0.1))
-    greedy = State(-4, SamplingParams(temperature=0.0))
+    hot = State(1, 3, SamplingParams(temperature=0.5, top_k=20, top_p=0.9, min_p=0.1))
+    greedy = State(0, -4, SamplingParams(temperature=0.0))
     for step in range(3):
         hot.num_output_tokens = greedy.num_output_tokens = step
-        sampling.sample(logits, [hot, greedy])
-    sampling.sample(logits, [greedy, hot])
-    assert copied == [5, 1, 1, 5]
+        sampling.sample(torch.zeros(2, 8), [hot, greedy])
+    sampling.sample(torch.zeros(2, 8), [greedy, hot])
+    warm = State(0, 5, SamplingParams(temperature=0.75, top_k=-1))  # in the row of one that left
+    late = State(40, 6, SamplingParams(temperature=0.25, top_p=0.5))
+    batch = [warm, hot, late]
+    sampling.sample(torch.zeros(3, 8), batch)
+    sampling.sample(torch.zeros(3, 8), batch)
+    sampling.sample(torch.zeros(2, 8), batch[1:])
+    # random numbers and rows, then what is new: rows and four parameters
+    assert copied.lengths == [[2, 2, *[2] * 5], [2], [2], [2, 2], [3, 3, *[2] * 5], [3], [2, 2]]
     for step, metadata in enumerate(ops.given[:3]):
         assert metadata.temperatures.tolist() == [0.5, 0.0]
         assert metadata.top_ks.tolist() == [20, 0]
         assert metadata.uniforms.tolist() == [uniform(3, step), uniform(-4, step)]
     assert ops.given[3].temperatures.tolist() == [0.0, 0.5]
+    for metadata, first in ((ops.given[4], 0), (ops.given[5], 0), (ops.given[6], 1)):
+        assert metadata.temperatures.tolist() == [0.75, 0.5, 0.25][first:]
+        assert metadata.top_ks.tolist() == [0, 20, 0][first:]
+        assert metadata.top_ps.tolist() == pytest.approx([1.0, 0.9, 0.5][first:])
+        assert metadata.min_ps.tolist() == pytest.approx([0.0, 0.1, 0.0][first:])

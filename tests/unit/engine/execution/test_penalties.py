@@ -6,7 +6,12 @@ import random
 
 import torch
 
-from mooncake_engine.execution.penalties import TokenCounts, TokenCountTable, penalise
+from mooncake_engine.execution.penalties import (
+    PenalisedRow,
+    Penalties,
+    TokenCounts,
+    TokenCountTable,
+)
 from mooncake_engine.execution.request_table import RequestTable
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest
@@ -56,12 +61,13 @@ def test_a_copy_one_token_later_is_its_own() -> None:
     later.add(5)
     assert occurrences(counts) == expected([1, 2], [2])
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
-    apart = penalise(logits, [counts, later], [PENALTIES, PENALTIES])
-    alone = [
-        penalise(row[None], [c], [PENALTIES])
-        for row, c in zip(logits, (counts, later), strict=True)
-    ]
-    assert torch.equal(apart, torch.cat(alone))
+    together, alone = logits.clone(), logits.clone()
+    rows = [PenalisedRow(0, counts, PENALTIES), PenalisedRow(1, later, PENALTIES)]
+    Penalties(rows, CPU).apply(together)
+    for row in rows:
+        Penalties([row], CPU).apply(alone)
+    assert torch.equal(together, alone)
+    assert not torch.equal(together, logits)
 
 
 def test_sampled_tokens_are_counted_where_they_are() -> None:

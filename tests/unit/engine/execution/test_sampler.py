@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -24,6 +25,7 @@ VOCAB = 50
 EOS = 3
 CPU = torch.device("cpu")
 Array = NDArray[np.float64]
+ROWS = itertools.count()
 
 
 def make_state(
@@ -36,7 +38,9 @@ def make_state(
 ) -> CachedRequest:
     table = RequestTable(4, 4, vocab_size, CPU)
     table.admit([NewRequest("r", prompt + output, len(prompt), params, seed, ())])
-    return table["r"]
+    state = table["r"]
+    state.row = next(ROWS)  # as in one table
+    return state
 
 
 def sample(logits: Tensor, states: list[CachedRequest]) -> list[SampledToken]:

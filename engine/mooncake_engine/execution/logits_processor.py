@@ -1,0 +1,136 @@
+"""What requests change in their logits before a token is chosen, for a whole batch at once.
+
+Order: logit bias, penalties, end masking, grammars. The host hands over small tables, and the
+device does what they say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mooncake_engine.execution.penalties import PenalisedRow, Penalties
+from mooncake_engine.execution.request_table import SamplingState
+from mooncake_hal.backend_parts import to_device
+
+_FORBIDDEN_OF_BYTE = (
+    (np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 0)
+    .view(np.int64)
+    .reshape(-1)
+)
+"""[256] int64: eight bools each, which of eight tokens a byte of allowed ones leaves out."""
+
+
+class LogitsProcessor:
+    """Changes the logits of a batch as its requests ask.
+
+    What they ask for goes to the device once, while the requests are the same; which ends are
+    masked, when that changes; what grammars allow, each time. The device is not waited for.
+
+    Args:
+        states: the request of each row.
+        eos_token_ids: masked, with a request's stop ids, before ``min_tokens``.
+        device: of the logits.
+    """
+
+    def __init__(
+        self, states: Sequence[SamplingState], eos_token_ids: tuple[int, ...], device: torch.device
+    ) -> None:
+        self._states = states
+        self._eos_token_ids = eos_token_ids
+        self._device = device
+        rows = list(enumerate(states))
+        self._bias = self._cells(
+            (row, token_id, value)
+            for row, state in rows
+            for token_id, value in state.sampling.logit_bias
+        )
+        penalised = [
+            PenalisedRow(row, state.counts, state.sampling)
+            for row, state in rows
+            if state.counts is not None
+        ]
+        self._penalties = Penalties(penalised, device) if penalised else None
+        self._growing = [row for row, state in rows if state.sampling.min_tokens > 0]
+        self._ends: tuple[Tensor, ...] = ()
+        self._ends_of: list[int] = []
+        self._grammars = [(row, s.grammar) for row, s in rows if s.grammar is not None]
+
+    def has_effect(self) -> bool:
+        """Whether any logits change before the next choice."""
+        is_lasting = self._bias or self._penalties is not None or self._grammars
+        return bool(is_lasting or self._end_masked())
+
+    def apply(self, logits: Tensor) -> None:
+        """Change logits in place.
+
+        Args:
+            logits: [rows, vocab] float32.
+        """
+        if self._bias:
+            rows, token_ids, values = self._bias
+            logits.index_put_((rows, token_ids), values, accumulate=True)
+        if self._penalties is not None:
+            self._penalties.apply(logits)
+        self._mask_ends(logits)
+        self._mask_forbidden(logits)
+
+    def _end_masked(self) -> list[int]:
+        """Rows that may not end yet."""
+        states = self._states
+        return [
+            row
+            for row in self._growing
+            if states[row].num_output_tokens < states[row].sampling.min_tokens
+        ]
+
+    def _mask_ends(self, logits: Tensor) -> None:
+        masked = self._end_masked()
+        if masked != self._ends_of:  # a request has become long enough
+            self._ends_of = masked
+            self._ends = self._cells(
+                (row, token_id, -math.inf) for row in masked for token_id in self._ends_for(row)
+            )
+        if self._ends:
+            rows, token_ids, values = self._ends
+            logits.index_put_((rows, token_ids), values)
+
+    def _ends_for(self, row: int) -> tuple[int, ...]:
+        sampling = self._states[row].sampling
+        eos_token_ids = () if sampling.ignore_eos else self._eos_token_ids
+        return (*eos_token_ids, *sampling.stop_token_ids)
+
+    def _mask_forbidden(self, logits: Tensor) -> None:
+        """Mask what grammars do not allow: one bit per token goes to the device."""
+        found = ((row, grammar.allowed()) for row, grammar in self._grammars)
+        allowed = {row: tokens for row, tokens in found if tokens is not None}
+        if not allowed:
+            return
+        vocab_size = logits.shape[1]
+        packed = np.zeros((len(allowed), -(-vocab_size // 8)), dtype=np.uint8)
+        for bits, tokens in zip(packed, allowed.values(), strict=True):
+            known = np.frombuffer(tokens, dtype=np.uint8)[: len(bits)]
+            bits[: len(known)] = known
+        arrays = (np.array(list(allowed), dtype=np.int64), packed, _FORBIDDEN_OF_BYTE)
+        rows, on_device, forbidden_of_byte = to_device(self._device, arrays)
+        eights = forbidden_of_byte.index_select(0, on_device.view(-1).int())
+        forbidden = eights.view(len(allowed), -1).view(torch.bool)[:, :vocab_size]
+        logits[rows] = logits[rows].masked_fill_(forbidden, -math.inf)
+
+    def _cells(self, cells: Iterable[tuple[int, int, float]]) -> tuple[Tensor, ...]:
+        """Rows and token ids, [n] int64, and values, [n] float32, on the device; empty if there are
+        none."""
+        found = list(cells)
+        if not found:
+            return ()
+        rows, token_ids, values = zip(*found, strict=True)
+        arrays = (
+            np.array(rows, dtype=np.int64),
+            np.array(token_ids, dtype=np.int64),
+            np.array(values, dtype=np.float32),
+        )
+        return tuple(to_device(self._device, arrays))

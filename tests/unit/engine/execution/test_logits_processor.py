@@ -1,0 +1,117 @@
+"""What requests change in their logits, against plain definitions, one cell at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from mooncake_engine.execution import logits_processor
+from mooncake_engine.execution.logits_processor import LogitsProcessor
+from mooncake_engine.execution.penalties import TokenCounts
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_hal.backend_parts import to_device
+
+CPU = torch.device("cpu")
+EOS = (2,)
+
+
+class Allowing:
+    """A grammar that allows these tokens, or can't tell any more."""
+
+    def __init__(self, token_ids: set[int] | None, num_bytes: int) -> None:
+        self._token_ids = token_ids
+        self._num_bytes = num_bytes
+
+    def allowed(self) -> bytes | None:
+        if self._token_ids is None:
+            return None
+        bits = sum(1 << token_id for token_id in self._token_ids)
+        return bits.to_bytes(self._num_bytes, "little")
+
+
+@dataclass(eq=False)
+class State:
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_output_tokens: int = 0
+    grammar: Any = None
+    counts: TokenCounts | None = None
+    row: int = 0
+    seed: int = 0
+
+
+def changed(states: list[State], vocab_size: int) -> torch.Tensor:
+    logits = torch.zeros(len(states), vocab_size)
+    LogitsProcessor(states, EOS, CPU).apply(logits)
+    return logits
+
+
+@pytest.mark.parametrize(("vocab_size", "num_bytes"), [(64, 8), (50, 7), (50, 8), (50, 5), (3, 1)])
+def test_a_grammars_row_keeps_what_it_allows(vocab_size: int, num_bytes: int) -> None:
+    """Whether the mask ends with the vocabulary, behind it or before it."""
+    odd = {id for id in range(8 * num_bytes) if id % 3 == 1}
+    states = [
+        State(),
+        State(grammar=Allowing(odd, num_bytes)),
+        State(grammar=Allowing(None, num_bytes)),
+        State(grammar=Allowing({0, 8 * num_bytes - 1}, num_bytes)),
+    ]
+    expected = torch.zeros(4, vocab_size)
+    for token_id in range(vocab_size):
+        expected[1, token_id] = 0.0 if token_id in odd else -math.inf
+        expected[3, token_id] = 0.0 if token_id in (0, 8 * num_bytes - 1) else -math.inf
+    assert torch.equal(changed(states, vocab_size), expected)
+
+
+def test_biases_and_masked_ends_reach_their_cells_alone() -> None:
+    biased = State(SamplingParams(logit_bias=((1, 2.5), (4, -1.0))))
+    both = State(SamplingParams(logit_bias=((2, 9.0),), min_tokens=1, stop_token_ids=(3,)))
+    endless = State(SamplingParams(min_tokens=4, ignore_eos=True))
+    expected = torch.zeros(4, 6)
+    expected[0, 1], expected[0, 4] = 2.5, -1.0
+    expected[2, 2] = expected[2, 3] = -math.inf
+    assert torch.equal(changed([biased, State(), both, endless], 6), expected)
+
+
+def test_what_stays_is_brought_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And masked ends again when a row's end is let."""
+    copies: list[int] = []
+
+    def counting(device: torch.device, arrays: Any) -> Any:
+        copies.append(len(arrays))
+        return to_device(device, arrays)
+
+    monkeypatch.setattr(logits_processor, "to_device", counting)
+    states = [
+        State(SamplingParams(logit_bias=((1, 2.5),))),
+        State(SamplingParams(min_tokens=2)),
+        State(SamplingParams(min_tokens=3)),
+    ]
+    processor = LogitsProcessor(states, EOS, CPU)
+    may_end, num_copies = [], []
+    for _ in range(4):
+        logits = torch.zeros(3, 6)
+        processor.apply(logits)
+        assert logits[0].tolist() == [0, 2.5, 0, 0, 0, 0]
+        may_end.append((logits[1:, 2] == 0).tolist())
+        num_copies.append(len(copies))
+        assert processor.has_effect()
+        for state in states:
+            state.num_output_tokens += 1
+    assert may_end == [[False, False], [False, False], [True, False], [True, True]]
+    assert num_copies == [2, 2, 3, 3]
+
+
+def test_a_batch_that_asks_for_nothing_is_let_alone() -> None:
+    growing = State(SamplingParams(min_tokens=1))
+    processor = LogitsProcessor([State(), growing], EOS, CPU)
+    assert processor.has_effect()
+    growing.num_output_tokens = 1
+    assert not processor.has_effect()
+    logits = torch.randn(2, 6)
+    before = logits.clone()
+    processor.apply(logits)
+    assert torch.equal(logits, before)
