@@ -381,6 +381,8 @@ class VllmInstance:
             kept = {
                 "orders": worker._loads._held,
                 "released": worker._loads._released,
+                "begun": worker._loads._begun,
+                "over": worker._loads._over,
                 "named": worker._reports._held,
                 "unnamed": worker._reports._early,
                 "not named": each._held,

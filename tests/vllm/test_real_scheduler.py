@@ -333,14 +333,18 @@ def test_blocks_stay_until_all_connectors_are_done_with_them(
     config = engine_config("kv_both", "HalPullConnector", "recompute", is_async=is_async, pool=POOL)
     with vllm_instance(config, NUM_BLOCKS, is_behind=is_behind) as prefill:
         prefill.submit("p", prompt, 1, {"do_remote_decode": True})
-        deadline = time.monotonic() + 1.0  # half a lease
-        while not prefill.figures()["pool_num_saved_chunks"] and time.monotonic() < deadline:
+        for _ in range(20):
+            if prefill.answers["p"].finish:
+                break
             prefill.step()
-            time.sleep(0.01)
-        for _ in range(10):  # in which vLLM hears of it
-            prefill.step()
-            time.sleep(0.01)
+            time.sleep(0.01)  # in which the store says that it has nothing
         assert prefill.answers["p"].finish == "length"
+        deadline = time.monotonic() + 1.0  # half a lease
+        while prefill.figures()["pool_saves_under_way"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(5):  # the first one was scheduled before, with two batches in flight
+            time.sleep(0.02)  # in which the report is on its way
+            prefill.step()
         assert prefill.figures()["pool_saves_under_way"] == 0
         assert prefill.figures()["leases_held"] == 1
         assert prefill.num_free == NUM_BLOCKS - 1 - -(-len(prompt) // BLOCK_SIZE)

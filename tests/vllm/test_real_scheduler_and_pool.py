@@ -209,9 +209,9 @@ def test_nothing_from_before_a_reset_is_loaded_or_saved_under_new_weights(
         saves = first.figures()["pool_num_saves"]
         pair.do("ask", 4, 0)
         pair.do("settle", 0, 0)
+        wait_for_saved(first, 2 * whole)
         assert first.figures()["pool_num_loaded_chunks"] == 0
         assert first.figures()["pool_num_saves"] == saves + 1
-        wait_for_saved(first, 2 * whole)
         pair.do("ask", 4, 1)
         pair.check()
         assert second.figures()["pool_num_loaded_chunks"] == (len(PROMPTS[4]) - 1) // CHUNK

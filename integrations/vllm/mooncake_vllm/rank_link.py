@@ -73,7 +73,7 @@ class ReportLoad(msgspec.Struct, frozen=True, tag=True):
 
     Args:
         request_id: vLLM's name for who waited for it.
-        load: the connector's name for it.
+        load: the connector's name for it; empty: it has none, and no step names it.
         is_failed: whether KV is missing.
     """
 

@@ -385,6 +385,7 @@ class SchedulerSide:
         if name is None:  # the peer has lost it since vLLM asked
             self._ranks.report(ReportLoad(request_id, "", is_failed=True))
             return
+        self._started.append(name)
         try:
             self._connector.start_load_kv(
                 name,
@@ -397,7 +398,6 @@ class SchedulerSide:
             self._prompts.end(name)
             self._ranks.report(ReportLoad(request_id, name, is_failed=True))
             raise
-        self._started.append(name)
 
     def _hold(self, tables: Sequence[Sequence[int]], num_tokens: int) -> bool:
         """Whether these still have all that a prompt's decode needs of it."""

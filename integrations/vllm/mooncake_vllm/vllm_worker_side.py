@@ -260,7 +260,9 @@ class HeldLoads:
         self._receive, self._load_of = receive, load_of
         self._lock = threading.Lock()
         self._held: dict[str, list[bytes]] = {}
-        self._released: set[str] = set()
+        self._released: set[str] = set()  # their step was here before an order
+        self._begun: set[str] = set()
+        self._over: set[str] = set()  # they ended before their step was here
 
     def take(self, order: bytes) -> None:
         """An order has come: any one. Any thread."""
@@ -274,6 +276,7 @@ class HeldLoads:
                     return
                 if about.begins:
                     self._released.discard(about.name)
+                    self._begun.add(about.name)
             self._receive(order)
 
     def release(self, names: Iterable[str]) -> None:
@@ -281,15 +284,21 @@ class HeldLoads:
         with self._lock:
             for name in names:
                 orders = self._held.pop(name, None)
-                if orders is None:
-                    self._released.add(name)
+                if name in self._over:
+                    self._over.discard(name)
+                else:
+                    (self._released if orders is None else self._begun).add(name)
                 for order in orders or ():
                     self._receive(order)
 
     def forget(self, name: str) -> None:
-        """That load ended before there was an order for it."""
+        """That load has ended, wherever its order and its step are."""
         with self._lock:
-            self._released.discard(name)
+            known = self._begun if name in self._begun else self._released
+            if name in known:
+                known.discard(name)
+            else:
+                self._over.add(name)
 
 
 class WorkerSide:
@@ -409,7 +418,8 @@ class WorkerSide:
         if isinstance(message, ToWorker):
             self._loads.take(message.payload)
         elif isinstance(message, ReportLoad):
-            self._loads.forget(message.load)
+            if message.load:
+                self._loads.forget(message.load)
             self._reports.add_load(message.request_id, message.is_failed)
         elif isinstance(message, WakeUp):
             self._reports.wake_up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from itertools import permutations
 
 import pytest
 
@@ -165,3 +166,25 @@ def test_a_load_whose_step_is_here_before_it_begins_at_once() -> None:
     assert taken == [b"load a", b"more a"]
     loads.take(b"load a")
     assert len(taken) == 2, "another one of that name waits for another step"
+
+
+@pytest.mark.parametrize("what_comes", [*permutations(["step", "order", "end"])])
+def test_nothing_is_kept_of_a_load_that_is_over(what_comes: tuple[str, ...]) -> None:
+    """Its end may be told before its step is here, and before or without its order."""
+    taken: list[bytes] = []
+    loads = HeldLoads(taken.append, load_of)
+    do = {
+        "step": lambda: loads.release(["a"]),
+        "order": lambda: loads.take(b"load a"),
+        "end": lambda: loads.forget("a"),
+    }
+    is_possible = what_comes.index("order") < what_comes.index("end")
+    for what in what_comes:
+        if is_possible or what != "order":  # none comes behind the end
+            do[what]()
+    assert taken == [b"load a"] * is_possible
+    taken.clear()
+    loads.take(b"load a")
+    assert taken == [], "another one of that name waits for another step"
+    loads.release(["a"])
+    assert taken == [b"load a"]
