@@ -11,10 +11,12 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mooncake_kv.errors import KVConfigError
-from mooncake_kv.store.chunk_store import Chunk
+
+if TYPE_CHECKING:
+    from mooncake_kv.store.chunk_store import Chunk  # brings numpy, and options name policies
 
 
 class EvictionPolicy(Protocol):
