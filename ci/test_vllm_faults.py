@@ -1,6 +1,6 @@
 """Kills and freezes of a real vLLM pair with our connector inside: nobody may say a wrong word.
 
-    python ci/test_vllm_faults.py [--flow pull,push] [--tp 2:1] [--only freeze,worker] [--short]
+    python ci/test_vllm_faults.py [--flow pull,push] [--tp 2:1] [--pool] [--only freeze,worker]
 
 P, D (vLLM's CPU build) and our proxy serve eight streams at a time, each with a prompt that no
 cache knows. In every phase - while P prefills, while KV goes over, while D decodes - every process
@@ -8,6 +8,10 @@ is killed, and every one is stopped for a while and continued: the API servers, 
 workers of P and D, and the proxy. Who was killed is started again under its old names. Then: every
 stream has ended; what it said is the answer of one vLLM, or the beginning of it and an error; the
 survivors are healthy, nobody holds a lease, and all blocks are free.
+
+With ``--pool`` both have the pool's connector, too, in vLLM's MultiConnector, and a store in a
+process of its own, which is killed and stopped like the others. What P has computed for every
+second prompt before is in that store, and D is asked for those directly.
 
 Then leases that have lapsed, with P's blocks written over, beside vLLM's own NIXL connector, which
 is only shown.
@@ -21,6 +25,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -35,7 +40,9 @@ from functools import partial
 from pathlib import Path
 
 from vllm_environment import CACHE, DidNotStart, Skip, exit_status, install_connector
+from vllm_multi_check import NOTHING_LEFT, POOL_LOADS, SAVING, multi_config
 from vllm_pairs import answers_alone
+from vllm_pool_check import CHUNK, hook_errors
 from vllm_requests import COMPLETIONS, completion, figure, post, tokens, until_zero
 from vllm_serving import (
     PROXY_LOG,
@@ -47,6 +54,7 @@ from vllm_serving import (
     nixl_variables,
     prepare,
     serving,
+    start,
     start_proxy,
     stop,
     title,
@@ -66,6 +74,7 @@ APART_S = 0.02
 """Between streams that are to be at different places of a transfer: a load takes about as long."""
 FALLBACKS = "mooncake_proxy_local_prefill_total"
 VICTIMS = ("P api", "P core", "P worker", "D api", "D core", "D worker", "proxy")
+STORE = "store"
 PHASES = ("prefill", "transfer", "decode")
 DEEDS = ("kill", "freeze")
 TITLES = {"core": "EngineCore", "worker": "Worker"}
@@ -76,6 +85,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--flow", default="pull,push", help="pull, push or both")
     parser.add_argument("--tp", default="1:1", help="tensor-parallel ranks of P and of D")
+    parser.add_argument("--pool", action="store_true", help="with a store, in MultiConnector")
     parser.add_argument("--only", default="", help="rows that have all of these words")
     parser.add_argument("--short", action="store_true", help="each row in one phase")
     parser.add_argument("--no-leases", action="store_true", help="without lapsed leases")
@@ -113,10 +123,19 @@ def faults_log(role: str) -> Path:
     return CACHE / f"vllm-faults-{role}.log"
 
 
+def victims(args: argparse.Namespace) -> list[str]:
+    """Whose turn it is; of several ranks the last one's, and the first one's, whom vLLM hears."""
+    several = [size != "1" for size in args.tp.split(":")]
+    first = [f"{name} first worker" for name, has in zip("PD", several, strict=True) if has]
+    return [*VICTIMS, *first, *([STORE] if args.pool else [])]
+
+
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     """Deed, victim and phase of each row."""
     words = [word for word in args.only.replace(",", " ").split() if word]
-    found = [(deed, victim, phase) for deed in DEEDS for victim in VICTIMS for phase in PHASES]
+    found = [
+        (deed, victim, phase) for deed in DEEDS for victim in victims(args) for phase in PHASES
+    ]
     if args.short:
         found = [row for number, row in enumerate(found) if number // 3 % 3 == number % 3]
     return (row for row in found if all(word in " ".join(row) for word in words))
@@ -127,24 +146,42 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
 
 @dataclass
 class Part:
-    """A vLLM instance or the proxy: can be started again under its old names."""
+    """A vLLM instance, the proxy or the store: can be started again under its old names."""
 
     name: str
     url: str
     log: Path
-    launch: Launch | None
-    pools: tuple[str, str, str] = ("", "", "")
+    begin: Callable[[], subprocess.Popen[bytes]]
     child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def port(self) -> int:
+        """Of its API."""
+        return int(self.url.rpartition(":")[2])
 
     def start(self) -> None:
         """Start it."""
-        port = int(self.url.rpartition(":")[2])
-        prefill, decode, flow = self.pools
-        self.child = (
-            self.launch.start()
-            if self.launch is not None
-            else start_proxy(prefill, decode, port, flow, "--health-interval", "1")
-        )
+        self.child = self.begin()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it can be used.
+
+        Raises:
+            DidNotStart: that takes too long, or it has ended.
+        """
+        assert self.child is not None
+        if self.name != STORE:
+            wait_until_healthy(self.url, self.log, timeout_s, [self.child])
+            return
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
+            except OSError:
+                time.sleep(0.2)
+            else:
+                return
+        raise DidNotStart(f"nobody listens on {self.url}, see {self.log}")
 
     def stop(self) -> None:
         """End whatever is left of it."""
@@ -152,18 +189,20 @@ class Part:
             stop(self.child)
 
     def process(self, what: str) -> int:
-        """The process id of its API server, EngineCore or last worker."""
+        """The process id of its API server, EngineCore, last worker or first worker."""
         assert self.child is not None
-        if what not in TITLES:
+        kind = TITLES.get(what.removeprefix("first "))
+        if kind is None:
             return self.child.pid
-        found = [pid for pid in family(self.child.pid) if TITLES[what] in title(pid)]
+        found = [pid for pid in family(self.child.pid) if kind in title(pid)]
         assert found, f"{self.name} has no {what}: {[title(p) for p in family(self.child.pid)]}"
-        return found[-1]
+        in_order = sorted(found, key=title)  # by rank, where there are several
+        return in_order[0 if what.startswith("first ") else -1]
 
 
 @dataclass
 class Pair:
-    """P, D and the proxy before them, and what was wrong so far."""
+    """P, D and the proxy before them, maybe a store, and what was wrong so far."""
 
     flow: str
     parts: dict[str, Part]
@@ -172,6 +211,11 @@ class Pair:
     salt: int = 0
     problems: list[str] = field(default_factory=list)
 
+    @property
+    def has_pool(self) -> bool:
+        """Whether P and D use a store."""
+        return STORE in self.parts
+
     def url(self, name: str) -> str:
         """Of P, D or the proxy."""
         return self.parts[name].url
@@ -179,23 +223,28 @@ class Pair:
 
 @contextmanager
 def running(
-    python: Path, flow: str, tp_sizes: str, wanted: dict[str, str], timeout_s: float
+    python: Path, flow: str, wanted: dict[str, str], args: argparse.Namespace
 ) -> Iterator[Pair]:
-    """All three, up."""
-    parts, (of_prefill, of_decode) = {}, map(int, tp_sizes.split(":"))
+    """All of them, up."""
+    parts: dict[str, Part] = {}
+    of_prefill, of_decode = map(int, args.tp.split(":"))
+    timeout_s = args.start_timeout
+    pool = start_pool(parts) if args.pool else None
     for name, role, core, tp_size in (
         ("P", "kv_producer", 0, of_prefill),
         ("D", "kv_consumer", 1, of_decode),
     ):
         log = faults_log(role)
         log.unlink(missing_ok=True)
-        transfer = transfer_config(
-            role,
-            flow,
-            ["shm", "tcp"],
-            lease_seconds=LEASE_S,
-            transfer_timeout_seconds=6,
-            push_timeout_seconds=30,
+        settings = {
+            "lease_seconds": LEASE_S,
+            "transfer_timeout_seconds": 6,
+            "push_timeout_seconds": 30,
+        }
+        transfer = (
+            transfer_config(role, flow, ["shm", "tcp"], **settings)
+            if pool is None
+            else multi_config((flow, "pool"), role, pool, **settings)
         )
         # The old names: a restarted instance has the engine id that it had before.
         transfer["engine_id"] = f"{name}-of-faults"
@@ -206,20 +255,32 @@ def running(
             log,
             ("--max-num-batched-tokens", "256", "--tensor-parallel-size", str(tp_size)),
         )
-        parts[name] = Part(name, launch.url, log, launch)
-    pools = parts["P"].url, parts["D"].url, flow
+        parts[name] = Part(name, launch.url, log, launch.start)
     PROXY_LOG.unlink(missing_ok=True)
-    parts["proxy"] = Part("proxy", f"http://127.0.0.1:{free_port()}", PROXY_LOG, None, pools)
+    port = free_port()
+    pools = parts["P"].url, parts["D"].url, port, flow, "--health-interval", "1"
+    proxy = Part("proxy", f"http://127.0.0.1:{port}", PROXY_LOG, partial(start_proxy, *pools))
+    parts["proxy"] = proxy
     with ExitStack() as stack:
         for part in parts.values():
             stack.callback(part.stop)
-        for name in ("P", "D", "proxy"):
+        for name in parts:
             parts[name].start()
             if name != "P":
                 for other in parts.values():
                     if other.child is not None:
-                        wait_until_healthy(other.url, other.log, timeout_s, [other.child])
+                        other.wait(timeout_s)
         yield Pair(flow, parts, wanted, timeout_s)
+
+
+def start_pool(parts: dict[str, Part]) -> str:
+    """Add a store; what the pool's connector is told."""
+    port, log = free_port(), faults_log(STORE)
+    log.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "mooncake_kv", "store", "--dram", "256MiB"]
+    begin = partial(start, [*command, "--port", str(port)], dict(os.environ), log)
+    parts[STORE] = Part(STORE, f"tcp://127.0.0.1:{port}", log, begin)
+    return f"connect=127.0.0.1:{port},chunk={CHUNK}"
 
 
 # ---------------------------------------------------------------- streams
@@ -283,8 +344,10 @@ def break_everything(
 ) -> list[str]:
     """All rows of one flow; returns what was wrong."""
     try:
-        with running(python, flow, args.tp, wanted, args.start_timeout) as pair:
+        with running(python, flow, wanted, args) as pair:
             one_row(pair, "nothing", "", "decode")
+            if pair.has_pool and not figure(pair.url("D"), POOL_LOADS):
+                pair.problems.append(f"{flow}: D loads nothing from the store")
             for deed, victim, phase in rows(args):
                 one_row(pair, deed, victim, phase)
     except DidNotStart as exc:
@@ -327,16 +390,19 @@ def send(
 ) -> list[Future[Stream]]:
     """Begin eight streams, and return when the phase has come."""
     started = threading.Event()
+    stored = keep_in_store(pair, asked)
     url = pair.url("proxy")
     if phase == "transfer" and pair.flow == "pull":
         # By hand: everything is prefilled and nothing fetched when D is asked.
-        params = threads.map(lambda body: hold(pair.url("P"), body), asked.values())
-        for body, found in zip(asked.values(), list(params), strict=True):
+        held = [body for prompt, body in asked.items() if prompt not in stored]
+        params = threads.map(lambda body: hold(pair.url("P"), body), held)
+        for body, found in zip(held, list(params), strict=True):
             body["kv_transfer_params"] = found
         url = pair.url("D")
     ended = []
     for prompt, body in asked.items():
-        ended.append(threads.submit(follow, url, body, streams[prompt], started))
+        asks = pair.url("D") if prompt in stored else url
+        ended.append(threads.submit(follow, asks, body, streams[prompt], started))
         if phase == "transfer":
             time.sleep(APART_S)
     if phase == "decode":
@@ -344,6 +410,17 @@ def send(
     elif phase == "prefill":
         time.sleep(0.05)
     return ended
+
+
+def keep_in_store(pair: Pair, asked: dict[str, Json]) -> set[str]:
+    """Have P compute and save every second prompt, if there is a store; which ones."""
+    if not pair.has_pool:
+        return set()
+    prompts = list(asked)[1::2]
+    for prompt in prompts:
+        post(pair.url("P"), COMPLETIONS, asked[prompt] | {"max_tokens": 1})
+    until_zero(pair.url("P"), SAVING)
+    return set(prompts)
 
 
 def hold(url: str, body: Json) -> Json:
@@ -373,7 +450,7 @@ def revive(pair: Pair, part: Part) -> None:
     """Start a killed part again, once what is left of it has gone."""
     part.stop()
     part.start()
-    wait_until_healthy(part.url, part.log, pair.timeout_s)
+    part.wait(pair.timeout_s)
 
 
 def judge(pair: Pair, name: str, streams: dict[str, Stream], hung: int) -> None:
@@ -394,16 +471,18 @@ def look_after(pair: Pair, name: str) -> None:
     """Everybody is healthy, nothing is held, and the next request is answered, by both."""
     for part in pair.parts.values():
         try:
-            wait_until_healthy(part.url, part.log, HEALTHY_S)
+            part.wait(HEALTHY_S)
         except Skip as exc:
             pair.problems.append(f"{name}: {exc}")
             return
     for who in ("P", "D"):
-        for gauge in ("vllm:kv_cache_usage_perc", "vllm:mooncake_hal_leases_held"):
+        for gauge in NOTHING_LEFT:
             if value := until_zero(pair.url(who), gauge):
                 pair.problems.append(f"{name}: {who} has {gauge} {value}")
         if errors := figure(pair.url(who), "vllm:mooncake_hal_hook_errors_total"):
             pair.problems.append(f"{name}: {errors:g} hooks of {who} have failed")
+        if pair.has_pool:
+            pair.problems += [f"{name}: {each}" for each in hook_errors(pair.url(who))]
     prompt, body = next(iter(bodies(pair).items()))
     text, is_split = until_split(pair.url("proxy"), body)
     if text != pair.wanted[prompt]:

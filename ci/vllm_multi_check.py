@@ -33,11 +33,8 @@ ORDERS = (
     ("push", "pool"),
     ("pool", "push"),
 )
-NOTHING_LEFT = (
-    "vllm:kv_cache_usage_perc",
-    "vllm:mooncake_hal_leases_held",
-    "vllm:mooncake_hal_pool_saves_under_way",
-)
+SAVING = "vllm:mooncake_hal_pool_saves_under_way"
+NOTHING_LEFT = ("vllm:kv_cache_usage_perc", "vllm:mooncake_hal_leases_held", SAVING)
 NO_ERRORS = (
     "vllm:mooncake_hal_hook_errors_total",
     "vllm:mooncake_hal_pool_hook_errors_total",
@@ -122,10 +119,13 @@ def computed(prefill: str, path: str, body: Json, *, for_decode: bool) -> Json:
     return {"kv_transfer_params": params} if for_decode and params else {}
 
 
-def multi_config(order: tuple[str, ...], role: str, pool: str) -> Json:
-    """``--kv-transfer-config`` of an instance."""
+def multi_config(order: tuple[str, ...], role: str, pool: str, **settings: object) -> Json:
+    """``--kv-transfer-config`` of an instance; the settings are of the child that hands over."""
+    both = {
+        flow: transfer_config(role, flow, ["shm", "tcp"], **settings) for flow in ("pull", "push")
+    }
     children: dict[str, Json] = {
-        **{flow: transfer_config(role, flow, ["shm", "tcp"]) for flow in ("pull", "push")},
+        **both,
         "pool": pool_config(pool),
         "example": {
             "kv_connector": "ExampleConnector",
