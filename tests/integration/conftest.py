@@ -5,6 +5,8 @@ from support.rank_forker import RankForker
 
 from mooncake_engine.execution import rank_launcher
 
+START_FORKER = rank_launcher.start_forker
+
 
 @pytest.fixture(scope="session")
 def rank_forker() -> Iterator[RankForker]:
@@ -20,3 +22,9 @@ def _forks_ranks(rank_forker: RankForker) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_launcher, "start_forker", rank_forker)
         yield
+
+
+@pytest.fixture
+def ranks_import_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are started as a user's, for tests that change what they import."""
+    monkeypatch.setattr(rank_launcher, "start_forker", START_FORKER)

@@ -200,6 +200,7 @@ def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(
     grammars.vocabulary_in.cache_clear()
 
 
+@pytest.mark.usefixtures("ranks_import_anew")
 def test_ranks_compile_a_new_grammar_beside_their_steps(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
