@@ -45,7 +45,7 @@ class Pair:
     path: Path
     obey: Callable[[object], None] = lambda order: None
     reasons: list[str] = field(default_factory=list)
-    is_told: threading.Event = field(default_factory=threading.Event)
+    has_heard: threading.Event = field(default_factory=threading.Event)
 
     def connect(self) -> Ranks:
         self.worker.send(INFO)
@@ -57,13 +57,13 @@ class Pair:
 
     def wait(self) -> str:
         """The only reason."""
-        assert self.is_told.wait(PATIENCE_S), "nobody was told"
+        assert self.has_heard.wait(PATIENCE_S), "nobody was told"
         [reason] = self.reasons
         return reason
 
     def _on_death(self, reason: str) -> None:
         self.reasons.append(reason)
-        self.is_told.set()
+        self.has_heard.set()
 
 
 @pytest.fixture
