@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from mooncake_hal.errors import HalError, TransferCancelled, TransferError
 from mooncake_hal.kv.geometry import KVShard
 from mooncake_hal.kv.transfer_plan import KVShardSpec
 from mooncake_hal.session.processes import this_process
 from mooncake_hal.transport import Transfer
-from mooncake_kv.connector_worker import LayerDone, RankContext
+from mooncake_kv.connector_worker import LayerDone, RankContext, lone_thread
 from mooncake_kv.errors import ConnectorDead
 from mooncake_kv.order_transfers import OrderTransfers
 from mooncake_kv.pool.device_staging import connect_memory
@@ -86,7 +87,7 @@ class PoolWorker:
         self._transports = connect_memory(context)
         self._stores: dict[str, _Store] = {}
         self._loads: dict[str, _RunningLoad] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._is_closed = False
         bind = context.bind_thread
         self._loading = ThreadPoolExecutor(
@@ -99,7 +100,7 @@ class PoolWorker:
             SAVE_THREADS, f"pool-save-{context.rank}", initializer=bind
         )
         self._progress = StepProgress(context.make_event)
-        self._ending = ThreadPoolExecutor(1, f"pool-end-{context.rank}")
+        self._ending = lone_thread(f"pool-end-{context.rank}")
         context.emit(encode(PoolRankReady(this_process())))
 
     def receive(self, message: bytes) -> None:
@@ -114,7 +115,8 @@ class PoolWorker:
                 if (load := self._loads.get(order.load_id)) is not None:
                     load.in_store(order.num_layers)
             elif isinstance(order, SaveRuns):
-                self._saving.submit(self._save, order, time.monotonic() + order.timeout_s)
+                moves = OrderTransfers(time.monotonic() + order.timeout_s)
+                self._submit(self._saving, order.save_id, moves, partial(self._write, order, moves))
             elif isinstance(order, CancelRuns):
                 if (load := self._loads.get(order.load_id)) is not None:
                     self._ending.submit(load.cancel)
@@ -183,11 +185,7 @@ class PoolWorker:
         if order.release_layers == 0:
             self._context.emit(encode(LayersLoaded(order.load_id)))
         threads = self._arriving if order.are_arriving else self._loading
-        threads.submit(self._load, load)
-
-    def _load(self, load: _RunningLoad) -> None:
-        """Top of a pool thread: the load is reported once, drained, whatever happens."""
-        self._report(load.order.load_id, lambda: self._read(load), load)
+        self._submit(threads, order.load_id, load, partial(self._read, load))
 
     def _read(self, load: _RunningLoad) -> None:
         """Read group after group of layers; while one is on its way, the next is begun, but not
@@ -216,8 +214,6 @@ class PoolWorker:
             load.drain()
             self._forget_broken(order.runs, exc)
             raise
-        finally:
-            load.end()
 
     def _finish(
         self, load: _RunningLoad, stop: int, transfers: list[Transfer], release_after: int
@@ -250,11 +246,6 @@ class PoolWorker:
         return self._store(runs[0].epoch).layout.layout.block_size
 
     # -- saving ---------------------------------------------------------------------------------
-
-    def _save(self, order: SaveRuns, deadline: float) -> None:
-        """Top of a saving thread."""
-        moves = OrderTransfers(deadline)
-        self._report(order.save_id, lambda: self._write(order, moves), moves)
 
     def _write(self, order: SaveRuns, moves: OrderTransfers) -> None:
         """Write one group of layers after the other, each once its step has computed it."""
@@ -329,7 +320,23 @@ class PoolWorker:
             for epoch in {run.epoch for run in runs}:
                 self._transports.forget(epoch)
 
+    def _submit(
+        self,
+        threads: ThreadPoolExecutor,
+        order_id: str,
+        moves: OrderTransfers,
+        work: Callable[[], None],
+    ) -> None:
+        """Have a thread do it. Where the host has none left, it is reported here."""
+        try:
+            threads.submit(self._report, order_id, work, moves)
+        except RuntimeError as exc:
+            self._report(order_id, partial(_fail, f"a thread can't be started: {exc}"), moves)
+
     def _report(self, order_id: str, work: Callable[[], None], moves: OrderTransfers) -> None:
+        """Top of a pool thread: an order is reported once, drained, whatever happens."""
+        if not moves.claim():
+            return
         started, error = time.monotonic(), None
         try:
             work()
@@ -341,6 +348,9 @@ class PoolWorker:
         except Exception as exc:
             logger.exception("moving the chunks of %s failed", order_id)
             error = f"it failed: {exc!r}"
+        finally:
+            if isinstance(moves, _RunningLoad):
+                moves.end()
         stalled_s = 0.0
         if isinstance(moves, _RunningLoad):
             stalled_s = moves.stalled_s
@@ -349,6 +359,10 @@ class PoolWorker:
         seconds = time.monotonic() - started
         ended = RunsEnded(order_id, error, moves.nbytes, seconds, stalled_s)
         self._context.emit(encode(ended))
+
+
+def _fail(reason: str) -> None:
+    raise TransferError(reason)
 
 
 def _shared_out(runs: Sequence[ChunkRun], shard: KVShard) -> Iterator[ChunkRun]:

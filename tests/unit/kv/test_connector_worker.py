@@ -20,6 +20,12 @@ from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_worker import ConnectorWorker, RankContext, RankMemory, RankTransports
 from mooncake_kv.errors import ConnectorDead, Fatal, KVConfigError
+from mooncake_kv.pool.pool_messages import (
+    LoadRuns,
+    SaveRuns,
+    decode_from_rank as decode_pool_message,
+)
+from mooncake_kv.pool.pool_worker import PoolWorker
 from mooncake_kv.pull_worker import PullWorker, _RunningLoad
 from mooncake_kv.push_worker import PushWorker
 from mooncake_kv.ranks import (
@@ -190,6 +196,27 @@ def test_what_ends_loads_and_peers_needs_no_thread_that_may_not_come(
     monkeypatch.undo()
     running.close()
     assert (forgotten, rank.failures) == (["p"], [])
+
+
+def test_moves_of_the_pool_that_get_no_thread_fail_and_hold_up_no_step(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = PoolWorker(rank.context)
+    rank.told.clear()
+    load = LoadRuns("load", "r", (), (), PATIENCE_S, release_layers=0)
+    with monkeypatch.context() as short_of_threads:
+        refuse_threads(short_of_threads)
+        running.receive(msgspec.msgpack.encode(load))
+        wait_for_layer = running.begin_step(1, ["r"], completes_chunks=False)
+        running.receive(msgspec.msgpack.encode(SaveRuns("save", (), (), PATIENCE_S)))
+    assert wait_for_layer is None and not running.has_loads
+    ended = [decode_pool_message(message) for message in rank.told[1:]]
+    assert [(each.order_id, each.error) for each in ended] == [
+        (name, "TransferError: a thread can't be started: can't start new thread")
+        for name in ("load", "save")
+    ]
+    running.close()
+    assert len(rank.told) == 3 and rank.failures == []
 
 
 def test_a_push_that_gets_no_thread_fails_alone(
