@@ -410,10 +410,10 @@ class PoolSchedulerSide:
         return None
 
     def _fail(self, dead: ConnectorDead) -> None:
-        self._death = dead
+        self._death = self._death or dead
 
     def _on_death(self, reason: str) -> None:
-        self._death = ConnectorDied(reason)
+        self._death = self._death or ConnectorDied(reason)
 
 
 class PoolRank:

@@ -483,7 +483,7 @@ class SchedulerSide:
     def _on_event(self, event: Event) -> None:
         """What the connector has to say. Its own thread."""
         if isinstance(event, ConnectorFailed):
-            self._death = event.cause
+            self._death = self._death or event.cause
         elif isinstance(event, LeaseEnded):
             if event.request_id in self._held:
                 self._held.discard(event.request_id)
@@ -495,8 +495,8 @@ class SchedulerSide:
                 self._ranks.report(ReportLoad(request_id, event.request_id, is_failed))
 
     def _on_death(self, reason: str) -> None:
-        """A worker's thread has died. Any thread."""
-        self._death = ConnectorDied(reason)
+        """A worker's thread has died; what died first says why. Any thread."""
+        self._death = self._death or ConnectorDied(reason)
 
 
 def rope_order(info: RankInfo) -> str:

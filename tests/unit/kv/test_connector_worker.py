@@ -209,14 +209,15 @@ def test_moves_of_the_pool_that_get_no_thread_fail_and_hold_up_no_step(
         running.receive(msgspec.msgpack.encode(load))
         wait_for_layer = running.begin_step(1, ["r"], completes_chunks=False)
         running.receive(msgspec.msgpack.encode(SaveRuns("save", (), (), PATIENCE_S)))
-    assert wait_for_layer is None and not running.has_loads
+    assert wait_for_layer is None
+    assert not running.has_loads
     ended = [decode_pool_message(message) for message in rank.told[1:]]
     assert [(each.order_id, each.error) for each in ended] == [
         (name, "TransferError: a thread can't be started: can't start new thread")
         for name in ("load", "save")
     ]
     running.close()
-    assert len(rank.told) == 3 and rank.failures == []
+    assert (len(rank.told), rank.failures) == (3, [])
 
 
 def test_a_push_that_gets_no_thread_fails_alone(
