@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
@@ -11,6 +12,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 from torch.nn.functional import scaled_dot_product_attention
 
 from mooncake_hal.errors import CapabilityError
@@ -34,6 +36,8 @@ _LONG_TOKENS = 1024
 _TOLERANCE, _RELATIVE_TOLERANCE = 2e-2, 2e-2
 """About two steps of bfloat16: above 4 one step is larger than the absolute tolerance."""
 _WARM_UPS, _RUNS = 2, 5
+_SHORTER_TOKENS = 33
+"""By so many tokens timed lengths differ, an odd number, as those of prompts do."""
 Attend = Callable[[AttentionCall], Tensor]
 
 
@@ -123,7 +127,28 @@ class LibraryChooser:
 
 
 def by_sdpa(call: AttentionCall) -> Tensor:
-    """Torch's attention (cuDNN's or FlashAttention's, as torch decides) over gathered KV."""
+    """Torch's attention over gathered KV: FlashAttention's, where it can be used."""
+    with _without_cudnn():
+        return _attend_each(call)
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Have torch take the next library in its order.
+
+    On sm_90 cuDNN is the first in newer versions. It makes a plan for each length and thread, some
+    0.4 s for a new one, in which the device waits. The setting is the process's: two calls and a
+    microsecond, where ``sdpa_kernel`` sets all of them, in 18.
+    """
+    was_enabled = cudnn_sdp_enabled()  # type: ignore[no-untyped-call]  # torch
+    enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        enable_cudnn_sdp(was_enabled)
+
+
+def _attend_each(call: AttentionCall) -> Tensor:
     from torch.nn.attention.bias import causal_lower_right
 
     batch, out, start = call.batch, torch.empty_like(call.query), 0
@@ -243,8 +268,10 @@ class GroupedAttention:
     ) -> Sequence[LibraryTrial]:
         trial = trial_call(call)
         expected = attend_grouped(trial, self._tuning)
-        ours = LibraryTrial(OURS, _milliseconds(lambda: attend_grouped(trial, self._tuning)))
-        return [ours] + [_try(name, by, trial, expected) for name, by in libraries.items()]
+        ours = LibraryTrial(
+            OURS, mean_milliseconds(partial(attend_grouped, tuning=self._tuning), trial)
+        )
+        return [ours] + [try_library(name, by, trial, expected) for name, by in libraries.items()]
 
 
 def split_prompts(call: AttentionCall, least_tokens: int) -> Iterator[tuple[AttentionCall, bool]]:
@@ -318,10 +345,24 @@ def trial_call(call: AttentionCall) -> AttentionCall:
     return replace(trial, first=0, new_tokens=new, sequences=sequences)
 
 
-def _try(name: str, by: Attend, call: AttentionCall, expected: Tensor) -> LibraryTrial:
+def shortened(trial: AttentionCall, tokens: int) -> AttentionCall:
+    """The same with contexts that are so many tokens shorter, and prompts, too."""
+    batch, sequences = trial.batch, trial.sequences
+    new = 1 if trial.is_decode else trial.new_tokens - tokens
+    shorter = replace(
+        batch,
+        query_start=torch.arange(sequences + 1, dtype=torch.int32, device=trial.query.device) * new,
+        context_lens=batch.context_lens - tokens,
+        host_query_lens=(new,) * sequences,
+        host_context_lens=tuple(context - tokens for context in batch.host_context_lens),
+    )
+    return replace(trial, query=trial.query[: sequences * new], batch=shorter, new_tokens=new)
+
+
+def try_library(name: str, by: Attend, trial: AttentionCall, expected: Tensor) -> LibraryTrial:
     """Run a library on a call whose result is known; what it raises is its refusal."""
     try:
-        found = by(call)
+        found = by(trial)
         torch.cuda.synchronize()
     except (ImportError, RuntimeError, ValueError, TypeError, AssertionError) as exc:
         return LibraryTrial(name, None, f"it can't be used here: {exc}")
@@ -329,16 +370,21 @@ def _try(name: str, by: Attend, call: AttentionCall, expected: Tensor) -> Librar
     allowed = _TOLERANCE + _RELATIVE_TOLERANCE * expected.float().abs()
     if not bool((off <= allowed).all()):
         return LibraryTrial(name, None, f"its result is off by {float(off.max()):.3g}")
-    return LibraryTrial(name, _milliseconds(lambda: by(call)))
+    return LibraryTrial(name, mean_milliseconds(by, trial))
 
 
-def _milliseconds(run: Callable[[], Tensor]) -> float:
+def mean_milliseconds(by: Attend, trial: AttentionCall) -> float:
+    """Of one call, each of a length that was not seen before, as prompts are.
+
+    What a library prepares for a length, it would prepare in nearly every step.
+    """
     for _ in range(_WARM_UPS):
-        run()
+        by(trial)
+    calls = [shortened(trial, _SHORTER_TOKENS * (run + 1)) for run in range(_RUNS)]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch
     begin.record()
-    for _ in range(_RUNS):
-        run()
+    for call in calls:
+        by(call)
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / _RUNS

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from inspect import signature
 
 import pytest
 import torch
+from torch.backends.cuda import cudnn_sdp_enabled
 
 from mooncake_hal.reference import ReferenceOps
 from mooncake_hal.registry import Registry
@@ -16,8 +18,22 @@ from mooncake_hal.testing.backends_ops import assert_same
 pytest.importorskip("triton", reason="needs triton: ci/install dev installs it on Linux")
 
 from mooncake_hal_cuda.attention_launch import AttentionCall
-from mooncake_hal_cuda.attention_libraries import by_sdpa, by_varlen, split_prompts, trial_call
+from mooncake_hal_cuda.attention_libraries import (
+    AUTO,
+    OURS,
+    Attend,
+    LibraryTrial,
+    by_sdpa,
+    by_varlen,
+    choose_library,
+    mean_milliseconds,
+    shortened,
+    split_prompts,
+    trial_call,
+    try_library,
+)
 
+MODULE = "mooncake_hal_cuda.attention_libraries"
 LENGTHS = ((1, 20), (5, 5), (3, 40), (33, 130), (1, 1))
 SCALES = (1.0, 1.0)
 
@@ -78,6 +94,88 @@ def test_a_trial_is_a_busy_step_over_caches_of_the_same_strides(is_decode: bool)
         assert_same(by_sdpa(trial), wanted, "float32")
     finally:
         case.kv.free()
+
+
+def test_sdpa_is_not_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For chunks and whole prompts alike; what others have set stays as it was."""
+    enabled: list[bool] = []
+
+    def attend(query: torch.Tensor, *others: object, **options: object) -> torch.Tensor:
+        enabled.append(cudnn_sdp_enabled())
+        return query
+
+    monkeypatch.setattr(f"{MODULE}.scaled_dot_product_attention", attend)
+    backend = Registry.discover().select_backend("cpu")
+    case = make_case(backend, Shape("bfloat16"), LENGTHS)
+    try:
+        query, caches = case.query[case.batch.num_decodes :], (case.kv.key, case.kv.value)
+        assert cudnn_sdp_enabled()
+        by_sdpa(AttentionCall.of_prompts(query, caches, case.batch, 0.125, SCALES))
+        del caches
+    finally:
+        case.kv.free()
+    assert enabled == [False] * (len(LENGTHS) - case.batch.num_decodes)
+    assert cudnn_sdp_enabled()
+
+
+@pytest.fixture
+def trial() -> Iterator[AttentionCall]:
+    """Of a long prompt."""
+    backend = Registry.discover().select_backend("cpu")
+    case = make_case(backend, Shape("bfloat16"), ((7, 7),))
+    caches = (case.kv.key, case.kv.value)
+    yield trial_call(AttentionCall.of_prompts(case.query, caches, case.batch, 0.125, SCALES))
+    del caches
+    case.kv.free()
+
+
+def test_a_shorter_trial_is_a_call_like_any_other(trial: AttentionCall) -> None:
+    shorter = shortened(trial, 33)
+    assert shorter.batch.host_query_lens == shorter.batch.host_context_lens == (2015,)
+    wanted = ReferenceOps().prefill_attention(shorter.query, *shorter.caches, shorter.batch, 0.125)
+    assert_same(by_sdpa(shorter), wanted, "bfloat16")
+
+
+class _Clock:
+    """In place of CUDA's events; what runs moves it on."""
+
+    now = 0.0
+
+    def __init__(self, **options: bool) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = _Clock.now
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+    def elapsed_time(self, end: _Clock) -> float:
+        return end._at - self._at
+
+
+def _taking(each: float, a_new_length: float) -> Attend:
+    seen: set[int] = set()
+
+    def attend(call: AttentionCall) -> torch.Tensor:
+        tokens = call.new_tokens
+        _Clock.now += each if tokens in seen else each + a_new_length
+        seen.add(tokens)
+        return call.query
+
+    return attend
+
+
+@pytest.mark.parametrize(("a_new_length", "chosen"), [(0.0, "sdpa"), (400.0, OURS)])
+def test_a_library_that_plans_each_length_loses(
+    trial: AttentionCall, a_new_length: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Clock)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    ours = LibraryTrial(OURS, mean_milliseconds(_taking(1.0, 0.0), trial))
+    other = try_library("sdpa", _taking(0.5, a_new_length), trial, trial.query)
+    assert ours.milliseconds == pytest.approx(1.0)
+    assert choose_library(AUTO, [ours, other]).name == chosen
 
 
 def test_varlen_takes_the_call_as_it_is() -> None:
