@@ -14,6 +14,8 @@ from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, 
 
 WARM_UP = "warm-up"
 """Id of the requests, one after the other."""
+_BESIDE = "warm-up beside"
+"""Id of the request whose prompt runs beside a decode of the other one."""
 _GREEDY = SamplingParams(temperature=0.0)
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=20)
 
@@ -21,15 +23,16 @@ _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=20)
 def warm_up_requests(
     plan: EnginePlan, num_blocks: int, *, compiles: bool
 ) -> Iterator[tuple[StepPlan, StepPlan]]:
-    """A prompt and a decode of each request. No other request holds a block yet: their KV goes to
-    any of them.
+    """A prompt and a decode of each request; remove all that have begun before the next pair. No
+    other request holds a block yet: their KV goes to any of them.
 
     Args:
         plan: of the engine.
         num_blocks: of the pool.
-        compiles: whether kernels are compiled at their first call: then also one that samples, and
-            a prompt of each power of two, since kernels of experts and of attention are chosen by
-            the number of tokens.
+        compiles: whether kernels are compiled at their first call: then also one that samples, one
+            whose decode runs beside a prompt, as steps of decodes alone may be replayed from
+            graphs, and a prompt of each power of two, since kernels of experts and of attention
+            are chosen by the number of tokens.
     """
     block_tokens = plan.block_size.tokens
     speculation = plan.config.speculation
@@ -43,6 +46,12 @@ def warm_up_requests(
     if not compiles:
         return
     yield _steps(plan, length, num_draft_tokens, _SAMPLED, num_blocks)
+    beside = min(room, plan.config.max_num_batched_tokens - 1 - num_draft_tokens)
+    if beside > 1:  # a prompt of one token would run as a decode
+        prompt, decode = _steps(plan, length, num_draft_tokens, _GREEDY, num_blocks)
+        request = NewRequest(_BESIDE, (0,) * beside, beside, _GREEDY, 0, (num_blocks - 1,))
+        sequences = (*decode.sequences, ScheduledSequence(_BESIDE, 0, beside))
+        yield prompt, StepPlan(0, new_requests=(request,), sequences=sequences)
     longest = min(
         plan.config.max_num_batched_tokens,
         plan.max_model_len - 1 - num_draft_tokens,

@@ -369,7 +369,8 @@ class Worker:
             if not self._groups.info.is_last_stage:
                 self._runner.learn({WARM_UP: (0,)})
             self._runner.run(self._with_round(decode))
-            self._runner.run(StepPlan(0, removed=(WARM_UP,)))
+            begun = (*prompt.new_requests, *decode.new_requests)
+            self._runner.run(StepPlan(0, removed=tuple(new.request_id for new in begun)))
         for copies in copy_steps(size.num_host_blocks) if is_own_memory else ():
             self._runner.run(copies)
         for graphs in self._graphs if is_own_memory else ():

@@ -40,16 +40,36 @@ def test_kernels_are_run_by_what_they_are_chosen_by(
     num_blocks: int, lengths: list[int], model: Path
 ) -> None:
     plan = plan_of(model, max_num_batched_tokens=100, max_model_len=128)
-    greedy, sampled, *longer = warm_up_requests(plan, num_blocks, compiles=True)
+    greedy, sampled, mixed, *longer = warm_up_requests(plan, num_blocks, compiles=True)
     assert greedy[0].new_requests[0].sampling.is_greedy
     assert not sampled[0].new_requests[0].sampling.is_greedy
     assert [prompt.num_tokens for prompt, _ in longer] == lengths
-    for prompt, decode in (greedy, sampled, *longer):
+    for prompt, decode in (greedy, sampled, mixed, *longer):
         [request] = prompt.new_requests
-        [sequence] = decode.sequences
+        sequence = decode.sequences[0]
+        assert len(decode.sequences) == 1 + len(decode.new_requests)
         assert len(set(request.block_ids)) == len(request.block_ids) <= num_blocks
         room = len(request.block_ids) * plan.block_size.tokens
         assert sequence.start + sequence.count <= room
+
+
+@pytest.mark.parametrize(("budget", "beside"), [(100, 16), (9, 8)])
+def test_a_short_decode_runs_beside_a_prompt(budget: int, beside: int, model: Path) -> None:
+    """Which graphs of decodes don't replay: what such a step launches is compiled here."""
+    plan = plan_of(model, max_num_batched_tokens=budget, max_model_len=128, block_size=16)
+    [(_, step)] = [
+        pair for pair in warm_up_requests(plan, 4, compiles=True) if pair[1].new_requests
+    ]
+    [request] = step.new_requests
+    assert [(each.start, each.count) for each in step.sequences] == [(15, 1), (0, beside)]
+    assert request.block_ids == (3,)
+    assert request.request_id == step.sequences[1].request_id != step.sequences[0].request_id
+    assert step.num_tokens <= budget
+
+
+def test_a_budget_of_one_token_has_no_room_for_both(model: Path) -> None:
+    plan = plan_of(model, max_num_batched_tokens=2, max_model_len=128)
+    assert not any(step.new_requests for _, step in warm_up_requests(plan, 4, compiles=True))
 
 
 def test_blocks_are_copied_there_and_back() -> None:
