@@ -29,6 +29,13 @@ def test_it(benchmark, value):
 """
 
 
+@pytest.fixture(autouse=True)
+def _stages_are_nobodys_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of pytest-xdist a stage's own pytest would take itself for one, and benchmark
+    nothing."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+
+
 @pytest.mark.parametrize("run", ["test-cuda", "bench-cuda", "test-ascend"])
 def test_every_stage_is_short_and_about_files_that_there_are(
     run: str, capsys: pytest.CaptureFixture[str]
