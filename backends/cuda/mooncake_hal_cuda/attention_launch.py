@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from mooncake_hal.backend import AttentionBatch
+from mooncake_hal.errors import DeviceError
 from mooncake_hal_cuda.kernels.attention_parts import merge_splits
 from mooncake_hal_cuda.kernels.latent_attention import latent_attention
 from mooncake_hal_cuda.kernels.paged_attention import paged_attention
 from mooncake_hal_cuda.launch_tuning import (
-    MOST_REGISTERS,
     AttentionTile,
     Splitting,
     Tuning,
@@ -29,6 +30,7 @@ _MIN_SPLIT = 256
 # a split of latents writes a row of sums for every head: the more heads, the longer it has to be
 _MIN_LATENT_SPLIT_PER_HEAD = 8
 _MIN_DOT = 16
+_LEAST_ARRIVALS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +119,13 @@ class _Launch:
             "BLOCK_SIZE": call.batch.block_size,
             "ROWS": self.tile.rows,
             "TOKENS": self.tile.tokens,
-            "IS_SPLIT": self.splits > 1,
+            "IS_SPLIT": call.is_decode,  # of short contexts, too: one kernel for all decodes
             "MIN_SPLIT": self.splitting.min_tokens,
             "MAX_SPLITS": self.splitting.most,
             "PRECISION": call.precision,
             "num_warps": self.tile.warps,
             "num_stages": self.tile.stages,
-            "maxnreg": MOST_REGISTERS if call.precision == "ieee" else None,
+            "maxnreg": self.tile.registers,
         }
 
 
@@ -142,12 +144,18 @@ def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
         launch = _Launch(tile, splitting, splitting.count(call.capacity))
     else:
         launch = _Launch(tuning.prefill(dim, size, kv_size), Splitting(_MIN_SPLIT, 1), 1)
-    target, weights = _split_buffers(out, launch.splits)
     row_blocks = -(-call.new_tokens * group // launch.tile.rows)
-    programs = tuning.programs(launch.splits, row_blocks * kv_heads * call.sequences)
+    shares = row_blocks * kv_heads * call.sequences
+    programs = tuning.programs(launch.splits, shares)
+    parts, weights, arrivals = out, out, out
+    if call.is_decode:
+        parts, weights = _split_buffers(out, launch.splits)
+        arrivals = _arrivals(shares, out.device)
     paged_attention[(row_blocks * programs, kv_heads, call.sequences)](
-        target,
+        out,
+        parts,
         weights,
+        arrivals,
         call.query,
         key,
         value,
@@ -167,9 +175,10 @@ def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
         GROUP=group,
         DIM=dim,
         DIM_PADDED=max(_MIN_DOT, power_of_two(dim)),
+        MERGED_ROWS=min(launch.tile.rows, power_of_two(group)),
         **launch.options(call),
     )
-    return out if launch.splits == 1 else _merge(out, target, weights, call, launch)
+    return out
 
 
 def attend_latent(call: AttentionCall, tuning: Tuning) -> Tensor:
@@ -186,12 +195,13 @@ def attend_latent(call: AttentionCall, tuning: Tuning) -> Tensor:
     if call.is_decode:
         splitting = tuning.splitting(-(-heads // tile.rows), least)
     launch = _Launch(tile, splitting, splitting.count(call.capacity))
-    target, weights = _split_buffers(out, launch.splits)
+    parts, weights = _split_buffers(out, launch.splits) if call.is_decode else (out, out)
     row_blocks = -(-call.new_tokens * heads // tile.rows)
     programs = tuning.programs(launch.splits, row_blocks * call.sequences)
     query = _with_rope_scale(call)
     latent_attention[(row_blocks * programs, call.sequences)](
-        target,
+        out,
+        parts,
         weights,
         query,
         latent,
@@ -214,7 +224,7 @@ def attend_latent(call: AttentionCall, tuning: Tuning) -> Tensor:
         ROPE_PADDED=max(_MIN_DOT, power_of_two(rope_dim)),
         **launch.options(call),
     )
-    return out if launch.splits == 1 else _merge(out, target, weights, call, launch)
+    return out if launch.splits == 1 else _merge(out, parts, weights, call, launch)
 
 
 def _with_rope_scale(call: AttentionCall) -> Tensor:
@@ -229,18 +239,38 @@ def _with_rope_scale(call: AttentionCall) -> Tensor:
 
 
 def _split_buffers(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Where the kernel writes: ``out`` itself, or partial results and their weights."""
-    if splits == 1:
-        return out, out
+    """Where decodes write what is merged: partial results and their weights."""
     tokens, heads, dim = out.shape
     parts = torch.empty((tokens, splits, heads, dim), dtype=torch.float32, device=out.device)
     return parts, torch.empty(parts.shape[:3], dtype=torch.float32, device=out.device)
 
 
+def _arrivals(count: int, device: torch.device) -> Tensor:
+    """Zeros in which the programs of a launch count themselves, and which they leave as zeros.
+
+    Launches that run at the same time need their own, so each stream has; a graph has those of the
+    stream on which it was captured, which all of them share: no two are replayed at once, as they
+    share memory anyway.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _zeros(max(_LEAST_ARRIVALS, power_of_two(count)), device, stream)
+
+
+@cache
+def _zeros(count: int, device: torch.device, stream: int) -> Tensor:
+    """Made once for good: a graph would fill what is made in its capture, at each replay."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise DeviceError(
+            f"attention of {count} programs was captured on a stream that has not run it: run a "
+            "step on the stream that captures it first, as the runtime's capture does"
+        )
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
 def _merge(
     out: Tensor, parts: Tensor, weights: Tensor, call: AttentionCall, launch: _Launch
 ) -> Tensor:
-    """Sum the splits up in ``out``, which is returned."""
+    """Sum the splits up in ``out``, which is returned; rows of one split are there already."""
     tokens, heads, dim = out.shape
     merge_splits[(tokens, heads)](
         out,

@@ -32,7 +32,7 @@ _OVERLAPPED = 5
 are loaded too (from the block table): those take two, and with less there is one buffer."""
 
 MOST_REGISTERS = 255
-"""Of a thread. Without this limit the assembler spills in exact float32, to raise occupancy."""
+"""Of a thread."""
 
 NEIGHBOURS = 8
 """Tiles of rows of a matrix product that run beside each other and share weights in the cache."""
@@ -49,15 +49,18 @@ class AttentionTile:
         rows: query rows per program.
         tokens: KV tokens per step.
         warps, stages: per program.
+        registers: per thread at most; None: the assembler's choice. It spills a few to make room
+            for another program, even where shared memory has none for it.
     """
 
     rows: int
     tokens: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
-_EXACT = AttentionTile(32, 32, 8, 1)
+_EXACT = AttentionTile(32, 32, 8, 1, MOST_REGISTERS)
 """For float32, whose products are made without matrix units; for checks, not for speed."""
 
 
@@ -140,9 +143,10 @@ class Tuning:
         ):  # whose assembler spills registers rather than wait for loads
             tokens = max(32, tokens // 2)
         rows, stages = max(16, power_of_two(group)), _OVERLAPPED if self._is_roomy else 2
+        registers = 128 if rows == 16 and dim <= 128 else 168 if rows <= 32 else MOST_REGISTERS
         if kv_bytes < element_bytes:
-            return AttentionTile(rows, min(tokens, 64), 8, stages)
-        return AttentionTile(rows, tokens, 4, stages)
+            return AttentionTile(rows, min(tokens, 64), 8, stages, registers)
+        return AttentionTile(rows, tokens, 4, stages, registers)
 
     def prefill(self, dim: int, element_bytes: int, kv_bytes: int) -> AttentionTile:
         """For grouped heads over many new tokens: matrix products are all that matters."""
@@ -162,7 +166,7 @@ class Tuning:
         per four warps, as in DeepSeek's FlashMLA. 128 heads read every latent twice, once from L2.
         """
         if element_bytes == 4:
-            return AttentionTile(16, 16, 8, 1)
+            return AttentionTile(16, 16, 8, 1, MOST_REGISTERS)
         if kv_bytes < element_bytes:
             return AttentionTile(16, 32, 8, _OVERLAPPED)
         if self._is_wide and rows >= 64:

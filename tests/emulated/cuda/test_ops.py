@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from support.cuda_emulation import emulated_backend
+from triton.runtime.interpreter import InterpreterBuilder
 
 from mooncake_hal.backend import Backend
 from mooncake_hal.testing.backends_data import Shape
@@ -18,7 +20,15 @@ from mooncake_hal.testing.backends_rope_writes import RopeWritesSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 from mooncake_hal.testing.backends_sampling import SamplingSuite
 from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
-from mooncake_hal_cuda.launch_tuning import Tuning
+from mooncake_hal_cuda import attention_launch
+from mooncake_hal_cuda.launch_tuning import Splitting, Tuning
+
+
+def reordered(
+    order: Sequence[int], set_place: Callable[..., None]
+) -> Callable[[InterpreterBuilder, int, int, int], None]:
+    """What tells the interpreter's programs where they are, in another order along x."""
+    return lambda builder, x, y, z: set_place(builder, order[x], y, z)
 
 
 class TestKernels(
@@ -53,6 +63,52 @@ class TestKernels(
         expected = backend.ops.decode_attention(*arguments)
         monkeypatch.setattr(Tuning, "programs", lambda *_: programs)
         assert torch.equal(backend.ops.decode_attention(*arguments), expected)
+
+    def test_whoever_comes_last_merges(
+        self, backend: Backend, case: MakeCase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """To the bit, launch after launch: each leaves the counts of arrivals as it found them."""
+        made = case(Shape(), ((1, 700), (1, 33), (1, 256), (1, 1500)))
+        arguments = (made.query, made.kv.key, made.kv.value, made.batch, 0.1)
+        expected = backend.ops.decode_attention(*arguments)
+        counts: list[torch.Tensor] = []
+        make_arrivals = attention_launch._arrivals
+
+        def arrivals(count: int, device: torch.device) -> torch.Tensor:
+            counts.append(make_arrivals(count, device))
+            return counts[-1]
+
+        monkeypatch.setattr(attention_launch, "_arrivals", arrivals)
+        for order in ((5, 0, 4, 2, 1, 3), (1, 3, 0, 2), (1, 0)):
+            with monkeypatch.context() as patch:
+                set_place = reordered(order, InterpreterBuilder.set_grid_idx)
+                patch.setattr(Tuning, "programs", lambda *_, order=order: len(order))
+                patch.setattr(InterpreterBuilder, "set_grid_idx", set_place)
+                assert torch.equal(backend.ops.decode_attention(*arguments), expected)
+        assert len(counts) == 3
+        assert not any(count.any() for count in counts)
+
+    def test_latents_of_one_split_are_there_before_the_merge(
+        self, backend: Backend, latent_case: MakeCase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Beside a longer one: what is merged is only that."""
+        made = latent_case(latent_shape(backend), ((1, 1500), (1, 33), (1, 256)))
+        arguments = (made.query, made.kv.key, made.kv.value, made.batch, 0.1)
+        expected = backend.ops.mla_decode_attention(*arguments)
+        monkeypatch.setattr(attention_launch, "_merge", lambda out, *_: out)
+        assert torch.equal(backend.ops.mla_decode_attention(*arguments)[1:], expected[1:])
+
+    def test_a_device_that_needs_no_splits(
+        self,
+        backend: Backend,
+        case: MakeCase,
+        latent_case: MakeCase,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Long contexts are one split each; nothing is merged."""
+        monkeypatch.setattr(Tuning, "splitting", lambda *_: Splitting(256, 1))
+        self.check_decode(backend, case(Shape(), ((1, 700), (1, 33))))
+        self.check_latent(backend, latent_case(latent_shape(backend), ((1, 700), (1, 33))))
 
     @pytest.mark.parametrize("programs", [1, 3])
     def test_programs_that_take_several_splits_of_latents_say_the_same(

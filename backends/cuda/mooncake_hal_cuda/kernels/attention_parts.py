@@ -51,24 +51,32 @@ def load_rows(source, is_row, tokens, heads, strides, DIM: tl.constexpr, DIM_PAD
 @triton.jit
 def store_rows(
     out,  # of rows, DIM wide and dense; where row 0 of ``rows`` is
-    weights,  # of splits: float32, one of each row; where that of row 0 is
     running,  # of the softmax, done
     rows,  # [ROWS]: which rows they are
     is_row,
     value_scale,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
 ):
-    """Store the rows' results; of a split with the log2 of its sum of exponentials."""
-    sums, top, total = running
+    """Store the rows' results."""
+    sums, _, total = running
     result = sums * (value_scale / total)[:, None]
     dims = tl.arange(0, DIM_PADDED)
     mask = is_row[:, None] & (dims < DIM)[None, :]
-    if IS_SPLIT:
-        tl.store(weights + rows, top + tl.log2(total), mask=is_row)
     at = rows[:, None] * DIM + dims[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_weights(
+    weights,  # of splits: float32, one of each row; where that of row 0 is
+    running,  # of the softmax, done
+    rows,  # [ROWS]: which rows they are
+    is_row,
+):
+    """Store what a split's results count when they are merged: log2 of its sum of exponentials."""
+    _, top, total = running
+    tl.store(weights + rows, top + tl.log2(total), mask=is_row)
 
 
 @triton.jit
@@ -103,6 +111,12 @@ def split_tokens(context, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, TOK
 
 
 @triton.jit
+def has_one_split(context, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Whether a context is not cut, so that there is nothing to merge."""
+    return (context <= MIN_SPLIT) | (MAX_SPLITS == 1)
+
+
+@triton.jit
 def split_plan(
     context,
     seen,  # by the rows in question
@@ -116,6 +130,61 @@ def split_plan(
     if IS_SPLIT:
         share = split_tokens(context, MIN_SPLIT, MAX_SPLITS, TOKENS)
     return share, tl.cdiv(seen, tl.maximum(share, 1))
+
+
+@triton.jit
+def is_last_to_arrive(
+    arrivals,  # int32, 0 before the first of them and behind the last
+    programs,  # that share some rows, and all come here
+):
+    """Whether all others have come. Their stores, and this program's, are read right from here on.
+
+    What a program's threads have stored is behind a barrier when one of them counts the program in,
+    which releases it; who finds the others counted has acquired what each of them released, and
+    tells its threads at a barrier. So it is in causality order (PTX ISA, memory consistency model).
+    """
+    tl.debug_barrier()
+    arrived = programs - 1
+    if programs > 1:
+        arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    is_last = arrived == programs - 1
+    if is_last:
+        tl.store(arrivals, 0)  # for the next launch
+    return is_last
+
+
+@triton.jit
+def merge_rows(
+    out,  # of rows, DIM wide and dense; where row 0 is
+    parts,  # float32, of the first split; where row 0 is. The next split is HEADS rows on
+    weights,  # the same
+    count,  # of splits
+    is_row,  # [ROWS], of rows behind each other
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Merge the splits of some rows, in their order, and store the results.
+
+    By a running softmax again: with the largest weight known beforehand, Triton has threads tell
+    each other the shares of every split, and waits for them in between.
+    """
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, DIM_PADDED)
+    mask = is_row[:, None] & (dims < DIM)[None, :]
+    at = rows[:, None] * DIM + dims[None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    for split in range(0, count):
+        log = tl.load(weights + split * HEADS + rows, mask=is_row, other=0.0)
+        part = tl.load(parts + split * HEADS * DIM + at, mask=mask, other=0.0)
+        new_top = tl.maximum(top, log)
+        fade, share = tl.exp2(top - new_top), tl.exp2(log - new_top)
+        sums = sums * fade[:, None] + share[:, None] * part
+        total, top = total * fade + share, new_top
+    tl.store(out + at, (sums / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -132,26 +201,15 @@ def merge_splits(
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """One program: one head of one sequence."""
+    """One program: one head of one sequence; one split is no part, but there already."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    first = sequence * splits * HEADS + head
     context = tl.load(context_lens + sequence)
-    count = tl.cdiv(context, split_tokens(context, MIN_SPLIT, MAX_SPLITS, TOKENS))
-    number = tl.arange(0, MAX_SPLITS)
-    logs = tl.load(weights + first + number * HEADS, mask=number < count, other=float("-inf"))
-    top = tl.max(logs, 0)
-    dims = tl.arange(0, DIM_PADDED)
-    is_dim = dims < DIM
-    total = 0.0
-    sums = tl.zeros([DIM_PADDED], tl.float32)
-    for split in range(0, count):
-        share = tl.exp2(tl.load(weights + first + split * HEADS) - top)
-        part = tl.load(parts + (first + split * HEADS) * DIM + dims, mask=is_dim, other=0.0)
-        sums += share * part
-        total += share
-    tl.store(
-        out + (sequence * HEADS + head) * DIM + dims,
-        (sums / total).to(out.dtype.element_ty),
-        mask=is_dim,
-    )
+    if has_one_split(context, MIN_SPLIT, MAX_SPLITS):
+        return
+    _, count = split_plan(context, context, MIN_SPLIT, MAX_SPLITS, TOKENS, True)
+    first = sequence * splits * HEADS + head
+    merge_rows(
+        out + (sequence * HEADS + head) * DIM, parts + first * DIM, weights + first, count,
+        tl.full([1], True, tl.int1), HEADS, DIM, DIM_PADDED, 1,
+    )  # fmt: skip

@@ -12,11 +12,13 @@ import triton.language as tl
 
 from mooncake_hal_cuda.kernels.attention_parts import (
     empty_softmax,
+    has_one_split,
     load_rows,
     rows_of,
     split_plan,
     split_tokens,
     store_rows,
+    store_weights,
     update_softmax,
 )
 from mooncake_hal_cuda.kernels.paged_cache import clamped_token_offsets
@@ -24,7 +26,8 @@ from mooncake_hal_cuda.kernels.paged_cache import clamped_token_offsets
 
 @triton.jit(do_not_specialize=["first", "splits", "programs", "table_stride"])
 def latent_attention(
-    out,  # [tokens, HEADS, LATENT] dense; of splits: float32 [tokens, splits, HEADS, LATENT] dense
+    out,  # [tokens, HEADS, LATENT] dense
+    parts,  # of splits: float32 [tokens, splits, HEADS, LATENT] dense; none of a context's only one
     weights,  # of splits: float32 [tokens, splits, HEADS], log2 of each one's sum of exponentials
     query,  # [tokens, HEADS, LATENT + ROPE]
     latent_cache,
@@ -80,7 +83,8 @@ def latent_attention(
                 LATENT, ROPE, BLOCK_SIZE, TOKENS, PRECISION, False,
             )  # fmt: skip
             _store(
-                out, weights, running, query_start, first, sequence, row_block, splits, split,
+                out, parts, weights, running, query_start, first, sequence, row_block,
+                splits, split, has_one_split(context, MIN_SPLIT, MAX_SPLITS),
                 latent_scale, HEADS, LATENT, LATENT_PADDED, ROWS, IS_SPLIT,
             )  # fmt: skip
     else:
@@ -89,14 +93,15 @@ def latent_attention(
             LATENT, ROPE, BLOCK_SIZE, TOKENS, PRECISION, True,
         )  # fmt: skip
         _store(
-            out, weights, running, query_start, first, sequence, row_block, 1, 0,
-            latent_scale, HEADS, LATENT, LATENT_PADDED, ROWS, IS_SPLIT,
+            out, parts, weights, running, query_start, first, sequence, row_block,
+            1, 0, True, latent_scale, HEADS, LATENT, LATENT_PADDED, ROWS, IS_SPLIT,
         )  # fmt: skip
 
 
 @triton.jit
 def _store(
     out,
+    parts,
     weights,
     running,
     query_start,
@@ -105,6 +110,7 @@ def _store(
     row_block,
     splits,
     split,
+    is_whole,  # nothing to merge
     latent_scale,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
@@ -124,12 +130,14 @@ def _store(
     else:
         heads = (tl.load(query_start + sequence + 1) - begin) * HEADS
         is_row = rows < heads - row_block * ROWS
-    token = begin - tl.load(query_start + first)
-    at = ((token * splits + split) * HEADS + row_block * ROWS).to(tl.int64)
-    store_rows(
-        out + at * LATENT, weights + at, running, rows, is_row, latent_scale,
-        LATENT, LATENT_PADDED, IS_SPLIT,
-    )  # fmt: skip
+    token = tl.program_id(1) if IS_SPLIT else begin - tl.load(query_start + first)
+    if is_whole:
+        at = (token * HEADS + row_block * ROWS).to(tl.int64)
+        store_rows(out + at * LATENT, running, rows, is_row, latent_scale, LATENT, LATENT_PADDED)
+    else:
+        at = ((token * splits + split) * HEADS + row_block * ROWS).to(tl.int64)
+        store_rows(parts + at * LATENT, running, rows, is_row, latent_scale, LATENT, LATENT_PADDED)
+        store_weights(weights + at, running, rows, is_row)
 
 
 @triton.jit

@@ -12,10 +12,13 @@ import triton.language as tl
 
 from mooncake_hal_cuda.kernels.attention_parts import (
     empty_softmax,
+    is_last_to_arrive,
     load_rows,
+    merge_rows,
     rows_of,
     split_plan,
     store_rows,
+    store_weights,
     update_softmax,
 )
 from mooncake_hal_cuda.kernels.paged_cache import clamped_token_offsets, token_offsets
@@ -23,8 +26,10 @@ from mooncake_hal_cuda.kernels.paged_cache import clamped_token_offsets, token_o
 
 @triton.jit(do_not_specialize=["first", "splits", "programs", "table_stride"])
 def paged_attention(
-    out,  # [tokens, heads, DIM], dense; of splits: float32 [tokens, splits, heads, DIM], dense
+    out,  # [tokens, heads, DIM], dense
+    parts,  # of splits: float32 [tokens, splits, heads, DIM], dense
     weights,  # of splits: float32 [tokens, splits, heads], log2 of each one's sum of exponentials
+    arrivals,  # of splits: int32 [sequences, kv heads, row blocks], zeros before and after
     query,  # [tokens, heads, DIM]
     key_cache,
     value_cache,
@@ -46,15 +51,22 @@ def paged_attention(
     DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,  # of ROWS as many as may be some, a power of two
     TOKENS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: some rows of one sequence and kv head, over all it sees or some splits of it."""
+    """One program: some rows of one sequence and kv head, over all it sees or some splits of it.
+
+    Of decodes, which begin with the first sequence and have one token each, the last program to be
+    done with its splits merges those of all. A launch of its own would follow in every layer.
+    """
     # the last rows see most, and begin first: else the longest programs would end the launch alone
     row_block = (tl.num_programs(0) - 1 - tl.program_id(0)) // programs
+    if IS_SPLIT and GROUP <= ROWS:
+        row_block = 0  # the only one, which the compiler has to be told
     turn = tl.program_id(0) % programs
     kv_head, sequence = tl.program_id(1), first + tl.program_id(2)
     is_row, tokens, heads, positions, context, common, seen = rows_of(
@@ -69,21 +81,70 @@ def paged_attention(
     table = block_tables + sequence.to(tl.int64) * table_stride
     strides = (key_strides[0], key_strides[1], value_strides[0], value_strides[1])
     if IS_SPLIT:
-        for split in range(turn, count, programs):
+        for split in tl.range(turn, count, programs, disable_licm=True):
             running = _attend_split(
                 q, scale, caches, strides, table, split * share,
                 tl.minimum(seen, (split + 1) * share),
                 DIM, DIM_PADDED, BLOCK_SIZE, ROWS, TOKENS, PRECISION,
             )  # fmt: skip
-            rows = (tokens.to(tl.int64) * splits + split) * HEADS + heads
-            store_rows(out, weights, running, rows, is_row, value_scale, DIM, DIM_PADDED, IS_SPLIT)
+            # which rows these are is computed anew, as all that is kept over the loop takes
+            # registers from it
+            at = (tl.program_id(2).to(tl.int64) * splits + split) * HEADS
+            at += kv_head * GROUP + row_block * ROWS
+            rows = tl.arange(0, ROWS)
+            is_head = rows < GROUP - row_block * ROWS
+            store_rows(parts + at * DIM, running, rows, is_head, value_scale, DIM, DIM_PADDED)
+            store_weights(weights + at, running, rows, is_head)
+        _merge(
+            out, parts, weights, arrivals, context_lens, splits, programs,
+            HEADS, GROUP, DIM, DIM_PADDED, MERGED_ROWS, ROWS, TOKENS, MIN_SPLIT, MAX_SPLITS,
+        )  # fmt: skip
     else:
         running = _attend_range(
             q, positions, scale, caches, strides, table, 0, seen, common,
             DIM, DIM_PADDED, BLOCK_SIZE, ROWS, TOKENS, PRECISION,
         )  # fmt: skip
         rows = tokens.to(tl.int64) * HEADS + heads
-        store_rows(out, weights, running, rows, is_row, value_scale, DIM, DIM_PADDED, IS_SPLIT)
+        store_rows(out, running, rows, is_row, value_scale, DIM, DIM_PADDED)
+
+
+@triton.jit
+def _merge(
+    out,
+    parts,
+    weights,
+    arrivals,
+    context_lens,
+    splits,
+    programs,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Merge a row block's splits, if its other programs are done with theirs."""
+    kv_head, sequence = tl.program_id(1), tl.program_id(2)
+    row_blocks = tl.num_programs(0) // programs
+    row_block = (tl.num_programs(0) - 1 - tl.program_id(0)) // programs
+    if GROUP <= ROWS:
+        row_block = 0
+    context = tl.load(context_lens + sequence)
+    _, count = split_plan(context, context, MIN_SPLIT, MAX_SPLITS, TOKENS, True)
+    counted = (sequence * tl.num_programs(1) + kv_head) * row_blocks + row_block
+    if is_last_to_arrive(arrivals + counted, tl.minimum(count, programs)):
+        head = kv_head * GROUP + row_block * ROWS
+        row = sequence.to(tl.int64) * HEADS + head
+        part = sequence.to(tl.int64) * splits * HEADS + head
+        is_row = tl.arange(0, MERGED_ROWS) < GROUP - row_block * ROWS
+        merge_rows(
+            out + row * DIM, parts + part * DIM, weights + part, count, is_row,
+            HEADS, DIM, DIM_PADDED, MERGED_ROWS,
+        )  # fmt: skip
 
 
 @triton.jit
