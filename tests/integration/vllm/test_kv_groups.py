@@ -3,7 +3,6 @@ it: a prompt goes over group by group, by the connector's two sides, without vLL
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +29,6 @@ PROMPT = list(range(100, 114))
 P_BLOCKS: tuple[list[int], ...] = ([0, 0, 4, 2], [5, 1, 6, 3])
 D_BLOCKS: tuple[list[int], ...] = ([0, 0, 3, 7], [6, 2, 1, 5])
 SEND = {"do_remote_decode": True}
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
 
 
 def start(

@@ -4,7 +4,6 @@ sides without vLLM, over real sockets and transports."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +23,6 @@ CONFIG = KVTransferConfig(transports=("tcp",), advertise_host="127.0.0.1")
 PROMPT = list(range(100, 114))
 P_BLOCKS, D_BLOCKS = [5, 1, 4, 2], [3, 0, 6, 1]
 SEND = {"do_remote_decode": True}
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
 
 
 def start(

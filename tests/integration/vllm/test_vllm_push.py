@@ -3,7 +3,6 @@ vLLM: D reserves blocks and tells a metaserver, which sends P the request, as th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +22,6 @@ CONFIG = KVTransferConfig(
 )
 PROMPT = list(range(100, 114))
 P_BLOCKS, D_BLOCKS = [5, 1, 4, 2], [3, 0, 6, 1]
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
 
 
 @pytest.fixture

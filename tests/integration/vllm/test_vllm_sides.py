@@ -4,7 +4,6 @@ vLLM: over real sockets and transports, whatever the layouts, and however reques
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +29,6 @@ LONG_S = 30.0
 
 
 Pair = tuple[FakeVllm, FakeVllm]
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
 
 
 def start(
