@@ -20,7 +20,7 @@ class ProcessName(msgspec.Struct, frozen=True, array_like=True):
     """A process; pids are reused, and mean nothing on other hosts.
 
     Args:
-        host: the running kernel and the pid namespace.
+        host: the running kernel and the pid namespace; empty: not known.
         pid: in there.
         started: see ``start_time``.
     """
@@ -44,8 +44,9 @@ def open_process(process: ProcessName) -> int | None:
         OSError: that can't be seen from here: it is on another host or in another pid namespace, or
             the kernel does not show it.
     """
-    if process.host != _pid_namespace():
-        raise OSError(f"process {process.pid} is of {process.host}, this is {_pid_namespace()}")
+    here = _pid_namespace()
+    if not here or process.host != here:
+        raise OSError(f"process {process.pid} is of {process.host!r}, this is {here!r}")
     descriptor = _libc.syscall(_SYS_PIDFD_OPEN, process.pid, 0)
     if descriptor < 0:
         code = ctypes.get_errno()
@@ -81,5 +82,9 @@ def _has_ended(descriptor: int) -> bool:
 
 
 def _pid_namespace() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    """Of this process and the running kernel; empty where the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""

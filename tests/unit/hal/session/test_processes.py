@@ -74,3 +74,14 @@ def test_what_can_not_be_seen_is_not_taken_to_have_ended(monkeypatch):
     monkeypatch.setattr(processes, "_SYS_PIDFD_OPEN", 100_000)
     with pytest.raises(OSError, match="can't be watched: Function not implemented"):
         open_process(this_process())
+
+
+def test_where_the_system_does_not_say_who_is_who_nobody_is_taken_for_another(monkeypatch):
+    def hidden(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "readlink", hidden)
+    nameless = this_process()
+    assert nameless.host == ""
+    with pytest.raises(OSError, match="is of ''"):
+        open_process(nameless)
