@@ -117,9 +117,7 @@ class StepWatch:
 
     def begin(self) -> None:
         """A step is scheduled."""
-        self._changed_at = (
-            self._clock()
-        )  # first: who asks now must not take the step for an old one
+        self._changed_at = self._clock()  # first: who asks meanwhile sees no old step
         self._num_open += 1
 
     def end(self) -> None:
