@@ -34,6 +34,7 @@ from mooncake_kv.errors import KVConfigError, KVError
 from mooncake_kv.kv_events_config import KVEventsConfig, read_kv_events_config
 from mooncake_kv.pool.pool_config import (
     DEFAULT_SSD_MIN_FREE_BYTES,
+    host_and_port,
     ssd_directory,
     tenant_quota,
 )
@@ -324,9 +325,8 @@ def _serve(service: StoreService, store: NodeStore, host: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: service.stop())
     levels = store.stats()
-    shown_host = f"[{host}]" if ":" in host else host
     print(
-        f"mooncake-kv: store listens on tcp://{shown_host}:{service.port} with "
+        f"mooncake-kv: store listens on tcp://{host_and_port(host, service.port)} with "
         f"{levels.capacity_bytes / (1 << 30):.3g} GiB of memory, "
         f"{levels.ssd_capacity_bytes / (1 << 30):.3g} GiB on SSDs with {levels.ssd_chunks} chunks",
         flush=True,
@@ -341,8 +341,8 @@ class _Metrics:
         self._server = None
         if port is not None:
             self._server = MetricsServer.start(store.stats, host, port)
-            shown_host = f"[{host}]" if ":" in host else host
-            logger.info("metrics are at http://%s:%d/metrics", shown_host, self._server.port)
+            found = host_and_port(host, self._server.port)
+            logger.info("metrics are at http://%s/metrics", found)
 
     def __enter__(self) -> None:
         """They are there already."""

@@ -189,7 +189,11 @@ def _port(text: str) -> int:
 
 
 def _master(text: str) -> str:
-    host, port = _address(text)
+    return host_and_port(*_address(text))
+
+
+def host_and_port(host: str, port: int) -> str:
+    """As a URL has them, an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
