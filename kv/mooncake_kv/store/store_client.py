@@ -105,7 +105,7 @@ class StoreClient:
         self._client = secrets.token_bytes(16)
         self._transfer_timeout_s = transfer_timeout_s
         self._writers: tuple[ProcessName, ...] = (this_process(),)
-        self._writing: dict[int, None] = {}  # handles whose memory may be written
+        self._writing: set[int] = set()  # handles whose memory may be written
         self._refusal = ""
         self._session: AsyncSession | None = None
         self._arena: ArenaInfo | None = None
@@ -241,15 +241,14 @@ class StoreClient:
     # -- inside ---------------------------------------------------------------------------------
 
     def _granted(self, reply: Reserved) -> list[WriteHandle | PutRefusal]:
-        handles = [grant for grant in reply.grants if isinstance(grant, WriteHandle)]
-        self._writing.update(dict.fromkeys(handle.handle_id for handle in handles))
+        granted = (grant for grant in reply.grants if isinstance(grant, WriteHandle))
+        self._writing.update(handle.handle_id for handle in granted)
         return list(reply.grants)
 
     def _end_writes(
         self, handles: Sequence[WriteHandle], *, are_complete: bool
     ) -> Future[list[bool]]:
-        for handle in handles:
-            self._writing.pop(handle.handle_id, None)
+        self._writing.difference_update(handle.handle_id for handle in handles)
         return self._end(EndWrites(tuple(handles), are_complete), len(handles))
 
     def _end(self, question: StoreQuestion, count: int) -> Future[list[bool]]:

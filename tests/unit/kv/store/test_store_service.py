@@ -237,7 +237,7 @@ def test_a_frozen_writer_that_is_thawed_says_what_it_still_writes(served, frozen
 
 def test_a_user_that_has_lost_its_session_ends_its_writes_on_the_next(served, client):
     ended, writing = client.reserve([chunk(1), chunk(2)]).result(WAIT_S)
-    client._writing.pop(ended.handle_id)  # as if the store's answer had been lost
+    client._writing.remove(ended.handle_id)  # as if the store's answer had been lost
     served.cut_off()
     await_new_session(client)
     served.await_stats(num_staging=0, abandoned_bytes=NBYTES, free_bytes=7 * NBYTES)
