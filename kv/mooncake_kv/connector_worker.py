@@ -196,6 +196,15 @@ class RankContext:
     fail: Callable[[BaseException], None]
     shared: SharedTransports = field(default_factory=SharedTransports)
 
+    def bind_pool_thread(self) -> None:
+        """The first thing that a pool's thread does. Where it fails the pool drops what it was
+        given, and nobody reports that."""
+        try:
+            self.bind_thread()
+        except Exception as exc:
+            self.fail(ConnectorDead(Fatal.RANK_THREAD_ENDED, exc))
+            raise
+
 
 LayerDone = Callable[[int], None]
 """Takes a held layer's number in the model once the step's KV of that layer is enqueued."""
@@ -393,15 +402,6 @@ class ConnectorWorker(ABC):
         event = self.context.make_event()
         event.record()
         event.synchronize()
-
-    def _bind_thread(self) -> None:
-        """The first thing that a pool's thread does. Where it fails the pool drops what it was
-        given, and nobody reports that."""
-        try:
-            self.context.bind_thread()
-        except Exception as exc:
-            self.context.fail(ConnectorDead(Fatal.RANK_THREAD_ENDED, exc))
-            raise
 
     def close(self) -> None:
         """Stop all threads and withdraw the memory from peers. Idempotent."""

@@ -164,7 +164,7 @@ class PullWorker(ConnectorWorker):
 
     def _make_threads(self) -> ThreadPoolExecutor:
         name = f"kv-load-{self.context.rank}"
-        return ThreadPoolExecutor(LOAD_THREADS, name, initializer=self._bind_thread)
+        return ThreadPoolExecutor(LOAD_THREADS, name, initializer=self.context.bind_pool_thread)
 
 
 @dataclass(frozen=True, slots=True)

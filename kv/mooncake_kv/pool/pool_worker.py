@@ -89,7 +89,7 @@ class PoolWorker:
         self._loads: dict[str, _RunningLoad] = {}
         self._lock = threading.RLock()
         self._is_closed = False
-        bind = context.bind_thread
+        bind = context.bind_pool_thread
         self._loading = ThreadPoolExecutor(
             LOAD_THREADS, f"pool-load-{context.rank}", initializer=bind
         )

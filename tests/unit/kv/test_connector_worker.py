@@ -267,6 +267,20 @@ def test_a_thread_that_gets_no_device_ends_the_engine(rank: Rank) -> None:
     assert dead.fatal is Fatal.RANK_THREAD_ENDED
 
 
+def test_a_thread_of_the_pool_that_gets_no_device_ends_the_engine(rank: Rank) -> None:
+    def bind() -> None:
+        raise RuntimeError("no device")
+
+    rank.context = replace(rank.context, bind_thread=bind)
+    running = PoolWorker(rank.context)
+    running.receive(msgspec.msgpack.encode(SaveRuns("save", (), (), PATIENCE_S)))
+    wait_for(lambda: rank.failures)
+    running.close()
+    [dead] = rank.failures
+    assert isinstance(dead, ConnectorDead)
+    assert dead.fatal is Fatal.RANK_THREAD_ENDED
+
+
 def test_peers_that_came_and_went_are_forgotten(rank: Rank) -> None:
     running, connect = opened(rank, PullWorker)
     [facts] = msgspec.msgpack.decode(connect, type=ConnectPeer).ranks
