@@ -87,8 +87,7 @@ def paged_attention(
                 tl.minimum(seen, (split + 1) * share),
                 DIM, DIM_PADDED, BLOCK_SIZE, ROWS, TOKENS, PRECISION,
             )  # fmt: skip
-            # which rows these are is computed anew, as all that is kept over the loop takes
-            # registers from it
+            # which rows these are is computed anew; see _merge
             at = (tl.program_id(2).to(tl.int64) * splits + split) * HEADS
             at += kv_head * GROUP + row_block * ROWS
             rows = tl.arange(0, ROWS)
@@ -127,7 +126,8 @@ def _merge(
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Merge a row block's splits, if its other programs are done with theirs."""
+    """Merge a row block's splits, if its other programs are done with theirs. What the caller knows
+    is computed anew: kept over its loop, it would take registers from that."""
     kv_head, sequence = tl.program_id(1), tl.program_id(2)
     row_blocks = tl.num_programs(0) // programs
     row_block = (tl.num_programs(0) - 1 - tl.program_id(0)) // programs
