@@ -1,10 +1,11 @@
 """Prompts whose beginning the KVCache pool has: look it up, choose, load, run while it comes in.
 
-A prompt that comes in is looked up. What is found is loaded when the prompt's turn comes, or before
-if there are blocks that nobody more urgent waits for; the rest of the prompt is computed. A step
-may begin before all layers are there: ranks wait for each layer of a load before they read it. What
-such a step brings is *unproven* until the load has ended well: nobody is told, nobody shares the
-blocks. If it does not end well, the request starts over and computes its prompt.
+A prompt that comes in is looked up; so are a prompt whose KV did not come from a peer, and what a
+preempted request has, prompt and answer. What is found is loaded when the request's turn comes, or
+before if there are blocks that nobody more urgent waits for; the rest is computed. A step may begin
+before all layers are there: ranks wait for each layer of a load before they read it. What such a
+step brings is *unproven* until the load has ended well: nobody is told, nobody shares the blocks.
+If it does not end well, the request starts over and computes its prompt.
 """
 
 from __future__ import annotations
@@ -150,14 +151,22 @@ class PoolLoads:
 
     # -- looking up -----------------------------------------------------------------------------
 
-    def look_up(self, request: Request) -> bool:
-        """Ask the pool for the beginning of a new request's prompt; True: it waits for the answer,
-        in a queue of its own."""
+    def look_up(self, request: Request) -> None:
+        """Queue a request without blocks: for its turn; before that, where the pool has to be asked
+        for the beginning of what it has to compute, for the answer."""
+        if not self._asks(request):
+            self._queues.wait(request)
+
+    def _asks(self, request: Request) -> bool:
+        """Look a request up; True: it waits for the answer now."""
         if request.awaits_scores or not request.has_verified_kv:
             return False
-        num_keys = num_loadable_chunks(request.num_prompt_tokens, self._pool.chunk_tokens)
-        num_cached = self._blocks.count_cached(request, request.num_prompt_tokens - 1)
-        if num_keys * self._pool.chunk_tokens <= num_cached:
+        num_tokens = len(request.token_ids)
+        num_keys = num_loadable_chunks(num_tokens, self._pool.chunk_tokens)
+        num_cached = self._blocks.count_cached(request, num_tokens - 1)
+        # Others that are before it, or have preempted it, may take what is cached now.
+        is_next = not self._queues.waiting and not request.num_preemptions
+        if not num_keys or (is_next and num_keys * self._pool.chunk_tokens <= num_cached):
             return False
         keys = self._pool.keys(request, num_keys)
         load_id = f"{request.request_id}#{next(self._ids)}"
@@ -185,7 +194,7 @@ class PoolLoads:
         """No longer than computing the prompt would take."""
         if not self._prefill.is_known:
             return MAX_HINT_PATIENCE_S
-        seconds = self._prefill.seconds(0, request.num_prompt_tokens, self._queues.now)
+        seconds = self._prefill.seconds(0, len(request.token_ids), self._queues.now)
         return min(max(seconds, MIN_HINT_PATIENCE_S), MAX_HINT_PATIENCE_S)
 
     def found(self, event: ChunksFound) -> None:
@@ -193,7 +202,7 @@ class PoolLoads:
         request = self._asked.pop(event.load_id, None)
         if request is None or request.state is not RequestStatus.LOOKING_UP:
             return
-        num_keys = num_loadable_chunks(request.num_prompt_tokens, self._pool.chunk_tokens)
+        num_keys = num_loadable_chunks(len(request.token_ids), self._pool.chunk_tokens)
         self._note(request, self._pool.keys(request, num_keys), event.sources)
         self._end_look_up(request)
 
@@ -241,7 +250,7 @@ class PoolLoads:
             return Turn.LOADS
         if len(self._loads) >= MAX_LOADS:
             return Turn.NO_ROOM
-        num_tokens = request.num_prompt_tokens
+        num_tokens = len(request.token_ids)
         if not self._blocks.allocate(
             request, num_tokens, cacheable=num_tokens - 1, reserve=reserve
         ):
@@ -277,10 +286,10 @@ class PoolLoads:
 
     def _choose(self, hit: _Hit) -> tuple[LoadChoice, int]:
         """What is best, and how many tokens the device has."""
-        request, pool = hit.request, self._pool
-        num_cached = self._blocks.count_cached(request, request.num_prompt_tokens - 1)
+        pool, num_tokens = self._pool, len(hit.request.token_ids)
+        num_cached = self._blocks.count_cached(hit.request, num_tokens - 1)
         prompt = PromptToLoad(
-            request.num_prompt_tokens,
+            num_tokens,
             num_cached,
             pool.chunk_tokens,
             pool.chunk_bytes,
@@ -323,12 +332,13 @@ class PoolLoads:
         pool, now = self._pool, self._queues.now
         load_id = f"{request.request_id}#{next(self._ids)}"
         first = request.num_computed // pool.chunk_tokens
-        recompute_s = self._prefill.seconds(request.num_computed, request.num_prompt_tokens, now)
+        num_tokens = len(request.token_ids)
+        recompute_s = self._prefill.seconds(request.num_computed, num_tokens, now)
         patience_s = PATIENCE * max(choice.load_s, recompute_s)
         patience_s = min(max(patience_s, MIN_PATIENCE_S), pool.transfer_timeout_s)
         is_alone = len(request.group.members) == 1 and not request.sends_kv
         loaded = choice.num_chunks * pool.chunk_tokens
-        stop = min(loaded + self._max_step_tokens, request.num_prompt_tokens)
+        stop = min(loaded + self._max_step_tokens, num_tokens)
         step_s = self._prefill.seconds(loaded, stop, now)
         layers = layers_before_release(pool.num_layers, choice.load_s, step_s)
         keys = hit.keys[: choice.num_chunks]
@@ -453,8 +463,10 @@ class PoolLoads:
         self._queues.dequeue(request)
         num_loaded = num_chunks * self._pool.chunk_tokens
         request.num_computed = max(request.num_computed, num_loaded)
-        request.num_cached_tokens = request.num_computed
-        request.num_saved = request.num_offered = request.num_computed
+        if not request.num_output_tokens:
+            request.num_cached_tokens = request.num_computed
+        request.num_saved = max(request.num_saved, request.num_computed)
+        request.num_offered = max(request.num_offered, request.num_computed)
         request.loaded = self._queues.now
         self._queues.wait(request)
 

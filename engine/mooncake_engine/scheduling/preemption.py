@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.scheduling.request import Request, SequenceGroup
@@ -59,6 +60,7 @@ class Preemption:
     Args:
         queues: where requests stand.
         blocks: their tables.
+        wait: queue a request that has to compute what it has again.
 
     Attributes:
         num_preemptions: requests that gave their blocks up.
@@ -66,12 +68,15 @@ class Preemption:
         copies: to and from host memory.
     """
 
-    def __init__(self, queues: RequestQueues, blocks: BlockManager) -> None:
+    def __init__(
+        self, queues: RequestQueues, blocks: BlockManager, wait: Callable[[Request], None]
+    ) -> None:
         self.num_preemptions = 0
         self.num_swap_outs = 0
         self.copies = HostCopies()
         self._queues = queues
         self._blocks = blocks
+        self._wait = wait
         self._has_warned = False
 
     def preempt_for(self, group: SequenceGroup, step: StepBuilder) -> None:
@@ -95,7 +100,7 @@ class Preemption:
         """Preemption by recompute: give the blocks back and queue again, at the old priority."""
         self._dequeue(request)
         self._blocks.release(request)
-        self._queues.wait(request)
+        self._wait(request)
 
     def resume(self, request: Request, step: StepBuilder, reserve: int) -> bool:
         """Swap a request's group in, all of it or nothing; then it is ready, and joins in when the

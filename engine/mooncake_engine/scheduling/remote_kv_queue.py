@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import TokenLogprobs
@@ -61,6 +62,7 @@ class RemoteKVQueue:
         blocks: their tables.
         outputs: what they have got.
         connector: moves KV.
+        wait: queue a request that has to compute its prompt after all.
 
     Attributes:
         received: what has come and no plan has named, if plans do.
@@ -73,12 +75,14 @@ class RemoteKVQueue:
         blocks: BlockManager,
         outputs: OutputProcessor,
         connector: KVConnector | None,
+        wait: Callable[[Request], None],
     ) -> None:
         self._limits = limits
         self._queues = queues
         self._blocks = blocks
         self._outputs = outputs
         self._connector = connector
+        self._wait = wait
         self.received = ReceivedBlocks(blocks)
 
     def expect(self, request: Request) -> None:
@@ -148,7 +152,7 @@ class RemoteKVQueue:
                 self._outputs.end_drain(request_id)
             return
         request = self._queues.requests.get(request_id)
-        if request is None or request.state not in LOADING:
+        if request is None or request.state not in LOADING or request.pool_load is not None:
             return
         if error is None:
             if request.state is RequestStatus.TRANSFERRING:
@@ -165,7 +169,7 @@ class RemoteKVQueue:
         self._queues.dequeue(request)
         self._blocks.release(request)
         self._outputs.cancel_load(request)
-        self._queues.wait(request)
+        self._wait(request)
         name = request.request_id
         if self._limits.load_failure is LoadFailurePolicy.RECOMPUTE:
             logger.info("request %s: %s; computing its prompt here", name, reason)

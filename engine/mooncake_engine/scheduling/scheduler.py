@@ -64,14 +64,13 @@ class Scheduler:
         self.limits = limits
         self.blocks = blocks
         self._connector = connector
-        self._queues = RequestQueues()
-        self._outputs = OutputProcessor(limits, self._queues, blocks, connector, pool)
-        self._remote_kv = RemoteKVQueue(limits, self._queues, blocks, self._outputs, connector)
-        self._pool = (
-            None if pool is None else PoolUse(limits, self._queues, blocks, self._outputs, pool)
-        )
-        self._preemption = Preemption(self._queues, blocks)
-        self._batch = BatchWork(self._queues, blocks)
+        self._queues = queues = RequestQueues()
+        self._outputs = outputs = OutputProcessor(limits, queues, blocks, connector, pool)
+        self._pool = None if pool is None else PoolUse(limits, queues, blocks, outputs, pool)
+        self._wait = queues.wait if self._pool is None else self._pool.loads.look_up
+        self._remote_kv = RemoteKVQueue(limits, queues, blocks, outputs, connector, self._wait)
+        self._preemption = Preemption(queues, blocks, self._wait)
+        self._batch = BatchWork(queues, blocks)
         self.speculation = DraftScheduler(limits, blocks)
         self._budget = StepBudget(limits)
         self._delay = AdmissionDelay(limits.delay_factor)
@@ -141,8 +140,8 @@ class Scheduler:
         if leader := request.group.find_leader(request):
             self._queues.wait(request)
             self._queues.follow(request, leader)
-        elif self._pool is None or not self._pool.loads.look_up(request):
-            self._queues.wait(request)
+        else:
+            self._wait(request)
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is, or what is still held for it. Idempotent."""

@@ -397,6 +397,67 @@ def test_nobody_is_preempted_while_a_step_has_run_on_a_load():
     assert len(bench.run()["again"]) == 3
 
 
+def test_what_was_preempted_loads_its_answer_as_well():
+    """A long answer that gave its blocks up: the pool has what was computed of it."""
+    bench = PoolBench(num_blocks=14, block_size=4, token=None, prefix_caching=False)
+    bench.add("first", prompt_of(20), max_tokens=22, arrival=1.0)
+    lost = bench.add("second", prompt_of(8, seed=3), max_tokens=22, arrival=2.0)
+    num_tokens = []
+    answers = {"first": [], "second": []}
+    for _ in range(200):
+        for update in bench.step()[1]:
+            answers[update.request_id] += update.token_ids
+        bench.save_all()
+        for load_id, load in list(bench.pool.loads.items()):
+            num_tokens.append(len(load.keys) * CHUNK)
+            assert load.request_id == "second"
+            bench.end(load_id)
+    assert lost.num_preemptions > 0
+    assert max(num_tokens, default=0) > lost.num_prompt_tokens
+    assert answers["second"] == [token_of("second", i) for i in range(len(answers["second"]))]
+    assert lost.num_cached_tokens == 0
+    assert not bench.scheduler.has_work
+
+
+@pytest.mark.parametrize("first_token", [None, 9])
+def test_a_prompt_whose_kv_does_not_come_from_its_peer_comes_from_the_pool(first_token):
+    bench = PoolBench(token=None)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    options = {"pulls_kv": True} if first_token is None else {"first_token": first_token}
+    request = bench.add("pulls", prompt, max_tokens=3, **options)
+    bench.step()
+    assert request.request_id in bench.connector.loading
+    bench.end_load("pulls", "the peer is dead")
+    bench.step()
+    load_id = the_load(bench)
+    bench.scheduler.load_ended("pulls", "the peer is dead")  # said twice: of no load that is left
+    assert request.state is RequestStatus.TRANSFERRING
+    bench.end(load_id)
+    bench.run()
+    assert bench.worker.num_computed < len(prompt)
+
+
+def test_what_is_cached_when_it_comes_may_be_gone_at_its_turn():
+    """A prompt that waits behind others loads what they have taken from it meanwhile."""
+    bench = PoolBench(num_blocks=16, block_size=4)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    bench.add("caches", prompt, max_tokens=1)
+    bench.step()
+    bench.end(the_load(bench))
+    bench.run()
+    bench.add("large", prompt_of(56, seed=4), max_tokens=1, arrival=1.0)
+    bench.add("waits", prompt, max_tokens=1, arrival=2.0)
+    for _ in range(10):
+        bench.step()
+        for load_id in list(bench.pool.loads):
+            assert bench.pool.loads[load_id].request_id == "waits"
+            bench.end(load_id)
+            return
+    raise AssertionError("it was computed")
+
+
 class RandomRun:
     """Requests that come, go, load and save in any order.
 
