@@ -190,6 +190,7 @@ def running(
     caches: list[Caches],
     config: KVTransferConfig,
     step_timeout_s: float = 300.0,
+    max_model_len: int = 4096,
 ) -> Iterator[FakeVllm]:
     """An instance with a rank for each of those caches."""
     paths = [folder / f"{name}-{rank}" for rank in range(len(caches))]
@@ -202,6 +203,7 @@ def running(
             f"{name}-epoch",
             MODEL,
             len(caches),
+            max_model_len,
             sends=True,
             loads=True,
             step_timeout_s=step_timeout_s,

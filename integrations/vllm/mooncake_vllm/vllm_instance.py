@@ -44,6 +44,7 @@ def describe_instance(vllm_config: Any) -> Instance:
         f"{transfer.engine_id}-{uuid.uuid4().hex[:8]}",  # users fix the first part, over restarts
         fingerprint(vllm_config.model_config),
         parallel.pipeline_parallel_size * parallel.tensor_parallel_size,
+        vllm_config.model_config.max_model_len,
         sends=transfer.is_kv_producer,
         loads=transfer.is_kv_consumer,
         step_timeout_s=float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "300")),

@@ -87,6 +87,7 @@ class Instance:
         engine_id: name of this epoch.
         model: what tells it from others.
         num_ranks: of all pipeline stages.
+        max_model_len: tokens of a request, prompt and answer.
         sends, loads: what its role allows.
         step_timeout_s: how long vLLM waits for a step.
     """
@@ -94,6 +95,7 @@ class Instance:
     engine_id: str
     model: ModelFingerprint
     num_ranks: int
+    max_model_len: int
     sends: bool
     loads: bool
     step_timeout_s: float = 300.0
@@ -339,7 +341,9 @@ class SchedulerSide:
         except BaseException:
             self._held.discard(request_id)  # its blocks are freed now: nothing is reported later
             raise
-        return True, None if params is None else params | {CONTINUES: True}
+        # A D that has no room behind P's token can't be asked to go on from it.
+        continues = len(prompt) + 1 < self._instance.max_model_len
+        return True, None if params is None else params | {CONTINUES: continues}
 
     def check_alive(self) -> None:
         """Raise what has killed the connector.

@@ -80,6 +80,16 @@ def test_the_proxy_is_told_how_much_of_a_prompt_was_cached(
     assert params["remote_cached_tokens"] == num_cached
 
 
+@pytest.mark.parametrize("room", [1, 2])
+def test_d_is_asked_to_go_on_only_where_there_is_room_behind_ps_token(
+    stack: ExitStack, tmp_path: Path, room: int
+) -> None:
+    caches = filled_ranks(MODEL, "LBHNC", 1)
+    instance = running("p", tmp_path, caches, CONFIG, max_model_len=len(PROMPT) + room)
+    params = stack.enter_context(instance).prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    assert params["decode_continues_prompt"] == (room > 1)
+
+
 def test_what_a_prompt_finds_of_itself_after_a_preemption_was_not_cached(
     stack: ExitStack, tmp_path: Path
 ) -> None:

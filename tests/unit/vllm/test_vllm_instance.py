@@ -100,6 +100,7 @@ def model(**changes: Any) -> Any:
         "revision": None,
         "dtype": torch.float32,
         "quantization": None,
+        "max_model_len": 4096,
         "hf_config": SimpleNamespace(to_json_string=lambda: "{}"),
         "hf_text_config": SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64),
         "get_total_num_kv_heads": lambda: 8,
