@@ -388,8 +388,9 @@ class VllmInstance:
                 "not named": each._held,
             }
             if isinstance(each, HalPoolConnector):
-                kept |= {"prompts": scheduler._prompts, "saving": scheduler._saving}
-                kept |= {"current": scheduler._current, "steps": scheduler._first_steps}
+                saves = scheduler._saves
+                kept |= {"prompts": scheduler._prompts, "current": saves._current}
+                kept |= {"filling": saves._filling, "copies": saves._copies, "held": saves._held}
             else:
                 kept |= {
                     "prompts": scheduler._prompts._by_name,

@@ -1,9 +1,8 @@
 """The KVCache pool beside vLLM's scheduler: what stores have is loaded, what is computed is saved.
 
-A prompt's chunks are looked up when it arrives; vLLM asks again until the stores have answered. A
-load that finds less than the look-up promised has failed, as vLLM sees it. What a request has
-computed is saved when it ends: its blocks stay until they are copied, so that nobody else can have
-written them meanwhile.
+A prompt's chunks are looked up when it arrives, and with its answer's when it was preempted; vLLM
+asks again until the stores have answered. A load that finds less than the look-up promised has
+failed, as vLLM sees it.
 """
 
 from __future__ import annotations
@@ -30,18 +29,17 @@ from mooncake_kv.pool.pool_events import (
     LoadRequest,
     PoolEvent,
     PoolLoadEnded,
-    SaveRequest,
 )
 from mooncake_kv.pool.pool_messages import CancelRuns, LayersArrived, LoadRuns, decode_to_rank
 from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.pool.pool_worker import PoolWorker
-from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys, num_loadable_chunks
-from mooncake_kv.store.chunk_store import MAX_TENANT_BYTES
+from mooncake_kv.store.chunk_keys import KVIdentity, num_loadable_chunks
 from mooncake_kv.store.store_events import StoreEventBuffer
 from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.rank_link import Ranks, ReportLoad, ReportSend
 from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import expand_blocks
+from mooncake_vllm.vllm_pool_saves import PoolSaves, is_plain
 from mooncake_vllm.vllm_scheduler_side import Instance, rope_order
 from mooncake_vllm.vllm_worker_side import LoadOrder, WorkerKind
 
@@ -53,10 +51,6 @@ FIGURES = (
     "saved_bytes", "num_save_refusals",
 )  # fmt: skip
 """Of ``PoolStats``, those that vLLM publishes."""
-SAVED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-"""Endings after which all steps of a request are over but for its last token's."""
-CUT_OFF = "FINISHED_ABORTED"
-"""Ending of a request whose client has left, or whose text had a stop string: at any time."""
 
 
 class PoolState(Enum):
@@ -71,31 +65,20 @@ class PoolState(Enum):
 
 @dataclass(slots=True)
 class PooledPrompt:
-    """What the pool knows of a request's prompt.
+    """What the pool knows of a request's prompt, or of all it has, when it was preempted.
 
     Args:
         name: of its look-up and its load.
         keys: of its chunks that may be loaded.
+        num_preemptions: before it was looked up.
         sources: of the leading ones that stores have, where.
     """
 
     name: str
     keys: list[bytes]
+    num_preemptions: int
     state: PoolState = PoolState.LOOKING
     sources: Sequence[ChunkSource] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class FirstStep:
-    """A request's, after it came or was preempted.
-
-    Args:
-        num_preemptions: before it.
-        num_had: tokens whose KV was there then, or will be when that step has ended.
-    """
-
-    num_preemptions: int
-    num_had: int
 
 
 class PoolSchedulerSide:
@@ -125,9 +108,6 @@ class PoolSchedulerSide:
         self._death: BaseException | None = None
         self._lock = threading.Lock()
         self._prompts: dict[str, PooledPrompt] = {}
-        self._saving: set[str] = set()
-        self._current: dict[str, Request] = {}  # those whose KV is all of this identity
-        self._first_steps: dict[str, FirstStep] = {}  # of current requests
         self._started: list[str] = []
         self._count = 0
         self._chunk_tokens = config.chunk_tokens
@@ -138,6 +118,12 @@ class PoolSchedulerSide:
         except BaseException:
             self._ranks.close()
             raise
+        self._saves = PoolSaves(
+            self._client,
+            self._pages,
+            tells_tokens=self._stores.tells_what_is_saved,
+            report=lambda request_id: self._ranks.report(ReportSend(request_id)),
+        )
 
     def _open(self, config: KVPoolConfig, instance: Instance) -> PoolClient:
         info = self._ranks.info
@@ -172,31 +158,24 @@ class PoolSchedulerSide:
         self.check_alive()
         if self.is_waiting:
             self._ranks.wake_up()
-        prompt = request.prompt_token_ids or []
-        count = num_loadable_chunks(len(prompt), self._chunk_tokens)
-        with self._lock:
-            self._current[request.request_id] = request
-        if not count or not _is_plain(request):
-            return
-        self._count += 1
-        pooled = PooledPrompt(
-            f"{request.request_id} {self._count}", self._keys(request, prompt)[:count]
-        )
-        with self._lock:
-            self._prompts[request.request_id] = pooled
-        sources = self._client.lookup(pooled.name, pooled.keys)
-        if sources is not None:
-            self._found(pooled, sources)
+        self._saves.add(request, self._identity)
+        if is_plain(request):
+            self._look_up(request)
 
     def num_to_load(self, request: Request, num_computed: int) -> int | None:
-        """Tokens that a request can load beyond those; None: ask again. No side effects."""
+        """Tokens that a request can load beyond those; None: ask again. Asked twice, it says the
+        same."""
         self.check_alive()
+        pooled = self._prompts.get(request.request_id)
+        if pooled is None or pooled.state is PoolState.LOADING:
+            return 0
+        if pooled.state is PoolState.OVER and request.num_preemptions > pooled.num_preemptions:
+            pooled = self._look_up(request) or pooled
         with self._lock:
-            pooled = self._prompts.get(request.request_id)
-            if pooled is None or pooled.state in (PoolState.LOADING, PoolState.OVER):
-                return 0
             if pooled.state is PoolState.LOOKING:
                 return None
+            if pooled.state is not PoolState.FOUND:
+                return 0
             return max(0, len(pooled.sources) * self._chunk_tokens - num_computed)
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
@@ -206,6 +185,7 @@ class PoolSchedulerSide:
             if pooled is None or pooled.state is not PoolState.FOUND:
                 return
             pooled.state = PoolState.LOADING if num_tokens else PoolState.OVER
+        self._saves.note_known(request.request_id, len(pooled.sources))
         if not num_tokens:  # it is in vLLM's own cache, or comes from elsewhere
             self._client.touch(pooled.keys[: len(pooled.sources)])
             return
@@ -237,18 +217,12 @@ class PoolSchedulerSide:
     def is_waiting(self) -> bool:
         """Whether the end of a load is still to be reported, or blocks that are saved."""
         with self._lock:
-            is_loading = (each.state is PoolState.LOADING for each in self._prompts.values())
-            return bool(self._saving) or any(is_loading)
+            is_loading = any(each.state is PoolState.LOADING for each in self._prompts.values())
+        return is_loading or self._saves.is_holding
 
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
-        """Nothing is sent while it is computed; notes which requests begin to run."""
-        for new in step.scheduled_new_reqs:
-            self._note_first_step(new.req_id, new.num_computed_tokens)
-        known = step.scheduled_cached_reqs
-        if known.resumed_req_ids:
-            for name, num_computed in zip(known.req_ids, known.num_computed_tokens, strict=True):
-                if name in known.resumed_req_ids:
-                    self._note_first_step(name, num_computed)
+        """No peer is sent anything; what steps have computed of prompts is saved."""
+        self._saves.follow(step)
         return ()
 
     def request_finished(
@@ -256,23 +230,16 @@ class PoolSchedulerSide:
     ) -> tuple[bool, KVTransferDict | None]:
         """A request has ended: whether its blocks stay until a report; its answer says nothing."""
         self.check_alive()
-        request_id = request.request_id
         with self._lock:
-            is_current = self._current.pop(request_id, None) is not None
-            first_step = self._first_steps.pop(request_id, None)
-            pooled = self._prompts.pop(request_id, None)
+            pooled = self._prompts.pop(request.request_id, None)
             is_loading = pooled is not None and pooled.state is PoolState.LOADING
             if pooled is not None and is_loading:
                 self._prompts[f"ended {pooled.name}"] = pooled  # until its end is reported
+        [table] = tables
+        is_held = self._saves.end(request, table)
         if pooled is not None and is_loading:
             self._client.cancel_load(pooled.name)
-            return False, None
-        if not is_current or not _is_plain(request):
-            return False, None
-        num_certain = num_certain_tokens(request, first_step)
-        [table] = tables
-        num_known = len(pooled.sources) if pooled else 0
-        return self._save(request, table, num_known, num_certain // self._chunk_tokens), None
+        return is_held, None
 
     def reset_cache(self) -> bool:
         """vLLM empties its caches, as it does for other weights: no chunk that stores have is
@@ -284,8 +251,7 @@ class PoolSchedulerSide:
         with self._lock:
             self._identity = replace(self._identity, model=secrets.token_hex(16))
             self._client.namespace = self._identity.root()
-            self._current.clear()
-            self._first_steps.clear()
+            self._saves.forget()
             found = [each for each in self._prompts.values() if each.state is not PoolState.LOADING]
             for pooled in found:
                 pooled.state, pooled.sources = PoolState.OVER, ()
@@ -322,7 +288,7 @@ class PoolSchedulerSide:
         """Figures by name, since the start."""
         counted = asdict(self._client.stats)
         figures = {f"pool_{name}": stats_value(counted[name]) for name in FIGURES}
-        return figures | {"pool_saves_under_way": float(len(self._saving))}
+        return figures | {"pool_saves_under_way": float(self._saves.num_under_way)}
 
     def close(self) -> None:
         """Give up what is loading or saved. Idempotent.
@@ -334,35 +300,22 @@ class PoolSchedulerSide:
 
     # ------------------------------------------------------------- the rest
 
-    def _keys(self, request: Request, tokens: Sequence[int]) -> list[bytes]:
-        return chunk_keys(self._identity, tokens, tenant_salt=request.cache_salt or "")
-
-    def _note_first_step(self, request_id: str, num_had: int) -> None:
+    def _look_up(self, request: Request) -> PooledPrompt | None:
+        """Ask the stores for what a request has; None: nothing of it could be loaded."""
+        num_tokens = len(request.prompt_token_ids or []) + len(request.output_token_ids)
+        num_keys = num_loadable_chunks(num_tokens, self._chunk_tokens)
+        keys = self._saves.first_keys(request.request_id, num_keys)
+        if not keys:
+            return None
+        self._count += 1
+        name = f"{request.request_id} {self._count}"
+        pooled = PooledPrompt(name, keys, request.num_preemptions)
         with self._lock:
-            if (request := self._current.get(request_id)) is not None:
-                self._first_steps[request_id] = FirstStep(request.num_preemptions, num_had)
-
-    def _save(
-        self, request: Request, block_ids: Sequence[int], num_known: int, num_whole: int
-    ) -> bool:
-        """Begin to save chunks from ``num_known`` to ``num_whole``; whether the blocks have to
-        stay."""
-        if num_whole <= num_known:
-            return False
-        tokens = [*(request.prompt_token_ids or []), *request.output_token_ids]
-        keys = self._keys(request, tokens[: num_whole * self._chunk_tokens])
-        salt = request.cache_salt or ""
-        tenant = salt if len(salt.encode()) <= MAX_TENANT_BYTES else ""
-        blocks = expand_blocks(block_ids, self._pages)
-        save = SaveRequest(request.request_id, keys, num_known, blocks, tenant)
-        if self._stores.tells_what_is_saved and tenant == salt:
-            size = self._chunk_tokens
-            save = replace(save, token_ids=tokens[num_known * size : num_whole * size])
-        self._saving.add(request.request_id)
-        if self._client.save(save):
-            return True
-        self._saving.discard(request.request_id)
-        return False
+            self._prompts[request.request_id] = pooled
+        sources = self._client.lookup(pooled.name, pooled.keys)
+        if sources is not None:
+            self._found(pooled, sources)
+        return pooled
 
     def _found(self, pooled: PooledPrompt, sources: Sequence[ChunkSource]) -> None:
         with self._lock:
@@ -379,10 +332,7 @@ class PoolSchedulerSide:
         elif isinstance(event, PoolLoadEnded):
             self._load_ended(event)
         elif isinstance(event, ChunksCopied):
-            if event.is_complete:  # vLLM has kept the blocks
-                self._client.end_save(event.save_id, is_right=True)
-            self._saving.discard(event.save_id)
-            self._ranks.report(ReportSend(event.save_id))
+            self._saves.copied(event)
 
     def _load_ended(self, event: PoolLoadEnded) -> None:
         found = self._by_name(event.load_id)
@@ -399,6 +349,8 @@ class PoolSchedulerSide:
         if is_failed:
             logger.info("%s: the pool's KV did not come: %s", event.load_id, event.error)
         request_id = event.load_id.rpartition(" ")[0]
+        if is_failed:
+            self._saves.note_known(request_id, event.num_chunks)
         self._ranks.report(ReportLoad(request_id, event.load_id, is_failed))
 
     def _by_name(self, name: str) -> tuple[str, PooledPrompt] | None:
@@ -443,34 +395,6 @@ def _load_of(order: bytes) -> LoadOrder | None:
 
 
 POOL_WORKER = WorkerKind(PoolRank, _load_of)
-
-
-def _is_plain(request: Request) -> bool:
-    """Whether token ids and salt say all that the KV of a request depends on."""
-    return (
-        request.lora_request is None and request.prompt_embeds is None and not request.mm_features
-    )
-
-
-def num_certain_tokens(request: Request, first_step: FirstStep | None) -> int:
-    """Leading tokens of a request that has ended whose KV is surely there.
-
-    Args:
-        request: which.
-        first_step: its last one; None: it never ran.
-    """
-    num_tokens = len(request.prompt_token_ids or []) + len(request.output_token_ids)
-    # The last token's own KV may not be computed, or by a step that has yet to end.
-    if request.status.name in SAVED:
-        return min(request.num_computed_tokens, num_tokens - 1)
-    if request.status.name != CUT_OFF or first_step is None:
-        return 0
-    num_ended = request.num_computed_tokens - request.num_in_flight_tokens
-    # Else what it had may be on its way: it waits for a load, or the step that brings it goes on.
-    has_run = num_ended > first_step.num_had
-    if not has_run or request.num_preemptions != first_step.num_preemptions:
-        return 0
-    return min(num_ended, num_tokens - 1)
 
 
 def stats_value(value: object) -> float:

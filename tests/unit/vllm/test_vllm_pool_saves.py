@@ -1,0 +1,256 @@
+"""What of a request is surely there to be saved, and when it is given to the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.vllm_instance import Asked
+
+from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
+from mooncake_kv.store.chunk_keys import KVIdentity
+from mooncake_vllm.vllm_pool_saves import FirstStep, PoolSaves, num_certain_tokens
+
+PROMPT = [*range(40)]
+
+
+def ended(
+    status: str,
+    num_computed: int,
+    num_in_flight: int,
+    num_preemptions: int = 0,
+    num_sampled: int = 0,
+) -> Asked:
+    """A request of 40 tokens, as vLLM has it when it ends."""
+    return Asked(
+        "a",
+        PROMPT,
+        num_computed_tokens=num_computed,
+        num_in_flight_tokens=num_in_flight,
+        num_preemptions=num_preemptions,
+        output_token_ids=[7] * num_sampled,
+        status=SimpleNamespace(name=status),
+    )
+
+
+ABORTED = "FINISHED_ABORTED"
+CASES = {
+    "its client leaves while it queues": (ended(ABORTED, 0, 0), None, 0),
+    "it waits for KV from elsewhere": (ended(ABORTED, 32, 0), None, 0),
+    "its first step goes on, and may bring what it had": (
+        ended(ABORTED, 36, 4),
+        FirstStep(0, 32),
+        0,
+    ),
+    "two steps go on": (ended(ABORTED, 40, 8), FirstStep(0, 32), 0),
+    "one step is over": (ended(ABORTED, 16, 0), FirstStep(0, 0), 16),
+    "one step is over and one goes on": (ended(ABORTED, 32, 16), FirstStep(0, 0), 16),
+    "it decodes": (ended(ABORTED, 44, 0, num_sampled=5), FirstStep(0, 0), 44),
+    "it decodes, and the next step goes on": (
+        ended(ABORTED, 45, 1, num_sampled=5),
+        FirstStep(0, 0),
+        44,
+    ),
+    "drafts are checked": (ended(ABORTED, 48, 4, num_sampled=5), FirstStep(0, 0), 44),
+    "it was preempted, and waits": (ended(ABORTED, 0, 1, 1, 5), FirstStep(0, 0), 0),
+    "it was preempted, and waits for KV": (ended(ABORTED, 32, 0, 1, 5), FirstStep(0, 0), 0),
+    "it was preempted, and a step of before goes on": (
+        ended(ABORTED, 32, 17, 1, 5),
+        FirstStep(1, 16),
+        0,
+    ),
+    "it was preempted, and runs again": (ended(ABORTED, 32, 0, 1, 5), FirstStep(1, 16), 32),
+    "its KV did not come": (ended("FINISHED_ERROR", 32, 0), FirstStep(0, 0), 0),
+    "it has said all": (ended("FINISHED_LENGTH_CAPPED", 45, 0, num_sampled=5), None, 44),
+    "it has stopped, and the next step goes on": (
+        ended("FINISHED_STOPPED", 45, 1, num_sampled=5),
+        None,
+        44,
+    ),
+}
+
+
+@pytest.mark.parametrize(("request_", "first_step", "wanted"), CASES.values(), ids=list(CASES))
+def test_what_is_surely_there_when(
+    request_: Asked, first_step: FirstStep | None, wanted: int
+) -> None:
+    assert num_certain_tokens(request_, first_step) == wanted
+
+
+CHUNK = 8
+IDENTITY = KVIdentity("model", "float32", CHUNK)
+TABLE = [*range(20)]
+
+
+class Client:
+    """Takes saves, or none of them; the test says when they are copied."""
+
+    def __init__(self) -> None:
+        self.refuses = False
+        self.saves: dict[str, SaveRequest] = {}
+        self.judged: list[tuple[int, int, bool]] = []
+
+    def save(self, save: SaveRequest) -> bool:
+        if not self.refuses:
+            self.saves[save.save_id] = save
+        return not self.refuses
+
+    def end_save(self, save_id: str, *, is_right: bool) -> None:
+        save = self.saves.pop(save_id)
+        self.judged.append((save.first_chunk, len(save.keys), is_right))
+
+
+class Saves:
+    """A request of 40 tokens among them; steps of 16 tokens."""
+
+    def __init__(self) -> None:
+        self.client = Client()
+        self.reported: list[str] = []
+        self.saves = PoolSaves(self.client, 1, tells_tokens=False, report=self.reported.append)
+        self.request = Asked("a", PROMPT)
+        self.saves.add(self.request, IDENTITY)
+
+    def begin(self, num_had: int = 0) -> None:
+        self.step(
+            new=[SimpleNamespace(req_id="a", block_ids=(TABLE,), num_computed_tokens=num_had)]
+        )
+
+    def step(self, new: Sequence[Any] = ()) -> None:
+        cached = SimpleNamespace(
+            req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
+        )
+        step = SimpleNamespace(
+            scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens={}
+        )
+        self.saves.follow(step)
+
+    def compute(self, num_tokens: int) -> None:
+        """A step ends that brings so many; the next one is scheduled."""
+        self.request.num_computed_tokens = num_tokens
+        self.step()
+
+    def copy_all(self) -> None:
+        for save_id in list(self.client.saves):
+            self.saves.copied(ChunksCopied(save_id))
+
+    def end(self, status: str = "FINISHED_LENGTH_CAPPED") -> bool:
+        self.request.status = SimpleNamespace(name=status)
+        return self.saves.end(self.request, TABLE)
+
+
+def test_a_prompt_is_saved_as_it_is_computed_and_the_answer_at_the_end() -> None:
+    it = Saves()
+    it.begin()
+    assert not it.client.saves
+    it.compute(16)
+    it.compute(32)
+    it.request.output_token_ids = [7] * 9
+    it.compute(41)
+    it.copy_all()
+    assert it.client.judged == [(0, 2, True), (2, 4, True), (4, 5, True)]
+    it.request.num_computed_tokens = 48
+    assert it.end()
+    assert it.saves.is_holding
+    it.copy_all()
+    assert it.client.judged[3:] == [(5, 6, True)]
+    assert it.reported == ["a"]
+    assert not it.saves.is_holding
+
+
+def test_what_stores_have_is_not_saved_again() -> None:
+    it = Saves()
+    it.saves.note_known("a", 2)
+    it.begin(num_had=16)
+    it.compute(32)
+    it.copy_all()
+    assert it.client.judged == [(2, 4, True)]
+
+
+def test_blocks_stay_at_the_end_until_what_was_saved_before_is_copied() -> None:
+    it = Saves()
+    it.begin()
+    it.compute(32)
+    it.request.output_token_ids = [7]
+    it.request.num_computed_tokens = 40
+    it.compute(40)
+    assert it.end()
+    it.copy_all()
+    assert all(is_right for _, _, is_right in it.client.judged)
+    assert it.reported == ["a"]
+
+
+def test_nothing_is_held_once_all_is_copied() -> None:
+    it = Saves()
+    it.begin()
+    it.request.output_token_ids = [7]
+    it.compute(40)
+    it.copy_all()
+    assert not it.end()
+    assert it.reported == []
+
+
+def test_what_was_copied_of_a_preempted_request_is_dropped_and_saved_again() -> None:
+    it = Saves()
+    it.begin()
+    it.compute(16)
+    it.request.num_preemptions, it.request.num_computed_tokens = 1, 0
+    it.copy_all()
+    assert it.client.judged == [(0, 2, False)]
+    it.begin()
+    it.compute(16)
+    it.copy_all()
+    assert it.client.judged[1:] == [(0, 2, True)]
+
+
+@pytest.mark.parametrize("ending", ["error", "reset"])
+def test_what_may_be_of_other_weights_or_tokens_is_dropped(ending: str) -> None:
+    it = Saves()
+    it.begin()
+    it.compute(16)
+    if ending == "reset":
+        it.saves.forget()
+    else:
+        assert not it.end("FINISHED_ERROR")
+    it.copy_all()
+    assert it.client.judged == [(0, 2, False)]
+    assert it.reported == []
+    assert not it.saves.num_under_way
+
+
+def test_what_is_refused_is_offered_again_at_the_end() -> None:
+    it = Saves()
+    it.begin()
+    it.client.refuses = True
+    it.compute(16)
+    it.compute(32)
+    it.client.refuses = False
+    it.request.output_token_ids = [7]
+    it.request.num_computed_tokens = 40
+    assert it.end()
+    it.copy_all()
+    assert it.client.judged == [(0, 5, True)]
+    assert it.reported == ["a"]
+
+
+def test_a_copy_that_ends_while_more_is_given_frees_nothing() -> None:
+    """The client's thread is faster than vLLM's."""
+    it = Saves()
+    it.begin()
+    it.compute(16)
+    [early] = it.client.saves
+    give = it.client.save
+
+    def save(save: SaveRequest) -> bool:
+        it.saves.copied(ChunksCopied(early))
+        return give(save)
+
+    it.client.save = save  # type: ignore[method-assign]
+    it.request.output_token_ids = [7]
+    it.request.num_computed_tokens = 40
+    assert it.end()
+    assert it.reported == []
+    it.copy_all()
+    assert it.client.judged == [(0, 2, True), (2, 5, True)]
+    assert it.reported == ["a"]
