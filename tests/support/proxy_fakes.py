@@ -94,6 +94,8 @@ class Behaviour:
     # P: leave kv_transfer_params out, or finish on the first token.
     has_params: bool = True
     stops_at_first: bool = False
+    # The same where the prompt holds generated tokens already: of a later pass.
+    stops_later_passes: bool = False
     first_text: str | None = None
     # None: of the token that it says.
     last_token_id: int | None = 100
@@ -342,7 +344,8 @@ class FakeInstance:
         behaviour = self.behaviour
         at = num_generated_before(seen.body)
         text = word(at) if behaviour.first_text is None else behaviour.first_text
-        finish = "stop" if behaviour.stops_at_first else "length"
+        stops = behaviour.stops_at_first or (behaviour.stops_later_passes and at > 0)
+        finish = "stop" if stops else "length"
         count = seen.body.get("n") or 1
         choices = [self._choice(seen, index, text, finish) for index in range(count)]
         answer = self._base(seen, "answer") | {
@@ -350,7 +353,7 @@ class FakeInstance:
             "usage": {"prompt_tokens": 7, "completion_tokens": count, "total_tokens": 7 + count},
             "kv_transfer_params": None,
         }
-        if behaviour.has_params and not behaviour.stops_at_first:
+        if behaviour.has_params and not stops:
             parts = [self._params(seen, held, at) for held in self._held_ids(seen)]
             several = {"choices": parts} if count > 1 else {}
             answer["kv_transfer_params"] = parts[0] | several

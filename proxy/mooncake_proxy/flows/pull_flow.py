@@ -328,15 +328,25 @@ def parse_prefill_answer(instance: Instance, body: bytes) -> PrefillResult:
 def _answer_from_prefill(
     router: RequestRouter, context: RequestContext, prefill: PrefillResult
 ) -> None:
-    """P's first token was the last: its answer is the answer."""
-    router.note_first_token(context, router.now())
+    """P's token was the last one: its answer is the answer, or the end of what the client has."""
+    request, record = context.request, context.record
     router.release(prefill.instance, prefill.kv_params)
+    if not request.has_started:
+        router.note_first_token(context, router.now())
     if not context.parsed.stream:
-        context.request.respond(200, prefill.body, "application/json", context.reply_headers)
+        body = prefill.body
+        if record is not None:
+            body = record.take_answer(body, prefill.instance.name)
+        request.respond(200, body, "application/json", context.reply_headers)
         return
     events = final_answer_events(context.endpoint, prefill.answer, context.parsed)
-    context.request.start_stream("text/event-stream", context.reply_headers, events)
-    context.request.end()
+    if record is not None:
+        events = record.take_final_answer(prefill.answer, events)
+    if request.has_started:  # a later pass
+        request.write(events)
+    else:
+        request.start_stream("text/event-stream", context.reply_headers, events)
+    request.end()
 
 
 # ---------------------------------------------------------------- decode

@@ -82,6 +82,16 @@ class TokenRecord:
         self.is_joined |= is_prompt
         return b"".join(self.take_event(data) for _, data in split_events(events))
 
+    def take_final_answer(self, answer: CompletionResponse, events: bytes) -> bytes:
+        """Note P's token where it is the last one; returns the events of its answer, a whole
+        stream without a record."""
+        for choice in answer.choices:
+            self.generated += choice.token_ids or []
+        return b"".join(
+            event if data == b"[DONE]" else self.take_event(data)
+            for event, data in split_events(events)
+        )
+
     def take_event(self, data: bytes) -> bytes:
         """Note the token ids of a chunk; returns the event for the client, nothing if it has heard
         that."""
@@ -105,8 +115,12 @@ class TokenRecord:
 
     def take_answer(self, body: bytes, instance: str) -> bytes:
         """The same for a whole answer; Recomputed when D gave the request back."""
-        answer = msgspec.json.decode(body)
-        [choice] = answer["choices"]
+        try:
+            answer = msgspec.json.decode(body)
+            [choice] = answer["choices"]
+        except (ValueError, TypeError, LookupError) as exc:
+            raise MalformedAnswer(instance, f"no answer with one choice: {exc}") from exc
+        answer.pop("kv_transfer_params", None)
         is_chat_shaped = "message" in choice
         piece = choice["message"].get("content") if is_chat_shaped else choice.get("text")
         self.chunk_head = self.chunk_head or {"id": answer.get("id")}

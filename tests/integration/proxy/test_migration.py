@@ -120,6 +120,27 @@ def test_what_died_behind_its_last_token_only_lacks_its_end() -> None:
     uvloop.run(main())
 
 
+@pytest.mark.parametrize("first_token", ["by the proxy", "by D"])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_prefill_that_ends_the_answer_ends_the_stream_that_the_client_has(
+    path: str, first_token: str
+) -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=first_token == "by D", **MIGRATES) as s:
+            s.prefill.behaviour.stops_later_passes = True
+            let_fail(s, die_after=3)
+            answer = await post(s, (CHAT if "chat" in path else BODY) | USAGE, path)
+            events = events_of(answer.text)
+            again = s.prefill.generated[1].body["prompt"]
+            check_whole(events, num_tokens=len(again) - len(PROMPT_IDS) + 1)
+            assert [c["finish_reason"] for e in events[:-1] for c in e["choices"]][-1] == "stop"
+            assert s.count("migrated") == 1
+            first_tokens = s.app.router.metrics.first_token_seconds
+            assert sum(first_tokens.series[()][:-1]) == 1
+
+    uvloop.run(main())
+
+
 def test_where_there_is_no_other_decoder_a_stream_ends_with_its_error() -> None:
     async def main() -> None:
         async with stand(num_decodes=1, migrates_streams=True) as s:

@@ -62,6 +62,25 @@ def test_a_whole_answer_is_put_together(path: str, flow: str) -> None:
     uvloop.run(main())
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_prefill_that_ends_the_answer_is_not_taken_for_all_of_it(path: str) -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True, recomputes=True) as s:
+            s.decode.behaviour.recompute_after = 2
+            s.prefill.behaviour.stops_later_passes = True
+            answer = (await post(s, CHAT if "chat" in path else BODY, path)).json()
+            [choice] = answer["choices"]
+            is_chat = "chat" in path
+            assert (choice["message"]["content"] if is_chat else choice["text"]) == text_of(3)
+            assert choice["finish_reason"] == "stop"
+            assert answer["usage"]["completion_tokens"] == 3
+            assert answer["object"] == ("chat.completion" if is_chat else "text_completion")
+            ours = {"token_ids", "prompt_token_ids", "kv_transfer_params"}
+            assert not ours & (answer.keys() | choice.keys())
+
+    uvloop.run(main())
+
+
 def test_an_instance_that_may_give_back_sends_its_whole_stream() -> None:
     """Told or not: nothing of P's may stand before what is decoded anew."""
 
