@@ -206,15 +206,40 @@ def test_nothing_from_before_a_reset_is_loaded_or_saved_under_new_weights(
         pair.do("steps", 2, 0)
         assert first.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         pair.do("settle", 0, 0)
-        saves = first.figures()["pool_num_saves"]
         pair.do("ask", 4, 0)
         pair.do("settle", 0, 0)
         wait_for_saved(first, 2 * whole)
         assert first.figures()["pool_num_loaded_chunks"] == 0
-        assert first.figures()["pool_num_saves"] == saves + 1
+        pair.do("ask", 4, 1)
+        pair.check()
+        assert first.figures()["pool_num_saved_chunks"] == 2 * whole
+        assert second.figures()["pool_num_loaded_chunks"] == (len(PROMPTS[4]) - 1) // CHUNK
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
+@pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
+def test_a_prompt_is_found_while_its_answer_is_written(store: StoreService, is_async: bool) -> None:
+    with pooled(store, is_async=is_async) as first, pooled(store, is_async=is_async) as second:
+        pair = Pair((first, second))
+        pair.do("ask", 4, 0)
+        pair.do("steps", 4, 0)
+        wait_for_saved(first, len(PROMPTS[4]) // CHUNK)
+        assert not first.answers["r0"].finish
         pair.do("ask", 4, 1)
         pair.check()
         assert second.figures()["pool_num_loaded_chunks"] == (len(PROMPTS[4]) - 1) // CHUNK
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
+def test_what_was_preempted_loads_what_it_had(store: StoreService) -> None:
+    with pooled(store, is_async=False) as instance:
+        pair = Pair((instance, instance))
+        pair.do("ask", 4, 0)
+        pair.do("steps", 4, 0)
+        wait_for_saved(instance, len(PROMPTS[4]) // CHUNK)
+        assert instance.scheduler.reset_prefix_cache(reset_running_requests=True)
+        pair.check()
+        assert instance.figures()["pool_num_loaded_chunks"] == len(PROMPTS[4]) // CHUNK
 
 
 @pytest.mark.parametrize("has_new_weights", [False, True], ids=["its own cache", "all of it"])
