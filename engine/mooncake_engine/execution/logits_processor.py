@@ -7,10 +7,11 @@ device does what they say.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mooncake_engine.execution.penalties import PenalisedRow, Penalties
@@ -23,6 +24,10 @@ _FORBIDDEN_OF_BYTE = (
     .reshape(-1)
 )
 """[256] int64: eight bools each, which of eight tokens a byte of allowed ones leaves out."""
+
+
+_RowCells = tuple[int, NDArray[np.int64], NDArray[np.float32]]
+"""A row, some of its tokens and a value for each. Arrays: a row may have a thousand of them."""
 
 
 class LogitsProcessor:
@@ -45,9 +50,7 @@ class LogitsProcessor:
         self._device = device
         rows = list(enumerate(states))
         self._bias = self._cells(
-            (row, token_id, value)
-            for row, state in rows
-            for token_id, value in state.sampling.logit_bias
+            [(row, *state.bias) for row, state in rows if state.bias is not None]
         )
         penalised = [
             PenalisedRow(row, state.counts, state.sampling)
@@ -92,8 +95,9 @@ class LogitsProcessor:
         masked = self._end_masked()
         if masked != self._ends_of:  # a request has become long enough
             self._ends_of = masked
+            ends = [(row, np.array(self._ends_for(row), dtype=np.int64)) for row in masked]
             self._ends = self._cells(
-                (row, token_id, -math.inf) for row in masked for token_id in self._ends_for(row)
+                [(row, ids, np.full(len(ids), -math.inf, dtype=np.float32)) for row, ids in ends]
             )
         if self._ends:
             rows, token_ids, values = self._ends
@@ -121,16 +125,16 @@ class LogitsProcessor:
         forbidden = eights.view(len(allowed), -1).view(torch.bool)[:, :vocab_size]
         logits[rows] = logits[rows].masked_fill_(forbidden, -math.inf)
 
-    def _cells(self, cells: Iterable[tuple[int, int, float]]) -> tuple[Tensor, ...]:
+    def _cells(self, given: Sequence[_RowCells]) -> tuple[Tensor, ...]:
         """Rows and token ids, [n] int64, and values, [n] float32, on the device; empty if there are
         none."""
-        found = list(cells)
-        if not found:
+        if not any(len(token_ids) for _, token_ids, _ in given):
             return ()
-        rows, token_ids, values = zip(*found, strict=True)
+        rows, token_ids, values = zip(*given, strict=True)
+        lengths = [len(ids) for ids in token_ids]
         arrays = (
-            np.array(rows, dtype=np.int64),
-            np.array(token_ids, dtype=np.int64),
-            np.array(values, dtype=np.float32),
+            np.repeat(np.array(rows, dtype=np.int64), lengths),
+            np.concatenate(token_ids),
+            np.concatenate(values),
         )
         return tuple(to_device(self._device, arrays))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -77,6 +77,26 @@ class GrammarState:
             return None
 
 
+class BiasedTokens(NamedTuple):
+    """Tokens of one request whose logits get something added, each time that it samples.
+
+    Args:
+        token_ids: [n] int64.
+        values: [n] float32.
+    """
+
+    token_ids: NDArray[np.int64]
+    values: NDArray[np.float32]
+
+
+def biased_tokens(logit_bias: Sequence[tuple[int, float]]) -> BiasedTokens | None:
+    """A request's ``logit_bias`` in arrays; None for an empty one."""
+    if not logit_bias:
+        return None
+    token_ids, values = zip(*logit_bias, strict=True)
+    return BiasedTokens(np.array(token_ids, dtype=np.int64), np.array(values, dtype=np.float32))
+
+
 class SamplingState(Protocol):
     """What the sampler looks at of a request."""
 
@@ -110,6 +130,11 @@ class SamplingState(Protocol):
         """For requests whose answer follows one."""
         ...
 
+    @property
+    def bias(self) -> BiasedTokens | None:
+        """Its ``logit_bias``, if it has one."""
+        ...
+
 
 class CachedRequest:
     """One running request.
@@ -127,6 +152,7 @@ class CachedRequest:
     """
 
     __slots__ = (
+        "bias",
         "cache_salt",
         "counts",
         "grammar",
@@ -159,6 +185,7 @@ class CachedRequest:
         self.num_output_placeholders = 0
         sampling = new_request.sampling
         self.is_host_bound = sampling.prompt_logprobs is not None
+        self.bias = biased_tokens(sampling.logit_bias)  # once: batches change with each step
 
     @property
     def num_output_tokens(self) -> int:

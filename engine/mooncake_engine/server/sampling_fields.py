@@ -44,6 +44,8 @@ _MAX_STOPS = 64
 _MAX_STOP_CHARACTERS = 8192
 _MAX_STOP_TOKEN_IDS = 1024
 """Stop token ids are looked up for each generated token."""
+_MAX_LOGIT_BIAS = 1024
+"""Tokens whose logits change: each answer of a batch has cells of its own for them."""
 
 
 def completion_sampling(
@@ -134,22 +136,14 @@ def _sampling(
             "min_tokens forbids tokens that end the output, and every token does: no token is left",
             param="min_tokens",
         )
-    logit_bias = tuple((request.logit_bias or {}).items())
     _check_token_ids("stop_token_ids", stop_token_ids, info)
-    _check_token_ids("logit_bias", [token_id for token_id, _ in logit_bias], info)
-    for token_id, bias in logit_bias:
-        if not -100.0 <= bias <= 100.0:
-            raise InvalidRequest(
-                f"logit_bias must be in [-100, 100], got {bias} for token {token_id}",
-                param="logit_bias",
-            )
     return SamplingParams(
         **{**defaults.values, **given},
         stop=_stops(request.stop),
         stop_token_ids=stop_token_ids,
         max_tokens=defaults.limit(max_tokens),
         logprobs=logprobs,
-        logit_bias=logit_bias,
+        logit_bias=_logit_bias(request.logit_bias or {}, info),
     )
 
 
@@ -167,6 +161,22 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
             param="stop",
         )
     return stops
+
+
+def _logit_bias(given: dict[int, float], info: EngineInfo) -> tuple[tuple[int, float], ...]:
+    if len(given) > _MAX_LOGIT_BIAS:
+        raise InvalidRequest(
+            f"logit_bias must hold at most {_MAX_LOGIT_BIAS} tokens, got {len(given)}",
+            param="logit_bias",
+        )
+    _check_token_ids("logit_bias", list(given), info)
+    for token_id, bias in given.items():
+        if not -100.0 <= bias <= 100.0:
+            raise InvalidRequest(
+                f"logit_bias must be in [-100, 100], got {bias} for token {token_id}",
+                param="logit_bias",
+            )
+    return tuple(given.items())
 
 
 def _check_token_ids(name: str, token_ids: tuple[int, ...] | list[int], info: EngineInfo) -> None:

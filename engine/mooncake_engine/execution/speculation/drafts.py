@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mooncake_engine.execution.penalties import TokenCounts
 from mooncake_engine.execution.request_table import (
+    BiasedTokens,
     CachedRequest,
     GrammarState,
     SamplingState,
@@ -35,6 +36,7 @@ class DraftState:
     num_output_tokens: int
     counts: TokenCounts | None
     grammar: GrammarState | None
+    bias: BiasedTokens | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +103,7 @@ def advance(state: SamplingState, token_id: int) -> DraftState | None:
             return None
     counts = None if state.counts is None else state.counts.after(token_id)
     position = state.num_output_tokens + 1
-    return DraftState(state.row, state.sampling, state.seed, position, counts, grammar)
+    return DraftState(state.row, state.sampling, state.seed, position, counts, grammar, state.bias)
 
 
 def _depends_on_place(state: SamplingState) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mooncake_engine.execution import sampling_metadata
 from mooncake_engine.execution.penalties import TokenCounts
-from mooncake_engine.execution.request_table import GrammarState
+from mooncake_engine.execution.request_table import BiasedTokens, GrammarState
 from mooncake_engine.execution.sampling_metadata import DeviceSampling, uniform
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend import SamplingMetadata
@@ -71,6 +71,7 @@ class State:
     num_output_tokens: int = 0
     counts: TokenCounts | None = None
     grammar: GrammarState | None = None
+    bias: BiasedTokens | None = None
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 from mooncake_engine.execution import logits_processor
 from mooncake_engine.execution.logits_processor import LogitsProcessor
 from mooncake_engine.execution.penalties import TokenCounts
+from mooncake_engine.execution.request_table import BiasedTokens, biased_tokens
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend_parts import to_device
 
@@ -41,6 +42,10 @@ class State:
     counts: TokenCounts | None = None
     row: int = 0
     seed: int = 0
+    bias: BiasedTokens | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bias = biased_tokens(self.sampling.logit_bias)
 
 
 def changed(states: list[State], vocab_size: int) -> torch.Tensor:
@@ -103,6 +108,14 @@ def test_what_stays_is_brought_to_the_device_once(monkeypatch: pytest.MonkeyPatc
             state.num_output_tokens += 1
     assert may_end == [[False, False], [False, False], [True, False], [True, True]]
     assert num_copies == [2, 2, 3, 3]
+
+
+def test_a_requests_bias_is_read_once_for_all_batches_that_it_is_in() -> None:
+    """A batch changes whenever a request joins or ends, and a request may have a thousand biases
+    and a hundred answers: none of them is touched one by one again."""
+    biased = State(SamplingParams(logit_bias=((1, 2.5), (4, -1.0))))
+    biased.sampling = SamplingParams()
+    assert changed([State(), biased], 6)[1].tolist() == [0, 2.5, 0, 0, -1, 0]
 
 
 def test_a_batch_that_asks_for_nothing_is_let_alone() -> None:

@@ -48,6 +48,11 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "stop_token_ids": [258]}, "stop_token_ids", "in [0, 258), got 258"),
     ({"prompt": "x", "logit_bias": {"999": 1}}, "logit_bias", "in [0, 258), got 999"),
     ({"prompt": "x", "logit_bias": {"9": 101}}, "logit_bias", "in [-100, 100], got 101.0"),
+    (
+        {"prompt": "x", "n": 128, "logit_bias": {str(i): 0.5 for i in range(1025)}},
+        "logit_bias",
+        "at most 1024 tokens, got 1025",
+    ),
     ({"prompt": "x", "logit_bias": {"tea": 1}}, "logit_bias", "expected `int`, got `str`"),
     ({"prompt": "x", "stream_options": {}}, "stream_options", "needs stream: true"),
     (
