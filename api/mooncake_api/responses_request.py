@@ -174,7 +174,8 @@ def _tools(request: ResponsesRequest) -> Json:
         tools, choice = _chosen(tools, choice)
     if tools:
         chat["tools"] = tools
-    if choice is not None:
+    # Agents send "auto" without tools as well, which chat refuses: it says nothing there.
+    if choice is not None and (tools or choice not in ("auto", "none")):
         chat["tool_choice"] = choice
     if request.parallel_tool_calls is not None:
         chat["parallel_tool_calls"] = request.parallel_tool_calls

@@ -109,6 +109,24 @@ def test_tools_and_their_choice() -> None:
     assert chat["tool_choice"] == "required"
 
 
+ALLOWED = {"type": "allowed_tools", "tools": [{"name": "pour"}]}
+
+
+@pytest.mark.parametrize("tools", [None, [], [{"type": "web_search"}]])
+@pytest.mark.parametrize("choice", ["auto", "none", ALLOWED, ALLOWED | {"mode": "auto"}])
+def test_a_choice_that_forces_nothing_is_left_out_with_the_tools(tools: Any, choice: Any) -> None:
+    """As an agent sends it that sums its conversation up, or has nothing but a search."""
+    chat = chat_of(tools=tools, tool_choice=choice, parallel_tool_calls=False)
+    assert not {"tools", "tool_choice"} & set(chat)
+
+
+def test_a_call_that_has_to_be_made_without_tools_is_left_to_chat_to_refuse() -> None:
+    for choice in ("required", ALLOWED | {"mode": "required"}):
+        assert chat_of(tools=[], tool_choice=choice)["tool_choice"] == "required"
+    named = {"type": "function", "name": "pour"}
+    assert chat_of(tool_choice=named)["tool_choice"]["function"] == {"name": "pour"}
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
