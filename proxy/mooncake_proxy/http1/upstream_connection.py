@@ -208,7 +208,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Stop reading (the client is slower); the stall limit stops counting meanwhile."""
-        if self._transport is not None:
+        # Of an answer that is whole nothing is left to hold back, and the next exchange reads here.
+        if self._transport is not None and not self._is_complete:
             self._transport.pause_reading()
             self._patience_s = math.inf
 
