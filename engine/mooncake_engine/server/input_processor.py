@@ -136,6 +136,7 @@ class InputProcessor:
             is_chat=True,
             tool_format=tools.tool_format,
             tool_schemas=tools.schemas,
+            is_one_call=request.parallel_tool_calls is False,
             reasoning=reasoning,
             shows_reasoning=request.include_reasoning is not False,
         )

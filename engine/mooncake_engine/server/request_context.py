@@ -13,7 +13,7 @@ from mooncake_engine.server.kv_transfer_requests import KVTransferRequest
 from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate, best_choices
 from mooncake_engine.text.reasoning import OutputParser, ReasoningParser, ReasoningState
 from mooncake_engine.text.tool_call_forms import PARSERS
-from mooncake_engine.text.tool_call_parsers import Schemas
+from mooncake_engine.text.tool_call_parsers import FirstCallParser, Schemas
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,7 @@ class RequestContext:
         shows_prompt_logprobs: log probabilities of the prompt are an entry of their own.
         tool_format: name of the format in which the model calls tools; None if none are offered.
         tool_schemas: the JSON schemas of their parameters.
+        is_one_call: an answer calls one tool at most.
         reasoning: where the prompt leaves a model that may reason; None where none is looked for.
         shows_reasoning: the client wants to see it.
         trace_parent: W3C ``traceparent`` of the caller's span.
@@ -181,6 +182,7 @@ class RequestContext:
     shows_prompt_logprobs: bool = False
     tool_format: str | None = None
     tool_schemas: Schemas = field(default_factory=dict)
+    is_one_call: bool = False
     reasoning: ReasoningState | None = None
     shows_reasoning: bool = True
     trace_parent: str | None = None
@@ -216,10 +218,16 @@ class RequestContext:
 
     def make_parser(self) -> OutputParser | None:
         """Finds reasoning and tool calls in one choice."""
-        tools = PARSERS[self.tool_format](self.tool_schemas) if self.tool_format else None
+        tools = self._tool_parser()
         if self.reasoning in (None, ReasoningState.CLOSED):
             return tools
         return ReasoningParser(is_open=self.reasoning is ReasoningState.OPEN, rest=tools)
+
+    def _tool_parser(self) -> OutputParser | None:
+        if self.tool_format is None:
+            return None
+        parser = PARSERS[self.tool_format](self.tool_schemas)
+        return FirstCallParser(parser) if self.is_one_call else parser
 
     @property
     def wants_logprobs(self) -> bool:

@@ -23,7 +23,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -211,6 +211,41 @@ class ToolCallParser(ABC):
         self._content.clear()
         self._calls.clear()
         return parsed
+
+
+class FirstCallParser:
+    """Gives the first call of an answer and no other, as vLLM does for ``parallel_tool_calls``
+    false. Text behind it stays text.
+
+    Args:
+        calls: finds them all.
+    """
+
+    def __init__(self, calls: ToolCallParser) -> None:
+        self._all = calls
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Of the form."""
+        return self._all.special_tokens
+
+    @property
+    def num_calls(self) -> int:
+        """That were given."""
+        return min(self._all.num_calls, 1)
+
+    def push(self, text: str) -> ParsedText:
+        """Read on; what is certain now."""
+        return self._first(self._all.push(text))
+
+    def finish(self) -> ParsedText:
+        """The text has ended; what was held back."""
+        return self._first(self._all.finish())
+
+    @staticmethod
+    def _first(parsed: ParsedText) -> ParsedText:
+        calls = tuple(delta for delta in parsed.calls if delta.index == 0)
+        return replace(parsed, calls=calls)
 
 
 class JsonCallParser(ToolCallParser):

@@ -103,6 +103,31 @@ def test_a_streamed_answer_calls_piece_by_piece(client: AsgiClient) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+POURING = '<tool_call>\n{"name": "pour", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(("is_parallel", "names"), [(False, ["brew"]), (True, ["brew", "pour"])])
+def test_an_answer_calls_one_tool_where_calls_may_not_be_parallel(
+    client: AsgiClient, engine: FakeEngine, is_parallel: bool, names: list[str]
+) -> None:
+    """Whole and streamed: its client would run the first call of several, or all at once."""
+    engine.script = saying(f"At once.\n{CALL}\n{POURING}\nDone.")
+    body = {"messages": [ASK], "tools": [BREW, POUR], "parallel_tool_calls": is_parallel}
+    choice = client.post(PATH, **body).json()["choices"][0]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == names
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"cups": 2}'
+    assert choice["finish_reason"] == "tool_calls"
+    chunks = [chunk["choices"][0] for chunk in client.stream(PATH, **body)]
+    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+    assert [call["function"]["name"] for call in calls if "id" in call] == names
+    assert {call["index"] for call in calls} == set(range(len(names)))
+    first = [call["function"]["arguments"] for call in calls if call["index"] == 0]
+    assert "".join(first) == '{"cups": 2}'
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+    content = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
+    assert content == choice["message"]["content"] == "At once.\n\nDone."
+
+
 @pytest.mark.parametrize("more", [{"tool_choice": "none"}, {"tools": None}])
 def test_without_tools_the_text_is_text(
     client: AsgiClient, engine: FakeEngine, more: dict[str, Any]
