@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -35,6 +36,8 @@ KINDS = {
     "SlidingWindowSpec": AttentionKind.GQA,
 }
 """Kinds of KV cache that can be handed over, by the name of vLLM's class."""
+_OF_THE_LOADER = ("_name_or_path", "transformers_version")
+"""Fields of a configuration that say where it is from, and who has read it."""
 
 
 def describe_instance(vllm_config: Any) -> Instance:
@@ -80,8 +83,11 @@ def steps_may_wait(vllm_config: Any) -> bool:
 def fingerprint(model_config: Any) -> ModelFingerprint:
     """What tells the model from others: as mooncake-engine does it, where its files are here."""
     dtype = str(model_config.dtype).removeprefix("torch.")
+    changed: dict[str, str] = {}
     try:
-        found = model_fingerprint(_checkpoint_folder(model_config), dtype)
+        folder = _checkpoint_folder(model_config)
+        found = model_fingerprint(folder, dtype)
+        changed["overrides by vLLM"] = _overrides(model_config, folder)
     except (KVConfigError, OSError) as exc:
         logger.warning(
             "peers tell the model by its name and configuration alone, not by its weights: %s", exc
@@ -89,11 +95,28 @@ def fingerprint(model_config: Any) -> ModelFingerprint:
         digest = hashlib.sha256(f"{model_config.model}@{model_config.revision}\n".encode())
         digest.update(model_config.hf_config.to_json_string().encode())
         found = ModelFingerprint(digest.hexdigest()[:32], {"dtype": dtype, "told by": "its name"})
-    if model_config.quantization is None:
-        return found
+    if model_config.quantization is not None:
+        changed["quantization by vLLM"] = str(model_config.quantization)
     return ModelFingerprint(
-        found.weights, found.settings | {"quantization by vLLM": str(model_config.quantization)}
+        found.weights, found.settings | {name: value for name, value in changed.items() if value}
     )
+
+
+def _overrides(model_config: Any, folder: Path) -> str:
+    """What vLLM has in place of what the checkpoint's config.json says, such as another rope; empty
+    where it computes what is written there."""
+    overrides, other_path = model_config.hf_overrides, model_config.hf_config_path
+    if callable(overrides) or other_path not in (None, model_config.model):
+        whole = json.loads(model_config.hf_config.to_json_string())
+        named = {name: value for name, value in whole.items() if name not in _OF_THE_LOADER}
+        return f"all, {hashlib.sha256(_canonical(named).encode()).hexdigest()[:12]}"
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    changed = {name: value for name, value in overrides.items() if written.get(name) != value}
+    return _canonical(changed) if changed else ""
+
+
+def _canonical(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _checkpoint_folder(model_config: Any) -> Path:

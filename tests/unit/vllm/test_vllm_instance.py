@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,8 @@ def model(**changes: Any) -> Any:
         "revision": None,
         "dtype": torch.float32,
         "quantization": None,
+        "hf_overrides": {},
+        "hf_config_path": None,
         "max_model_len": 4096,
         "hf_config": SimpleNamespace(to_json_string=lambda: "{}"),
         "hf_text_config": SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64),
@@ -164,6 +167,35 @@ def test_a_model_is_told_as_the_engine_tells_it() -> None:
     assert fingerprint(model()) == model_fingerprint(EXAMPLE, "float32")
     settings = fingerprint(model(quantization="fp8")).settings
     assert settings["quantization by vLLM"] == "fp8"
+
+
+YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}
+
+
+def test_what_vllm_has_in_place_of_the_checkpoints_configuration_tells_models_apart() -> None:
+    """As --hf-overrides does, with which vLLM's users get a longer context."""
+    plain, yarn, again = (fingerprint(model(hf_overrides=each)) for each in ({}, YARN, YARN))
+    assert yarn == again != plain
+    assert yarn.weights == plain.weights
+    [name] = yarn.settings.keys() - plain.settings.keys()
+    assert '"rope_type": "yarn"' in yarn.settings[name]
+    written = json.loads((EXAMPLE / "config.json").read_text())
+    same = {name: written[name] for name in ("rope_parameters", "num_hidden_layers")}
+    assert fingerprint(model(hf_overrides=same)) == plain
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hf_overrides": lambda config: config}, {"hf_config_path": "org/other"}]
+)
+def test_a_configuration_from_elsewhere_is_compared_whole(changes: dict[str, Any]) -> None:
+    def said(**fields: Any) -> dict[str, str]:
+        loaded = SimpleNamespace(to_json_string=lambda: json.dumps(fields))
+        return fingerprint(model(hf_config=loaded, **changes)).settings
+
+    here = said(rope_theta=1e4, _name_or_path="/here", transformers_version="5.0")
+    there = said(rope_theta=1e4, _name_or_path="/there", transformers_version="5.1")
+    assert here == there != fingerprint(model()).settings
+    assert here != said(rope_theta=1e6, _name_or_path="/here", transformers_version="5.0")
 
 
 def test_one_without_readable_weights_is_told_by_its_name(
