@@ -126,9 +126,9 @@ class Transports:
         return {candidate.name: candidate.constraints for candidate in self._candidates}
 
     @property
-    def can_revoke(self) -> bool:
-        """Whether ``revoke`` stops transfers in flight, whichever transport they go by."""
-        return all(candidate.transport.can_revoke for candidate in self._candidates)
+    def ends_writes(self) -> bool:
+        """Whether peers' writes end with their writers, whichever transport they come by."""
+        return all(candidate.transport.ends_writes for candidate in self._candidates)
 
     def register(self, region: MemoryRegion) -> dict[str, int]:
         """Register a region with every transport; returns its key by transport.

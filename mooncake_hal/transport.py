@@ -203,6 +203,16 @@ class Transport(Protocol):
         """Whether ``Endpoint.revoke`` stops a peer's transfers that are already in flight."""
         ...
 
+    @property
+    def ends_writes(self) -> bool:
+        """Whether a write ends with its writer: once its transfer has failed, or its process has
+        died, none of its bytes arrives in the peer's memory any more.
+
+        False where a network or the peer's own process may still hold some: the peer has to keep
+        its memory to itself for as long as the write could have taken.
+        """
+        ...
+
     def open(self, options: EndpointOptions) -> Endpoint:
         """Open an endpoint.
 

@@ -85,8 +85,8 @@ class ConnectorContext:
         post: takes events.
         spawn: runs a task on the connector's loop, for a request or for none.
         clock: seconds, monotonic.
-        can_revoke: whether a write ends with its writer, by every transport of this instance.
-        drain_s: how long one may outlast its writer where it does not end with it.
+        ends_writes: see ``Transport``: whether that holds for every transport of this instance.
+        drain_s: how long a write may outlast its writer where it does not end with it.
         incompatible: the peers whose handshake was refused, by either end.
         rounding: the peers whose KV is rounded otherwise.
         has_stalled: whether the engine does not step.
@@ -98,7 +98,7 @@ class ConnectorContext:
     post: PostEvent
     spawn: Spawn
     clock: Callable[[], float] = time.monotonic
-    can_revoke: bool = True
+    ends_writes: bool = True
     drain_s: float = 0.0
     incompatible: IncompatiblePeers = field(default_factory=IncompatiblePeers)
     rounding: RoundingDifferences = field(default_factory=RoundingDifferences)
@@ -202,13 +202,13 @@ class ConnectorScheduler(ABC):
             lambda request_id, exc: self._give_up(request_id, f"the connector failed: {exc!r}"),
             lambda dead: post(ConnectorFailed(dead)),
         )
-        can_revoke = all(rank.can_revoke for rank in ready)
+        ends_writes = all(rank.ends_writes for rank in ready)
         context = ConnectorContext(
             self._instance,
             self._config.lease_s,
             post,
             self._loop.spawn,
-            can_revoke=can_revoke,
+            ends_writes=ends_writes,
             drain_s=self._config.transfer_timeout_s,
             incompatible=self._incompatible,
             rounding=self._rounding,

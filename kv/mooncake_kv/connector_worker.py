@@ -265,9 +265,9 @@ class RankTransports:
         return self._transports.constraints
 
     @property
-    def can_revoke(self) -> bool:
-        """Whether each of these transports stops what is in flight; see ``Transport``."""
-        return self._transports.can_revoke
+    def ends_writes(self) -> bool:
+        """Whether by each of these transports a write ends with its writer; see ``Transport``."""
+        return self._transports.ends_writes
 
     def peer(
         self,
@@ -414,5 +414,5 @@ class ConnectorWorker(ABC):
         """Tell the scheduler side what is here and how to reach it; orders may come from now on."""
         memory, transports = self.context.memory, self._transports
         metadata = RankMetadata(memory.shard, memory.layout, transports.addresses)
-        ready = RankReady(metadata, transports.can_revoke, transports.constraints)
+        ready = RankReady(metadata, transports.ends_writes, transports.constraints)
         self.context.emit(encode(ready))

@@ -79,7 +79,7 @@ class PushReceiver:
         self._context = context
         self.counts = TransferCounts()
         self._transfer_s = context.drain_s
-        self._drain_s = 0.0 if context.can_revoke else context.drain_s
+        self._drain_s = 0.0 if context.ends_writes else context.drain_s
         self._inquire = inquire
         self._post = post
         self._turn = turn

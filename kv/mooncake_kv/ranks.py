@@ -39,12 +39,12 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
 
     Args:
         metadata: all that.
-        can_revoke: whether every transport that peers may use stops what is in flight.
+        ends_writes: whether a write ends with its writer by every transport that peers may use.
         transports: what each of them asks of both ends, by name.
     """
 
     metadata: RankMetadata
-    can_revoke: bool
+    ends_writes: bool
     transports: dict[str, TransportConstraints]
 
 

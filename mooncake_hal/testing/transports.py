@@ -332,6 +332,17 @@ class TransportConformance(TransportKit):
         self.read(pair.peer, pair.whole(MIB))
         _assert_same(pair.here.get()[:MIB], pair.there.get()[:MIB], "a read after a timed-out one")
 
+    def test_a_write_that_fails_ends_with_its_writer(self) -> None:
+        """Where the transport says so: what the peer's memory holds afterwards stays as it is."""
+        pair = self.pair(self.large)
+        transfer = pair.peer.write(pair.whole(self.large), timeout=self.timeout)
+        transfer.cancel()
+        if self.transport.ends_writes:
+            fresh = self.rng.integers(0, 256, self.large, np.uint8)
+            pair.there.put(fresh)
+            time.sleep(0.05)  # bytes of the cancelled write that were left would arrive now
+            _assert_same(pair.there.get(), fresh, "the far buffer after a cancelled write")
+
     # -- regions --------------------------------------------------------------------------------
 
     def test_a_local_address_that_is_not_registered(self) -> None:

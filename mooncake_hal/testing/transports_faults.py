@@ -105,6 +105,10 @@ class FaultyTransport:
     def can_revoke(self) -> bool:
         return self._inner.can_revoke
 
+    @property
+    def ends_writes(self) -> bool:
+        return self._inner.ends_writes
+
     def open(self, options: EndpointOptions) -> FaultyEndpoint:
         return FaultyEndpoint(self._inner.open(options), self._faults)
 

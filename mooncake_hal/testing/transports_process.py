@@ -171,6 +171,11 @@ class TransportProcessConformance(TransportKit):
         while (here.get()[:4096] == before).all():
             assert time.monotonic() < deadline, "the child never wrote"
         child.kill()
+        if self.transport.ends_writes:
+            fresh = self.rng.integers(0, 256, nbytes, np.uint8)
+            here.put(fresh)
+            time.sleep(0.05)  # bytes that the dead writer had sent would arrive now
+            assert (here.get() == fresh).all()
         started = time.monotonic()
         near.revoke(key)
         assert time.monotonic() - started < self.death_seconds

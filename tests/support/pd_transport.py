@@ -61,7 +61,7 @@ class Gate:
 
     ``num_held`` reads wait at a closed gate; ``spoils`` changes what a read has brought;
     ``num_failures`` reads to come fail, ``num_stuck`` never end; each takes ``delay_s`` at least.
-    With ``can_revoke`` False a write has begun before it is held, and what is left of one that
+    With ``ends_writes`` False a write has begun before it is held, and what is left of one that
     fails is out of anybody's reach until ``land``. With ``is_deaf`` nothing that is held notices
     deadlines, or of being cancelled.
     """
@@ -85,7 +85,7 @@ class Gate:
             self.num_stuck = 0
             self.num_held = 0
             self.delay_s = 0.0
-            self.can_revoke = True
+            self.ends_writes = True
             self.is_deaf = False
             self.num_landed = 0
             self._flying: list[tuple[int, bytes]] = []
@@ -234,7 +234,7 @@ class GatedPeer:
         return GatedTransfer(lambda: self._inner.read(spans, timeout=timeout), spans, timeout)
 
     def write(self, spans: Spans, *, timeout: float) -> Transfer:
-        if GATE.can_revoke:
+        if GATE.ends_writes:
             return GatedTransfer(lambda: self._inner.write(spans, timeout=timeout), None, timeout)
         *sent, rest = split_spans(spans, 2)  # what is too short to be cut is the rest
         for part in sent:
@@ -280,7 +280,11 @@ class GatedTransport:
 
     @property
     def can_revoke(self) -> bool:
-        return GATE.can_revoke and self._inner.can_revoke
+        return GATE.ends_writes and self._inner.can_revoke
+
+    @property
+    def ends_writes(self) -> bool:
+        return GATE.ends_writes and self._inner.ends_writes
 
     def open(self, options: EndpointOptions) -> Endpoint:
         return GatedEndpoint(self._inner.open(options))

@@ -143,6 +143,7 @@ class AdapterTransport:
     """
 
     can_revoke = False  # what a peer's engine has begun, this side can't stop
+    ends_writes = False
 
     def __init__(
         self,

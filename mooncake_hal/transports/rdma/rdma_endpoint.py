@@ -225,6 +225,7 @@ class RdmaTransport:
 
     name = NAME
     can_revoke = True
+    ends_writes = False  # packets of a destroyed queue pair may be under way to the peer's
 
     def __init__(self) -> None:
         require_pyverbs()

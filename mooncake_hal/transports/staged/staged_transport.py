@@ -78,6 +78,7 @@ class StagedTransport:
 
     name = NAME
     can_revoke = True
+    ends_writes = False  # the peer may have a Scatter of it to carry out yet
 
     def __init__(self, find_copies: FindHostCopies, inner: Mapping[str, InnerTransport]) -> None:
         self._find_copies = find_copies

@@ -265,6 +265,7 @@ class TcpTransport:
 
     name = NAME
     can_revoke = True
+    ends_writes = False  # what the sockets of both ends hold is still received
 
     def __init__(self, streams: Streams | None = None) -> None:
         self._given = streams

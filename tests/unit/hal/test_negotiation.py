@@ -201,7 +201,14 @@ def test_revoking_reaches_every_transport(
     region = memory().region
     ours.revoke(ours.register(region))
     ours.register(region)
-    assert ours.can_revoke
+
+
+def test_writes_end_with_their_writers_if_they_do_by_every_transport(
+    opened: Callable[..., Transports],
+) -> None:
+    assert opened(SHM).ends_writes
+    assert not opened(TCP).ends_writes
+    assert not opened(SHM, TCP).ends_writes
 
 
 def test_a_range_that_does_not_last_drops_no_transport_in_silence() -> None:

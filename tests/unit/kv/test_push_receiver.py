@@ -87,7 +87,7 @@ class Desk:
         self,
         tp_size: int = 1,
         *,
-        can_revoke: bool = True,
+        ends_writes: bool = True,
         hosts: tuple[str, str] = ("here", "here"),
         rope_order: str = HALVES,
     ) -> None:
@@ -104,7 +104,7 @@ class Desk:
             LEASE_S,
             self.events.append,
             self._keep,
-            can_revoke=can_revoke,
+            ends_writes=ends_writes,
             drain_s=DRAIN_S,
             clock=lambda: self.now,
         )
@@ -354,7 +354,7 @@ def drains(desk: Desk) -> list[bool]:
 
 
 def test_what_a_failed_writer_had_sent_is_waited_for_where_nothing_stops_it() -> None:
-    desk = Desk(can_revoke=False)
+    desk = Desk(ends_writes=False)
     desk.load()
     desk.open()
     assert desk.failed(may_land=True) is LeaseStatus.EXPIRED
@@ -368,11 +368,11 @@ def test_what_a_failed_writer_had_sent_is_waited_for_where_nothing_stops_it() ->
     assert desk.side.counts.failures == 1
 
 
-@pytest.mark.parametrize(("can_revoke", "may_land"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("ends_writes", "may_land"), [(True, True), (False, False)])
 def test_where_nothing_can_arrive_any_more_blocks_are_free_at_once(
-    can_revoke: bool, may_land: bool
+    ends_writes: bool, may_land: bool
 ) -> None:
-    desk = Desk(can_revoke=can_revoke)
+    desk = Desk(ends_writes=ends_writes)
     desk.load()
     desk.open()
     desk.failed(may_land=may_land)
@@ -380,7 +380,7 @@ def test_where_nothing_can_arrive_any_more_blocks_are_free_at_once(
 
 
 def test_a_cancelled_load_keeps_its_blocks_while_something_may_arrive() -> None:
-    desk = Desk(can_revoke=False)
+    desk = Desk(ends_writes=False)
     desk.load()
     desk.open()
     desk.side.cancel("r")
@@ -390,10 +390,10 @@ def test_a_cancelled_load_keeps_its_blocks_while_something_may_arrive() -> None:
     assert drains(desk) == [False, True]
 
 
-@pytest.mark.parametrize(("tp_size", "can_revoke"), [(1, False), (2, True)])
-def test_what_a_dead_writer_had_begun_is_waited_for(tp_size: int, can_revoke: bool) -> None:
+@pytest.mark.parametrize(("tp_size", "ends_writes"), [(1, False), (2, True)])
+def test_what_a_dead_writer_had_begun_is_waited_for(tp_size: int, ends_writes: bool) -> None:
     """Where nothing stops it; and where its ranks are processes that may not be dead yet."""
-    desk = Desk(tp_size, can_revoke=can_revoke)
+    desk = Desk(tp_size, ends_writes=ends_writes)
     desk.load()
     desk.open()
     desk.is_writer_dead = True
@@ -422,7 +422,7 @@ def test_who_refuses_on_another_host_need_not_be_the_writer(hosts: tuple[str, st
 
 
 def test_what_was_written_whole_needs_no_waiting() -> None:
-    desk = Desk(can_revoke=False)
+    desk = Desk(ends_writes=False)
     desk.load()
     desk.open()
     desk.side.cancel("r")

@@ -58,6 +58,7 @@ class IpcTransport:
 
     name = NAME
     can_revoke = False
+    ends_writes = False  # a device may copy on when its process has been killed
 
     def __init__(self, sharing: DeviceSharing, make_copier: MakeCopier = DeviceCopier) -> None:
         self._sharing = sharing

@@ -133,7 +133,7 @@ class MyLinkPeer(DataPathPeer):  # whose lost does nothing: what waits has faile
 
 
 class MyLinkTransport:
-    name, can_revoke = NAME, True
+    name, can_revoke, ends_writes = NAME, True, False
 
     def open(self, options: EndpointOptions) -> Endpoint:
         if options.extra:
