@@ -281,7 +281,7 @@ def _without_unknown(value: Any, request_type: type[RequestType]) -> RequestType
             if unknown is None:
                 raise _explain(str(exc)) from exc
             field, path = unknown["field"], found["path"] if found else ""
-            if message := refusal(field, path, list(request_type.__struct_fields__)):
+            if message := refusal(value, field, path, list(request_type.__struct_fields__)):
                 param = f"{path}.{field}" if path else field
                 raise InvalidRequest(message, param=param) from exc
         warn_once(field, path)

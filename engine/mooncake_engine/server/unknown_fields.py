@@ -27,6 +27,11 @@ _INSTEAD = {
     "num_predict": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens",
+    "n_predict": "max_tokens",
+    "best_of": "n",
+    "do_sample": "temperature",
+    "stop_sequences": "stop",
+    "reasoning": "reasoning_effort",
     "chat_template": "--chat-template at start",
     "thinking": "chat_template_kwargs, as the model's template has it",
     "enable_thinking": "chat_template_kwargs",
@@ -49,23 +54,37 @@ _CHANGING = frozenset(
         *("return_tokens_as_token_ids", "logit_processors", "custom_logit_processor"),
         *("mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier", "xtc_probability", "tfs_z"),
         *("top_a", "grammar", "json_schema", "regex", "ebnf", "response_schema", "tool_config"),
+        *("use_beam_search", "num_beams", "no_repeat_ngram_size", "echo", "suffix", "stop_regex"),
+        *("spaces_between_special_tokens", "structural_tag"),
     }
 )
+_NEUTRAL: dict[str, Any] = {
+    "best_of": 1,
+    "do_sample": True,
+    "stop_sequences": [],
+    "use_beam_search": False,
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "echo": False,
+    "spaces_between_special_tokens": True,
+}
+"""What clients send that name every parameter: as it is here anyway."""
 _MAX_WARNED = 256
 _warned: set[str] = set()
 
 
-def refusal(field: str, path: str, known: list[str]) -> str | None:
+def refusal(body: Any, field: str, path: str, known: list[str]) -> str | None:
     """Why a field that is not known can't be ignored, as a message for the client; None if it can.
 
     Args:
+        body: decoded.
         field: its name.
         path: the object that holds it, such as ``messages[0]``; empty for the body itself.
         known: fields of the body.
     """
     if path and not _OPEN.match(path):
         return f"unknown field {path}.{field}; remove it"
-    if path:
+    if path or body.get(field) in (None, _NEUTRAL.get(field)):
         return None
     if field in _INSTEAD:
         return f"{field} is not served here: use {_INSTEAD[field]}"

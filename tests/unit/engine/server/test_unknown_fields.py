@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,36 @@ def test_what_changes_the_answer_is_refused(field: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as caught:
         decode_request(json.dumps({"prompt": "x", "abc": 1, field: 1}).encode(), CompletionRequest)
     assert caught.value.param == field
+
+
+CHANGED_ANSWERS = [
+    ("use_beam_search", True, "remove it", False),
+    ("num_beams", 4, "remove it", 1),
+    ("no_repeat_ngram_size", 3, "remove it", 0),
+    ("echo", True, "remove it", False),
+    ("suffix", "y", "remove it", None),
+    ("stop_regex", "x", "remove it", None),
+    ("structural_tag", "x", "remove it", None),
+    ("spaces_between_special_tokens", False, "remove it", True),
+    ("best_of", 4, "use n", 1),
+    ("do_sample", False, "use temperature", True),
+    ("stop_sequences", ["x"], "use stop", []),
+    ("reasoning", {"effort": "high"}, "use reasoning_effort", None),
+    ("n_predict", 5, "use max_tokens", None),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "said", "neutral"), CHANGED_ANSWERS)
+def test_chat_is_asked_for_what_is_done_anyway_or_refuses(
+    field: str, value: Any, said: str, neutral: Any
+) -> None:
+    """Clients that name every parameter say what they don't want, too."""
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    with pytest.raises(InvalidRequest, match=f"{field} is not served here.*{said}") as caught:
+        decode_request(json.dumps(body | {field: value}).encode(), ChatRequest)
+    assert caught.value.param == field
+    for harmless in (neutral, None):
+        decode_request(json.dumps(body | {field: harmless}).encode(), ChatRequest)
 
 
 def test_objects_that_ask_for_something_stay_strict() -> None:
