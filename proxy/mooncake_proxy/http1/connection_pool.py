@@ -150,6 +150,8 @@ class ConnectionPool:
             if exc.errno in _LOCAL_ERRORS:
                 raise OutOfSockets(self.name, f"no connection from this host: {exc}") from exc
             raise ConnectFailed(self.name, f"no connection: {exc}") from exc
+        except (ValueError, OverflowError) as exc:  # a host or port that none can have
+            raise ConnectFailed(self.name, f"no such address: {exc}") from exc
 
     async def _create(self) -> UpstreamConnection:
         origin = self.origin

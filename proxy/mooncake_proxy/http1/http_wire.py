@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -41,6 +42,8 @@ def chunk(data: bytes) -> bytes:
 
 
 _WANTED = "wanted http://HOST:PORT or https://HOST:PORT"
+# What a request line or a Host header can't hold.
+_UNFIT = re.compile(r"[^!-~]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,14 @@ class Origin:
             raise ConfigError(f"instance URL {url!r}: {_WANTED}")
         if parts.username or parts.query or parts.fragment:
             raise ConfigError(f"instance URL {url!r}: user, query and fragment are not allowed")
+        try:
+            host = parts.hostname.encode("idna").decode("ascii")
+        except UnicodeError as exc:  # an empty part between two dots, or one that is too long
+            raise ConfigError(f"instance URL {url!r}: host {parts.hostname!r}: {exc}") from exc
+        if _UNFIT.search(host + parts.path):
+            raise ConfigError(f"instance URL {url!r}: blanks and the like are not allowed")
         default = 443 if parts.scheme == "https" else 80
-        return cls(parts.scheme, parts.hostname, port or default, parts.path.rstrip("/"))
+        return cls(parts.scheme, host, port or default, parts.path.rstrip("/"))
 
     @property
     def authority(self) -> str:

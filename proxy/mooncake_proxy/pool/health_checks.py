@@ -137,7 +137,11 @@ class HealthChecker:
 
     async def check(self, instance: Instance) -> None:
         """One instance."""
-        error = await self._ask(instance)
+        try:
+            error = await self._ask(instance)
+        except Exception as exc:  # what one says of itself must end neither the round nor the proxy
+            logger.exception("the health check of %s has failed", instance.name)
+            error = MalformedAnswer(instance.name, f"{self._config.path}: {exc!r}")
         if isinstance(error, OutOfSockets):
             logger.error("health of %s is not known: %s", instance.name, error)
             return
@@ -177,7 +181,7 @@ class HealthChecker:
     async def _ask_topology(self, instance: Instance, engine_id: str, deadline: float) -> None:
         """Once per start of an instance: whom it goes together with is known before requests."""
         topology = PairTopology(engine_id)  # of an instance that publishes none
-        with suppress(UpstreamError, msgspec.DecodeError):
+        with suppress(UpstreamError, ValueError, RecursionError):
             body = await instance.connections.fetch(instance.build_get(TOPOLOGY_PATH), deadline)
             published = _topology_decoder.decode(body)
             if published.engine_id == engine_id:
@@ -192,8 +196,8 @@ class HealthChecker:
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], part: bytes | msgspec.Raw, otherwise: T) -> T:
-    """What a good response says; other engines' bodies may have any form."""
+    """What a good response says; other engines' bodies may have any form, and be no UTF-8."""
     try:
         return decoder.decode(part)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return otherwise

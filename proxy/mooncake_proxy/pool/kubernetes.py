@@ -34,6 +34,7 @@ EMITS_ANNOTATION = "mooncake-hal/decode-emits-first-token"
 MODELS_ANNOTATION = "mooncake-hal/models"
 POLL_S = 2.0
 TIMEOUT_S = 10.0
+MAX_PORT = 65535
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
@@ -142,7 +143,7 @@ def _is_ready(pod: Pod) -> bool:
 
 def _port_of(pod: Pod) -> int | None:
     named = pod.metadata.annotations.get(PORT_ANNOTATION, "")
-    if named.isdigit():
+    if named.isdecimal() and int(named) <= MAX_PORT:
         return int(named)
     return next((port.container_port for c in pod.spec.containers for port in c.ports), None)
 

@@ -168,7 +168,7 @@ class KVEventFeed:
             live.connect(endpoints.endpoint)
             where = endpoints.replay_endpoint or ""
             replay = self._open_replay(where) if where else None
-        except zmq.ZMQError as exc:
+        except (zmq.ZMQError, ValueError, TypeError) as exc:
             logger.warning("KV events of %s are not followed: %s: %s", name, endpoints, exc)
             return
         self._followed[name] = _Followed(name, live, replay, where)

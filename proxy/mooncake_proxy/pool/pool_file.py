@@ -38,7 +38,7 @@ def parse_pool_file(data: bytes, path: str) -> list[InstanceSpec]:
             f"pool file {path}: YAML needs PyYAML (pip install mooncake-proxy[yaml]); "
             "a file that ends in .json needs nothing"
         ) from exc
-    except msgspec.DecodeError as exc:
+    except (ValueError, RecursionError) as exc:  # no UTF-8 or no such date, beside msgspec's own
         raise ConfigError(f"pool file {path}: {exc}") from exc
 
 

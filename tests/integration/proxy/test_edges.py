@@ -237,6 +237,7 @@ def test_instances_behind_tls(tmp_path: Path, is_trusted: bool) -> None:
         ("http://[::1]:81/x/", Origin("http", "::1", 81, "/x")),
         ("host:9", Origin("http", "host", 9)),
         ("https://h", Origin("https", "h", 443)),
+        ("http://bücher.svc:1", Origin("http", "xn--bcher-kva.svc", 1)),
     ],
 )
 def test_instance_urls(url: str, origin: Origin) -> None:
@@ -284,3 +285,12 @@ def test_the_admin_port_takes_what_operators_look_at() -> None:
                 assert (await client.post(f"{s.url}/v1/completions", json=BODY)).is_success
 
     uvloop.run(main())
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://.svc:1", "http://p1..svc:1", f"http://{'x' * 64}:1", "http://p 1:1", "h:1/\u00e9"],
+)
+def test_hosts_and_paths_that_no_request_can_name_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="instance URL "):
+        Origin.parse(url)

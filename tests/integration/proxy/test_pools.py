@@ -14,6 +14,7 @@ from support.proxy_fakes import FakeInstance, Stand, stand, text_of
 from support.proxy_fakes_client import BODY, STREAM, events_of, post, streamed_text
 
 from mooncake_proxy.pool.instances import Role
+from mooncake_proxy.pool.kubernetes import PodList, specs_of_pods
 from mooncake_proxy.pool.pool_file import PoolFileWatch
 
 ADMIN = {"authorization": "Bearer secret"}
@@ -144,6 +145,14 @@ def test_labelled_pods_are_followed() -> None:
         api.close()
 
     uvloop.run(main())
+
+
+@pytest.mark.parametrize("port", ["²", "99999", "http"])
+def test_an_annotation_that_is_no_port_is_as_good_as_none(port: str) -> None:
+    pod = _pod("decode", 8101, ready=True)
+    pod["metadata"]["annotations"] = {"mooncake-hal/port": port}
+    [found] = specs_of_pods(msgspec.convert({"items": [pod]}, PodList))
+    assert found.origin.port == 8101
 
 
 def _pod(role: str, port: int, *, ready: bool) -> dict[str, Any]:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
 from mooncake_proxy.errors import (
     ConnectFailed,
     DeadlineExceeded,
     Rejected,
     UpstreamTimeout,
 )
-from mooncake_proxy.pool.health_checks import HealthTrack, PassiveHealth
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.upstream_connection import ClientContext
+from mooncake_proxy.pool.health_checks import (
+    HealthChecker,
+    HealthConfig,
+    HealthTrack,
+    PassiveHealth,
+)
+from mooncake_proxy.pool.instances import Instance, InstanceSpec, Role
+from mooncake_proxy.pool.model_pools import ModelPools
 
 
 def test_hysteresis() -> None:
@@ -36,3 +49,55 @@ def test_passive_ejection_counts_failures_in_a_row_and_no_error_statuses() -> No
     assert not health.failed("a", DeadlineExceeded("a"))
     assert health.failed("a", timeout)
     assert not health.failed("a", timeout)  # whoever comes back starts anew
+
+
+def checked(origin: Origin | None = None, body: bytes = b"{}") -> Instance:
+    """An instance after one round of checks: at that origin, or one whose health is the body."""
+
+    async def main() -> Instance:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            head = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+            writer.write(head % len(body) + body)
+            writer.close()
+            await writer.wait_closed()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        here = Origin("http", "127.0.0.1", server.sockets[0].getsockname()[1])
+        pools = ModelPools(ClientContext())
+        instance = pools.add(InstanceSpec(origin or here, Role.BOTH))
+        await HealthChecker(HealthConfig(), pools, lambda _: None).check_all()
+        pools.close()
+        server.close()
+        return instance
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "origin", [Origin("http", ".svc", 8100), Origin("http", "127.0.0.1", 1 << 20)]
+)
+def test_an_address_that_none_can_have_is_down_and_ends_no_round(origin: Origin) -> None:
+    instance = checked(origin)
+    assert not instance.is_up
+    assert "no such address" in instance.error
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"engine_id":"\xff"}', b'{"kv_pool":' + b"[" * 10_000, b'{"engine_id":7}', b"ok"]
+)
+def test_health_bodies_of_any_form_are_good(body: bytes) -> None:
+    assert checked(body=body).is_up
+
+
+def test_a_check_that_fails_of_itself_counts_against_its_instance_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: ModelPools, *args: object) -> None:
+        raise ZeroDivisionError("of what it says")
+
+    monkeypatch.setattr(ModelPools, "note_compatibility", fail)
+    instance = checked()
+    assert not instance.is_up
+    assert "/health: ZeroDivisionError('of what it says')" in instance.error
+    assert "Traceback" in caplog.text

@@ -17,8 +17,15 @@ from mooncake_proxy.pool.pool_file import parse_pool_file
         (b"decoders: []", "unknown field `decoders`"),
         (b"decode: [{url: 'http://h:1', colour: red}]", "unknown field `colour`"),
         (b"decode: ['ftp://h']", "ftp://h"),
+        (b"decode: ['http://.svc:1']", "label empty"),
+        (b"decode: [2001-99-99]", "month must be in"),
     ],
 )
 def test_bad_pool_files_are_explained(content: bytes, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_pool_file(content, "pools.yaml")
+
+
+def test_a_file_that_is_no_utf_8_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"pools\.json: .*invalid start byte"):
+        parse_pool_file(b'{"decode": ["\xff"]}', "pools.json")
