@@ -191,6 +191,7 @@ def running(
     config: KVTransferConfig,
     step_timeout_s: float = 300.0,
     max_model_len: int = 4096,
+    device: Device = HOST,
 ) -> Iterator[FakeVllm]:
     """An instance with a rank for each of those caches."""
     paths = [folder / f"{name}-{rank}" for rank in range(len(caches))]
@@ -198,7 +199,7 @@ def running(
     scheduler = None
     try:
         for rank, (path, cache) in enumerate(zip(paths, caches, strict=True)):
-            workers.append(WorkerSide(config, rank, path, cache.view, HOST, wait=StepWait(1)))
+            workers.append(WorkerSide(config, rank, path, cache.view, device, wait=StepWait(1)))
         instance = Instance(
             f"{name}-epoch",
             MODEL,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -20,6 +21,7 @@ from mooncake_kv.connector_worker import (
     RankContext,
     RankMemory,
     TurnRope,
+    lone_thread,
 )
 from mooncake_kv.ranks import CancelLoad, Load, decode_to_rank
 from mooncake_vllm.rank_link import (
@@ -246,59 +248,111 @@ class HeldLoads:
     """Orders to load wait for the step that gave them their blocks, and behind them all that is
     ordered of the same loads.
 
-    What that step or an earlier one still does to those blocks, it has done or enqueued before:
-    it zeroes new ones, copies some, and may write for whoever had them last.
+    What that step or an earlier one still does to those blocks, it has enqueued before: it zeroes
+    new ones, copies some, and may write for whoever had them last. An event that is recorded behind
+    that is waited for, because nothing else orders a load's writes: vLLM keeps blocks that a step
+    in flight may write to from others only where its own ``kv_role`` makes it a consumer, which in
+    a MultiConnector is the outer one's.
 
     Args:
         receive: takes each order, once its time has come; in their order.
         load_of: see ``WorkerKind``.
+        device: whose events are waited for.
+        fail: the thread that waits died of this.
+
+    Raises:
+        KVConfigError: that thread can't be started.
     """
 
     def __init__(
-        self, receive: Callable[[bytes], None], load_of: Callable[[bytes], LoadOrder | None]
+        self,
+        receive: Callable[[bytes], None],
+        load_of: Callable[[bytes], LoadOrder | None],
+        device: Device,
+        fail: Callable[[BaseException], None],
     ) -> None:
-        self._receive, self._load_of = receive, load_of
+        self._receive, self._load_of, self._fail = receive, load_of, fail
+        self._make_event = device.make_event
         self._lock = threading.Lock()
         self._held: dict[str, list[bytes]] = {}
-        self._released: set[str] = set()  # their step was here before an order
+        self._released: dict[str, Event] = {}  # their step was here before an order
         self._begun: set[str] = set()
         self._over: set[str] = set()  # they ended before their step was here
+        self._is_closed = False
+        self._waiting = lone_thread("load-release", device.bind_thread)
 
     def take(self, order: bytes) -> None:
         """An order has come: any one. Any thread."""
         about = self._load_of(order)
         with self._lock:
-            if about is not None:
-                if about.begins and about.name not in self._released:
-                    self._held[about.name] = []
-                if about.name in self._held:
-                    self._held[about.name].append(order)
-                    return
-                if about.begins:
-                    self._released.discard(about.name)
-                    self._begun.add(about.name)
-            self._receive(order)
+            if about is None or not (about.begins or about.name in self._held):
+                self._receive(order)
+                return
+            if about.begins:
+                self._held[about.name] = []
+            self._held[about.name].append(order)
+            if about.begins and (event := self._released.pop(about.name, None)) is not None:
+                self._begin_behind(event, [about.name])
 
     def release(self, names: Iterable[str]) -> None:
-        """The step that gave these loads their blocks is here."""
+        """The step that gave these loads their blocks is here. The step's thread."""
+        if not (names := tuple(names)):
+            return
+        event = self._make_event()
+        event.record()
         with self._lock:
             for name in names:
-                orders = self._held.pop(name, None)
+                if name in self._held:
+                    continue
                 if name in self._over:
                     self._over.discard(name)
                 else:
-                    (self._released if orders is None else self._begun).add(name)
-                for order in orders or ():
-                    self._receive(order)
+                    self._released[name] = event
+            self._begin_behind(event, [name for name in names if name in self._held])
 
     def forget(self, name: str) -> None:
         """That load has ended, wherever its order and its step are."""
         with self._lock:
-            known = self._begun if name in self._begun else self._released
-            if name in known:
-                known.discard(name)
-            else:
+            if name in self._begun:
+                self._begun.discard(name)
+            elif self._released.pop(name, None) is None:
                 self._over.add(name)
+
+    def close(self) -> None:
+        """What is held is never ordered. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+        self._waiting.shutdown(wait=True, cancel_futures=True)
+
+    def _begin_behind(self, event: Event, names: Sequence[str]) -> None:
+        """Pass on what is held of these loads, once an event has passed. Under the lock."""
+        if not names or self._is_closed:
+            return
+        if event.query():
+            self._begin(names)
+        else:
+            self._waiting.submit(self._wait, event, names)
+
+    def _wait(self, event: Event, names: Sequence[str]) -> None:
+        """Top of the waiting thread."""
+        try:
+            event.synchronize()
+            with self._lock:
+                self._begin(names)
+        except Exception as exc:  # whoever waits for what was not obeyed would wait for ever
+            logger.exception("loads can't be released")
+            self._fail(exc)
+
+    def _begin(self, names: Iterable[str]) -> None:
+        """Under the lock."""
+        for name in names:
+            orders = self._held.pop(name)
+            if name in self._over:
+                self._over.discard(name)
+            else:
+                self._begun.add(name)
+            for order in orders:
+                self._receive(order)
 
 
 class WorkerSide:
@@ -315,7 +369,7 @@ class WorkerSide:
         turn_rope: see ``RankMemory``.
 
     Raises:
-        KVConfigError: the memory can't be moved as asked.
+        KVConfigError: the memory can't be moved as asked, or a thread can't be started.
     """
 
     def __init__(
@@ -333,7 +387,6 @@ class WorkerSide:
         self._reports = Reports(wait)
         self._layer_done: LayerDone | None = None
         self._layers_done: set[int] = set()
-        self._loads = HeldLoads(lambda order: self._worker.receive(order), kind.load_of)
         self._link = WorkerLink(path)
         self._link.send(
             RankInfo(view.geometry, view.layout.block_size, view.blocks_per_page, device.hardware)
@@ -346,7 +399,8 @@ class WorkerSide:
             TRANSPORTS.get(device.kind, ()),
             turn_rope,
         )
-        try:
+        with ExitStack() as opened:
+            opened.callback(self._link.close)
             self._worker = kind.make(
                 RankContext(
                     rank,
@@ -359,9 +413,9 @@ class WorkerSide:
                     fail=self.report_death,
                 )
             )
-        except BaseException:
-            self._link.close()
-            raise
+            opened.callback(self._worker.close)
+            self._loads = HeldLoads(self._worker.receive, kind.load_of, device, self.report_death)
+            opened.pop_all()
         self._link.listen(self._obey, self.report_death)
 
     def report_death(self, cause: BaseException) -> None:
@@ -410,6 +464,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Stop what moves, and let the memory go. Idempotent."""
+        self._loads.close()
         self._worker.close()
         self._link.close()
 

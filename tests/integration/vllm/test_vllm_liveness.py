@@ -4,9 +4,10 @@ sides without vLLM, over real sockets and transports."""
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.vllm_caches import filled_ranks
@@ -43,12 +44,12 @@ def start(
     return prefill, decode
 
 
-@pytest.mark.parametrize("is_held", [True, False], ids=["step", "link"])
+@pytest.mark.parametrize("where", ["step", "device", "link"])
 def test_an_order_that_fails_ends_the_engine(
-    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_held: bool
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Whoever waits for the load would wait for ever; it fails in the step's thread, if that lets
-    the order go, or in the link's."""
+    the order go, in the one that waits for the device, or in the link's."""
     prefill, decode = start(stack, tmp_path)
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
     request = Asked("d", PROMPT, params)
@@ -61,13 +62,17 @@ def test_an_order_that_fails_ends_the_engine(
         obey(order)
 
     obey = worker._worker.receive
-    monkeypatch.setattr(worker._worker, "receive", receive)
+    monkeypatch.setattr(worker._loads, "_receive", receive)
+    is_done = where != "device"
+    event = SimpleNamespace(record=int, query=lambda: is_done, synchronize=int)
+    monkeypatch.setattr(worker._loads, "_make_event", lambda: event)
     scheduler.on_new_request(request)
-    if is_held:
+    if where != "link":
         decode.admit(request, D_BLOCKS)
         while not worker._loads._held:
             time.sleep(0.001)
-        with pytest.raises(RuntimeError, match="new thread"):
+        fails = pytest.raises(RuntimeError, match="new thread") if is_done else nullcontext()
+        with fails:
             worker.release_loads(scheduler.take_started())
     else:
         worker.release_loads(["d"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.vllm_caches import filled_ranks, whole_prompt
-from support.vllm_instance import NO_TOKENS, Asked, FakeVllm, running
+from support.vllm_instance import HOST, NO_TOKENS, Asked, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_kv.config import KVTransferConfig
@@ -120,6 +120,35 @@ def test_nothing_moves_before_the_step_that_allocated_the_blocks(
         assert not decode.told.received.get(f"d{number}")
         decode.step_until(decode.told.received, f"d{number}")
         prefill.step_until(prefill.told.sent, f"p{number}")
+
+
+def test_nothing_moves_before_the_device_has_done_what_steps_enqueued_before(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    awaited, ends = threading.Event(), threading.Event()
+
+    def synchronize() -> None:
+        awaited.set()
+        assert ends.wait(LONG_S)
+
+    event = SimpleNamespace(record=int, query=ends.is_set, synchronize=synchronize)
+    device = replace(HOST, make_event=lambda: event)
+    caches = [filled_ranks(MODEL, "LBHNC", 1, seed=seed) for seed in (1, 2)]
+    prefill = stack.enter_context(running("p", tmp_path, caches[0], CONFIG))
+    decode = stack.enter_context(running("d", tmp_path, caches[1], CONFIG, device=device))
+    stack.callback(ends.set)
+    request = Asked("d", PROMPT, prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS))
+    decode.scheduler.on_new_request(request)
+    before = whole_prompt(decode.caches, D_BLOCKS).copy()
+    decode.admit(request, D_BLOCKS)
+    decode.step()
+    assert awaited.wait(LONG_S)
+    assert (whole_prompt(decode.caches, D_BLOCKS) == before).all()
+    ends.set()
+    decode.step_until(decode.told.received, "d")
+    found, wanted = whole_prompt(decode.caches, D_BLOCKS), whole_prompt(prefill.caches, P_BLOCKS)
+    assert (found[:, :, : len(PROMPT)] == wanted[:, :, : len(PROMPT)]).all()
+    prefill.step_until(prefill.told.sent, "p")
 
 
 def test_both_wait_until_there_is_something_to_tell(stack: ExitStack, tmp_path: Path) -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 
 import pytest
 
-from mooncake_vllm.vllm_worker_side import HeldLoads, LoadOrder, Reports, Results, StepWait
+from mooncake_hal.deployment import Hardware
+from mooncake_vllm.vllm_worker_side import (
+    Device,
+    HeldLoads,
+    LoadOrder,
+    Reports,
+    Results,
+    StepWait,
+)
 
 LONG_S = 30.0
 NOTHING = Results(set(), set(), set())
@@ -143,9 +151,59 @@ def load_of(order: bytes) -> LoadOrder | None:
     return LoadOrder(name, begins=what == "load") if what in ("load", "more") else None
 
 
-def test_what_is_ordered_of_a_load_that_waits_comes_behind_it() -> None:
-    taken: list[bytes] = []
-    loads = HeldLoads(taken.append, load_of)
+class Stream:
+    """Of a device: events pass when the test says so, or break."""
+
+    def __init__(self, *, is_done: bool = False) -> None:
+        self.is_done = is_done
+        self.awaited = threading.Event()
+        self.ends = threading.Event()
+        self.error: Exception | None = None
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.awaited.set()
+        assert self.ends.wait(LONG_S)
+        if self.error is not None:
+            raise self.error
+
+
+Orders = Callable[[Stream], tuple[list[bytes], HeldLoads]]
+
+
+@pytest.fixture
+def died() -> list[BaseException]:
+    """Of what threads died."""
+    return []
+
+
+@pytest.fixture
+def orders_of(died: list[BaseException]) -> Iterator[Orders]:
+    """Loads of a rank whose device has one stream, and where its orders go."""
+    made: list[HeldLoads] = []
+
+    def make(stream: Stream) -> tuple[list[bytes], HeldLoads]:
+        taken: list[bytes] = []
+        device = Device("cpu", Hardware("cpu", "test"), lambda: stream, lambda: None)
+        made.append(HeldLoads(taken.append, load_of, device, died.append))
+        return taken, made[-1]
+
+    yield make
+    for loads in made:
+        loads.close()
+    assert not died
+
+
+HOST = Stream(is_done=True)
+
+
+def test_what_is_ordered_of_a_load_that_waits_comes_behind_it(orders_of: Orders) -> None:
+    taken, loads = orders_of(HOST)
     for order in (b"load a", b"load b", b"more a", b"store", b"more b", b"more a"):
         loads.take(order)
     assert taken == [b"store"]
@@ -157,9 +215,8 @@ def test_what_is_ordered_of_a_load_that_waits_comes_behind_it() -> None:
     assert taken[5:] == [b"load b", b"more b"]
 
 
-def test_a_load_whose_step_is_here_before_it_begins_at_once() -> None:
-    taken: list[bytes] = []
-    loads = HeldLoads(taken.append, load_of)
+def test_a_load_whose_step_is_here_before_it_begins_at_once(orders_of: Orders) -> None:
+    taken, loads = orders_of(HOST)
     loads.release(["a"])
     loads.take(b"load a")
     loads.take(b"more a")
@@ -169,10 +226,11 @@ def test_a_load_whose_step_is_here_before_it_begins_at_once() -> None:
 
 
 @pytest.mark.parametrize("what_comes", [*permutations(["step", "order", "end"])])
-def test_nothing_is_kept_of_a_load_that_is_over(what_comes: tuple[str, ...]) -> None:
+def test_nothing_is_kept_of_a_load_that_is_over(
+    orders_of: Orders, what_comes: tuple[str, ...]
+) -> None:
     """Its end may be told before its step is here, and before or without its order."""
-    taken: list[bytes] = []
-    loads = HeldLoads(taken.append, load_of)
+    taken, loads = orders_of(HOST)
     do = {
         "step": lambda: loads.release(["a"]),
         "order": lambda: loads.take(b"load a"),
@@ -188,3 +246,51 @@ def test_nothing_is_kept_of_a_load_that_is_over(what_comes: tuple[str, ...]) -> 
     assert taken == [], "another one of that name waits for another step"
     loads.release(["a"])
     assert taken == [b"load a"]
+
+
+@pytest.mark.parametrize("what_comes", [*permutations(["step", "order"])])
+def test_a_load_waits_for_what_the_device_still_does_to_its_blocks(
+    orders_of: Orders, what_comes: tuple[str, ...]
+) -> None:
+    """A step in flight may write to them for whoever had them last, and vLLM does not wait."""
+    taken, loads = orders_of(stream := Stream())
+    do = {"step": lambda: loads.release(["a"]), "order": lambda: loads.take(b"load a")}
+    for what in what_comes:
+        do[what]()
+    loads.take(b"more a")
+    loads.take(b"store")
+    assert stream.awaited.wait(LONG_S)
+    assert taken == [b"store"]
+    stream.ends.set()
+    loads.close()
+    assert taken == [b"store", b"load a", b"more a"]
+
+
+def test_a_step_without_loads_records_nothing(orders_of: Orders) -> None:
+    class Unused(Stream):
+        def record(self) -> None:
+            raise AssertionError("a step has nobody to order")
+
+    orders_of(Unused())[1].release([])
+
+
+def test_a_device_that_breaks_while_loads_wait_ends_the_instance(
+    orders_of: Orders, died: list[BaseException]
+) -> None:
+    taken, loads = orders_of(stream := Stream())
+    stream.error = RuntimeError("an illegal address")
+    loads.take(b"load a")
+    loads.release(["a"])
+    assert stream.awaited.wait(LONG_S)
+    stream.ends.set()
+    loads.close()
+    assert (taken, died) == ([], [stream.error])
+    died.clear()
+
+
+def test_nothing_begins_in_a_rank_that_ends(orders_of: Orders) -> None:
+    taken, loads = orders_of(HOST)
+    loads.take(b"load a")
+    loads.close()
+    loads.release(["a"])
+    assert taken == []
