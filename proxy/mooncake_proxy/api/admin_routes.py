@@ -16,6 +16,7 @@ from mooncake_proxy.api.error_responses import answer_error, respond_json
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
 from mooncake_proxy.api.proxied_request import forwarded_headers, request_id_of
 from mooncake_proxy.errors import (
+    UNREADABLE,
     BadRequest,
     ConfigError,
     Forbidden,
@@ -161,7 +162,7 @@ class AdminHandlers:
         try:
             change = msgspec.json.decode(request.body, type=MembershipChange)
             instance = self._process.change(change)
-        except (msgspec.DecodeError, ConfigError) as exc:
+        except (*UNREADABLE, ConfigError) as exc:
             raise BadRequest(f"change of instances: {exc}") from exc
         respond_json(request, 200, {"instance": instance_info(instance) if instance else None})
 
@@ -308,7 +309,7 @@ class AdminHandlers:
         try:
             answer = await self._ask_one(pool, request)
             return msgspec.json.decode(answer, type=ModelList).data
-        except (UpstreamError, NoInstance, msgspec.DecodeError):
+        except (UpstreamError, NoInstance, *UNREADABLE):
             return []
 
     async def forward_to_instance(self, request: HttpRequest) -> None:
@@ -357,7 +358,7 @@ def _model_of(request: HttpRequest) -> str | None:
         return unquote(request.path[len(MODEL_PATH) :])
     try:
         return msgspec.json.decode(request.body, type=NamedModel).model if request.body else None
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None  # the instance says what is wrong with it
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
-from mooncake_proxy.errors import BadRequest
+from mooncake_proxy.errors import UNREADABLE, BadRequest
 
 Fields = dict[str, Raw]
 _LIST = re.compile(rb"\s*\[")
@@ -100,11 +100,13 @@ encode = msgspec.json.Encoder().encode
 def parse_request(body: bytes) -> tuple[ParsedRequest, Fields]:
     """The fields that routing needs, and all fields raw. BadRequest names the wrong field."""
     try:
+        if not body.isascii():
+            body.decode()  # raw fields are not looked into, and JSON is UTF-8
         return _request_decoder.decode(body), _fields_decoder.decode(body)
     except msgspec.ValidationError as exc:
         field = _FIELD.search(str(exc))
         raise BadRequest(f"request body: {exc}", param=field[1] if field else None) from exc
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         raise BadRequest(f"request body is not JSON: {exc}", code="invalid_json") from exc
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from msgspec import DecodeError, Struct
+from msgspec import Struct
 from msgspec.json import Decoder
 
 from mooncake_proxy.api.api_keys import ApiKey, bearer_token
 from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.api.rate_limits import RateLimits
-from mooncake_proxy.errors import ModelNotFound, RateLimited
+from mooncake_proxy.errors import UNREADABLE, ModelNotFound, RateLimited
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.ops.proxy_metrics import ProxyMetrics
 
@@ -73,6 +73,6 @@ def used_tokens(body: bytes) -> int | None:
     """Tokens of prompt and answer in a whole answer; None where it does not say."""
     try:
         usage = _decoder.decode(body).usage
-    except DecodeError:
+    except UNREADABLE:
         return None
     return None if usage is None else usage.total_tokens

@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-import msgspec
-
 from mooncake_proxy.api.openai_bodies import CompletionResponse, answer_decoder
 from mooncake_proxy.api.proxied_request import RequestContext, plain_body
 from mooncake_proxy.api.tenants import used_tokens
-from mooncake_proxy.errors import MalformedAnswer, OutOfSockets, Rejected, UpstreamError, is_loss
+from mooncake_proxy.errors import (
+    UNREADABLE,
+    MalformedAnswer,
+    OutOfSockets,
+    Rejected,
+    UpstreamError,
+    is_loss,
+)
 from mooncake_proxy.flows.stream_forwarder import StreamForwarder, check_streams
 from mooncake_proxy.flows.token_record import RecordingForwarder
 from mooncake_proxy.pool.instances import Instance, Role
@@ -155,5 +160,5 @@ def decode_answer(instance: Instance, body: bytes) -> CompletionResponse:
     """P's answer as an object."""
     try:
         return answer_decoder.decode(body)
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise MalformedAnswer(instance.name, f"no OpenAI answer: {exc}") from exc

@@ -13,7 +13,6 @@ from collections.abc import Awaitable
 from functools import partial
 from types import TracebackType
 
-import msgspec
 from msgspec import Raw, Struct
 
 from mooncake_proxy.api.openai_bodies import (
@@ -31,7 +30,7 @@ from mooncake_proxy.api.proxied_request import (
     pull_decode_body,
     with_prefix_sources,
 )
-from mooncake_proxy.errors import MalformedAnswer, UpstreamError
+from mooncake_proxy.errors import UNREADABLE, MalformedAnswer, UpstreamError
 from mooncake_proxy.flows.continued_prompt import (
     ContinuedForwarder,
     ContinuedPrompt,
@@ -310,7 +309,7 @@ def parse_prefill_answer(instance: Instance, body: bytes) -> PrefillResult:
     answer = decode_answer(instance, body)
     try:
         kv_params = kv_transfer_params_decoder.decode(answer.kv_transfer_params)
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise MalformedAnswer(instance.name, f"kv_transfer_params: {exc}") from exc
     has_ended = has_finished(answer)
     if kv_params is None:

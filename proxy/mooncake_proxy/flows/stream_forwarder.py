@@ -12,6 +12,7 @@ from msgspec import Raw, Struct
 from mooncake_proxy.api.openai_bodies import ABSENT, is_null
 from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.errors import (
+    UNREADABLE,
     ConnectionLost,
     FailedStream,
     MalformedAnswer,
@@ -132,7 +133,7 @@ class StreamForwarder:
             return None
         try:
             facts = _event_decoder.decode(data)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return None  # forwarded as it came
         if not is_null(facts.error):
             return FailedStream(self._instance, event, bytes(facts.error), _status_in(facts.error))
@@ -163,7 +164,7 @@ def _status_in(error: Raw) -> int:
     """The HTTP status that an error object names in `code`, else 502."""
     try:
         code = msgspec.json.decode(error, type=ErrorFields).code
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return 502
     return code if isinstance(code, int) and 400 <= code <= 599 else 502
 

@@ -15,7 +15,7 @@ import msgspec
 
 from mooncake_proxy.api.openai_bodies import DONE, CompletionResponse, OpenAIEndpoint, encode
 from mooncake_proxy.api.proxied_request import RequestContext
-from mooncake_proxy.errors import MalformedAnswer, Recomputed
+from mooncake_proxy.errors import UNREADABLE, MalformedAnswer, Recomputed
 from mooncake_proxy.flows.stream_forwarder import StreamForwarder
 from mooncake_proxy.http1.sse import split_events
 
@@ -118,7 +118,7 @@ class TokenRecord:
         try:
             answer = msgspec.json.decode(body)
             [choice] = answer["choices"]
-        except (ValueError, TypeError, LookupError) as exc:
+        except (*UNREADABLE, TypeError, LookupError) as exc:
             raise MalformedAnswer(instance, f"no answer with one choice: {exc}") from exc
         answer.pop("kv_transfer_params", None)
         is_chat_shaped = "message" in choice
@@ -211,7 +211,7 @@ class RecordingForwarder(StreamForwarder):
     def _forward(self, block: bytes) -> None:
         try:
             events = [self._recorded(event, data) for event, data in split_events(block)]
-        except (msgspec.DecodeError, TypeError, AttributeError) as exc:
+        except (*UNREADABLE, TypeError, AttributeError) as exc:
             raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
         if joined := b"".join(events):
             super()._forward(joined)

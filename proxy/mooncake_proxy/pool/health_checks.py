@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from mooncake_proxy.errors import (
+    UNREADABLE,
     ConnectFailed,
     ConnectionLost,
     MalformedAnswer,
@@ -181,7 +182,7 @@ class HealthChecker:
     async def _ask_topology(self, instance: Instance, engine_id: str, deadline: float) -> None:
         """Once per start of an instance: whom it goes together with is known before requests."""
         topology = PairTopology(engine_id)  # of an instance that publishes none
-        with suppress(UpstreamError, ValueError, RecursionError):
+        with suppress(UpstreamError, *UNREADABLE):
             body = await instance.connections.fetch(instance.build_get(TOPOLOGY_PATH), deadline)
             published = _topology_decoder.decode(body)
             if published.engine_id == engine_id:
@@ -199,5 +200,5 @@ def _decoded(decoder: msgspec.json.Decoder[T], part: bytes | msgspec.Raw, otherw
     """What a good response says; other engines' bodies may have any form, and be no UTF-8."""
     try:
         return decoder.decode(part)
-    except (ValueError, RecursionError):
+    except UNREADABLE:
         return otherwise

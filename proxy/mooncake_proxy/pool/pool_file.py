@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.errors import UNREADABLE, ConfigError
 from mooncake_proxy.pool.instances import InstanceSpec
 from mooncake_proxy.pool.membership import PoolFile, apply_plan, plan_membership, specs_of
 from mooncake_proxy.pool.model_pools import ModelPools
@@ -38,7 +38,7 @@ def parse_pool_file(data: bytes, path: str) -> list[InstanceSpec]:
             f"pool file {path}: YAML needs PyYAML (pip install mooncake-proxy[yaml]); "
             "a file that ends in .json needs nothing"
         ) from exc
-    except (ValueError, RecursionError) as exc:  # no UTF-8 or no such date, beside msgspec's own
+    except UNREADABLE as exc:
         raise ConfigError(f"pool file {path}: {exc}") from exc
 
 

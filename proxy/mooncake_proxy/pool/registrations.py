@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import Struct
 
-from mooncake_proxy.errors import BadRequest, Conflict, Forbidden, Refusal
+from mooncake_proxy.errors import UNREADABLE, BadRequest, Conflict, Forbidden, Refusal
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.signed_head import is_signed, signed_digest
 from mooncake_proxy.pool.instances import Instance, Role
@@ -76,7 +76,7 @@ class Registrations:
             raise Forbidden("not signed with this proxy's --register-secret-file")
         try:
             said = _decode(body)
-        except msgspec.DecodeError as exc:
+        except UNREADABLE as exc:
             raise BadRequest(f"registration: {exc}") from exc
         if not 0 < said.lease_s <= MAX_LEASE_S:
             raise BadRequest(f"registration: lease_s {said.lease_s}: wanted up to {MAX_LEASE_S}")

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from mooncake_proxy.api.admin_routes import RESERVATIONS_PATH
-from mooncake_proxy.errors import BadRequest, Forbidden, UpstreamError
+from mooncake_proxy.errors import UNREADABLE, BadRequest, Forbidden, UpstreamError
 from mooncake_proxy.http1.connection_pool import ConnectionPool
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.signed_head import is_signed, signed_digest, signed_head
@@ -188,7 +188,7 @@ class PeerProxies:
         """The same of a message that another worker has checked."""
         try:
             message = _decoder.decode(body)
-        except msgspec.DecodeError as exc:
+        except UNREADABLE as exc:
             raise BadRequest(f"reservations: {exc}") from exc
         owner = self._owners.setdefault(message.owner, _Owner())
         if message.owner == OWNER or message.number <= owner.number:

@@ -19,7 +19,7 @@ from zlib import crc32
 import msgspec
 
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, ParsedRequest
-from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.errors import UNREADABLE, ConfigError
 
 # The size of a block, and how many leading blocks of a prompt are hashed.
 TOKENS_PER_BLOCK = 64
@@ -131,7 +131,7 @@ def given_token_ids(parsed: ParsedRequest) -> list[int] | None:
         return None
     try:
         return msgspec.json.decode(raw, type=list[int])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None  # several prompts, or malformed: the instance will say so
 
 
@@ -141,7 +141,7 @@ def prompt_text(endpoint: OpenAIEndpoint, parsed: ParsedRequest) -> str | None:
         if endpoint is OpenAIEndpoint.COMPLETION:
             return msgspec.json.decode(parsed.prompt, type=str)
         messages = msgspec.json.decode(parsed.messages, type=list[dict[str, msgspec.Raw]])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
     pieces = (f"{_text(message, 'role')}\n{_text(message, 'content')}\n" for message in messages)
     return "".join(pieces)[:MAX_CHARACTERS]

@@ -17,7 +17,7 @@ from msgspec import Raw, Struct
 
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, encode, is_null
 from mooncake_proxy.api.proxied_request import RequestContext
-from mooncake_proxy.errors import UpstreamError
+from mooncake_proxy.errors import UNREADABLE, UpstreamError
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.instances import Instance, InstancePool
 from mooncake_proxy.routing.prefix_index import Tokenizer
@@ -96,7 +96,7 @@ class PromptTokens:
         try:
             answer = await instance.connections.fetch(payload, deadline)
             theirs = msgspec.json.decode(answer, type=_Tokens).tokens
-        except (UpstreamError, msgspec.DecodeError) as exc:
+        except (UpstreamError, *UNREADABLE) as exc:
             instance.warn_once("tokenizer", f"is sent text, not token ids: /tokenize: {exc}")
         ours = self._tokenizer.encode(PROBE, add_special_tokens=True)
         if theirs is not None and theirs != ours:

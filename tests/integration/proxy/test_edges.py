@@ -294,3 +294,25 @@ def test_the_admin_port_takes_what_operators_look_at() -> None:
 def test_hosts_and_paths_that_no_request_can_name_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="instance URL "):
         Origin.parse(url)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/instances"],
+)
+def test_a_body_that_is_no_utf_8_is_refused_and_counted(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with stand(admin_keys=frozenset({"secret"})) as s:
+            async with httpx.AsyncClient(base_url=s.url) as client:
+                body = b'{"model":"\xff","url":"\xff","input":"x","messages":[],"max_tokens":1}'
+                answer = await client.post(
+                    path, content=body, headers={"authorization": "Bearer secret"}
+                )
+            assert answer.status_code == 400
+            assert "utf-8" in answer.json()["error"]["message"]
+            assert s.count("requests", path, "400") == (path != "/instances")
+
+    uvloop.run(main())
+    assert "Traceback" not in caplog.text

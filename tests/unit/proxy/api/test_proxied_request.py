@@ -113,3 +113,21 @@ def test_request_ids() -> None:
 def test_only_headers_that_are_there_are_forwarded() -> None:
     assert forwarded_headers({b"cookie": b"x"}) == b""
     assert forwarded_headers({b"traceparent": b"t"}) == b"traceparent: t\r\n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"\xff","prompt":"x"}',
+        b'{"model":"m","prompt":"\xff"}',
+        b'{"model":"m","prompt":"x","stop":"\xc3"}',
+        b'{"model":"m","prompt":"\xed\xa0\x80"}',
+        b'{"prompt":' + b"[" * 10_000,
+        b"x",
+    ],
+    ids=["model", "prompt", "stop", "surrogate", "too deep", "no JSON"],
+)
+def test_what_can_not_be_read_is_the_clients_fault(body: bytes) -> None:
+    with pytest.raises(BadRequest) as failed:
+        openai_bodies.parse_request(body)
+    assert (failed.value.status, failed.value.code) == (400, "invalid_json")
