@@ -22,7 +22,10 @@ OPENING, CLOSING = "<think>", "</think>"
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
 """vLLM's names; both read the same tags."""
 _TAIL_TOKENS = 16
-_START_RULE = re.compile(r"^start(?=\s*:)", re.MULTILINE)
+_SPACE = r"/\s{0,20}/"
+"""Between reasoning and answer: as much as JSON may have, an end to it all the same."""
+_LITERAL_CHARACTER = re.compile(r"\\?\n|\\.|/")
+_WRITTEN_OTHERWISE = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 class ReasoningState(Enum):
@@ -147,12 +150,23 @@ def after_reasoning(grammar: Grammar, state: ReasoningState) -> Grammar:
     if state is ReasoningState.CLOSED:
         return grammar
     if grammar.kind is GrammarKind.LARK:
-        answer = _START_RULE.sub("answer", grammar.source)
+        # a grammar within: its rules, ``start`` among them, have names of their own
+        answer = f"%lark {{\n{grammar.source}\n}}"
     elif grammar.kind is GrammarKind.JSON_SCHEMA:
-        answer = f"answer: %json {grammar.source}"
+        answer = f"%json {grammar.source}"
     else:
-        escaped = grammar.source.replace("/", r"\/")
-        answer = f"answer: /{escaped}/"
+        answer = _regex_literal(grammar.source)
     thought = r'thought[suffix="</think>"]: /(?s:.*)/'
     before = "thought" if state is ReasoningState.OPEN else '("<think>" thought)?'
-    return Grammar(GrammarKind.LARK, f"start: {before} /\\s*/ answer\n{thought}\n{answer}\n")
+    rules = (f"start: {before} {_SPACE} answer", thought, f"answer: {answer}", "")
+    return Grammar(GrammarKind.LARK, "\n".join(rules))
+
+
+def _regex_literal(regex: str) -> str:
+    """A regular expression as Lark writes it: between slashes, so that those within are escaped if
+    they are not yet."""
+
+    def written(found: re.Match[str]) -> str:
+        return _WRITTEN_OTHERWISE.get(found[0], found[0])
+
+    return f"/{_LITERAL_CHARACTER.sub(written, regex)}/"

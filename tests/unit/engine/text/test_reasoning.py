@@ -101,6 +101,13 @@ GRAMMARS = {
     "choice": (choice_grammar(["yes", "no"]), "yes"),
     "regex": (Grammar(GrammarKind.REGEX, "[a/]+"), "a/a"),
     "lark": (Grammar(GrammarKind.LARK, 'start: "x" start_of\nstart_of: "z"'), "xz"),
+    "escaped slashes": (Grammar(GrammarKind.REGEX, r"https:\/\/[a-z]+/\\\\/"), r"https://tea/\\/"),
+    "line breaks": (Grammar(GrammarKind.REGEX, "a\nb\\\nc"), "a\nb\nc"),
+    "rule answer": (Grammar(GrammarKind.LARK, 'start: answer\nanswer: "yes" | "no"'), "no"),
+    "rule thought": (Grammar(GrammarKind.LARK, 'start: thought // {\nthought: "}"'), "}"),
+    "options of start": (Grammar(GrammarKind.LARK, 'start[temperature=0.5]: "a" | "b"'), "b"),
+    "inlined start": (Grammar(GrammarKind.LARK, '?start: "a" | "b"'), "b"),
+    "recursive start": (Grammar(GrammarKind.LARK, 'start: "(" start ")" | "x"'), "((x))"),
 }
 
 
@@ -127,3 +134,19 @@ def test_a_grammar_binds_behind_the_reasoning(tokenizer: Tokenizer, name: str) -
     assert is_allowed(tokenizer, undecided, answer)
     assert not is_allowed(tokenizer, undecided, f"{thought}</think>{answer}")
     assert after_reasoning(grammar, CLOSED) == grammar
+    assert is_allowed(tokenizer, grammar, answer)
+
+
+def test_a_grammar_that_refers_to_its_start_has_no_reasoning_within(tokenizer: Tokenizer) -> None:
+    grammar, _ = GRAMMARS["recursive start"]
+    behind = after_reasoning(grammar, UNDECIDED)
+    assert is_allowed(tokenizer, behind, "<think>a</think>(x)")
+    assert not is_allowed(tokenizer, behind, "(<think>a</think>x)")
+
+
+@pytest.mark.parametrize("name", ["regex", "lark", "json"])
+def test_space_behind_the_reasoning_has_an_end(tokenizer: Tokenizer, name: str) -> None:
+    grammar, answer = GRAMMARS[name]
+    behind = after_reasoning(grammar, OPEN)
+    assert is_allowed(tokenizer, behind, f"a</think>{20 * ' '}{answer}")
+    assert not is_allowed(tokenizer, behind, f"a</think>{21 * ' '}{answer}")
