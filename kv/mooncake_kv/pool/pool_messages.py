@@ -79,12 +79,14 @@ class LoadRuns(msgspec.Struct, frozen=True, tag=True):
 
     Args:
         load_id: unique.
-        request_id: whose; steps that run it wait for each layer until the load has ended.
+        request_id: whose; steps that run it wait for each layer until the load has ended, was
+            cancelled, or is late.
         runs: what to read, in the order of the sequence.
         block_ids: the request's block table, from token 0.
         timeout_s: for all of it.
         release_layers: how many of the model's layers are to be there before a step may begin; 0:
-            it begins at once, and waits for the first one. None: no step begins before the end.
+            it begins once a thread loads, and waits for the first one. None: no step begins before
+            the end.
         are_arriving: the chunks are on their way from SSDs into their stores' memory; what is there
             of all of them, ``LayersArrived`` says.
     """

@@ -119,7 +119,7 @@ class PoolWorker:
                 self._submit(self._saving, order.save_id, moves, partial(self._write, order, moves))
             elif isinstance(order, CancelRuns):
                 if (load := self._loads.get(order.load_id)) is not None:
-                    self._ending.submit(load.cancel)
+                    self._cancel(load)
             elif isinstance(order, ConnectStore):
                 self._stores[order.epoch] = self._describe(order)
             elif isinstance(order, ForgetStore):
@@ -143,11 +143,12 @@ class PoolWorker:
 
         Returns:
             To be called in the step's thread when a layer's KV of the step is enqueued, before the
-            layer reads KV; blocks until that layer of their loads is there, or the load has failed.
-            None if no save and no load is interested.
+            layer reads KV; blocks until that layer of their loads is there, or the load has failed,
+            was cancelled or is late. None if no save and no load is interested.
         """
         with self._lock:
-            loads = [load for load in self._loads.values() if load.order.request_id in request_ids]
+            theirs = [load for load in self._loads.values() if load.order.request_id in request_ids]
+            loads = [load for load in theirs if load.begin_step()]
         layer_done = self._progress.begin(number) if completes_chunks else None
         if not loads:
             return layer_done
@@ -182,10 +183,16 @@ class PoolWorker:
     def _begin_load(self, order: LoadRuns) -> None:
         load = _RunningLoad(order, self._context.memory.shard.layer_start)
         self._loads[order.load_id] = load
-        if order.release_layers == 0:
-            self._context.emit(encode(LayersLoaded(order.load_id)))
         threads = self._arriving if order.are_arriving else self._loading
         self._submit(threads, order.load_id, load, partial(self._read, load))
+
+    def _cancel(self, load: _RunningLoad) -> None:
+        """No step waits for it any more. It ends at once where no thread has it; what moves is
+        ended, and waited for, elsewhere."""
+        load.call_off()
+        not_wanted = TransferCancelled("nobody wants it any more")
+        self._report(load.order.load_id, partial(_fail, not_wanted), load)
+        self._ending.submit(load.cancel)
 
     def _read(self, load: _RunningLoad) -> None:
         """Read group after group of layers; while one is on its way, the next is begun, but not
@@ -193,6 +200,7 @@ class PoolWorker:
         order, moving = load.order, deque[tuple[int, list[Transfer]]]()
         release_after = self._own_layers(order.release_layers or 0)
         try:
+            self._take_up(load)
             plans = self._plans(order.runs, order.block_ids)
             groups = list(self._groups(order.runs))
             if order.are_arriving:  # the first layer is planned while an SSD gives it
@@ -214,6 +222,16 @@ class PoolWorker:
             load.drain()
             self._forget_broken(order.runs, exc)
             raise
+
+    def _take_up(self, load: _RunningLoad) -> None:
+        """A thread has it: steps may wait for its layers, unless it was late by then.
+
+        Raises:
+            TransferError: it was.
+        """
+        load.time_left()
+        if load.order.release_layers == 0:
+            self._context.emit(encode(LayersLoaded(load.order.load_id)))
 
     def _finish(
         self, load: _RunningLoad, stop: int, transfers: list[Transfer], release_after: int
@@ -331,7 +349,8 @@ class PoolWorker:
         try:
             threads.submit(self._report, order_id, work, moves)
         except RuntimeError as exc:
-            self._report(order_id, partial(_fail, f"a thread can't be started: {exc}"), moves)
+            no_thread = TransferError(f"a thread can't be started: {exc}")
+            self._report(order_id, partial(_fail, no_thread), moves)
 
     def _report(self, order_id: str, work: Callable[[], None], moves: OrderTransfers) -> None:
         """Top of a pool thread: an order is reported once, drained, whatever happens."""
@@ -354,6 +373,8 @@ class PoolWorker:
         stalled_s = 0.0
         if isinstance(moves, _RunningLoad):
             stalled_s = moves.stalled_s
+            if moves.is_missed and error is None:
+                error = "a step went on without a layer of it, which was late"
             with self._lock:
                 self._loads.pop(order_id, None)
         seconds = time.monotonic() - started
@@ -361,8 +382,8 @@ class PoolWorker:
         self._context.emit(encode(ended))
 
 
-def _fail(reason: str) -> None:
-    raise TransferError(reason)
+def _fail(error: TransferError) -> None:
+    raise error
 
 
 def _shared_out(runs: Sequence[ChunkRun], shard: KVShard) -> Iterator[ChunkRun]:
@@ -386,6 +407,8 @@ class _RunningLoad(OrderTransfers):
         self.order = order
         self.stalled_s = 0.0
         self.num_loaded = 0
+        self.is_missed = False
+        """Whether a step ran its request without all of it; settled once it has ended."""
         self._first_layer = first_layer
         self._num_in_store = 0 if order.are_arriving else NO_LAYER_AFTER
         self._has_ended = False
@@ -423,10 +446,15 @@ class _RunningLoad(OrderTransfers):
             if self._num_in_store <= layer:  # which is no fault of the connection
                 raise TransferCancelled("an SSD did not give its chunks in time")
 
-    def cancel(self) -> None:
-        super().cancel()
+    def call_off(self) -> None:
+        """What ``cancel`` does but for what moves: returns at once."""
         with self._changed:
+            self._is_cancelled = True
             self._changed.notify_all()
+
+    def cancel(self) -> None:
+        self.call_off()
+        super().cancel()
 
     def arrived(self, stop: int) -> None:
         """All layers before ``stop`` are there."""
@@ -440,15 +468,29 @@ class _RunningLoad(OrderTransfers):
             self._has_ended = True
             self._wake()
 
+    def begin_step(self) -> bool:
+        """A step runs its request; whether it waits for the layers. Not for those of a load that no
+        thread has, or that nobody wants: its request is computed, or starts over."""
+        with self._changed:
+            waits = self._has_ended or (self._is_claimed and not self._is_cancelled)
+            self.is_missed |= not waits
+            return waits
+
     def wait_for(self, layer: int) -> None:
-        """Block until a layer is there, or the load has ended: it does within its deadline."""
+        """Block until a layer is there, or the load has ended, was cancelled or is late. A load
+        that a step has gone on without is a failed one, even if the layer comes after all."""
         wanted = layer + 1 - self._first_layer
         if self._is_there(wanted):
             return
         with self._changed:
             if not self._is_there(wanted):
-                self._awaited.setdefault(wanted, time.monotonic())
-                self._changed.wait_for(lambda: self._is_there(wanted))
+                began = self._awaited.setdefault(wanted, time.monotonic())
+                left_s = max(self.deadline - time.monotonic(), 0.0)
+                self._changed.wait_for(lambda: self._is_there(wanted) or self._is_cancelled, left_s)
+            if not self._is_there(wanted):
+                self.is_missed = True
+                if self._awaited.pop(wanted, None) is not None:
+                    self.stalled_s += time.monotonic() - began
 
     def _is_there(self, wanted: int) -> bool:
         return self.num_loaded >= wanted or self._has_ended

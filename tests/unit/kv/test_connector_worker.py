@@ -5,20 +5,17 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
 import pytest
+from support.kv_rank import PATIENCE_S, Rank, wait_for
 
 from mooncake_hal.errors import PeerLost
-from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
-from mooncake_hal.kv.layout import layout_bytes, make_layout
 from mooncake_hal.negotiation import NegotiatedPeer
-from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig
-from mooncake_kv.connector_worker import ConnectorWorker, RankContext, RankMemory, RankTransports
+from mooncake_kv.connector_worker import ConnectorWorker, RankTransports
 from mooncake_kv.errors import ConnectorDead, Fatal, KVConfigError
 from mooncake_kv.pool.pool_messages import (
     LoadRuns,
@@ -40,39 +37,11 @@ from mooncake_kv.ranks import (
     decode_from_rank,
 )
 
-GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 2, (8, 8), "float32", 4)
-NUM_BLOCKS, BLOCK_SIZE = 4, 16
-PATIENCE_S = 20.0
 LOAD = Load("r", "p", (0,), (0,), 0, 4, 0, 4)
 PUSH = StartPush("r", "p", (0,), 0, 4, 0)
 BOTH = pytest.mark.parametrize(("worker", "order"), [(PullWorker, LOAD), (PushWorker, PUSH)])
 
 Make = Callable[[type[ConnectorWorker]], ConnectorWorker]
-
-
-class Rank:
-    """Where workers live, and what they told the core."""
-
-    def __init__(self) -> None:
-        registry = Registry.discover()
-        backend = registry.select_backend("cpu")
-        shard = shard_of(GEOMETRY, 1, 0)
-        nbytes = layout_bytes(GEOMETRY, shard, NUM_BLOCKS, BLOCK_SIZE)
-        self.allocation = backend.memory.allocate(nbytes, 0)
-        region = self.allocation.region
-        layout = make_layout("BHLPT", GEOMETRY, shard, NUM_BLOCKS, BLOCK_SIZE)
-        self.told: list[bytes] = []
-        self.failures: list[BaseException] = []
-        self.context = RankContext(
-            0,
-            KVTransferConfig(transports=("tcp",)),
-            RankMemory(GEOMETRY, shard, layout.shifted(region.address), (region,), ()),
-            registry,
-            make_event=lambda: backend.runtime.event(0),
-            bind_thread=lambda: backend.runtime.bind_thread(0),
-            emit=self.told.append,
-            fail=self.failures.append,
-        )
 
 
 @pytest.fixture
@@ -144,14 +113,6 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", start)
 
 
-def wait_for(found: Callable[[], object]) -> None:
-    """Until that is so."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not found():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def reports(rank: Rank) -> list[tuple[str, str | None]]:
     """What the worker has said: of which request, and its error."""
     told = (decode_from_rank(message) for message in rank.told)
@@ -211,13 +172,13 @@ def test_moves_of_the_pool_that_get_no_thread_fail_and_hold_up_no_step(
         running.receive(msgspec.msgpack.encode(SaveRuns("save", (), (), PATIENCE_S)))
     assert wait_for_layer is None
     assert not running.has_loads
-    ended = [decode_pool_message(message) for message in rank.told[1:]]
+    ended = [decode_pool_message(message) for message in rank.told]
     assert [(each.order_id, each.error) for each in ended] == [
         (name, "TransferError: a thread can't be started: can't start new thread")
         for name in ("load", "save")
     ]
     running.close()
-    assert (len(rank.told), rank.failures) == (3, [])
+    assert (len(rank.told), rank.failures) == (2, [])
 
 
 def test_a_push_that_gets_no_thread_fails_alone(

@@ -68,6 +68,34 @@ def test_a_load_that_ends_holds_up_no_step(load):
     load.wait_for(7)
 
 
+def test_a_step_waits_no_longer_than_the_load_may_take():
+    late = _RunningLoad(LoadRuns("load", "request", (), (), 0.02), first_layer=4)
+    late.wait_for(4)
+    assert late.is_missed
+    assert 0.01 < late.stalled_s < PATIENCE_S
+    assert late._awaited == {}
+
+
+def test_a_step_does_not_wait_for_what_is_called_off(load):
+    thread = _waiter(load, 4)
+    load.call_off()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert load.is_missed
+
+
+def test_a_load_that_all_steps_waited_for_is_none_that_was_missed(load):
+    assert load.claim()
+    assert load.begin_step()
+    thread = _waiter(load, 4)
+    load.arrived(5)
+    thread.join(PATIENCE_S)
+    load.end()
+    load.call_off()
+    assert load.begin_step(), "it waits for nothing"
+    assert not load.is_missed
+
+
 def _arriving(patience_s=PATIENCE_S):
     order = LoadRuns("load", "request", (), (), patience_s, are_arriving=True)
     return _RunningLoad(order, first_layer=4)

@@ -1,0 +1,217 @@
+"""A rank's loads and saves over stand-ins for its connections, whose transfers end when a test says
+so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Event, Lock
+from typing import Any
+
+import pytest
+from support.kv_rank import PATIENCE_S, Rank, wait_for
+
+from mooncake_hal.errors import PeerLost, TransferCancelled, TransferError
+from mooncake_hal.transport import Spans
+from mooncake_kv.pool.pool_messages import (
+    CancelRuns,
+    ChunkRun,
+    ConnectStore,
+    LayersLoaded,
+    LoadRuns,
+    RunsEnded,
+    decode_from_rank,
+    encode,
+)
+from mooncake_kv.pool.pool_worker import LOAD_THREADS, PoolWorker
+
+LATE = "its time was up before all of it had begun to move: the other side is overloaded"
+
+
+class Move:
+    """A transfer."""
+
+    def __init__(self) -> None:
+        self.may_drain = Event()
+        self.may_drain.set()
+        self._ended = Event()
+        self._error: TransferError | None = None
+
+    def end(self, error: TransferError | None = None) -> None:
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
+
+    def wait(self) -> None:
+        assert self._ended.wait(PATIENCE_S)
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        assert self.may_drain.wait(PATIENCE_S)
+        self.end(TransferCancelled("cancelled"))
+
+
+class Connection:
+    """To a store."""
+
+    def __init__(self) -> None:
+        self.moves: list[Move] = []
+        self.is_closed = False
+
+    def read(self, spans: Spans, timeout: float) -> Move:
+        self.moves.append(Move())
+        return self.moves[-1]
+
+    write = read
+
+    def close(self) -> None:
+        self.is_closed = True
+        for move in self.moves:
+            move.end(PeerLost("this side closed the connection"))
+
+
+class Connections:
+    """A rank's ``RankTransports``."""
+
+    def __init__(self) -> None:
+        self.all: dict[tuple[str, int], Connection] = {}
+        self._lock = Lock()
+
+    def peer(self, epoch: str, number: int, endpoints: Any, *, timeout_s: float) -> Connection:
+        with self._lock:
+            return self.all.setdefault((epoch, number), Connection())
+
+    def forget(self, epoch: str) -> None:
+        for key in [key for key in self.all if key[0] == epoch]:
+            self.all.pop(key).close()
+
+    def close(self) -> None:
+        for connection in self.all.values():
+            connection.close()
+
+
+class Worker:
+    """A rank's worker that knows the stores a and b."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self.running = PoolWorker(rank.context)
+        self.running._transports.close()
+        self.connections = self.running._transports = Connections()
+        for epoch in ("a", "b"):
+            self.running.receive(encode(ConnectStore(epoch, 1 << 40, 1 << 24, {}, 16)))
+
+    def load(self, name: str, epoch: str = "a", **options: Any) -> None:
+        runs, timeout_s = (ChunkRun(epoch, 0, (0,)),), options.pop("timeout_s", PATIENCE_S)
+        self.running.receive(encode(LoadRuns(name, f"r-{name}", runs, (0,), timeout_s, **options)))
+
+    def moves(self, epoch: str) -> list[Move]:
+        """All that were begun, to or from that store, over connections that it has now."""
+        connections = [each for key, each in self.connections.all.items() if key[0] == epoch]
+        return [move for connection in connections for move in connection.moves]
+
+    def fill(self, epoch: str = "a") -> None:
+        """Loads that hold all threads."""
+        for number in range(LOAD_THREADS):
+            self.load(f"long{number}", epoch)
+        wait_for(lambda: len(self.moves(epoch)) == LOAD_THREADS)
+
+    @property
+    def released(self) -> list[str]:
+        told = map(decode_from_rank, list(self._rank.told))
+        return [message.load_id for message in told if isinstance(message, LayersLoaded)]
+
+    @property
+    def ended(self) -> dict[str, str | None]:
+        """Of each order that is over, its error."""
+        told = map(decode_from_rank, list(self._rank.told))
+        return {each.order_id: each.error for each in told if isinstance(each, RunsEnded)}
+
+    def end_all(self) -> None:
+        """All loads end well, as far as that is up to their transfers."""
+
+        def are_over() -> bool:
+            for move in self.moves("a") + self.moves("b"):
+                move.end()
+            return not self.running.has_loads
+
+        wait_for(are_over)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    rank = Rank()
+    made = Worker(rank)
+    yield made
+    made.running.close()
+    rank.allocation.free()
+    assert rank.failures == []
+
+
+def test_a_load_that_no_thread_has_releases_no_step_and_holds_none_up(worker: Worker) -> None:
+    """Whether its request is run nevertheless, the rank can't know: what comes of it is no good."""
+    worker.fill()
+    worker.load("quick", "b", release_layers=0)
+    assert worker.released == []
+    assert worker.running.begin_step(1, ["r-quick", "other"], completes_chunks=False) is None
+    worker.end_all()
+    assert worker.released == ["quick"]
+    ended = worker.ended
+    assert ended.pop("quick") == "a step went on without a layer of it, which was late"
+    assert set(ended.values()) == {None}
+
+
+def test_a_load_that_is_late_when_a_thread_has_it_is_not_begun(worker: Worker) -> None:
+    worker.fill()
+    worker.load("late", "b", timeout_s=0.0, release_layers=0)
+    worker.end_all()
+    assert worker.ended["late"] == f"TransferTimeout: {LATE}"
+    assert (worker.released, worker.moves("b")) == ([], [])
+
+
+def test_a_load_that_is_cancelled_before_a_thread_has_it_ends_at_once(worker: Worker) -> None:
+    """Its blocks are free for others, and its request is computed: no step waits for it."""
+    worker.fill()
+    worker.load("given-up", "b", release_layers=0)
+    worker.running.receive(encode(CancelRuns("given-up")))
+    assert worker.ended == {"given-up": "TransferCancelled: nobody wants it any more"}
+    assert worker.running.begin_step(1, ["r-given-up"], completes_chunks=False) is None
+    worker.end_all()
+    assert worker.moves("b") == []
+    assert len(worker.ended) == LOAD_THREADS + 1
+
+
+def test_a_step_goes_on_when_its_load_is_cancelled_however_long_that_drains(
+    worker: Worker,
+) -> None:
+    worker.load("load", release_layers=0)
+    wait_for(lambda: worker.moves("a"))
+    worker.moves("a")[0].may_drain.clear()
+    layer_done = worker.running.begin_step(1, ["r-load"], completes_chunks=False)
+    assert layer_done is not None
+    worker.running.receive(encode(CancelRuns("load")))
+    layer_done(0)
+    layer_done(1)
+    assert worker.running.begin_step(2, ["r-load"], completes_chunks=False) is None
+    assert worker.ended == {}
+    worker.moves("a")[0].may_drain.set()
+    wait_for(lambda: worker.ended)
+    assert (worker.ended["load"] or "").startswith("TransferCancelled")
+
+
+def test_a_load_that_a_step_did_not_wait_for_has_failed_even_if_all_of_it_comes(
+    worker: Worker,
+) -> None:
+    """The step has read what was there before: no rank's result of it may be believed."""
+    worker.load("load", release_layers=0)
+    wait_for(lambda: worker.moves("a"))
+    layer_done = worker.running.begin_step(1, ["r-load"], completes_chunks=False)
+    assert layer_done is not None
+    worker.moves("a")[0].end()
+    layer_done(0)
+    wait_for(lambda: len(worker.moves("a")) == 2)
+    worker.running._loads["load"].deadline = 0.0
+    layer_done(1)
+    assert worker.ended == {}
+    worker.end_all()
+    assert worker.ended == {"load": "a step went on without a layer of it, which was late"}
