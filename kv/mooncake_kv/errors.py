@@ -11,6 +11,7 @@ KVError
     ├── LeaseLost          the peer no longer holds the KV that it promised
     ├── PeerGone           that epoch of the peer is dead for certain
     ├── PeerAbsent         it is not at its address: dead, or the way there has changed
+    ├── PeerUnreachable    nothing at its address answers, not even a kernel
     └── BadFrame           a side-channel message that can't be honoured
 """
 
@@ -85,6 +86,10 @@ class PeerAbsent(KVTransferError):
     """Nobody listens at a peer's address, or somebody else does: it is dead, or what stands between
     (a load balancer, an address that was translated) leads elsewhere now, and it may still write
     until its lease is over."""
+
+
+class PeerUnreachable(KVTransferError):
+    """No packet comes back from a peer's address: its host is down or gone, or the way there is."""
 
 
 class BadFrame(KVTransferError):

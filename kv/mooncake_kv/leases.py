@@ -111,6 +111,7 @@ class Reservation:
         tokens: the prompt's tokens whose KV has to come: from one on to its end.
         deadline: without a word until then, the peer is looked for or given up.
         last_heard: when the writer last said something.
+        last_sign: when something at its address last answered, the writer or its kernel.
         prompt_digest: of the prompt whose KV it has to be.
     """
 
@@ -118,6 +119,7 @@ class Reservation:
     tokens: tuple[int, int]
     deadline: float
     last_heard: float
+    last_sign: float
     stage: ReservationState = ReservationState.OFFERED
     writer: Writer | None = None
     prompt_digest: str = ""
@@ -149,7 +151,7 @@ class ReservationTable:
     ) -> None:
         """Blocks are ready for a writer."""
         self._held[request_id] = Reservation(
-            request_id, tokens, now + self._open_s, now, prompt_digest=prompt_digest
+            request_id, tokens, now + self._open_s, now, now, prompt_digest=prompt_digest
         )
 
     def open(self, request_id: str, writer: Writer, now: float) -> LeaseStatus:
@@ -209,5 +211,5 @@ class ReservationTable:
         return late
 
     def _heard(self, held: Reservation, now: float) -> None:
-        held.last_heard = now
+        held.last_heard = held.last_sign = now
         held.deadline = now + self._silence_s

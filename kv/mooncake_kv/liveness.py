@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -10,9 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from mooncake_hal.session.listener import tune
 from mooncake_hal.timing import timeout
 from mooncake_kv.addresses import is_own_address
-from mooncake_kv.errors import KVTransferError, PeerAbsent, PeerGone
+from mooncake_kv.errors import KVTransferError, PeerAbsent, PeerGone, PeerUnreachable
 from mooncake_kv.io_loop import Spawn
 from mooncake_kv.params import RemoteKV
 from mooncake_kv.peers import PeerAddress, PeerTable
@@ -138,52 +140,126 @@ class Keepalive(Generic[Item]):
 
 CONNECT_TIMEOUT_S = 2.0
 
+_OWN_SHORTAGES = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+    errno.EADDRNOTAVAIL,
+)
+"""Why this host connects to nobody: they say nothing of the other one."""
 
-async def request_status(
-    writer: PeerAddress, request_ids: Sequence[str], peers: PeerTable, *, is_near: bool
-) -> StatusReply:
-    """Ask an instance how its pushes stand.
+
+class _Line(asyncio.BaseProtocol):
+    """A connection over which nothing is said; its kernel's keepalives find out if a host dies."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        with suppress(OSError):  # it is over already, which is noticed next
+            tune(transport.get_extra_info("socket"))
+
+    def data_received(self, data: bytes) -> None:
+        pass  # the peer's greeting
+
+    def eof_received(self) -> None:
+        pass  # the transport closes itself
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.over.set()
+
+    def hang_up(self) -> None:
+        """End it. Idempotent."""
+        self.over.set()
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class StatusInquiry:
+    """Looks for instances that push here and have fallen silent. Loop thread only.
+
+    The connection to one that does not answer is held. A process that is stopped accepts none, and
+    once as many wait as its kernel keeps, the next one gets no answer, as from a host that is gone;
+    one that was there before stays, and ends when that host does.
 
     Args:
-        writer: the epoch, and its side channel.
-        request_ids: its own names for them.
         peers: of all peers.
-        is_near: whether its side channel is in this process' network namespace.
-
-    Raises:
-        PeerGone: nothing listens at its address, or another instance, and our own kernel says so. A
-            side channel listens for as long as its process may write: it is dead.
-        PeerAbsent: the same, said by another host, which may not be the writer's.
-        KVTransferError: it can't be known.
     """
-    try:
-        await _probe(writer)
-    except ConnectionRefusedError as exc:
-        raise await _missing(writer, "nobody", peers, is_near=is_near) from exc
-    except (OSError, asyncio.TimeoutError) as exc:
-        raise KVTransferError(f"instance {writer.engine_id} can't be reached: {exc!r}") from exc
-    named = tuple(request_ids)
-    reply = await peers.get(writer).client.ask(
-        lambda ticket: StatusRequest(ticket, named), StatusReply, tries=1
-    )
-    if reply.engine_id != writer.engine_id:
-        raise await _missing(writer, reply.engine_id, peers, is_near=is_near)
-    return reply
 
+    def __init__(self, peers: PeerTable) -> None:
+        self._peers = peers
+        self._lines: dict[tuple[str, int], _Line] = {}
 
-async def _missing(
-    writer: PeerAddress, found: str, peers: PeerTable, *, is_near: bool
-) -> PeerGone | PeerAbsent:
-    """What to raise when ``found`` listens where the writer did."""
-    peers.forget(writer, f"{found} listens there now")
-    if is_near and await is_own_address(writer.host):
-        return PeerGone(f"instance {writer.engine_id} is gone: {found} listens there")
-    where = f"{writer.host} port {writer.port}"
-    return PeerAbsent(f"instance {writer.engine_id} is not at {where} any more: {found} listens")
+    async def ask(
+        self, writer: PeerAddress, request_ids: Sequence[str], *, is_near: bool
+    ) -> StatusReply:
+        """Ask an instance how its pushes stand.
 
+        Args:
+            writer: the epoch, and its side channel.
+            request_ids: its own names for them.
+            is_near: whether its side channel is in this process' network namespace.
 
-async def _probe(writer: PeerAddress) -> None:
-    """Connect and hang up: a kernel answers for a process that lives, however busy."""
-    async with timeout(CONNECT_TIMEOUT_S):
-        _, stream = await asyncio.open_connection(writer.host, writer.port)
-    stream.close()
+        Raises:
+            PeerGone: nothing listens at its address, or another instance, and our own kernel says
+                so. A side channel listens for as long as its process may write: it is dead.
+            PeerAbsent: the same, said by another host, which may not be the writer's.
+            PeerUnreachable: nothing answers there, not even a kernel.
+            KVTransferError: it can't be known.
+        """
+        try:
+            await self._reach(writer)
+        except ConnectionRefusedError as exc:
+            raise await self._missing(writer, "nobody", is_near=is_near) from exc
+        except (OSError, asyncio.TimeoutError) as exc:
+            reason = f"instance {writer.engine_id} can't be reached: {exc!r}"
+            is_ours = is_near and await is_own_address(writer.host)
+            if is_ours or (isinstance(exc, OSError) and exc.errno in _OWN_SHORTAGES):
+                raise KVTransferError(reason) from exc
+            raise PeerUnreachable(reason) from exc
+        named = tuple(request_ids)
+        reply = await self._peers.get(writer).client.ask(
+            lambda ticket: StatusRequest(ticket, named), StatusReply, tries=1
+        )
+        self._hang_up(writer)
+        if reply.engine_id != writer.engine_id:
+            raise await self._missing(writer, reply.engine_id, is_near=is_near)
+        return reply
+
+    def close(self) -> None:
+        """Hold no connection any more. Idempotent."""
+        for line in self._lines.values():
+            line.hang_up()
+        self._lines.clear()
+
+    async def _reach(self, writer: PeerAddress) -> None:
+        """Connect, if we are not: a kernel answers for a process that lives, however busy."""
+        line = self._lines.get((writer.host, writer.port))
+        if line is not None and not line.over.is_set():
+            return
+        async with timeout(CONNECT_TIMEOUT_S):
+            loop = asyncio.get_running_loop()
+            _, line = await loop.create_connection(_Line, writer.host, writer.port)
+        self._hang_up(writer)  # another look at it may have been faster
+        self._lines[writer.host, writer.port] = line
+
+    def _hang_up(self, writer: PeerAddress) -> None:
+        line = self._lines.pop((writer.host, writer.port), None)
+        if line is not None:
+            line.hang_up()
+
+    async def _missing(
+        self, writer: PeerAddress, found: str, *, is_near: bool
+    ) -> PeerGone | PeerAbsent:
+        """What to raise when ``found`` listens where the writer did."""
+        self._peers.forget(writer, f"{found} listens there now")
+        if is_near and await is_own_address(writer.host):
+            return PeerGone(f"instance {writer.engine_id} is gone: {found} listens there")
+        where = f"{writer.host} port {writer.port}"
+        return PeerAbsent(
+            f"instance {writer.engine_id} is not at {where} any more: {found} listens"
+        )

@@ -15,7 +15,7 @@ from typing import Any
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_scheduler import ConnectorContext, ConnectorScheduler
 from mooncake_kv.handshake import check_decode_peer
-from mooncake_kv.liveness import request_status
+from mooncake_kv.liveness import StatusInquiry
 from mooncake_kv.metaserver_client import Metaserver, MetaserverRule, post_params
 from mooncake_kv.params import (
     FirstToken,
@@ -47,12 +47,11 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         self._ranks.broadcast(LocalRanks(context.instance.ranks))
         address = (self._address.host, self._address.port)
         self._turns = self._make_loads(context)
+        self._inquiry = StatusInquiry(self._peers)
         self._sender = PushSender(context, self._ranks, self._peers, address)
         self._receiver = PushReceiver(
             context,
-            lambda writer, names, is_near: request_status(
-                writer, names, self._peers, is_near=is_near
-            ),
+            lambda writer, names, is_near: self._inquiry.ask(writer, names, is_near=is_near),
             partial(post_params, rule=self._rule),
             self._turns.run,
             max_load_s=self._config.push_timeout_s,
@@ -75,6 +74,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         self._sender.give_up(request_id, reason)
 
     async def _drain(self) -> bool:
+        self._inquiry.close()
         return await self._sender.drain(self._config.transfer_timeout_s)
 
     def stats(self) -> dict[str, float]:

@@ -8,9 +8,16 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable
 
 from mooncake_hal.errors import PlanError
+from mooncake_hal.session.listener import DEAD_HOST_SECONDS
 from mooncake_kv.connector import LoadEnded
 from mooncake_kv.connector_scheduler import ConnectorContext, TransferCounts
-from mooncake_kv.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
+from mooncake_kv.errors import (
+    HandshakeRefused,
+    KVTransferError,
+    PeerAbsent,
+    PeerGone,
+    PeerUnreachable,
+)
 from mooncake_kv.handshake import InstanceMetadata, check_prefill_peer
 from mooncake_kv.leases import Reservation, ReservationState, ReservationTable
 from mooncake_kv.liveness import LONGEST_PUSH_PAUSE_S, KeepaliveInterval
@@ -42,12 +49,18 @@ REMEMBERED_WRITERS = 1024
 SILENT_PAUSES = 3
 """After that many missed keepalives the writer is looked for."""
 
+UNREACHABLE_LEASES = 10
+UNREACHABLE_S = 2.0 * DEAD_HOST_SECONDS
+"""A writer from whose host nothing has come for so many leases, and at least so long, is absent: by
+itself it stops within a lease and a transfer, and if it comes back after standing still for all
+that time, our kernel has closed its connections for want of an answer."""
+
 Granted = tuple[Reservation, Writer]
 """A reservation, and who was let in."""
 
 StatusInquiry = Callable[[Writer, list[str], bool], Awaitable[StatusReply]]
 """Asks a writer's instance about pushes, by its own names; the flag: whether it is on this host;
-raises as ``liveness.request_status``."""
+raises as ``StatusInquiry.ask``."""
 
 Turn = Callable[[TurnRope], Awaitable[object]]
 """Returns when it is done; raises KVTransferError."""
@@ -80,6 +93,11 @@ class PushReceiver:
         self.counts = TransferCounts()
         self._transfer_s = context.drain_s
         self._drain_s = 0.0 if context.ends_writes else context.drain_s
+        self._unreachable_s = max(
+            UNREACHABLE_LEASES * context.lease_s,
+            context.lease_s + context.drain_s,
+            UNREACHABLE_S,
+        )
         self._inquire = inquire
         self._post = post
         self._turn = turn
@@ -317,7 +335,7 @@ class PushReceiver:
         except KVTransferError as exc:
             logger.info("nothing is known of %d pushes: %s", len(group), exc)
             for held, writer in group:
-                self._time_out(held, writer)
+                self._wait_on(held, writer, exc)
         else:
             self._take_in(group, reply)
 
@@ -337,6 +355,17 @@ class PushReceiver:
         if self._table.get(held.request_id) is held:
             self._table.end(held.request_id, writer, LeaseStatus.EXPIRED)
             self._vacate(held.request_id, reason, drain_s)
+
+    def _wait_on(self, held: Reservation, writer: Writer, exc: KVTransferError) -> None:
+        """Nothing is known of a writer: it may write, unless its host has been gone for long."""
+        now = self._context.clock()
+        if not isinstance(exc, PeerUnreachable):
+            held.last_sign = now
+        silent_s = now - held.last_sign
+        if silent_s > self._unreachable_s:
+            self._mark_dead(held, writer, f"{exc}, for {silent_s:.0f} s now", 0.0)
+        else:
+            self._time_out(held, writer)
 
     def _drain_s_of(self, writer: Writer) -> float:
         """How long something of a dead instance may arrive: ranks that are processes of their own
@@ -361,7 +390,8 @@ class PushReceiver:
         if now - held.last_heard > self._context.lease_s:
             self._table.revoke(held.request_id, now)
             reason = f"nothing heard of prefill instance {writer.engine_id} for too long"
-            self._give_up(held.request_id, reason, "that instance answers or is dead")
+            limit = f"that instance answers, is dead, or unreachable for {self._unreachable_s:g} s"
+            self._give_up(held.request_id, reason, limit)
 
     def _vacate(
         self, request_id: str, reason: str, drain_s: float, level: int = logging.WARNING

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +12,13 @@ import pytest
 from support.ports import free_range
 from support.virtual_time import run_virtually
 
-from mooncake_kv import liveness
 from mooncake_kv.addresses import is_own_address
-from mooncake_kv.errors import KVTransferError, PeerAbsent, PeerGone
+from mooncake_kv.errors import KVTransferError, PeerAbsent, PeerGone, PeerUnreachable
 from mooncake_kv.liveness import (
     SHORTEST_PAUSE_S,
     Keepalive,
     KeepaliveInterval,
-    request_status,
+    StatusInquiry,
 )
 from mooncake_kv.params import RemoteKV
 from mooncake_kv.protocol import StatusReply, Writer
@@ -176,8 +177,14 @@ class Book:
 
 
 def ask(book: Book, host: str, port: int, *, is_near: bool) -> StatusReply:
-    writer = Writer("p-1", "a", host, port)
-    return asyncio.run(request_status(writer, ["a"], book, is_near=is_near))  # type: ignore[arg-type]
+    async def main() -> StatusReply:
+        inquiry = StatusInquiry(book)  # type: ignore[arg-type]
+        try:
+            return await inquiry.ask(Writer("p-1", "a", host, port), ["a"], is_near=is_near)
+        finally:
+            inquiry.close()
+
+    return asyncio.run(main())
 
 
 @pytest.mark.parametrize(("is_near", "error"), [(True, PeerGone), (False, PeerAbsent)])
@@ -192,13 +199,13 @@ def test_who_is_refused(is_near: bool, error: type[KVTransferError]) -> None:
 def test_who_finds_somebody_else(
     is_near: bool, error: type[KVTransferError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "_probe", _is_let_in)
+    monkeypatch.setattr(StatusInquiry, "_reach", _is_let_in)
     with pytest.raises(error, match="p-2 listens"):
         ask(Book("p-2"), "127.0.0.1", 1, is_near=is_near)
 
 
 def test_who_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_probe", _is_let_in)
+    monkeypatch.setattr(StatusInquiry, "_reach", _is_let_in)
     assert ask(Book(), "127.0.0.1", 1, is_near=False).running == ("a",)
 
 
@@ -210,5 +217,55 @@ def test_whose_address_it_is(host: str, is_ours: bool) -> None:
     assert asyncio.run(is_own_address(host)) == is_ours
 
 
-async def _is_let_in(writer: Writer) -> None:
+async def _is_let_in(inquiry: StatusInquiry, writer: Writer) -> None:
     """Somebody listens."""
+
+
+class Mute(Book):
+    """One that never answers."""
+
+    async def ask(self, make: Any, kind: type[StatusReply], *, tries: int) -> StatusReply:
+        raise KVTransferError("no answer")
+
+
+@pytest.mark.parametrize(
+    ("number", "is_near", "error"),
+    [
+        (errno.EHOSTUNREACH, False, PeerUnreachable),
+        (errno.ETIMEDOUT, False, PeerUnreachable),
+        (errno.ETIMEDOUT, True, KVTransferError),
+        (errno.EMFILE, False, KVTransferError),
+    ],
+)
+def test_whose_host_does_not_answer(
+    number: int, is_near: bool, error: type[KVTransferError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our own host does, whatever it says: a queue is full, or descriptors are short."""
+
+    async def connect(loop: object, factory: object, host: str, port: int) -> None:
+        raise OSError(number, "from a test")
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", connect)
+    with pytest.raises(KVTransferError, match="p-1 can't be reached") as caught:
+        ask(Book(), "127.0.0.1", 1, is_near=is_near)
+    assert caught.type is error
+
+
+def test_the_connection_to_one_that_is_stopped_is_held() -> None:
+    """However often it is looked for, it fills no queue; when it goes, it is found out."""
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=1) as stopped:  # accepts nothing
+            writer = Writer("p-1", "a", *stopped.getsockname())
+            inquiry = StatusInquiry(Mute())  # type: ignore[arg-type]
+            for _ in range(5):
+                with pytest.raises(KVTransferError, match="no answer") as caught:
+                    await inquiry.ask(writer, ["a"], is_near=False)
+                assert caught.type is KVTransferError
+        [line] = inquiry._lines.values()
+        await line.over.wait()
+        with pytest.raises(PeerAbsent, match="nobody listens"):
+            await inquiry.ask(writer, ["a"], is_near=False)
+        inquiry.close()
+
+    asyncio.run(asyncio.wait_for(main(), 10))

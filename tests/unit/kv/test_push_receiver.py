@@ -16,7 +16,13 @@ from mooncake_hal.kv.layout import make_layout
 from mooncake_hal.latents import HALVES, PAIRS
 from mooncake_kv.connector import Event, LoadEnded
 from mooncake_kv.connector_scheduler import MAX_SENDERS, BytesByPeer, ConnectorContext
-from mooncake_kv.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
+from mooncake_kv.errors import (
+    HandshakeRefused,
+    KVTransferError,
+    PeerAbsent,
+    PeerGone,
+    PeerUnreachable,
+)
 from mooncake_kv.handshake import InstanceMetadata, RankMetadata
 from mooncake_kv.metaserver_client import Metaserver
 from mooncake_kv.numerics import ROPE_ORDER, Numerics
@@ -38,7 +44,7 @@ from mooncake_kv.protocol import (
     Welcome,
     Writer,
 )
-from mooncake_kv.push_receiver import PushReceiver
+from mooncake_kv.push_receiver import UNREACHABLE_S, PushReceiver
 from mooncake_kv.ranks import TurnRope
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
@@ -95,6 +101,7 @@ class Desk:
         self.tasks: list[Coroutine[Any, Any, None]] = []
         self.is_writer_dead = False
         self.is_writer_near = True
+        self.is_host_gone = False
         self.reply: StatusReply | None = None
         self.turns: list[TurnRope] = []
         self.turn_error: str | None = None
@@ -157,6 +164,8 @@ class Desk:
         assert (writer, names, is_near) == (ONE, ["a"], self.is_writer_near)
         if self.is_writer_dead:
             raise (PeerGone if is_near else PeerAbsent)("prefill instance p-1 is gone")
+        if self.is_host_gone:
+            raise PeerUnreachable("instance p-1 can't be reached")
         if self.reply is None:
             raise KVTransferError("no answer")
         return self.reply
@@ -442,6 +451,39 @@ def test_a_silent_writer_frees_the_request_and_not_the_blocks(desk: Desk) -> Non
     desk.failed()
     assert [e.is_drained for e in desk.events if isinstance(e, LoadEnded)] == [False, True]
     assert desk.side.counts.failures == 1
+
+
+def test_a_writer_whose_host_is_gone_for_good_is_not_waited_for_without_end() -> None:
+    """Nothing refuses there, and nobody comes back: a live one would have stopped long ago."""
+    desk = Desk(ends_writes=False)
+    desk.load()
+    desk.open()
+    desk.is_host_gone = True
+    assert desk.reap(7.0) == ["nothing heard of prefill instance p-1 for too long"]
+    assert drains(desk) == [False]
+    for second in (60.0, UNREACHABLE_S):
+        assert desk.reap(second) == []
+    assert desk.side.num_reserved == 1
+    assert desk.reap(UNREACHABLE_S + 3.0) == ["instance p-1 can't be reached, for 123 s now"]
+    assert drains(desk) == [False, True]
+    assert desk.side.num_reserved == 0
+    assert desk.side.counts.failures == 1
+    assert desk.open() is LeaseStatus.EXPIRED
+
+
+def test_a_writer_that_is_stopped_is_unreachable_from_when_its_host_went() -> None:
+    """While a kernel answers for it, it may go on, and write."""
+    desk = Desk()
+    desk.load()
+    desk.open()
+    for second in (7.0, 500.0, 1000.0):
+        desk.reap(second)
+    assert desk.side.num_reserved == 1
+    desk.is_host_gone = True
+    desk.reap(1000.0 + UNREACHABLE_S)
+    assert desk.side.num_reserved == 1
+    desk.reap(1003.0 + UNREACHABLE_S)
+    assert drains(desk) == [False, True]
 
 
 def test_a_writer_that_says_that_it_is_at_work_is_waited_for(desk: Desk) -> None:
