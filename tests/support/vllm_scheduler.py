@@ -116,10 +116,14 @@ def engine_config(
         "kv_connector_extra_config": EXTRA | ({"pool": pool} if pool else {}),
     }
     if pool is not None and connector != "HalPoolConnector":
-        pooled = transfer | {"kv_connector": "HalPoolConnector"}
+        pooled = transfer | {"kv_connector": "HalPoolConnector", "kv_role": "kv_both"}
         alone = transfer | {"kv_connector_extra_config": EXTRA}
         both = {"connectors": [alone, pooled]}
-        transfer |= {"kv_connector": "MultiConnector", "kv_connector_extra_config": both}
+        transfer = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": both,
+        }
     args = EngineArgs(
         model=str(MODEL),
         dtype="float32",

@@ -35,7 +35,7 @@ from mooncake_kv.connector_worker import PushStep
 from mooncake_kv.kv_events import BlockRemoved, BlockStored, KVEvent
 from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_vllm.ascend_memory import HEADS_FIRST, check_ascend, view_ascend_caches
-from mooncake_vllm.errors import ConnectorDied
+from mooncake_vllm.errors import ConnectorDied, UnsupportedByVllmConnector
 from mooncake_vllm.transfer_stats import POOL, Differences, HalPromMetrics, HalStats
 from mooncake_vllm.vllm_instance import (
     check_supported,
@@ -423,12 +423,19 @@ if current_platform.device_type in ("cpu", "cuda"):
 class HalPoolConnector(HalConnector):
     """What stores have of a prompt is loaded, what is computed is saved; see ``mooncake_kv.pool``.
 
-    Of ``kv_role`` it asks for both. With a connector of the two above it goes into vLLM's
-    MultiConnector, after it.
+    With a connector of the two above it goes into vLLM's MultiConnector, after it.
     """
 
     connector_name = "MooncakeConnector"  # whose addresses and transports it has
     is_pool = True
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        if (kv_role := vllm_config.kv_transfer_config.kv_role) != "kv_both":
+            raise UnsupportedByVllmConnector(
+                f"HalPoolConnector loads and saves, its kv_role is {kv_role}: use kv_both, in a "
+                "MultiConnector for that, too"
+            )
+        super().__init__(vllm_config, role, kv_cache_config)
 
     @classmethod
     def _read_settings(cls, vllm_config: Any) -> KVTransferConfig:

@@ -12,7 +12,7 @@ from support import vllm_stub
 
 from mooncake_kv.kv_events import BlockRemoved, BlockStored
 from mooncake_vllm import vllm_plugin
-from mooncake_vllm.errors import ConnectorDied
+from mooncake_vllm.errors import ConnectorDied, UnsupportedByVllmConnector
 from mooncake_vllm.vllm_worker_side import Results
 
 
@@ -46,6 +46,15 @@ def connector(connectors: ModuleType, **sides: Any) -> Any:
     made._differences = connectors.Differences()
     made._scheduler, made._worker = sides.get("scheduler"), sides.get("worker")
     return made
+
+
+@pytest.mark.parametrize("kv_role", ["kv_producer", "kv_consumer"])
+def test_a_pool_that_is_to_save_or_load_alone_is_refused_by_name(
+    connectors: ModuleType, kv_role: str
+) -> None:
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role=kv_role))
+    with pytest.raises(UnsupportedByVllmConnector, match=f"kv_role is {kv_role}: use kv_both"):
+        connectors.HalPoolConnector(config, vllm_stub.Role.SCHEDULER, None)
 
 
 CALLS: list[tuple[str, tuple[Any, ...], Any]] = [
