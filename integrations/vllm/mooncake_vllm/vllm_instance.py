@@ -147,6 +147,8 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         problem for group in groups for problem in _spec_problems(group.kv_cache_spec)
     )
     problems += _group_problems(parallel, [group.kv_cache_spec for group in groups])
+    if vllm_config.model_config.enable_sleep_mode:  # vLLM itself asks the connector from 0.33 on
+        problems.append("sleep mode, which moves memory under peers that know where it is")
     if problems:
         raise UnsupportedByVllmConnector(f"KV can't be handed over yet with {'; '.join(problems)}")
 

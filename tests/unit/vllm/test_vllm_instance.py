@@ -104,6 +104,7 @@ def model(**changes: Any) -> Any:
         "hf_overrides": {},
         "hf_config_path": None,
         "max_model_len": 4096,
+        "enable_sleep_mode": False,
         "hf_config": SimpleNamespace(to_json_string=lambda: "{}"),
         "hf_text_config": SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64),
         "get_total_num_kv_heads": lambda: 8,
@@ -147,6 +148,13 @@ def test_the_rest_is_refused_by_name(cache: Any, changes: dict[str, int], words:
     with pytest.raises(UnsupportedByVllmConnector) as refused:
         check_supported(config(**changes), cache)
     assert words in str(refused.value)
+
+
+def test_sleep_mode_is_refused_by_releases_that_do_not_ask_for_it() -> None:
+    sleepy = config()
+    sleepy.model_config.enable_sleep_mode = True
+    with pytest.raises(UnsupportedByVllmConnector, match="sleep mode"):
+        check_supported(sleepy, caches(spec()))
 
 
 def test_every_boot_is_an_epoch_of_its_own() -> None:
