@@ -3,10 +3,14 @@
 Nothing is synced: it is a cache. After a crash the scan finds what reached the disk, and a record
 whose bytes did not is noticed when it is read. Segments that were written once are written again
 rather than replaced: new extents cost the file system twice the time.
+
+A drive may hang in whatever it is asked to do. So its lock guards numbers and lists only, and no
+file is touched under it: who reads does not wait for who writes or begins a segment.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -14,7 +18,9 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
@@ -39,6 +45,10 @@ _SEGMENT_NAME = re.compile(r"segment-(\d{8})\.kv")
 
 MIN_SEGMENTS = 3
 """One to write to, one to collect from, and one that holds something meanwhile."""
+GROW_AGAIN_S = 300.0
+"""After how long a file system that refused a segment is asked for one again."""
+BEGIN_WAIT_S = 10.0
+"""How long a record waits for a segment that another thread begins, unless said otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +112,17 @@ class SsdDirectory:
 
     Args:
         config: see there.
+        clock: seconds.
 
     Raises:
         KVConfigError: it can't be used, or another store uses it.
     """
 
-    def __init__(self, config: SsdDirectoryConfig) -> None:
+    def __init__(
+        self, config: SsdDirectoryConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.config = config
+        self._clock = clock
         self._max_segments = config.capacity_bytes // config.segment_bytes
         if self._max_segments < MIN_SEGMENTS or config.segment_bytes % PAGE:
             raise KVConfigError(
@@ -117,6 +131,9 @@ class SsdDirectory:
                 f"{PAGE}"
             )
         self._lock = threading.Lock()
+        self._begun = threading.Condition(self._lock)
+        self._is_beginning = False  # by one thread at a time
+        self._refused_until: float | None = None  # what the file system did not give last time
         self._lock_file = _lock_directory(config.path)
         self._is_direct = True
         self._current: Segment | None = None
@@ -152,26 +169,38 @@ class SsdDirectory:
             except OSError as exc:
                 logger.warning("%s: the rest of a segment is lost: %s", self.config.path, exc)
 
-    def append(self, nbytes: int) -> RecordLocation | None:
+    def append(self, nbytes: int, wait_s: float = BEGIN_WAIT_S) -> RecordLocation | None:
         """Take room for a chunk's record; ``write``, if at all, and ``give_up`` must follow.
 
+        Args:
+            nbytes: of the chunk.
+            wait_s: how long to wait for a segment that another thread begins.
+
         Returns:
-            None if there is none: the disk is full, or all segments are in use.
+            None if there is none: the disk is full, all segments are in use, or the next one was
+            not begun in time.
 
         Raises:
             StoreIOError: the system refuses a new segment.
         """
         needed = record_bytes(nbytes)
-        with self._lock:
-            segment = self._current
-            if segment is None or segment.end + needed > self.config.segment_bytes:
-                segment = self._begin_segment()
-            if segment is None:
+        with self._begun:
+            if not self._begun.wait_for(lambda: not self._is_beginning, wait_s):
                 return None
-            location = RecordLocation(segment, segment.use, segment.end)
-            segment.end += needed
-            segment.num_busy += 1
-            return location
+            if (location := self._take(needed)) is not None:
+                return location
+            self._seal()
+            free = self._free.pop(0) if self._free else None
+            self._is_beginning = True
+        begun = None
+        try:
+            begun = self._begin_segment(free)
+        finally:
+            with self._begun:
+                self._is_beginning, self._current = False, begun
+                location = self._take(needed)
+                self._begun.notify_all()
+        return location
 
     def write(self, location: RecordLocation, page: memoryview, payload: memoryview) -> None:
         """Write a record where ``append`` said.
@@ -249,11 +278,18 @@ class SsdDirectory:
 
     def wants_collection(self) -> Segment | None:
         """The oldest segment, if the next one to begin would have to be it; None while there is
-        room for others."""
+        room for others.
+
+        Raises:
+            StoreIOError: the file system does not say whether there is.
+        """
         with self._lock:
-            if self._free or self._can_grow() or not self._sealed:
+            if self._is_beginning or self._free or not self._sealed:
                 return None
-            return next(iter(self._sealed.values()))
+        if self._can_grow():
+            return None
+        with self._lock:
+            return next(iter(self._sealed.values()), None)
 
     def recycle(self, segment: Segment) -> bool:
         """Make a sealed segment free; its records are nobody's. False if one is being read."""
@@ -278,7 +314,7 @@ class SsdDirectory:
                 os.close(self._lock_file)
                 self._lock_file = -1
 
-    # -- inside, the lock held ------------------------------------------------------------------
+    # -- at start -------------------------------------------------------------------------------
 
     def _open_segments(self) -> None:
         page = aligned_buffer(PAGE)
@@ -330,12 +366,26 @@ class SsdDirectory:
         if self._is_direct:
             try:
                 return os.open(path, flags | os.O_DIRECT, 0o600)
-            except OSError:  # EINVAL, on tmpfs and some network file systems
+            except OSError as exc:  # EINVAL, on tmpfs and some network file systems
+                if exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
                 self._is_direct = False
                 logger.warning(
                     "%s: the file system has no direct I/O; the page cache is used", path.parent
                 )
         return os.open(path, flags, 0o600)
+
+    # -- inside, the lock held ------------------------------------------------------------------
+
+    def _take(self, needed: int) -> RecordLocation | None:
+        """Room in the segment of now, if it has as much."""
+        segment = self._current
+        if segment is None or segment.end + needed > self.config.segment_bytes:
+            return None
+        location = RecordLocation(segment, segment.use, segment.end)
+        segment.end += needed
+        segment.num_busy += 1
+        return location
 
     def _seal(self) -> None:
         if self._current is not None:
@@ -345,21 +395,28 @@ class SsdDirectory:
     def _num_segments(self) -> int:
         return len(self._sealed) + len(self._free) + (self._current is not None)
 
+    # -- inside, without the lock -----------------------------------------------------------------
+
     def _can_grow(self) -> bool:
-        if self._num_segments() >= self._max_segments:
+        """Whether a segment may be added. What the file system refused is not asked for again for a
+        while: with quotas it has more free bytes than it gives."""
+        with self._lock:
+            count, refused_until = self._num_segments(), self._refused_until
+        if count >= self._max_segments:
             return False
-        disk = os.statvfs(self.config.path)
+        if count and refused_until is not None and self._clock() < refused_until:
+            return False
+        try:
+            disk = os.statvfs(self.config.path)
+        except OSError as exc:
+            raise StoreIOError(f"{self.config.path} can't be asked for room: {exc}") from exc
         left = disk.f_bavail * disk.f_frsize - self.config.segment_bytes
         return left >= self.config.min_free_bytes
 
-    def _begin_segment(self) -> Segment | None:
-        """Begin a use of a free or a new segment."""
-        self._seal()
-        if self._free:
-            segment = self._free.pop(0)
-        elif self._can_grow():
-            segment = self._new_segment()
-        else:
+    def _begin_segment(self, free: Segment | None) -> Segment | None:
+        """Begin a use of a free segment, or of a new one if there may be one more."""
+        segment = free or (self._new_segment() if self._can_grow() else None)
+        if segment is None:
             return None
         segment.use = secrets.token_bytes(8)
         self._last_sequence += 1
@@ -371,26 +428,34 @@ class SsdDirectory:
             os.pwritev(segment.file, [page], 0)
         except OSError as exc:
             segment.use = b""
-            self._free.append(segment)
+            with self._lock:
+                self._free.append(segment)
             raise StoreIOError(f"{self.config.path}: a segment can't be begun: {exc}") from exc
-        self._current = segment
         return segment
 
     def _new_segment(self) -> Segment:
-        number = self._last_number + 1
-        path = self._path_of(number)
+        path = self._path_of(self._last_number + 1)
         try:
             file = self._open_file(path)
+            try:
+                os.posix_fallocate(file, 0, self.config.segment_bytes)
+            except OSError:
+                os.close(file)
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+                raise
         except OSError as exc:
+            if self._refused_until is None:
+                logger.warning(
+                    "%s: no segment can be added, the oldest ones are written again instead: %s",
+                    self.config.path,
+                    exc,
+                )
+            self._refused_until = self._clock() + GROW_AGAIN_S
             raise StoreIOError(f"{path} can't be made: {exc}") from exc
-        try:
-            os.posix_fallocate(file, 0, self.config.segment_bytes)
-        except OSError as exc:
-            os.close(file)
-            path.unlink(missing_ok=True)
-            raise StoreIOError(f"{path} can't be made: {exc}") from exc
-        self._last_number = number
-        return Segment(number, file)
+        self._refused_until = None
+        self._last_number += 1
+        return Segment(self._last_number, file)
 
 
 def _is_current(header: object) -> TypeGuard[SegmentHeader]:

@@ -2,12 +2,14 @@
 
 import errno
 import os
+import threading
 
 import pytest
 
 from mooncake_kv.errors import KVConfigError, StoreIOError
 from mooncake_kv.store.chunk_store import Chunk
 from mooncake_kv.store.ssd_directory import (
+    GROW_AGAIN_S,
     SsdBudget,
     SsdDirectory,
     SsdDirectoryConfig,
@@ -25,6 +27,7 @@ from mooncake_kv.store.ssd_records import (
 from mooncake_kv.store.ssd_sections import section_checksums
 
 NBYTES = 3 * PAGE
+WAIT_S = 60
 SEGMENT = PAGE + 4 * record_bytes(NBYTES)
 
 
@@ -211,6 +214,77 @@ def test_a_full_disk_is_an_error_of_that_write_and_leaves_no_file(tmp_path, monk
         directory.write(location, aligned_buffer(PAGE), aligned_buffer(NBYTES))
     monkeypatch.undo()
     assert store(directory, 1).segment is not location.segment, "a scan would end at the hole"
+    directory.close()
+
+
+@pytest.mark.parametrize("what", ["pwritev", "posix_fallocate", "statvfs"])
+def test_who_reads_does_not_wait_for_a_segment_that_is_begun(tmp_path, monkeypatch, what):
+    """Users' pins hold records: were it under the same lock, a drive that hangs would stop all."""
+    directory = SsdDirectory(config(tmp_path))
+    for number in range(4):
+        location = store(directory, number)
+    hangs, over = threading.Event(), threading.Event()
+    real = getattr(os, what)
+
+    def hung(*args):
+        hangs.set()
+        assert over.wait(WAIT_S)
+        return real(*args)
+
+    monkeypatch.setattr(os, what, hung)
+    begun = []
+    thread = threading.Thread(target=lambda: begun.append(directory.append(NBYTES)))
+    thread.start()
+    assert hangs.wait(WAIT_S)
+    assert directory.hold(location)
+    directory.give_up(location)
+    assert directory.append(NBYTES, wait_s=0.01) is None
+    assert directory.wants_collection() is None
+    over.set()
+    thread.join(WAIT_S)
+    assert begun[0].segment is not location.segment
+    assert directory.append(NBYTES).segment is begun[0].segment
+    directory.close()
+
+
+def test_a_file_system_that_refused_a_segment_is_asked_again_after_a_while(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    now = 0.0
+    directory = SsdDirectory(config(tmp_path, segments=9), lambda: now)
+    for number in range(8):
+        store(directory, number)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(StoreIOError, match="quota"):
+            directory.append(NBYTES)
+    assert directory.append(NBYTES) is None
+    assert directory.recycle(directory.wants_collection())
+    for number in range(8, 12):
+        store(directory, number)
+    now = GROW_AGAIN_S
+    assert directory.wants_collection() is None
+    store(directory, 12)
+    directory.close()
+    assert found(tmp_path, segments=9) == list(range(4, 13))
+
+
+def test_a_segment_that_is_refused_does_not_end_direct_input_and_output(
+    tmp_path, monkeypatch, caplog
+):
+    directory = SsdDirectory(config(tmp_path))
+    is_direct = directory._is_direct
+
+    def refuse(*_):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(StoreIOError, match="quota"):
+            directory.append(NBYTES)
+    assert directory._is_direct is is_direct
+    assert "direct I/O" not in caplog.text
     directory.close()
 
 
