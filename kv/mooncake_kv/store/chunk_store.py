@@ -258,9 +258,9 @@ class StoreStats:
         num_ssd_corrupt: records that failed their checksum, which were then forgotten.
         num_ssd_errors: reads and writes that the system refused, and segments whose headers it did
             not read at start.
-        num_ssd_hung: drives that don't answer (level).
+        num_ssd_hung_reads, num_ssd_hung_writes: drives that don't end a read, or a write (levels).
         num_ssd_skipped: chunks not written, by reason: ``first_touch``, ``budget``, ``busy``,
-            ``full``.
+            ``hung``, ``full``, ``too_large``.
     """
 
     capacity_bytes: int = 0
@@ -291,7 +291,8 @@ class StoreStats:
     ssd_read_bytes: int = 0
     num_ssd_corrupt: int = 0
     num_ssd_errors: int = 0
-    num_ssd_hung: int = 0
+    num_ssd_hung_reads: int = 0
+    num_ssd_hung_writes: int = 0
     num_ssd_skipped: dict[str, int] = field(default_factory=dict)
 
 

@@ -329,6 +329,8 @@ class NodeStore:
     def _keep_time(self) -> None:
         while not self._stop.wait(TIMER_S):
             self._end_late_pins(self._clock())
+            if self._moves.tier is not None:
+                self._moves.tier.give_up_late_writes()
 
     def _end_late_pins(self, now: float) -> None:
         with self._lock:

@@ -1,9 +1,10 @@
-"""Chunks on SSDs: which are there, what is worth writing, and the threads that read and write.
+"""Chunks on SSDs: which are there, and what is worth writing. Their drives are ``ssd_drive``'s.
 
 Chunks are written when they are used a second time: most are never used again, and drives wear.
 What does not fit the day's budget, or finds the queue full, is not written; nothing waits for it.
 Chunks of one prompt are read layer by layer: the beginning of all of them first.
-A drive that has not answered a read for a while hangs: its chunks are not there until it answers.
+A drive that has not ended a read for a while hangs: its chunks are not there until it does. One
+that does not end a write is read on, and nothing more is written there until it does.
 Whole segments are collected, the oldest first; records that were read since they were written are
 written again before.
 """
@@ -11,11 +12,10 @@ written again before.
 from __future__ import annotations
 
 import logging
-import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ from mooncake_kv.store.ssd_directory import (
     SsdDirectoryConfig,
     aligned_buffer,
 )
+from mooncake_kv.store.ssd_drive import ChunkWrite, Drive
 from mooncake_kv.store.ssd_reads import ChunkRead, RecordRead, read_part, read_record
 from mooncake_kv.store.ssd_records import (
     PAGE,
@@ -46,8 +47,8 @@ from mooncake_kv.store.ssd_records import (
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED_PUTS = 1 << 18
-SLOWEST_BYTES_PER_S = 10e6
-"""What a drive gives one of several readers at the least."""
+CLOSE_S = 5.0
+"""How long a close waits for what drives were asked to do."""
 COLLECTED_FRACTION = 0.5
 """How much of a segment may be written again when it is collected."""
 
@@ -63,6 +64,7 @@ class SsdConfig:
         max_queued_writes: per directory; what comes when it is full is not written.
         patience_s: a drive that takes longer to read a part of a chunk, beyond what the slowest
             would take for its bytes, is taken to hang.
+        write_patience_s: the same of writes: drives pause to make room.
     """
 
     directories: tuple[SsdDirectoryConfig, ...]
@@ -71,6 +73,7 @@ class SsdConfig:
     write_threads: int = 4
     max_queued_writes: int = 64
     patience_s: float = 2.0
+    write_patience_s: float = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -86,73 +89,10 @@ class _Record:
     """
 
     chunk: Chunk
-    drive: _Drive
+    drive: Drive
     location: RecordLocation
     header: RecordHeader
     num_reads: int = 0
-
-
-class _Drive:
-    """A directory with its threads."""
-
-    def __init__(
-        self,
-        directory: SsdDirectory,
-        config: SsdConfig,
-        number: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self.directory = directory
-        self._clock = clock
-        self._patience_s = config.patience_s
-        self._late_at: dict[int, float] = {}  # what a thread reads
-        self._hung = False
-        self.reads = ThreadPoolExecutor(config.read_threads, f"ssd-read-{number}")
-        self.writes = ThreadPoolExecutor(config.write_threads, f"ssd-write-{number}")
-        self.num_queued_writes = 0
-        self._num_readers = config.read_threads
-        self._is_closed = False
-        self.keys_of_use: dict[bytes, dict[bytes, None]] = {}
-        self.collecting = threading.Lock()
-
-    def read_all(self, parts: Sequence[tuple[RecordRead, int]]) -> None:
-        """Read parts of records, in this order, behind those of earlier calls. A task per thread
-        and not one per part: whoever asks waits for the first part, not for queueing hundreds."""
-        following = iter(parts)
-        for _ in range(min(len(parts), self._num_readers)):
-            self.reads.submit(self._read_following, following)
-
-    def hangs(self) -> bool:
-        """Whether a read takes too long; says so once, and when it is over."""
-        hangs = self._clock() > min([*self._late_at.values()], default=math.inf)
-        if hangs is not self._hung:
-            self._hung = hangs
-            news = "a read does not end; chunks there are left alone until it does"
-            path = self.directory.config.path
-            logger.warning("%s: %s", path, news if hangs else "reads end again")
-        return hangs
-
-    def _read_following(self, parts: Iterator[tuple[RecordRead, int]]) -> None:
-        """Top of a reading thread."""
-        thread = threading.get_ident()
-        for read, index in parts:
-            if self._is_closed:
-                return
-            start, stop = read.parts[index]
-            patience_s = self._patience_s + (stop - start) / SLOWEST_BYTES_PER_S
-            self._late_at[thread] = self._clock() + patience_s
-            try:
-                read.run(index)
-            except Exception:  # the part counts as wrong; those behind it are others' chunks
-                logger.exception("%s: reading failed", self.directory.config.path)
-            finally:
-                del self._late_at[thread]
-
-    def close(self) -> None:
-        self._is_closed = True
-        self.writes.shutdown(wait=True, cancel_futures=True)
-        self.reads.shutdown(wait=True, cancel_futures=True)
-        self.directory.close()
 
 
 class SsdTier:
@@ -185,10 +125,11 @@ class SsdTier:
         self._writing: dict[bytes, Chunk] = {}
         self._put_before: OrderedDict[bytes, None] = OrderedDict()
         self._budget = SsdBudget(config.write_bytes_per_day)
-        self._drives: list[_Drive] = []
+        self._drives: list[Drive] = []
         try:
             for number, each in enumerate(config.directories):
-                self._drives.append(_Drive(SsdDirectory(each), config, number, clock))
+                directory = SsdDirectory(each, clock)
+                self._drives.append(Drive(directory, config, number, clock, self._run_write))
         except BaseException:
             self.close()
             raise
@@ -210,7 +151,7 @@ class SsdTier:
 
     def answers(self, key: bytes) -> bool:
         """Whether the drive that a chunk is on does not hang."""
-        return not self._drive_of(key).hangs()
+        return not self._drive_of(key).reading.hangs()
 
     def chunks(self) -> list[Chunk]:
         """All that is stored."""
@@ -241,7 +182,10 @@ class SsdTier:
             if drive is None:
                 self._skip("too_large")
                 return False
-            if drive.num_queued_writes >= self._config.max_queued_writes or drive.hangs():
+            if drive.writing.hangs() or drive.reading.hangs():
+                self._skip("hung")
+                return False
+            if drive.num_queued_writes >= self._config.max_queued_writes:
                 self._skip("busy")
                 return False
             if not self._budget.take(record_bytes(chunk.nbytes), self._clock()):
@@ -260,34 +204,16 @@ class SsdTier:
                 del self._writing[chunk.key]
             drive.num_queued_writes -= 1
 
-    def write(
-        self,
-        chunk: Chunk,
-        offset: int,
-        is_held: Callable[[], bool],
-        ended: Callable[[bool], None],
-    ) -> None:
-        """Write an admitted chunk.
+    def write(self, write: ChunkWrite) -> None:
+        """Write an admitted chunk."""
+        self._drive_of(write.chunk.key).writers.add([write])
 
-        Args:
-            chunk: what it is.
-            offset: of its bytes in memory.
-            is_held: whether these bytes are the chunk's to this moment.
-            ended: called once, on a thread of the tier: whether the tier has it now.
-        """
-        drive = self._drive_for(chunk)
-        assert drive is not None
-
-        def run() -> None:
-            is_stored = False
-            try:
-                is_stored = self._write(drive, chunk, offset, is_held)
-            finally:
-                self.withdraw(chunk)
-                ended(is_stored)
-            self._collect(drive)
-
-        drive.writes.submit(run)
+    def give_up_late_writes(self) -> None:
+        """Let go of what is queued behind writes that don't end: memory that nobody can use."""
+        for drive in self._drives:
+            if drive.writing.hangs():
+                for write in drive.writers.take_back():
+                    self._give_up_write(write)
 
     def read(self, wanted: Sequence[ChunkRead], first_bytes: int | None = None) -> None:
         """Read chunks into memory.
@@ -297,7 +223,7 @@ class SsdTier:
             first_bytes: so many of each are read before any more of one, and so on in small parts;
                 None: each is read whole.
         """
-        running: dict[_Drive, list[RecordRead]] = {}
+        running: dict[Drive, list[RecordRead]] = {}
         for each in wanted:
             record = self._records.get(each.key)
             if record is None or not record.drive.directory.hold(record.location):
@@ -307,7 +233,7 @@ class SsdTier:
                 reads.append(self._reading(record, each, first_bytes))
         for drive, reads in running.items():
             most = max(len(read.parts) for read in reads)
-            drive.read_all(
+            drive.readers.add(
                 [(read, n) for n in range(most) for read in reads if n < len(read.parts)]
             )
 
@@ -360,50 +286,87 @@ class SsdTier:
             )
             stats.num_ssd_corrupt, stats.num_ssd_errors = own.num_ssd_corrupt, own.num_ssd_errors
             stats.num_ssd_skipped = dict(own.num_ssd_skipped)
-            stats.num_ssd_hung = sum(drive.hangs() for drive in self._drives)
+            stats.num_ssd_hung_reads = sum(drive.reading.hangs() for drive in self._drives)
+            stats.num_ssd_hung_writes = sum(drive.writing.hangs() for drive in self._drives)
 
     def close(self) -> None:
-        """Let what runs end, and give the directories to others. Idempotent."""
+        """Let what runs end, and give the directories to others; a drive that hangs is left behind
+        after CLOSE_S. Idempotent."""
         for drive in self._drives:
-            drive.close()
+            drive.stop()
+        until = time.monotonic() + CLOSE_S
+        for drive in self._drives:
+            drive.close(until)
 
     # -- on the tier's threads ------------------------------------------------------------------
 
-    def _write(self, drive: _Drive, chunk: Chunk, offset: int, is_held: Callable[[], bool]) -> bool:
+    def _run_write(self, write: ChunkWrite) -> None:
+        """Top of a writing thread."""
+        drive = self._drive_of(write.chunk.key)
+        if drive.writing.hangs():
+            self._give_up_write(write)
+            return
+        is_stored = False
         try:
-            location = drive.directory.append(chunk.nbytes)
-            if location is None:  # another thread's write has filled it, and collects
-                self._collect(drive, waits=True)
-                location = drive.directory.append(chunk.nbytes)
+            is_stored = self._write(drive, write)
+        except Exception as exc:  # noqa: BLE001  # thread top: it is this chunk's
+            self._failed(exc)
+        finally:
+            self.withdraw(write.chunk)
+            write.ended(is_stored)
+        self._collect(drive)
+
+    def _give_up_write(self, write: ChunkWrite) -> None:
+        """Its drive hangs."""
+        with self._lock:
+            self._skip("hung")
+        self.withdraw(write.chunk)
+        write.ended(False)
+
+    def _write(self, drive: Drive, write: ChunkWrite) -> bool:
+        chunk = write.chunk
+        try:
+            location = drive.append(chunk.nbytes)
+            if location is None and not drive.writing.hangs():
+                # another thread's write has filled it, and collects
+                segment_bytes = drive.directory.config.segment_bytes
+                self._collect(drive, wait_s=drive.writing.limit_s(segment_bytes))
+                location = drive.append(chunk.nbytes)
         except StoreIOError as exc:
             self._failed(exc)
             return False
         if location is None:
             with self._lock:
-                self._skip("full")
+                self._skip("hung" if drive.writing.hangs() else "full")
             return False
         with self._writing_at(drive.directory, location):
-            payload = self._view(offset, rounded_up(chunk.nbytes))
+            payload = self._view(write.offset, rounded_up(chunk.nbytes))
             header = record_header(chunk, location.use, payload)
             # The checksum is of what memory had until now. Were it another chunk's by now, a wrong
             # record would look right for ever; bytes that change from here on make it look wrong.
-            if not is_held():
+            if not write.is_held():
                 header = msgspec.structs.replace(header, key=b"")
             record = _Record(chunk, drive, location, header)
-            return self._put_record(record, payload, lambda: self._writing.get(chunk.key) is chunk)
+            is_wanted = partial(self._is_written, chunk)
+            return self._put_record(record, payload, write.is_held, is_wanted)
         return False
 
     def _put_record(
-        self, record: _Record, payload: memoryview, is_wanted: Callable[[], bool]
+        self,
+        record: _Record,
+        payload: memoryview,
+        is_held: Callable[[], bool],
+        is_wanted: Callable[[], bool],
     ) -> bool:
-        """Write a record, and index it unless it is void, or its chunk was forgotten meanwhile;
-        whether it is indexed."""
+        """Write a record; whether it is indexed: it is unless it is void, the memory that it was
+        written from was not held until the end, or its chunk was forgotten meanwhile."""
         page = aligned_buffer(PAGE)
         fill_page(page, record.header)
-        record.drive.directory.write(record.location, page, payload)
+        record.drive.write(record.location, page, payload)
+        is_right = bool(record.header.key) and is_held()
         with self._lock:
             self._stats.ssd_written_bytes += len(page) + len(payload)
-            is_stored = bool(record.header.key) and is_wanted()
+            is_stored = is_right and is_wanted()
             if is_stored:
                 self._index(record)
         return is_stored
@@ -426,7 +389,8 @@ class SsdTier:
             return False
         is_right = False
         try:
-            is_right = self._read(record, None, payload)
+            with record.drive.reading.watched(len(payload)):
+                is_right = self._read(record, None, payload)
         finally:
             self._end_read(record, is_right=is_right)
         return is_right
@@ -465,13 +429,13 @@ class SsdTier:
         if not is_right and (gone := self.forget([record.chunk.key])):
             self._removed(gone)
 
-    def _collect(self, drive: _Drive, *, waits: bool = False) -> None:
+    def _collect(self, drive: Drive, *, wait_s: float = 0.0) -> None:
         """Empty the oldest segment, if the next one to begin would have to be it; while another
-        thread does so, wait for that, or leave it alone."""
-        if not drive.collecting.acquire(blocking=waits):
+        thread does so, wait so long for that, or leave it alone."""
+        if not drive.collecting.acquire(timeout=wait_s):
             return
         try:
-            segment = drive.directory.wants_collection()
+            segment = drive.wants_collection()
             if segment is None:
                 return
             with self._lock:
@@ -481,10 +445,12 @@ class SsdTier:
             if gone:
                 self._removed(gone)
             drive.directory.recycle(segment)
+        except StoreIOError as exc:
+            self._failed(exc)
         finally:
             drive.collecting.release()
 
-    def _keep_hot(self, drive: _Drive, keys: Iterable[bytes]) -> None:
+    def _keep_hot(self, drive: Drive, keys: Iterable[bytes]) -> None:
         """Write those that were read again, the most read first, into the segment of now."""
         records = [record for key in keys if (record := self._records.get(key)) is not None]
         hot = sorted((r for r in records if r.num_reads), key=lambda r: -r.num_reads)
@@ -497,7 +463,7 @@ class SsdTier:
             if not self._read_whole(record, payload):
                 continue
             try:
-                location = drive.directory.append(record.chunk.nbytes)
+                location = drive.append(record.chunk.nbytes)
             except StoreIOError as exc:
                 self._failed(exc)
                 return
@@ -506,15 +472,15 @@ class SsdTier:
             with self._writing_at(drive.directory, location):
                 header = record_header(record.chunk, location.use, payload)
                 again = _Record(record.chunk, drive, location, header)
-                self._put_record(again, payload, partial(self._is_indexed, record))
+                self._put_record(again, payload, lambda: True, partial(self._is_indexed, record))
 
     # -- the index; the lock held, but for single look-ups -----------------------------------------
 
-    def _drive_of(self, key: bytes) -> _Drive:
+    def _drive_of(self, key: bytes) -> Drive:
         """A chunk is looked for and written on one drive only."""
         return self._drives[int.from_bytes(key[:4], "big") % len(self._drives)]
 
-    def _drive_for(self, chunk: Chunk) -> _Drive | None:
+    def _drive_for(self, chunk: Chunk) -> Drive | None:
         """Its drive, if it fits there."""
         drive = self._drive_of(chunk.key)
         return drive if chunk.nbytes <= drive.directory.max_chunk_bytes else None
@@ -534,6 +500,9 @@ class SsdTier:
         if not keys:
             del record.drive.keys_of_use[record.location.use]
         return True
+
+    def _is_written(self, chunk: Chunk) -> bool:
+        return self._writing.get(chunk.key) is chunk
 
     def _is_indexed(self, record: _Record) -> bool:
         return self._records.get(record.chunk.key) is record

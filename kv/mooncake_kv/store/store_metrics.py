@@ -69,6 +69,10 @@ def families(stats: StoreStats) -> list[Family]:
         (("kind", "read"),): stats.num_expired_reads,
         (("kind", "write"),): stats.num_expired_writes,
     }
+    hung: Rows = {
+        (("kind", "read"),): stats.num_ssd_hung_reads,
+        (("kind", "write"),): stats.num_ssd_hung_writes,
+    }
     return [
         Family("capacity_bytes", "Room.", tiers(stats.capacity_bytes, stats.ssd_capacity_bytes)),
         Family("used_bytes", "Taken.", tiers(used, stats.ssd_bytes)),
@@ -92,7 +96,7 @@ def families(stats: StoreStats) -> list[Family]:
         Family("ssd_read_bytes_total", "Read from SSDs.", one(stats.ssd_read_bytes)),
         Family("ssd_corrupt_total", "Records that were damaged.", one(stats.num_ssd_corrupt)),
         Family("ssd_errors_total", "Refused by the system.", one(stats.num_ssd_errors)),
-        Family("ssd_hung_drives", "Drives that don't answer.", one(stats.num_ssd_hung)),
+        Family("ssd_hung_drives", "Drives that don't end reads, or writes.", hung),
         Family("ssd_skipped_total", "Not written, by reason.", reasons(stats.num_ssd_skipped)),
     ]
 

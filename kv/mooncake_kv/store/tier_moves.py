@@ -20,6 +20,7 @@ from msgspec import structs
 
 from mooncake_kv.store.chunk_store import MAX_LEASE_S, Chunk, ReadHandle, Tier, WriteHandle
 from mooncake_kv.store.chunk_table import ChunkTable
+from mooncake_kv.store.ssd_drive import ChunkWrite
 from mooncake_kv.store.ssd_reads import ChunkRead
 from mooncake_kv.store.ssd_tier import SsdTier
 
@@ -380,4 +381,4 @@ class TierMoves:
                 if is_stored and self.has(chunk.key):
                     self._table.observer.stored(Tier.SSD, [chunk])
 
-        self.tier.write(chunk, handle.offset, is_held, ended)
+        self.tier.write(ChunkWrite(chunk, handle.offset, is_held, ended))

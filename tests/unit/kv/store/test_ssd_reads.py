@@ -294,16 +294,16 @@ def test_a_drive_that_hangs_has_nothing_until_it_answers(store, monkeypatch):
     """Nobody waits for the store's whole patience, and nobody who comes later waits at all."""
     reads, user = Reads(monkeypatch), store.open_user()
     [drive] = store._moves.tier._drives
-    drive._patience_s = 0.2
+    drive.reading.patience_s = 0.2
     began = time.monotonic()
     handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
     assert user.await_bytes(handles, NBYTES - 1).result(WAIT_S) == 0
     assert user.pin(KEYS[:1]).result(0) == [None]
     assert Residence.SSD not in user.probe(KEYS).result(0)
-    assert store.stats().num_ssd_hung == 1
+    assert store.stats().num_ssd_hung_reads == 1
     assert time.monotonic() - began < store._moves._load_timeout_s / 2
     reads.gate.set()
-    await_level(store, lambda stats: not stats.num_ssd_hung)
+    await_level(store, lambda stats: not stats.num_ssd_hung_reads)
     user.release(handles)
     [again] = user.pin(KEYS[:1]).result(WAIT_S)
     assert is_right(store, again, 0, NBYTES)
@@ -313,7 +313,7 @@ def test_a_drive_that_hangs_has_nothing_until_it_answers(store, monkeypatch):
 def test_a_pin_of_whole_chunks_does_not_wait_for_a_drive_that_hangs(store, monkeypatch):
     reads, user = Reads(monkeypatch, beginning=False, free=-1), store.open_user()
     [drive] = store._moves.tier._drives
-    drive._patience_s = 0.2
+    drive.reading.patience_s = 0.2
     began = time.monotonic()
     assert user.pin(KEYS).result(WAIT_S) == [None] * COUNT
     assert time.monotonic() - began < store._moves._load_timeout_s / 2

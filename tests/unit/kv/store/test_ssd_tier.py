@@ -1,5 +1,6 @@
 """A store with SSDs: what is used twice outlives memory and the process, and is never wrong."""
 
+import errno
 import hashlib
 import os
 import threading
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from mooncake_kv.store import ssd_tier
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.store import ssd_tier, tier_moves
 from mooncake_kv.store.arena_allocator import GRANULE
 from mooncake_kv.store.chunk_store import (
     MAX_NAMESPACE_BYTES,
@@ -21,6 +23,7 @@ from mooncake_kv.store.chunk_store import (
 )
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_directory import SsdDirectory, SsdDirectoryConfig
+from mooncake_kv.store.ssd_drive import DriveThreads
 from mooncake_kv.store.ssd_records import PAGE, read_page, record_bytes
 from mooncake_kv.store.ssd_tier import SsdConfig
 
@@ -108,7 +111,8 @@ class Stored:
     def await_writes(self):
         """Wait until all that is written is, and collected; nothing is written any more then."""
         for drive in self.store._moves.tier._drives:
-            drive.writes.shutdown(wait=True)
+            drive.writers.close()
+            assert drive.writers.join(time.monotonic() + WAIT_S)
 
     def close(self):
         self.user.close()
@@ -264,6 +268,54 @@ def test_a_disk_that_fills_up_costs_copies_only(opened, monkeypatch):
         time.sleep(0.01)
     assert (stats.num_ssd_errors, stats.ssd_chunks) == (1, 0)
     assert store.get([0]) == [Tier.DRAM]
+
+
+def await_level(store, holds):
+    deadline = time.monotonic() + WAIT_S
+    while not holds(store.store.stats()):
+        assert time.monotonic() < deadline, store.store.stats()
+        time.sleep(0.005)
+
+
+def test_a_file_system_that_refuses_segments_has_the_oldest_ones_written_again(
+    opened, monkeypatch, caplog
+):
+    """A quota: it says that there is room, and gives none."""
+    give, num_given = os.posix_fallocate, []
+
+    def refuse(*args):
+        if len(num_given) == 2:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        num_given.append(give(*args))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    store = opened(segments=100)
+    store.save(range(16))
+    store.put(16)
+    store.get([16])  # finds no room, and has it made
+    store.await_event("removed", Tier.SSD, chunk(0).key)
+    store.save(range(17, 40))
+    found = store.user.probe(keys([0, 39])).result()
+    assert found == [Residence.ABSENT, Residence.DRAM]
+    stats = store.store.stats()
+    assert (stats.num_ssd_errors, stats.num_ssd_skipped.keys()) == (1, {"first_touch"})
+    assert caplog.text.count("no segment can be added") == 1
+
+
+def test_a_file_system_that_does_not_say_what_room_it_has_costs_copies_and_is_counted(
+    opened, monkeypatch
+):
+    def fails(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    store = opened()
+    monkeypatch.setattr(os, "statvfs", fails)
+    for number in range(3):
+        store.put(number)
+        assert store.get([number]) == [Tier.DRAM]
+    store.await_writes()
+    stats = store.store.stats()
+    assert (stats.num_ssd_errors, stats.ssd_chunks, stats.num_pins) == (3, 0, 0)
 
 
 def test_a_budget_and_a_queue_bound_what_is_written(opened, monkeypatch):
@@ -442,3 +494,121 @@ def test_a_record_of_no_chunk_is_passed_over(opened, monkeypatch):
     again = opened()
     stats = again.user.stats().result()
     assert (stats.ssd_chunks, stats.num_ssd_corrupt) == (2, 1)
+
+
+class HungWrites:
+    """What is written to one directory does not end until ``over``; at the beginning of a segment
+    only, if that is said."""
+
+    def __init__(self, monkeypatch, path, *, beginning=False):
+        self.over, self.has_begun = threading.Event(), threading.Event()
+        write = os.pwritev
+
+        def hung(file, buffers, offset):
+            if os.path.dirname(os.readlink(f"/proc/self/fd/{file}")) == str(path) and (
+                (offset == 0) is beginning
+            ):
+                self.has_begun.set()
+                assert self.over.wait(WAIT_S)
+            return write(file, buffers, offset)
+
+        monkeypatch.setattr(os, "pwritev", hung)
+
+
+def on_drive(number, path):
+    """The next chunk from this one on that goes to the second of two drives, or the first."""
+    while int.from_bytes(key_of(number)[:4], "big") % 2 != path:
+        number += 2  # without a parent, as the first
+    return number
+
+
+def test_a_drive_that_hangs_in_writes_is_read_and_the_others_are_written(
+    opened, tmp_path, monkeypatch, caplog
+):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    store = opened(*paths, capacity=12, write_patience_s=0.2)
+    before = on_drive(0, 0)
+    store.save([before])
+    for number in range(101, 113):
+        store.put(number)
+    hung = HungWrites(monkeypatch, paths[0])
+    first = [on_drive(1000, 0)]
+    while len(first) < 8:
+        first.append(on_drive(first[-1] + 2, 0))
+    for number in first:
+        store.put(number)
+        store.get([number])
+    assert hung.has_begun.wait(WAIT_S)
+    await_level(store, lambda stats: stats.num_ssd_hung_writes == 1)
+    # what is queued behind those that hang lets its memory go, and nothing more is queued
+    await_level(store, lambda stats: stats.num_pins == 4 and stats.num_ssd_skipped["hung"] == 4)
+    store.get([first[-1]])
+    assert store.store.stats().num_ssd_skipped["hung"] == 5
+    assert store.get([before]) == [Tier.SSD]
+    store.save([on_drive(2000, 1)])
+    assert store.store.stats().num_ssd_hung_reads == 0
+    hung.over.set()
+    for number in first[:4]:
+        store.await_event("stored", Tier.SSD, key_of(number))
+    await_level(store, lambda stats: not stats.num_ssd_hung_writes and not stats.num_pins)
+    store.save([on_drive(3000, 0)])
+    assert [line for line in caplog.messages if str(paths[0]) in line] == [
+        f"{paths[0]}: a write does not end; nothing is written there until it does, what is there "
+        "is read",
+        f"{paths[0]}: writes end again",
+    ]
+
+
+def test_what_a_write_that_hung_was_made_of_is_not_found_if_memory_was_not_its_to_the_end(
+    opened, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tier_moves, "MAX_LEASE_S", 0.2)
+    store = opened()
+    hung = HungWrites(monkeypatch, tmp_path)
+    store.put(0)
+    store.get([0])
+    assert hung.has_begun.wait(WAIT_S)
+    await_level(store, lambda stats: stats.num_expired_reads == 1)
+    hung.over.set()
+    store.await_writes()
+    assert store.store.stats().ssd_chunks == 0
+
+
+@pytest.mark.parametrize("beginning", [True, False])
+def test_a_store_whose_drive_hangs_is_closed_in_bounded_time(
+    opened, tmp_path, monkeypatch, caplog, beginning
+):
+    monkeypatch.setattr(ssd_tier, "CLOSE_S", 0.2)
+    store = opened()
+    hung = HungWrites(monkeypatch, tmp_path, beginning=beginning)
+    store.put(0)
+    store.get([0])
+    assert hung.has_begun.wait(WAIT_S)
+    [drive] = store.store._moves.tier._drives
+    store.store.close()
+    assert f"{tmp_path}: the drive hangs" in caplog.text
+    with pytest.raises(KVConfigError, match="in use by another store"):
+        opened()
+    hung.over.set()
+    assert drive.writers.join(time.monotonic() + WAIT_S)
+    drive.directory.close()
+
+
+def test_threads_take_the_items_of_calls_in_turn():
+    gate, taken = threading.Event(), []
+
+    def run(item):
+        assert gate.wait(WAIT_S)
+        taken.append(item)
+
+    threads = DriveThreads("test", 1, run)
+    threads.add(["a1", "a2", "a3"])
+    threads.add(["b1"])
+    threads.add(["c1", "c2"])
+    gate.set()
+    threads.close()
+    assert threads.join(time.monotonic() + WAIT_S)
+    assert sorted(taken[:3]) == ["a1", "b1", "c1"]
+    assert taken[3:] == ["a2", "c2", "a3"]

@@ -54,6 +54,8 @@ def test_counters_are_by_tier_and_reason(served):
         "mooncake_store_pins 1",
         'mooncake_store_evictions_total{reason="drop"} 1',
         'mooncake_store_leaked_handles_total{kind="write"} 0',
+        'mooncake_store_ssd_hung_drives{kind="read"} 0',
+        'mooncake_store_ssd_hung_drives{kind="write"} 0',
     ):
         assert line in text.splitlines()
     user.close()

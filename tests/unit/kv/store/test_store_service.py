@@ -1,6 +1,7 @@
 """A store behind sessions: the same answers as in its own process, and misses when it is gone."""
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from mooncake_kv.store.chunk_store import (
     Tier,
 )
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
+from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
+from mooncake_kv.store.ssd_tier import SsdConfig
 from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_messages import (
     MAX_KEYS,
@@ -51,8 +54,8 @@ def chunk(number, tenant=""):
 class Served:
     """A store, its service and clients, all in this process."""
 
-    def __init__(self, port=0):
-        self.store = NodeStore(NodeStoreConfig(8 * NBYTES, quarantine_s=0.1))
+    def __init__(self, port=0, ssd=None):
+        self.store = NodeStore(NodeStoreConfig(8 * NBYTES, quarantine_s=0.1, ssd=ssd))
         options = EndpointOptions(secret=SECRET)
         self.transports = Transports.open(Registry.discover(), options, wanted="shm")
         address = StoreAddress("127.0.0.1", port, SECRET)
@@ -411,3 +414,42 @@ def test_a_client_that_fails_misses_what_waits_and_ends_when_it_is_closed(
 
 async def defect():
     raise ZeroDivisionError
+
+
+def test_a_drive_that_hangs_in_writes_holds_up_nobody(tmp_path, monkeypatch):
+    """Not even one that hangs as a segment is begun: a pin of what it has, and all that comes
+    behind that on the service's only loop, once waited for its end."""
+    drive = SsdDirectoryConfig(tmp_path, 12 * NBYTES, 4 * NBYTES, min_free_bytes=0)
+    served = Served(ssd=SsdConfig((drive,), write_patience_s=0.2))
+    client, other = StoreClient(served.address), StoreClient(served.address)
+    hangs, over, write = threading.Event(), threading.Event(), os.pwritev
+
+    def hung(file, buffers, offset):
+        if offset == 0:
+            hangs.set()
+            assert over.wait(WAIT_S)
+        return write(file, buffers, offset)
+
+    def use(*numbers):
+        pinned = other.pin([chunk(number).key for number in numbers]).result(WAIT_S)
+        return other.release([handle for handle in pinned if handle]).result(WAIT_S)
+
+    try:
+        assert client.await_store(WAIT_S)
+        assert other.await_store(WAIT_S)
+        put(client, 0)
+        use(0)
+        served.await_stats(ssd_chunks=1, num_pins=0)
+        put(client, *range(1, 9))  # pushes it out of memory
+        monkeypatch.setattr(os, "pwritev", hung)
+        use(1, 2, 3)
+        assert hangs.wait(WAIT_S)
+        served.await_stats(num_ssd_hung_writes=1)
+        assert use(8) == [True]
+        assert use(0) == [True], "it is read from the drive"
+        assert other.stats().result(WAIT_S).num_ssd_hung_reads == 0
+        assert other.arena is not None
+    finally:
+        over.set()
+        for each in (client, other, served):
+            each.close()
