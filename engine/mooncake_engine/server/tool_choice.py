@@ -252,8 +252,9 @@ def _deepseek_call(tool: Tool, rule: str, *, is_fenced: bool) -> Iterator[str]:
 def _tagged_call(tool: Tool, rule: str) -> Iterator[str]:
     """The rules of a call in Qwen3-Coder's form: its arguments in the schema's order."""
     parameters = tool.function.parameters or {}
-    required = parameters.get("required") or []
-    properties = parameters.get("properties") or {}
+    required, properties = parameters.get("required"), parameters.get("properties")
+    required = required if isinstance(required, list) else []  # of another type it says nothing
+    properties = properties if isinstance(properties, dict) else {}
     parts = []
     for i, name in enumerate(properties):
         parts.append(f"{rule}_{i}" if name in required else f"{rule}_{i}?")
@@ -273,9 +274,11 @@ def _tagged_value(parameters: dict[str, Any], name: str, rule: str) -> str:
         definitions = {key: parameters[key] for key in _DEFINITIONS if key in parameters}
         body = json.dumps({"x-guidance": JSON_STYLE, **definitions, **schema})
         return f"{rule}: %json {body} {end}"
-    texts = schema.get("enum") if isinstance(schema, dict) else None
-    if texts and types == {"string"}:
-        return f"{rule}: ({' | '.join(json.dumps(text) for text in texts)}) {end}"
+    values = schema.get("enum") if isinstance(schema, dict) else None
+    if isinstance(values, list) and types == {"string"}:
+        texts = [json.dumps(value) for value in values if isinstance(value, str)]
+        if texts:
+            return f"{rule}: ({' | '.join(texts)}) {end}"
     return f"{rule}[suffix={end}]: /(?s:.*)/"
 
 

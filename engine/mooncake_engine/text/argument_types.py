@@ -19,7 +19,8 @@ _KINDS: dict[type, str] = {
 }
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 """Also as Python writes them, in which models think."""
-_DEEPEST = 8
+_MAX_PARTS = 256
+"""Schemas that one parameter's is made of; the rest is not looked at."""
 
 
 def types_of(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
@@ -31,7 +32,17 @@ def types_of(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
     properties = parameters.get("properties")
     if not isinstance(properties, Mapping):
         return frozenset()
-    return frozenset(_types(properties.get(name), parameters, _DEEPEST))
+    found: set[str] = set()
+    parts: list[Any] = [properties.get(name)]
+    seen: set[int] = set()
+    for schema in parts:  # which grows
+        if len(seen) == _MAX_PARTS:
+            break
+        if isinstance(schema, Mapping) and id(schema) not in seen:
+            seen.add(id(schema))
+            found |= _own_types(schema)
+            parts += _parts(schema, parameters)
+    return frozenset(found)
 
 
 def encode_argument(text: str, types: frozenset[str]) -> str:
@@ -44,19 +55,27 @@ def encode_argument(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: Any, whole: Mapping[str, Any], depth: int) -> Iterator[str]:
-    if not isinstance(schema, Mapping) or depth == 0:
-        return
-    stated = schema.get("type", [])
-    yield from (kind for kind in ([stated] if isinstance(stated, str) else stated))
-    if "type" not in schema:
-        values = [*schema.get("enum", []), *([schema["const"]] if "const" in schema else [])]
-        yield from (_KINDS[type(value)] for value in values if type(value) in _KINDS)
+def _own_types(schema: Mapping[str, Any]) -> set[str]:
+    """What a schema says of itself. A keyword that is null or no list is one that clients write
+    without a value: it says nothing."""
+    stated = schema.get("type")
+    kinds = {kind for kind in (stated, *_items(stated)) if isinstance(kind, str)}
+    if kinds:
+        return kinds
+    values = [*_items(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    return {_KINDS[type(value)] for value in values if type(value) in _KINDS}
+
+
+def _parts(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[Any]:
+    """Schemas that it is made of."""
     for word in ("anyOf", "oneOf", "allOf"):
-        for part in schema.get(word, []):
-            yield from _types(part, whole, depth - 1)
+        yield from _items(schema.get(word))
     if isinstance(schema.get("$ref"), str):
-        yield from _types(_referred(schema["$ref"], whole), whole, depth - 1)
+        yield _referred(schema["$ref"], whole)
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _referred(reference: str, whole: Mapping[str, Any]) -> Any:

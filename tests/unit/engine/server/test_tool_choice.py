@@ -283,6 +283,30 @@ FORCED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"cups": {"type": "integer"}}, "required": True},
+        {"properties": {"cups": {"type": "integer"}}, "required": None},
+        {"properties": ["cups"]},
+        {"properties": None},
+        {"properties": {"cups": {"type": "string", "enum": None}}},
+        {"properties": {"cups": {"type": "string", "enum": [None, 5]}}},
+        {"properties": {"cups": {"type": None, "anyOf": None}}},
+        {"properties": {"cups": None}},
+    ],
+)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_odd_schemas_of_tools_fail_no_answer(
+    coder: AsgiClient, parameters: dict[str, Any], choice: str
+) -> None:
+    """Keywords without a value, as clients write that set none, say nothing."""
+    tool = {"type": "function", "function": {"name": "brew", "parameters": parameters}}
+    response = coder.post(PATH, messages=[ASK], tools=[tool], tool_choice=choice)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["message"]["tool_calls"]
+
+
+@pytest.mark.parametrize(
     ("arguments", "fits"),
     [
         ({"kind": 'green <b>\n"A"'}, True),

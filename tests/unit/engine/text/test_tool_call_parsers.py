@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from mooncake_engine.text.argument_types import types_of
 from mooncake_engine.text.tool_call_forms import (
     PARSERS,
     DeepseekParser,
@@ -266,6 +267,41 @@ JSON = st.recursive(
     max_leaves=8,
 )
 ARGUMENTS = st.dictionaries(st.text(), JSON, max_size=4)
+
+
+UNSET: list[tuple[dict[str, Any], Any]] = [
+    ({"type": "integer", "anyOf": None, "enum": None, "$ref": None}, 1),
+    ({"type": "integer", "anyOf": 3, "oneOf": "x", "allOf": {"a": 1}}, 1),
+    ({"type": None}, "1"),
+    ({"type": 5, "enum": 5}, "1"),
+    ({"type": None, "enum": [1, 2]}, 1),
+    ({"type": ["integer", {"x": 1}, None]}, 1),
+]
+
+
+@pytest.mark.parametrize(("schema", "value"), UNSET)
+def test_keywords_without_a_value_say_nothing(schema: dict[str, Any], value: Any) -> None:
+    """Clients in some languages write what they don't set as null."""
+    parser = Qwen3CoderParser({"f": {"properties": {"a": schema}}})
+    call = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
+    [(_, arguments)] = parse(parser, call)[1]
+    assert json.loads(arguments) == {"a": value}
+
+
+def test_each_part_of_a_schema_is_looked_at_once() -> None:
+    """One that refers to itself from a hundred places was walked a million times."""
+
+    class Counted(dict[str, Any]):
+        reads = 0
+
+        def get(self, name: str, default: Any = None) -> Any:
+            Counted.reads += name == "anyOf"
+            return super().get(name, default)
+
+    again = {"$ref": "#/$defs/a"}
+    around = Counted(anyOf=[*(dict(again) for _ in range(100)), {"type": "integer"}])
+    assert types_of({"properties": {"x": again}, "$defs": {"a": around}}, "x") == {"integer"}
+    assert Counted.reads == 1
 
 
 @settings(max_examples=150)
