@@ -53,7 +53,12 @@ from mooncake_vllm.vllm_memory import view_caches
 from mooncake_vllm.vllm_pages import page_format
 from mooncake_vllm.vllm_pool_side import POOL_WORKER, PoolSchedulerSide
 from mooncake_vllm.vllm_scheduler_side import Instance, SchedulerHooks, SchedulerSide
-from mooncake_vllm.vllm_settings import read_pool_settings, read_settings, wanted_layout
+from mooncake_vllm.vllm_settings import (
+    of_data_parallel_rank,
+    read_pool_settings,
+    read_settings,
+    wanted_layout,
+)
 from mooncake_vllm.vllm_worker_side import (
     IDLE_WAIT_S,
     StepWait,
@@ -111,6 +116,11 @@ def step_wait(vllm_config: Any) -> StepWait:
         wait = StepWait(vllm_config.max_concurrent_batches - 1)
         STEP_WAITS[vllm_config.instance_id] = wait
     return wait
+
+
+def _data_parallel_rank(vllm_config: Any) -> int:
+    """Of this instance; ``data_parallel_rank`` is 0 in all that share no experts."""
+    return int(vllm_config.parallel_config.data_parallel_index)
 
 
 def _nothing() -> None:
@@ -186,8 +196,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     @classmethod
     def _read_settings(cls, vllm_config: Any) -> KVTransferConfig:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        offset = vllm_config.parallel_config.data_parallel_rank
-        return read_settings(extra, cls.connector_name, offset)
+        return read_settings(extra, cls.connector_name, _data_parallel_rank(vllm_config))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -444,8 +453,7 @@ class HalPoolConnector(HalConnector):
     @classmethod
     def _read_pool(cls, vllm_config: Any) -> KVPoolConfig:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        offset = vllm_config.parallel_config.data_parallel_rank
-        return read_pool_settings(extra, cls.connector_name, offset)
+        return read_pool_settings(extra, cls.connector_name, _data_parallel_rank(vllm_config))
 
     def _make_scheduler(self, instance: Instance, sockets: list[Path]) -> SchedulerHooks:
         if self._vllm_config.kv_transfer_config.kv_load_failure_policy == "fail":
@@ -455,7 +463,9 @@ class HalPoolConnector(HalConnector):
             )
         published = self._vllm_config.kv_events_config
         return PoolSchedulerSide(
-            self._read_pool(self._vllm_config),
+            of_data_parallel_rank(
+                self._read_pool(self._vllm_config), _data_parallel_rank(self._vllm_config)
+            ),
             instance,
             sockets,
             takes_events=published is not None and published.enable_kv_cache_events,

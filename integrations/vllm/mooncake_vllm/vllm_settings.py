@@ -85,6 +85,31 @@ def read_pool_settings(
     return read_kv_pool(pool).with_network(read_settings(others, connector, port_offset))
 
 
+def of_data_parallel_rank(pool: KVPoolConfig, rank: int) -> KVPoolConfig:
+    """The pool, with a port and directories that the store in this rank has for itself. What ranks
+    have in common, they are told once, and each is an instance of its own.
+
+    Args:
+        pool: as all of them are told.
+        rank: which one. The first one takes what is there, as an instance without others does: of a
+            model without experts vLLM does not tell it that there are others.
+
+    Raises:
+        KVConfigError: a directory for it can't be made.
+    """
+    if not rank:
+        return pool
+    ssd = tuple((path / f"dp{rank}", nbytes) for path, nbytes in pool.ssd)
+    for path, _ in ssd:
+        try:
+            path.mkdir(exist_ok=True)  # not its parent: see SsdDirectory
+        except OSError as exc:
+            raise KVConfigError(
+                f"pool: the store of data-parallel rank {rank} can't have {path}: {exc}"
+            ) from exc
+    return replace(pool, ssd=ssd, port=pool.port and pool.port + rank)
+
+
 def wanted_layout(extra: Mapping[str, object], otherwise: str | None = None) -> str | None:
     """The KV cache layout to ask vLLM for; None leaves the choice to vLLM.
 

@@ -57,6 +57,22 @@ def test_a_pool_that_is_to_save_or_load_alone_is_refused_by_name(
         connectors.HalPoolConnector(config, vllm_stub.Role.SCHEDULER, None)
 
 
+def test_data_parallel_ranks_that_share_no_experts_have_ports_of_their_own(
+    connectors: ModuleType,
+) -> None:
+    """vLLM gives each of them rank 0 of 1, and tells them apart by the index alone."""
+    for index in range(2):
+        config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(
+                kv_connector_extra_config={"port": 7000, "pool": "dram=1GiB"}
+            ),
+            parallel_config=SimpleNamespace(data_parallel_rank=0, data_parallel_index=index),
+        )
+        assert connectors.HalPoolConnector._read_settings(config).port == 7000 + index
+        del config.kv_transfer_config.kv_connector_extra_config["pool"]
+        assert connectors.HalPullConnector._read_settings(config).port == 7000 + index
+
+
 CALLS: list[tuple[str, tuple[Any, ...], Any]] = [
     ("on_new_request", (None,), None),
     ("get_num_new_matched_tokens", (None, 0), (0, False)),

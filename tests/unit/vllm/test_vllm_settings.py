@@ -8,7 +8,12 @@ import pytest
 
 from mooncake_hal.port_range import PortRange
 from mooncake_kv.errors import KVConfigError
-from mooncake_vllm.vllm_settings import read_settings, wanted_layout
+from mooncake_vllm.vllm_settings import (
+    of_data_parallel_rank,
+    read_pool_settings,
+    read_settings,
+    wanted_layout,
+)
 
 
 def test_nothing_set_is_the_engines_default() -> None:
@@ -47,6 +52,29 @@ def test_a_network_may_be_closed_to_others() -> None:
 def test_data_parallel_ranks_take_neighbouring_ports() -> None:
     assert read_settings({"port": 14000}, "MooncakeConnector", 3).port == 14003
     assert read_settings({}, "MooncakeConnector", 3).port == 0
+
+
+def test_the_store_of_a_data_parallel_rank_has_a_port_and_directories_of_its_own(
+    tmp_path: Path,
+) -> None:
+    told = f"dram=1GiB,port=7701,ssd={tmp_path}:1GiB"
+    pool = read_pool_settings({"pool": told}, "MooncakeConnector")
+    ranks = [of_data_parallel_rank(pool, rank) for rank in range(3)]
+    assert [each.port for each in ranks] == [7701, 7702, 7703]
+    folders = [path for each in ranks for path, _ in each.ssd]
+    assert folders == [tmp_path, tmp_path / "dp1", tmp_path / "dp2"]
+    assert all(folder.is_dir() for folder in folders)
+    assert of_data_parallel_rank(pool, 2) == ranks[2], "it is started again"
+    for port, wanted in (("port=0,", 0), ("", None)):
+        pool = read_pool_settings({"pool": f"{port}dram=1GiB"}, "MooncakeConnector")
+        assert of_data_parallel_rank(pool, 1).port == wanted
+
+
+def test_directories_of_a_drive_that_is_not_mounted_are_not_made(tmp_path: Path) -> None:
+    told = f"dram=1GiB,ssd={tmp_path}/none:1GiB"
+    pool = read_pool_settings({"pool": told}, "MooncakeConnector")
+    with pytest.raises(KVConfigError, match=r"rank 1 can't have .*/none/dp1"):
+        of_data_parallel_rank(pool, 1)
 
 
 @pytest.mark.parametrize(
