@@ -117,8 +117,9 @@ class Behaviour:
     refuses: tuple[str, ...] | None = ()
     # What /kv/topology says beside the engine id; None: there is no such path.
     topology: Json | None = None
-    # D, push flow: how often it posts to the metaserver.
+    # D, push flow: how often it posts to the metaserver, and once it has room for the blocks.
     num_posts: int = 1
+    has_room: asyncio.Event | None = None
 
     def take_recomputation(self) -> int | None:
         """After how many events this request is given back; the next one may be after others."""
@@ -313,6 +314,8 @@ class FakeInstance:
             "remote_cached_tokens": 0,
         }
         arrived = self.arrived.setdefault(request_id, asyncio.Event())
+        if self.behaviour.has_room is not None:
+            await self.behaviour.has_room.wait()
         for _ in range(self.behaviour.num_posts):
             self.metaserver_statuses.append(await post_json(metaserver, body))
         await arrived.wait()

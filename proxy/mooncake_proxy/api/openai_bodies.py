@@ -20,7 +20,10 @@ Fields = dict[str, Raw]
 _LIST = re.compile(rb"\s*\[")
 _FIELD = re.compile(r" - at `\$\.(.*?)`$")
 _TOKEN_IDS = re.compile(rb"\s*\[\s*\d")
-_MEDIA = re.compile(rb'"(?:image_url|image_embeds|input_audio|audio_url|video_url)"')
+_MEDIA = re.compile(
+    rb'"(?:image_(?:url|pil|embeds)|input_(?:image|audio)|(?:audio|video)_(?:url|embeds)|'
+    rb'prompt_embeds)"'
+)
 ABSENT = Raw(b"null")
 DEFAULT_MAX_TOKENS = 16
 """What OpenAI's completions generate without max_tokens."""
@@ -111,7 +114,7 @@ def parse_request(body: bytes) -> tuple[ParsedRequest, Fields]:
 
 
 def has_media(messages: Raw) -> bool:
-    """Whether a chat holds more than text."""
+    """Whether a chat holds more than text, or names what it might hold, be it null."""
     return _MEDIA.search(messages) is not None
 
 

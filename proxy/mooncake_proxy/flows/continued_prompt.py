@@ -19,6 +19,7 @@ from mooncake_proxy.api.openai_bodies import (
     CompletionResponse,
     OpenAIEndpoint,
     encode,
+    has_media,
     is_null,
 )
 from mooncake_proxy.api.proxied_request import TRUE, RequestContext, with_delivery
@@ -81,7 +82,8 @@ def can_continue(context: RequestContext) -> bool:
         return False
     if any(name in fields and not _is_off(fields[name]) for name in (*OBSTACLES, *COUNTED)):
         return False
-    if _fills_context(fields):
+    # vLLM's D drops the token ids where a part has a field of media, though it be null.
+    if _fills_context(fields) or has_media(parsed.messages):
         return False
     return "seed" not in fields or is_null(fields["seed"]) or _is_greedy(fields)
 

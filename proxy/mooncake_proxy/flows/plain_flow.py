@@ -9,8 +9,10 @@ from mooncake_proxy.api.openai_bodies import CompletionResponse, answer_decoder
 from mooncake_proxy.api.proxied_request import RequestContext, plain_body
 from mooncake_proxy.api.tenants import used_tokens
 from mooncake_proxy.errors import (
+    NO_PREFILL,
     UNREADABLE,
     MalformedAnswer,
+    NoInstance,
     OutOfSockets,
     Rejected,
     UpstreamError,
@@ -130,18 +132,21 @@ def role_without_disaggregation(router: RequestRouter, context: RequestContext) 
         return whole
     if not router.config.local_prefill:
         pool.require_pair()
-    reason = "no_fitting_pair" if pool.live(Role.PREFILL) else "no_live_prefill"
+    reason = "no_fitting_pair" if pool.live(Role.PREFILL) else NO_PREFILL
     logger.warning("request %s: %s, prefilling on the decode instance", context.request_id, reason)
     router.metrics.fallbacks.add(reason)
     return whole
 
 
 def may_prefill_locally(
-    router: RequestRouter, context: RequestContext, error: UpstreamError
+    router: RequestRouter, context: RequestContext, error: UpstreamError | NoInstance
 ) -> bool:
-    """Whether D may prefill after P failed: unless disabled, too late, refused, or P was lost."""
+    """Whether D may prefill after P failed, or left before it was asked: unless disabled, too late,
+    refused, or P was lost."""
     # The request itself may be what P died of: D must not die of it, too.
-    if is_loss(error) or isinstance(error, OutOfSockets):
+    if isinstance(error, UpstreamError) and is_loss(error):
+        return False
+    if isinstance(error, OutOfSockets):
         return False
     is_client_fault = isinstance(error, Rejected) and error.is_client_fault
     is_early = router.now() < context.deadline

@@ -24,7 +24,7 @@ from mooncake_proxy.api.proxied_request import (
     prefill_body,
     with_prefix_sources,
 )
-from mooncake_proxy.errors import UpstreamError
+from mooncake_proxy.errors import NO_PREFILL, NoInstance, UpstreamError
 from mooncake_proxy.flows.migration import has_passes, run_passes
 from mooncake_proxy.flows.plain_flow import (
     decode_answer,
@@ -71,12 +71,19 @@ async def reserve_first(router: RequestRouter, context: RequestContext, *, is_pu
         await router.attempt(
             Role.DECODE, context, partial(_decode, is_pulled), router.pool.is_paired
         )
-    except UpstreamError as error:
-        prefillers = [i.name for i in router.pool if i.spec.role is Role.PREFILL]
-        is_prefill_failure = error.instance in prefillers and not context.is_committed
+    except (UpstreamError, NoInstance) as error:
+        is_prefill_failure = _is_of_prefill(context, error) and not context.is_committed
         if not (is_prefill_failure and may_prefill_locally(router, context, error)):
             raise
-        await prefill_locally(router, context, "prefill_failed")
+        is_gone = isinstance(error, NoInstance)
+        await prefill_locally(router, context, NO_PREFILL if is_gone else "prefill_failed")
+
+
+def _is_of_prefill(context: RequestContext, error: UpstreamError | NoInstance) -> bool:
+    """Whether the prefill has failed, and not D; its instance may have left since."""
+    if isinstance(error, NoInstance):
+        return error.code == NO_PREFILL
+    return error.instance == context.prefiller
 
 
 async def _decode(
@@ -112,7 +119,7 @@ async def _dispatch_prefill(
     try:
         prefill = partial(_prefill, params)
         await router.attempt(Role.PREFILL, context, prefill, decoder.is_compatible)
-    except UpstreamError as error:
+    except (UpstreamError, NoInstance) as error:
         if not context.is_committed:
             raise
         # D responds already: it has the KV, or computes it itself

@@ -100,6 +100,28 @@ def test_where_the_answer_so_far_counts_the_decoder_says_every_token(extra: Json
     uvloop.run(main())
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["image_url", "image_pil", "image_embeds", "input_image", "input_audio", "audio_url"]
+    + ["audio_embeds", "video_url", "video_embeds", "prompt_embeds"],
+)
+def test_a_part_that_names_media_though_it_be_null_is_left_to_the_decoder(name: str) -> None:
+    """P reads it as text, as its type says; D renders the messages, without P's token."""
+    part = {"type": "text", "text": "hi", name: None}
+
+    async def main() -> None:
+        async with vllm_pair() as s:
+            messages = [{"role": "user", "content": [part]}]
+            chat = CHAT | {"stream": True, "messages": messages}
+            answer = await post(s, chat, "/v1/chat/completions")
+            assert streamed_text(events_of(answer.text)) == text_of(5)
+            params = s.decode.generated[0].body["kv_transfer_params"]
+            assert params["first_token_delivered"] is False
+            assert "prompt_token_ids" not in params
+
+    uvloop.run(main())
+
+
 @pytest.mark.parametrize("extra", [{"stop": None}, {"seed": 7, "temperature": 0}, {"stop": []}])
 def test_fields_that_say_nothing_are_no_obstacle(extra: Json) -> None:
     async def main() -> None:

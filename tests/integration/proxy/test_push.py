@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
 import uvloop
 from support.proxy_fakes import post_json, stand, text_of
 from support.proxy_fakes_client import BODY, events_of, post, send_raw, streamed_text
+
+from mooncake_proxy.errors import MalformedAnswer
 
 
 def test_the_prefiller_gets_what_the_decoder_posted() -> None:
@@ -109,6 +112,44 @@ def test_a_failed_prefill_falls_back_to_the_decoder() -> None:
             answer = await post(s, BODY)
             assert answer.json()["choices"][0]["text"] == text_of(5)
             assert "kv_transfer_params" not in s.decode.generated[-1].body
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("local_prefill", [True, False])
+def test_a_prefiller_that_leaves_while_the_decoder_waits_for_room_is_as_good_as_a_failed_one(
+    local_prefill: bool,
+) -> None:
+    async def main() -> None:
+        async with stand(flow="push", local_prefill=local_prefill) as s:
+            s.decode.behaviour.has_room = has_room = asyncio.Event()
+            asking = asyncio.ensure_future(post(s, BODY))
+            await s.decode.wait_for(lambda: bool(s.decode.generated))
+            s.app.router.pool.remove(s.prefill.url)
+            has_room.set()
+            answer = await asking
+            if local_prefill:
+                assert answer.json()["choices"][0]["text"] == text_of(5)
+                assert "kv_transfer_params" not in s.decode.generated[-1].body
+                assert s.count("fallbacks", "no_live_prefill") == 1
+            else:
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "no_live_prefill"
+
+    uvloop.run(main())
+
+
+def test_a_prefiller_that_fails_as_it_leaves_falls_back_to_the_decoder() -> None:
+    async def main() -> None:
+        async with stand(flow="push") as s:
+            s.prefill.behaviour.hangs = True
+            asking = asyncio.ensure_future(post(s, BODY))
+            await s.prefill.wait_for(lambda: bool(s.prefill.generated))
+            s.app.router.pool.remove(s.prefill.url)
+            for connection in tuple(s.app.client.connections):
+                if connection.name == s.prefill.url and connection.is_busy:
+                    connection.fail(MalformedAnswer(s.prefill.url, "torn"))
+            assert (await asking).json()["choices"][0]["text"] == text_of(5)
 
     uvloop.run(main())
 
