@@ -302,13 +302,17 @@ class RankTransports:
         logger.info("%s rank %d: %s", engine_id, rank, choice.reason)
         return choice.peer
 
-    def forget(self, engine_id: str) -> None:
-        """Drop the connections to all ranks of a peer. Idempotent."""
+    def forget(self, engine_id: str, rank: int | None = None) -> None:
+        """Drop the connections to all ranks of a peer, or to one. Idempotent."""
+
+        def is_meant(key: tuple[str, int]) -> bool:
+            return key[0] == engine_id and rank in (None, key[1])
+
         with self._lock:
-            keys = [key for key in self._peers if key[0] == engine_id]
-            peers = [self._peers.pop(key) for key in keys]
-            for key in [key for key in self._connecting if key[0] == engine_id]:
-                del self._connecting[key]
+            peers = [self._peers.pop(key) for key in list(self._peers) if is_meant(key)]
+            for key in list(self._connecting):
+                if is_meant(key):
+                    del self._connecting[key]
         for peer in peers:
             peer.close()
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from mooncake_hal.errors import TransferCancelled, TransferTimeout
+from mooncake_hal.errors import TransferCancelled
 from mooncake_hal.transport import Transfer
 from mooncake_kv.errors import ConnectorDead, Fatal
 
@@ -41,11 +41,11 @@ class OrderTransfers:
         """Seconds until the deadline.
 
         Raises:
-            TransferTimeout: there are none.
+            TransferCancelled: there are none, which is no fault of a connection.
         """
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
-            raise TransferTimeout(
+            raise TransferCancelled(
                 "its time was up before all of it had begun to move: the other side is overloaded"
             )
         return left_s

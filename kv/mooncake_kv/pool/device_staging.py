@@ -20,7 +20,6 @@ from mooncake_hal.errors import (
     DeviceError,
     OutOfMemory,
     TransferCancelled,
-    TransferTimeout,
 )
 from mooncake_hal.host_copies import HostCopier, HostCopies
 from mooncake_hal.transport import MemoryRegion, Peer, Spans, Transfer, TransferState
@@ -105,9 +104,9 @@ class DeviceMemory:
         inner = self._transports.peer(engine_id, rank, addresses, timeout_s=timeout_s)
         return StagedStore(inner, self._copies.copier, self._free)
 
-    def forget(self, engine_id: str) -> None:
-        """Drop the connections to a store. Idempotent."""
-        self._transports.forget(engine_id)
+    def forget(self, engine_id: str, rank: int | None = None) -> None:
+        """Drop the connections to a store, or one of them. Idempotent."""
+        self._transports.forget(engine_id, rank)
 
     def close(self) -> None:
         """Close all connections; nothing moves any more. Idempotent."""
@@ -153,13 +152,13 @@ class StagedStore:
         """Pinned memory and a copier for a move, whose parts have ended when they are given back.
 
         Raises:
-            TransferTimeout: no pinned memory came free in its time.
+            TransferCancelled: no pinned memory came free in its time.
         """
         with ExitStack() as undo:
             try:
                 base = self._free.get(timeout=move.time_left())
             except Empty:
-                raise TransferTimeout(
+                raise TransferCancelled(
                     "other moves had all pinned memory until it was late"
                 ) from None
             undo.callback(self._free.put, base)
@@ -251,12 +250,16 @@ class StagedMove:
             transfer.cancel()
 
     def time_left(self) -> float:
-        """Seconds until its deadline; raises TransferTimeout or TransferCancelled."""
+        """Seconds until its deadline.
+
+        Raises:
+            TransferCancelled: there are none, or it was cancelled; neither is a connection's fault.
+        """
         left_s = self._deadline - time.monotonic()
         if self._is_cancelled:
             raise TransferCancelled("nobody wants it any more")
         if left_s <= 0:
-            raise TransferTimeout("its time was up before all of it had begun to move")
+            raise TransferCancelled("its time was up before all of it had begun to move")
         return left_s
 
 

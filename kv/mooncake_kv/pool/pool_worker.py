@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,6 +40,7 @@ from mooncake_kv.pool.pool_messages import (
     encode,
 )
 from mooncake_kv.pool.step_progress import StepProgress
+from mooncake_kv.pool.store_lanes import LOADING, SAVING, StoreLanes
 from mooncake_kv.store.chunk_layout import (
     ChunkTransfer,
     LayerPlans,
@@ -58,8 +60,6 @@ Layers = tuple[int, int]
 """The first one, and the one behind the last; of the model."""
 NO_LAYER_AFTER = 1 << 30
 """More layers than a model has: all are there."""
-LOADING, SAVING = 0, 1
-"""Numbers of a store's connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,21 @@ class _Store:
 
     layout: KVShardSpec
     endpoints: dict[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _RunPlan:
+    """What a run of chunks moves.
+
+    Args:
+        epoch: of the store that it moves from or to.
+        lane: the connection's number.
+        layers: which bytes, of any layers.
+    """
+
+    epoch: str
+    lane: int
+    layers: LayerPlans
 
 
 class PoolWorker:
@@ -85,6 +100,7 @@ class PoolWorker:
         memory = context.memory
         self._local = KVShardSpec(memory.shard, memory.layout)
         self._transports = connect_memory(context)
+        self._lanes = StoreLanes(self._transports.forget)
         self._stores: dict[str, _Store] = {}
         self._loads: dict[str, _RunningLoad] = {}
         self._lock = threading.RLock()
@@ -124,6 +140,7 @@ class PoolWorker:
                 self._stores[order.epoch] = self._describe(order)
             elif isinstance(order, ForgetStore):
                 self._stores.pop(order.epoch, None)
+                self._lanes.forget(order.epoch)
                 self._ending.submit(self._transports.forget, order.epoch)
 
     @property
@@ -199,13 +216,13 @@ class PoolWorker:
         before the first layer is there: the request's first step waits for it."""
         order, moving = load.order, deque[tuple[int, list[Transfer]]]()
         release_after = self._own_layers(order.release_layers or 0)
-        try:
+        with self._connected(order.runs, LOADING, load) as lanes:
             self._take_up(load)
-            plans = self._plans(order.runs, order.block_ids)
+            plans = self._plans(order.runs, order.block_ids, lanes)
             groups = list(self._groups(order.runs))
             if order.are_arriving:  # the first layer is planned while an SSD gives it
-                for _, plan in plans:
-                    plan.spans(groups[0])
+                for plan in plans:
+                    plan.layers.spans(groups[0])
             for group in groups:
                 for start, stop in load.arriving(group):
                     if start == stop:  # nothing to begin: what moves may be there
@@ -218,10 +235,6 @@ class PoolWorker:
                         self._finish(load, *moving.popleft(), release_after)
             while moving:
                 self._finish(load, *moving.popleft(), release_after)
-        except BaseException as exc:
-            load.drain()
-            self._forget_broken(order.runs, exc)
-            raise
 
     def _take_up(self, load: _RunningLoad) -> None:
         """A thread has it: steps may wait for its layers, unless it was late by then.
@@ -269,27 +282,36 @@ class PoolWorker:
         """Write one group of layers after the other, each once its step has computed it."""
         shard, runs = self._local.shard, order.runs
         mine = runs if shard.replicas == 1 else list(_shared_out(runs, shard))
-        try:
-            plans = self._plans(mine, order.block_ids)
+        with self._connected(runs, SAVING, moves) as lanes:
+            plans = self._plans(mine, order.block_ids, lanes)
             for layers in self._groups(runs):
                 if order.step is not None:
                     self._progress.await_layer(order.step, layers[1] - 1, moves.time_left())
                 moves.wait(self._start(plans, layers, moves, is_read=False))
-        except BaseException as exc:
-            moves.drain()
-            self._forget_broken(order.runs, exc)
-            raise
 
     # -- both -----------------------------------------------------------------------------------
 
+    @contextmanager
+    def _connected(
+        self, runs: Sequence[ChunkRun], use: str, moves: OrderTransfers
+    ) -> Iterator[dict[str, int]]:
+        """Around what an order moves: see ``StoreLanes.used``. It is drained when it fails."""
+        with self._lanes.used({run.epoch for run in runs}, use) as lanes:
+            try:
+                yield lanes
+            except BaseException:
+                moves.drain()
+                raise
+
     def _plans(
-        self, runs: Sequence[ChunkRun], block_ids: Sequence[int]
-    ) -> list[tuple[str, LayerPlans]]:
-        """What each run moves, and the epoch of the store it moves from or to."""
+        self, runs: Sequence[ChunkRun], block_ids: Sequence[int], lanes: Mapping[str, int]
+    ) -> list[_RunPlan]:
+        """What each run moves, and over which connection."""
         geometry = self._context.memory.geometry
         return [
-            (
+            _RunPlan(
                 run.epoch,
+                lanes[run.epoch],
                 LayerPlans(
                     geometry,
                     self._local,
@@ -304,7 +326,7 @@ class PoolWorker:
 
     def _start(
         self,
-        plans: Sequence[tuple[str, LayerPlans]],
+        plans: Sequence[_RunPlan],
         layers: Layers,
         moves: OrderTransfers,
         *,
@@ -312,14 +334,15 @@ class PoolWorker:
     ) -> list[Transfer]:
         """Begin to move these layers of runs of chunks."""
         started = []
-        for epoch, plan in plans:
-            store = self._store(epoch)
-            spans = plan.spans(layers)
+        for plan in plans:
+            store = self._store(plan.epoch)
+            spans = plan.layers.spans(layers)
             if not len(spans):
                 continue
-            lane = LOADING if is_read else SAVING
             timeout_s = moves.time_left()
-            peer = self._transports.peer(epoch, lane, store.endpoints, timeout_s=timeout_s)
+            peer = self._transports.peer(
+                plan.epoch, plan.lane, store.endpoints, timeout_s=timeout_s
+            )
             move = peer.read if is_read else peer.write
             transfer = move(spans, timeout=moves.time_left())
             moves.add(transfer, spans.total_bytes)
@@ -331,12 +354,6 @@ class PoolWorker:
         if store is None:
             raise TransferError(f"the store of epoch {epoch} is gone")
         return store
-
-    def _forget_broken(self, runs: Sequence[ChunkRun], exc: BaseException) -> None:
-        """A connection that failed is made anew; one that was cancelled on is sound."""
-        if isinstance(exc, TransferError) and not isinstance(exc, TransferCancelled):
-            for epoch in {run.epoch for run in runs}:
-                self._transports.forget(epoch)
 
     def _submit(
         self,
@@ -443,7 +460,7 @@ class _RunningLoad(OrderTransfers):
             self._changed.wait_for(lambda: self._num_in_store > layer or self._is_cancelled, left_s)
             if self._is_cancelled:
                 raise TransferCancelled("nobody wants it any more")
-            if self._num_in_store <= layer:  # which is no fault of the connection
+            if self._num_in_store <= layer:
                 raise TransferCancelled("an SSD did not give its chunks in time")
 
     def call_off(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooncake_hal.backend import Event
-from mooncake_hal.errors import TransferCancelled, TransferTimeout
+from mooncake_hal.errors import TransferCancelled
 from mooncake_kv.connector_worker import LayerDone
 
 KEPT_STEPS = 4
@@ -68,8 +68,7 @@ class StepProgress:
         """Block until a step has written a layer's KV.
 
         Raises:
-            TransferTimeout: it has not begun to.
-            TransferCancelled: ``close`` was called.
+            TransferCancelled: it has not begun to, or ``close`` was called.
             DeviceError: the device failed.
         """
         deadline = time.monotonic() + timeout_s
@@ -78,7 +77,7 @@ class StepProgress:
                 if self._is_closed:
                     raise TransferCancelled("the rank ends")
                 if not self._changed.wait(deadline - time.monotonic()):
-                    raise TransferTimeout(
+                    raise TransferCancelled(
                         f"step {number} did not come to layer {layer} within {timeout_s:.1f} s"
                     )
         event.synchronize()

@@ -281,6 +281,16 @@ def test_a_peer_that_is_given_up_while_it_is_connected_to_is_not_kept(
     running.close()
 
 
+def test_one_connection_of_a_peer_is_dropped_without_the_others(rank: Rank) -> None:
+    running, connect = opened(rank, PullWorker)
+    [facts] = msgspec.msgpack.decode(connect, type=ConnectPeer).ranks
+    first, second = (running._transports.peer("p", number, facts.endpoints) for number in (0, 1))
+    running._transports.forget("p", 1)
+    assert running._transports.peer("p", 0, facts.endpoints) is first
+    assert running._transports.peer("p", 1, facts.endpoints) is not second
+    running.close()
+
+
 def test_who_moves_the_same_memory_in_the_same_way_shares_transports(rank: Rank) -> None:
     """A connector and the KVCache pool of one rank; whoever ends last closes them."""
     context = rank.context

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from support.kv_rank import PATIENCE_S, Rank, wait_for
 
-from mooncake_hal.errors import PeerLost, TransferCancelled, TransferError
+from mooncake_hal.errors import PeerLost, TransferCancelled, TransferError, TransferTimeout
 from mooncake_hal.transport import Spans
+from mooncake_kv.pool import pool_worker
 from mooncake_kv.pool.pool_messages import (
     CancelRuns,
     ChunkRun,
@@ -19,6 +20,7 @@ from mooncake_kv.pool.pool_messages import (
     LayersLoaded,
     LoadRuns,
     RunsEnded,
+    SaveRuns,
     decode_from_rank,
     encode,
 )
@@ -81,8 +83,8 @@ class Connections:
         with self._lock:
             return self.all.setdefault((epoch, number), Connection())
 
-    def forget(self, epoch: str) -> None:
-        for key in [key for key in self.all if key[0] == epoch]:
+    def forget(self, epoch: str, number: int | None = None) -> None:
+        for key in [key for key in self.all if key[0] == epoch and number in (None, key[1])]:
             self.all.pop(key).close()
 
     def close(self) -> None:
@@ -93,17 +95,23 @@ class Connections:
 class Worker:
     """A rank's worker that knows the stores a and b."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, connections: Connections) -> None:
         self._rank = rank
+        self._num_orders = 0
+        self.connections = connections
         self.running = PoolWorker(rank.context)
-        self.running._transports.close()
-        self.connections = self.running._transports = Connections()
         for epoch in ("a", "b"):
             self.running.receive(encode(ConnectStore(epoch, 1 << 40, 1 << 24, {}, 16)))
 
     def load(self, name: str, epoch: str = "a", **options: Any) -> None:
         runs, timeout_s = (ChunkRun(epoch, 0, (0,)),), options.pop("timeout_s", PATIENCE_S)
+        self._num_orders += 1
         self.running.receive(encode(LoadRuns(name, f"r-{name}", runs, (0,), timeout_s, **options)))
+
+    def save(self, name: str, epoch: str = "a", **options: Any) -> None:
+        runs, timeout_s = (ChunkRun(epoch, 0, (0,)),), options.pop("timeout_s", PATIENCE_S)
+        self._num_orders += 1
+        self.running.receive(encode(SaveRuns(name, runs, (0,), timeout_s, **options)))
 
     def moves(self, epoch: str) -> list[Move]:
         """All that were begun, to or from that store, over connections that it has now."""
@@ -128,20 +136,21 @@ class Worker:
         return {each.order_id: each.error for each in told if isinstance(each, RunsEnded)}
 
     def end_all(self) -> None:
-        """All loads end well, as far as that is up to their transfers."""
+        """All orders end well, as far as that is up to their transfers."""
 
         def are_over() -> bool:
             for move in self.moves("a") + self.moves("b"):
                 move.end()
-            return not self.running.has_loads
+            return len(self.ended) == self._num_orders
 
         wait_for(are_over)
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    rank = Rank()
-    made = Worker(rank)
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    rank, connections = Rank(), Connections()
+    monkeypatch.setattr(pool_worker, "connect_memory", lambda context: connections)
+    made = Worker(rank, connections)
     yield made
     made.running.close()
     rank.allocation.free()
@@ -165,7 +174,7 @@ def test_a_load_that_is_late_when_a_thread_has_it_is_not_begun(worker: Worker) -
     worker.fill()
     worker.load("late", "b", timeout_s=0.0, release_layers=0)
     worker.end_all()
-    assert worker.ended["late"] == f"TransferTimeout: {LATE}"
+    assert worker.ended["late"] == f"TransferCancelled: {LATE}"
     assert (worker.released, worker.moves("b")) == ([], [])
 
 
@@ -215,3 +224,56 @@ def test_a_load_that_a_step_did_not_wait_for_has_failed_even_if_all_of_it_comes(
     assert worker.ended == {}
     worker.end_all()
     assert worker.ended == {"load": "a step went on without a layer of it, which was late"}
+
+
+def test_a_load_that_was_late_in_the_queue_takes_no_other_one_along(worker: Worker) -> None:
+    worker.fill()
+    worker.load("late", timeout_s=0.0)
+    worker.moves("a")[0].end()
+    wait_for(lambda: len(worker.moves("a")) == LOAD_THREADS + 1)
+    worker.moves("a")[LOAD_THREADS].end()
+    wait_for(lambda: "late" in worker.ended)
+    assert worker.ended.pop("late") == f"TransferCancelled: {LATE}"
+    worker.end_all()
+    assert {name for name, error in worker.ended.items() if error is None} == {
+        f"long{number}" for number in range(LOAD_THREADS)
+    }
+    assert len(worker.connections.all) == 1
+
+
+def test_a_save_whose_step_does_not_come_takes_no_load_along(worker: Worker) -> None:
+    worker.fill()
+    worker.save("save", timeout_s=0.05, step=7)
+    wait_for(lambda: "save" in worker.ended)
+    assert "step 7 did not come to layer 0 within" in (worker.ended["save"] or "")
+    worker.end_all()
+    ended = worker.ended
+    del ended["save"]
+    assert list(ended.values()) == [None] * LOAD_THREADS
+
+
+@pytest.mark.parametrize("error", [TransferTimeout("late"), PeerLost("gone")])
+def test_who_fails_leaves_its_connection_to_those_that_move_over_it(
+    worker: Worker, error: TransferError
+) -> None:
+    """It may be dead, or only slow: who comes gets another one, and the last one closes it."""
+    worker.load("failing")
+    worker.load("slow")
+    worker.save("save")
+    wait_for(lambda: len(worker.moves("a")) == 3)
+    loading, failing = next(
+        (connection, connection.moves[0])
+        for connection in worker.connections.all.values()
+        if len(connection.moves) == 2
+    )
+    failing.end(error)
+    wait_for(lambda: len(worker.ended) == 1)
+    assert not loading.is_closed
+    worker.load("next")
+    wait_for(lambda: len(worker.connections.all) == 3)
+    worker.end_all()
+    assert sorted(map(str, worker.ended.values())) == sorted(
+        ["None"] * 3 + [f"{type(error).__name__}: {error}"]
+    )
+    assert loading.is_closed
+    assert [each.is_closed for each in worker.connections.all.values()] == [False, False]
