@@ -187,7 +187,7 @@ def _check_token_ids(name: str, token_ids: tuple[int, ...] | list[int], info: En
             )
 
 
-_MAX_CHARACTERS = 512 << 10
+MAX_GRAMMAR_CHARACTERS = 512 << 10
 
 
 def grammar_of(request: GenerationFields) -> Grammar | None:
@@ -207,10 +207,10 @@ def grammar_of(request: GenerationFields) -> Grammar | None:
 
 def check_grammar_size(grammar: Grammar, field: str) -> None:
     """Raises InvalidRequest for a grammar that is too large to look at."""
-    if len(grammar.source) > _MAX_CHARACTERS:
+    if len(grammar.source) > MAX_GRAMMAR_CHARACTERS:
         raise InvalidRequest(
             f"the {grammar.kind.value} has {len(grammar.source)} characters, more than "
-            f"{_MAX_CHARACTERS}",
+            f"{MAX_GRAMMAR_CHARACTERS}",
             param=field,
         )
 

@@ -14,6 +14,7 @@ import msgspec
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.sampling_params import Grammar, GrammarKind
 from mooncake_engine.server.openai_protocol import ChatRequest, NamedToolChoice, Tool, ToolCall
+from mooncake_engine.server.sampling_fields import MAX_GRAMMAR_CHARACTERS
 from mooncake_engine.text.argument_types import types_of
 from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate
 from mooncake_engine.text.grammar_compiler import JSON_STYLE
@@ -210,7 +211,12 @@ _DEFINITIONS = ("$defs", "definitions")
 def call_grammar(
     tools: Sequence[Tool], tool_format: str, *, is_one: bool, instead: str | None = None
 ) -> Grammar:
-    """Calls of these tools, or ``instead`` of any call something else, as a Lark rule's body."""
+    """Calls of these tools, or ``instead`` of any call something else, as a Lark rule's body.
+
+    Raises:
+        InvalidRequest: it gets too long. A tool's definitions are repeated for each argument, so
+            that it may be much longer than the tools are.
+    """
     call, separator = _CALLS[tool_format]
     calls = "one" if is_one else f"one ({separator} one)*"
     if tool_format in _AROUND_CALLS:
@@ -219,17 +225,30 @@ def call_grammar(
     rules = ["start: calls" if instead is None else "start: calls | instead"]
     rules += [f"calls: {calls}", f"one: {call}"]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+    num_characters = 0
     for i, tool in enumerate(tools):
-        if tool_format in _ARGUMENTS_FIELD:
-            body = json.dumps(_schema(tool, _ARGUMENTS_FIELD[tool_format]))
-            rules.append(f"call_{i}: %json {body}")
-        elif tool_format.startswith("deepseek"):
-            rules += _deepseek_call(tool, f"call_{i}", is_fenced=tool_format == "deepseek_v3")
-        else:
-            rules += _tagged_call(tool, f"call_{i}")
+        for rule in _call_rules(tool, tool_format, f"call_{i}"):
+            rules.append(rule)
+            num_characters += len(rule)
+            if num_characters > MAX_GRAMMAR_CHARACTERS:
+                raise InvalidRequest(
+                    "the grammar of calls of these tools has more than "
+                    f"{MAX_GRAMMAR_CHARACTERS} characters",
+                    param="tools",
+                )
     if instead is not None:
         rules.append(f"instead: {instead}")
     return Grammar(GrammarKind.LARK, "\n".join(rules) + "\n")
+
+
+def _call_rules(tool: Tool, tool_format: str, rule: str) -> Iterator[str]:
+    """The rules of a call of one tool."""
+    if tool_format in _ARGUMENTS_FIELD:
+        yield f"{rule}: %json {json.dumps(_schema(tool, _ARGUMENTS_FIELD[tool_format]))}"
+    elif tool_format.startswith("deepseek"):
+        yield from _deepseek_call(tool, rule, is_fenced=tool_format == "deepseek_v3")
+    else:
+        yield from _tagged_call(tool, rule)
 
 
 def _literal(text: str) -> str:
@@ -253,11 +272,12 @@ def _tagged_call(tool: Tool, rule: str) -> Iterator[str]:
     """The rules of a call in Qwen3-Coder's form: its arguments in the schema's order."""
     parameters = tool.function.parameters or {}
     required, properties = parameters.get("required"), parameters.get("properties")
-    required = required if isinstance(required, list) else []  # of another type it says nothing
+    named = required if isinstance(required, list) else []  # of another type it says nothing
+    needed = {name for name in named if isinstance(name, str)}
     properties = properties if isinstance(properties, dict) else {}
     parts = []
     for i, name in enumerate(properties):
-        parts.append(f"{rule}_{i}" if name in required else f"{rule}_{i}?")
+        parts.append(f"{rule}_{i}" if name in needed else f"{rule}_{i}?")
         opening = json.dumps(f"<parameter={name}>\n")
         yield f"{rule}_{i}: {opening} {rule}_{i}_value"
         yield _tagged_value(parameters, name, f"{rule}_{i}_value")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,23 @@ def test_odd_schemas_of_tools_fail_no_answer(
     response = coder.post(PATH, messages=[ASK], tools=[tool], tool_choice=choice)
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["message"]["tool_calls"]
+
+
+def test_a_grammar_is_given_up_as_soon_as_it_is_too_long(coder: AsgiClient) -> None:
+    """Definitions go to each argument: tools of 60 KB would have a grammar of 36 MB."""
+    parameters = {
+        "properties": {f"a{i}": {"$ref": "#/$defs/a"} for i in range(1200)},
+        "$defs": {"a": {"type": "integer", "description": "x" * 30_000}},
+    }
+    tool = {"type": "function", "function": {"name": "brew", "parameters": parameters}}
+    tracemalloc.start()
+    response = coder.post(PATH, messages=[ASK], tools=[tool], tool_choice="required")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert response.status_code == 400
+    assert "has more than 524288 characters" in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "tools"
+    assert peak < 8 << 20
 
 
 @pytest.mark.parametrize(
