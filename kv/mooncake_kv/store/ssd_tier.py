@@ -226,7 +226,7 @@ class SsdTier:
         running: dict[Drive, list[RecordRead]] = {}
         for each in wanted:
             record = self._records.get(each.key)
-            if record is None or not record.drive.directory.hold(record.location):
+            if record is None or not self._hold(record):
                 each.ended(False)
             else:
                 reads = running.setdefault(record.drive, [])
@@ -267,7 +267,7 @@ class SsdTier:
         buffer = aligned_buffer(max((d.directory.max_chunk_bytes for d in self._drives), default=1))
         for chunk in self.chunks():
             record = self._records.get(chunk.key)
-            if record is not None:
+            if record is not None and self._hold(record):
                 is_right = self._read_whole(record, buffer[: rounded_up(chunk.nbytes)])
                 num_right += is_right
                 num_wrong += not is_right
@@ -383,10 +383,19 @@ class SsdTier:
         finally:  # not before: a segment that is collected takes along what is indexed
             directory.give_up(location)
 
+    def _hold(self, record: _Record) -> bool:
+        """Keep a record from being collected until ``_end_read``. False: it was, and is forgotten,
+        if it should be indexed yet: it would be looked for again and again."""
+        if record.drive.directory.hold(record.location):
+            return True
+        with self._lock:
+            is_gone = self._is_indexed(record) and self._unindex(record.chunk.key)
+        if is_gone:
+            self._removed([record.chunk.key])
+        return False
+
     def _read_whole(self, record: _Record, payload: memoryview) -> bool:
-        """Read all of a record here and now; whether it is right."""
-        if not record.drive.directory.hold(record.location):
-            return False
+        """Read all of a record that is held here and now; whether it is right."""
         is_right = False
         try:
             with record.drive.reading.watched(len(payload)):
@@ -438,17 +447,24 @@ class SsdTier:
             segment = drive.wants_collection()
             if segment is None:
                 return
+            use = segment.use
             with self._lock:
-                keys = list(drive.keys_of_use.get(segment.use, ()))
+                keys = list(drive.keys_of_use.get(use, ()))
             self._keep_hot(drive, keys)
-            gone = self.forget(key for key in keys if self._is_in(key, segment))
-            if gone:
-                self._removed(gone)
-            drive.directory.recycle(segment)
+            self._forget_use(drive, use)
+            if drive.directory.recycle(segment):  # nothing is written to it any more
+                self._forget_use(drive, use)
         except StoreIOError as exc:
             self._failed(exc)
         finally:
             drive.collecting.release()
+
+    def _forget_use(self, drive: Drive, use: bytes) -> None:
+        """Forget what lies in a use of a segment, that is indexed by now."""
+        with self._lock:
+            gone = [key for key in [*drive.keys_of_use.get(use, ())] if self._unindex(key)]
+        if gone:
+            self._removed(gone)
 
     def _keep_hot(self, drive: Drive, keys: Iterable[bytes]) -> None:
         """Write those that were read again, the most read first, into the segment of now."""
@@ -460,7 +476,7 @@ class SsdTier:
             if left < 0 or not self._budget_for(record.chunk):
                 return
             payload = aligned_buffer(rounded_up(record.chunk.nbytes))
-            if not self._read_whole(record, payload):
+            if not self._hold(record) or not self._read_whole(record, payload):
                 continue
             try:
                 location = drive.append(record.chunk.nbytes)
@@ -506,10 +522,6 @@ class SsdTier:
 
     def _is_indexed(self, record: _Record) -> bool:
         return self._records.get(record.chunk.key) is record
-
-    def _is_in(self, key: bytes, segment: Segment) -> bool:
-        record = self._records.get(key)
-        return record is not None and record.location.segment is segment
 
     def _budget_for(self, chunk: Chunk) -> bool:
         with self._lock:

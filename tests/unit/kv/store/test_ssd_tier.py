@@ -410,6 +410,67 @@ def test_a_segment_is_not_collected_before_what_was_written_to_it_is_indexed(ope
     assert store.store.verify() == (1, 0)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_record_whose_write_ends_while_its_segment_is_collected_is_not_found(
+    opened, monkeypatch, is_late
+):
+    """Else the index has it for ever: every load of it fails, and it is not written anew."""
+    store = opened(capacity=24, segments=3, write_threads=2)
+    tier = store.store._moves.tier
+    [drive] = tier._drives
+    written, over, collected = threading.Event(), threading.Event(), threading.Event()
+    forget_use = tier._forget_use
+
+    def slow():
+        written.set()
+        assert over.wait(WAIT_S)
+
+    def finish():
+        over.set()
+        await_level(store, lambda _: not drive.directory._sealed[0].num_busy)
+
+    def forget(drive, use):
+        """The write ends before what its segment has is forgotten, or right behind that."""
+        is_first = not collected.is_set() and drive.directory._sealed[0].use == use
+        if is_first and not is_late:
+            finish()
+        forget_use(drive, use)
+        if is_first and is_late:
+            finish()
+        if is_first:
+            collected.set()
+
+    around_writes(monkeypatch, 0, before=slow)
+    monkeypatch.setattr(tier, "_forget_use", forget)
+    store.put(0)
+    store.get([0])
+    assert written.wait(WAIT_S)
+    number = 2
+    while not collected.is_set():
+        store.save([number])
+        number += 2
+    store.await_writes()
+    assert chunk(0).key not in {c.key for c in tier.chunks()}
+    assert ("removed", Tier.SSD, chunk(0).key) in store.events
+
+
+def test_a_record_of_a_segment_that_was_collected_is_forgotten_by_who_wants_it(opened):
+    store = opened(capacity=2)
+    store.save([0])
+    [drive] = store.store._moves.tier._drives
+    for number in (11, 13, 15):
+        store.put(number)
+    with drive.directory._lock:
+        drive.directory._seal()
+    assert drive.directory.recycle(next(iter(drive.directory._sealed.values())))
+    assert store.get([0]) == [None]
+    store.await_event("removed", Tier.SSD, chunk(0).key)
+    assert store.user.probe(keys([0])).result() == [Residence.ABSENT]
+    assert store.store.verify() == (0, 0)
+    store.put(0)  # memory had it before
+    store.await_event("stored", Tier.SSD, chunk(0).key)
+
+
 def hang(monkeypatch):
     """Nothing is read of chunks until the event that is returned."""
     hung, read = threading.Event(), SsdDirectory.read_sections
