@@ -80,7 +80,7 @@ def can_continue(context: RequestContext) -> bool:
         return False
     if parsed.return_token_ids or parsed.includes_continuous_usage:
         return False
-    if any(name in fields and not _is_off(fields[name]) for name in (*OBSTACLES, *COUNTED)):
+    if any(name in fields and not _is_off(name, fields[name]) for name in (*OBSTACLES, *COUNTED)):
         return False
     # vLLM's D drops the token ids where a part has a field of media, though it be null.
     if _fills_context(fields) or has_media(parsed.messages):
@@ -141,8 +141,11 @@ def _joined(event: bytes, data: bytes) -> bytes:
     return b"data: %b\n\n" % encode(chunk)
 
 
-def _is_off(raw: Raw) -> bool:
-    return msgspec.json.decode(raw) in (None, 0, False, [], {}, "none")
+def _is_off(name: str, raw: Raw) -> bool:
+    value = msgspec.json.decode(raw)
+    if name == "logprobs":  # 0 of a completion asks for those of the tokens themselves
+        return value is None or value is False
+    return value in (None, 0, False, [], {}, "none")
 
 
 def _fills_context(fields: dict[str, Raw]) -> bool:

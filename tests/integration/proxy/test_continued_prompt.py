@@ -84,6 +84,7 @@ def test_the_first_token_arrives_before_the_decoder_says_anything() -> None:
         {"response_format": {"type": "json_object"}},
         {"return_token_ids": True},
         {"logprobs": 1},
+        {"logprobs": 0},
         {"n": 2},
         {"truncate_prompt_tokens": -1},
     ],
@@ -102,8 +103,10 @@ def test_where_the_answer_so_far_counts_the_decoder_says_every_token(extra: Json
 
 @pytest.mark.parametrize(
     "name",
-    ["image_url", "image_pil", "image_embeds", "input_image", "input_audio", "audio_url"]
-    + ["audio_embeds", "video_url", "video_embeds", "prompt_embeds"],
+    [
+        *("image_url", "image_pil", "image_embeds", "input_image", "input_audio", "audio_url"),
+        *("audio_embeds", "video_url", "video_embeds", "prompt_embeds"),
+    ],
 )
 def test_a_part_that_names_media_though_it_be_null_is_left_to_the_decoder(name: str) -> None:
     """P reads it as text, as its type says; D renders the messages, without P's token."""
@@ -122,7 +125,16 @@ def test_a_part_that_names_media_though_it_be_null_is_left_to_the_decoder(name: 
     uvloop.run(main())
 
 
-@pytest.mark.parametrize("extra", [{"stop": None}, {"seed": 7, "temperature": 0}, {"stop": []}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"stop": None},
+        {"seed": 7, "temperature": 0},
+        {"stop": []},
+        {"logprobs": None},
+        {"logprobs": False},
+    ],
+)
 def test_fields_that_say_nothing_are_no_obstacle(extra: Json) -> None:
     async def main() -> None:
         async with vllm_pair() as s:
