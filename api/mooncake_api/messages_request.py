@@ -128,6 +128,9 @@ def read_messages_request(body: bytes) -> tuple[MessagesRequest, bytes]:
             )
     chat: Json = {**others, **_sampling(request), **_tools(request)}
     chat["messages"] = _conversation(request.system, request.messages)
+    if continued := _continued(chat["messages"]):
+        _check_continued(request)
+        chat = continued | chat
     variables = (_template_variables(request.thinking) or {}) | (request.chat_template_kwargs or {})
     if variables:
         chat["chat_template_kwargs"] = variables
@@ -147,7 +150,8 @@ def count_tokens_request(body: bytes) -> bytes:
         RequestRefused: as for a request of messages.
     """
     request, _ = read_request(body, CountTokensRequest, {})
-    wanted: Json = {"messages": _conversation(request.system, request.messages)}
+    messages = _conversation(request.system, request.messages)
+    wanted: Json = {"messages": messages, **_continued(messages)}
     if request.model is not None:
         wanted["model"] = request.model
     if request.tools:
@@ -227,6 +231,25 @@ def _conversation(system: str | list[Json] | None, messages: list[Json]) -> list
     for index, message in enumerate(messages):
         found += _turn(message, f"messages[{index}]")
     return found
+
+
+def _continued(messages: list[Json]) -> Json:
+    """Fields of the chat request whose answer goes on with the text of the model's that the
+    conversation ends with; none where it ends otherwise."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or last["content"] is None or last.get("tool_calls"):
+        return {}
+    return {"add_generation_prompt": False, "continue_final_message": True}
+
+
+def _check_continued(request: MessagesRequest) -> None:
+    config = request.output_config or OutputConfig()
+    if config.format or request.output_format:
+        raise RequestRefused(
+            "the answer would go on with the model's text that messages end with, and a schema "
+            "describes a whole answer: leave that message or output_config.format out",
+            param="output_config.format" if config.format else "output_format",
+        )
 
 
 def _turn(message: Json, path: str) -> list[Json]:

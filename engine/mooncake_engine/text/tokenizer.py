@@ -249,6 +249,12 @@ class Tokenizer:
                 **kwargs,
             )
         except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as exc:
+            if continue_final_message and isinstance(exc, ValueError):  # its message has it all
+                raise InvalidRequest(
+                    "the model's chat template does not show the final message as it is, so that "
+                    "it can't be continued: end with a message of the user's",
+                    param="messages",
+                ) from exc
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {exc}", param="messages"
             ) from exc

@@ -129,6 +129,42 @@ def test_tools_and_their_choice(choice: Json, expected: Json) -> None:
     assert {name: chat[name] for name in chat if "tool" in name} == expected
 
 
+CONTINUED: Json = {"add_generation_prompt": False, "continue_final_message": True}
+BEGUN: Json = {"role": "assistant", "content": "{"}
+
+
+@pytest.mark.parametrize("content", ["{", "", [{"type": "text", "text": "{"}]])
+def test_an_answer_goes_on_with_the_text_that_messages_end_with(content: Any) -> None:
+    """Clients put the two together, mostly to get JSON."""
+    messages = [ASK, {"role": "assistant", "content": content}]
+    chat = chat_of(messages=messages)
+    assert {name: chat[name] for name in CONTINUED} == CONTINUED
+    assert chat["messages"][-1] == {"role": "assistant", "content": "{" if content else ""}
+    counted = count_tokens_request(json.dumps({"messages": messages}).encode())
+    assert json.loads(counted) == CONTINUED | {"messages": chat["messages"]}
+    assert chat_of(messages=messages, add_generation_prompt=True)["add_generation_prompt"] is True
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        ASK,
+        {"role": "system", "content": "Well?"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "At once."},
+                {"type": "tool_use", "id": "c", "name": "brew", "input": {}},
+            ],
+        },
+    ],
+)
+def test_an_answer_goes_on_with_nothing_else(last: Json) -> None:
+    assert not CONTINUED.keys() & chat_of(messages=[BEGUN, last]).keys()
+    assert not CONTINUED.keys() & chat_of(messages=[BEGUN, ASK]).keys()
+
+
 def test_what_is_counted_is_the_same_conversation() -> None:
     body = {"model": "m", "messages": [ASK], "system": "Be brief.", "tools": [BREW]}
     counted = json.loads(count_tokens_request(json.dumps(body).encode()))
@@ -162,6 +198,14 @@ def test_what_is_counted_is_the_same_conversation() -> None:
             "'document'",
         ),
         ({"system": [{"type": "image"}]}, "system[0]", "only text"),
+        (
+            {
+                "messages": [ASK, {"role": "assistant", "content": "{"}],
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+            },
+            "output_config.format",
+            "a whole answer",
+        ),
     ],
 )
 def test_what_cannot_be_said_is_refused_by_name(body: Json, param: str, words: str) -> None:
