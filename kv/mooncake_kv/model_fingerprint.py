@@ -57,7 +57,9 @@ class _Tensor:
     stop: int
 
 
-def model_fingerprint(directory: Path, dtype: str) -> ModelFingerprint:
+def model_fingerprint(
+    directory: Path, dtype: str, config_directory: Path | None = None
+) -> ModelFingerprint:
     """Read the fingerprint of a Hugging Face model directory: megabytes per thousand tensors.
 
     How the tensors are spread over files does not matter, nor what the files are called.
@@ -65,11 +67,12 @@ def model_fingerprint(directory: Path, dtype: str) -> ModelFingerprint:
     Args:
         directory: with ``config.json`` and safetensors, or an index of GGUF files.
         dtype: in which the weights are used.
+        config_directory: with ``config.json``, where that is not beside the weights.
 
     Raises:
         KVConfigError: a file can't be read, or is damaged.
     """
-    config = _read_object(directory / "config.json")
+    config = _read_object((config_directory or directory) / "config.json")
     digests: dict[str, bytes] = {}
     layout: dict[str, str] = {}
     with ThreadPoolExecutor(_NUM_READERS, "fingerprint") as readers:

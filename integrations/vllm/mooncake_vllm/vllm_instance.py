@@ -45,7 +45,7 @@ def describe_instance(vllm_config: Any) -> Instance:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     return Instance(
         f"{transfer.engine_id}-{uuid.uuid4().hex[:8]}",  # users fix the first part, over restarts
-        fingerprint(vllm_config.model_config),
+        fingerprint(vllm_config.model_config, vllm_config.load_config.download_dir),
         parallel.pipeline_parallel_size * parallel.tensor_parallel_size,
         vllm_config.model_config.max_model_len,
         sends=transfer.is_kv_producer,
@@ -80,15 +80,21 @@ def steps_may_wait(vllm_config: Any) -> bool:
     return parallel.pipeline_parallel_size == 1 and not shares_experts
 
 
-def fingerprint(model_config: Any) -> ModelFingerprint:
-    """What tells the model from others: as mooncake-engine does it, where its files are here."""
+def fingerprint(model_config: Any, download_dir: str | None = None) -> ModelFingerprint:
+    """What tells the model from others: as mooncake-engine does it, where its files are here.
+
+    Args:
+        model_config: of vLLM.
+        download_dir: where vLLM keeps weights from the hub, if not in the hub's own cache.
+    """
     dtype = str(model_config.dtype).removeprefix("torch.")
     changed: dict[str, str] = {}
     try:
-        folder = _checkpoint_folder(model_config)
-        found = model_fingerprint(folder, dtype)
+        folder = _checkpoint_folder(model_config)  # vLLM has the configuration there in any case
+        weights = _checkpoint_folder(model_config, download_dir) if download_dir else folder
+        found = model_fingerprint(weights, dtype, folder)
         changed["overrides by vLLM"] = _overrides(model_config, folder)
-    except (KVConfigError, OSError) as exc:
+    except (KVConfigError, OSError, ValueError) as exc:  # ValueError: no name of the hub's
         logger.warning(
             "peers tell the model by its name and configuration alone, not by its weights: %s", exc
         )
@@ -119,11 +125,16 @@ def _canonical(value: Mapping[str, Any]) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _checkpoint_folder(model_config: Any) -> Path:
-    """Where the weights are that vLLM has loaded.
+def _checkpoint_folder(model_config: Any, cache_dir: str | None = None) -> Path:
+    """Where the model's files are that vLLM has loaded.
+
+    Args:
+        model_config: of vLLM.
+        cache_dir: of files from the hub; None: the hub's own.
 
     Raises:
         OSError: not in a folder, nor among those that were fetched from the hub.
+        ValueError: of a name that the hub can't have, such as a bucket's address.
     """
     folder = Path(model_config.model)
     if folder.is_dir():
@@ -131,7 +142,12 @@ def _checkpoint_folder(model_config: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(
-        snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True)
+        snapshot_download(
+            model_config.model,
+            revision=model_config.revision,
+            cache_dir=cache_dir,
+            local_files_only=True,
+        )
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,7 @@ def config(**changes: Any) -> Any:
         parallel_config=SimpleNamespace(**(parallel | changes)),
         kv_transfer_config=transfer,
         model_config=model(),
+        load_config=SimpleNamespace(download_dir=None),
         instance_id="abcde",
     )
 
@@ -213,6 +215,35 @@ def test_one_without_readable_weights_is_told_by_its_name(
     assert found.settings["told by"] == "its name"
     assert "by its name and configuration alone" in caplog.text
     assert found != fingerprint(model(model=str(tmp_path), revision="other"))
+
+
+def put_in_hub_cache(cache: Path, *names: str) -> None:
+    """As the hub's client keeps the example's files, as those of ``org/tiny``."""
+    repository, commit = cache / "models--org--tiny", "0" * 40
+    snapshot = repository / "snapshots" / commit
+    for folder in (snapshot, repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    for name in names:
+        shutil.copy(EXAMPLE / name, snapshot)
+
+
+def test_weights_are_looked_for_where_vllm_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --download-dir, the weights alone; what the hub's own cache has of the name may be
+    another one's."""
+    usual, asked = tmp_path / "usual", tmp_path / "asked"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(usual))
+    put_in_hub_cache(usual, "config.json")
+    put_in_hub_cache(asked, *(path.name for path in EXAMPLE.glob("*.safetensors*")))
+    assert fingerprint(model(model="org/tiny"), str(asked)) == model_fingerprint(EXAMPLE, "float32")
+    assert fingerprint(model(model="org/tiny")).settings["told by"] == "its name"
+
+
+@pytest.mark.parametrize("name", ["org/repo:Q4_K_M", "s3://bucket/model", "org/none"])
+def test_what_is_in_no_cache_of_the_hub_is_told_by_its_name(name: str) -> None:
+    assert fingerprint(model(model=name)).settings["told by"] == "its name"
 
 
 def test_what_a_token_keeps() -> None:
