@@ -372,6 +372,12 @@ class ProxyApplication:
         except ProxyError as error:
             self._answer_error(active, error)
             self._account(active, error)
+        except Exception:
+            logger.exception("request %s has failed within the proxy", active.request_id)
+            internal = Refusal("internal error of the proxy; its log has the details")
+            request.keep_alive = False
+            self._answer_error(active, internal)
+            self._account(active, internal)
         else:
             self._account(active, None)
 

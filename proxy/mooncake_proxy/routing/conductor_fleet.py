@@ -183,7 +183,6 @@ class ConductorFleet:
         expected = self._output(request_class).value
         if token_limit is not None:
             expected = min(expected, max(float(token_limit), 1.0))
-        takers = self._takers if self._pool.has_incompatible_pairs else None
         request = RoutingRequest(
             f"{OWNER}-{next(_numbers)}",
             max(num_tokens, CHUNK_TOKENS * len(keys)),
@@ -191,7 +190,7 @@ class ConductorFleet:
             expected,
             request_class,
             OWNER,
-            takers=takers,
+            takers=self._takers(),
         )
         return self._route(request, now)
 
@@ -204,7 +203,9 @@ class ConductorFleet:
         fleet = self.conductor.fleet
         if not len(fleet.prefill_slots) or not len(fleet.decode_slots):
             return None
-        request = replace(routed.request, avoid=self._slots_of(tried))
+        request = replace(
+            routed.request, avoid=self._slots_of(tried), takers=self._takers()
+        )
         found = self._route(request, now)
         return found if found.decision.verdict.is_admitted else None
 
@@ -322,14 +323,23 @@ class ConductorFleet:
             self._output_tokens[request_class] = RunningQuantile(0.5, INITIAL_OUTPUT_TOKENS)
         return self._output_tokens[request_class]
 
-    def _takers(self, slot: int) -> frozenset[int]:
-        """Who can take the KV of that slot's instance."""
-        prefill = self._entries[slot].instance
-        return frozenset(
-            at
-            for at, entry in self._entries.items()
-            if entry.role is not Role.PREFILL and prefill.is_compatible(entry.instance)
-        )
+    def _takers(self) -> Callable[[int], frozenset[int]] | None:
+        """For a request that is placed now: who can take the KV of a slot's instance; None if all
+        can. It may have left its slot before its KV is taken."""
+        if not self._pool.has_incompatible_pairs:
+            return None
+        placed: dict[int, Instance] = {}
+
+        def takers_of(slot: int) -> frozenset[int]:
+            if slot not in placed:
+                placed[slot] = self._entries[slot].instance
+            return frozenset(
+                at
+                for at, entry in self._entries.items()
+                if entry.role is not Role.PREFILL and placed[slot].is_compatible(entry.instance)
+            )
+
+        return takers_of
 
     def _slots_of(self, instances: Collection[Instance]) -> frozenset[int]:
         found = (self._slots.get(instance.name) for instance in instances)

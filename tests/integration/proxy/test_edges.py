@@ -13,11 +13,13 @@ import uvloop
 from support.proxy_fakes import Stand, stand, text_of
 from support.proxy_fakes_client import BODY, events_of, make_certificate, post, streamed_text
 
+from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.config import AdmissionConfig, TlsConfig
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.pool.instances import InstanceSpec, Role
+from mooncake_proxy.routing.router import RequestRouter
 
 
 async def raw(s: Stand, data: bytes) -> bytes:
@@ -318,3 +320,27 @@ def test_a_body_that_is_no_utf_8_is_refused_and_counted(
 
     uvloop.run(main())
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_what_fails_within_the_proxy_is_answered_and_counted(
+    has_begun: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(router: RequestRouter, context: RequestContext) -> None:
+        if has_begun:
+            context.request.start_stream("text/event-stream", b"", b'data: {"id":"a"}\n\n')
+        raise ZeroDivisionError("mine")
+
+    async def main() -> None:
+        async with stand() as s:
+            s.app._flow = fail
+            answer = await post(s, BODY | {"stream": True})
+            status = 200 if has_begun else 500
+            assert answer.status_code == status
+            error = events_of(answer.text)[-1] if has_begun else answer.json()
+            assert error["error"]["message"].startswith("internal error of the proxy")
+            assert s.count("requests", "/v1/completions", str(status)) == 1
+            assert s.count("stream_errors") == has_begun
+
+    uvloop.run(main())
+    assert "ZeroDivisionError: mine" in caplog.text
