@@ -9,7 +9,7 @@ fragmentation but between models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 GRANULE = 4096
 """Allocations begin at multiples of it and are multiples of it long: a page, and what direct I/O
@@ -97,6 +97,17 @@ class ArenaAllocator:
             KeyError: no range begins there.
         """
         return self._allocated[offset // GRANULE] * GRANULE
+
+    def ranges_from(self, offset: int) -> Iterator[tuple[int, int, bool]]:
+        """Ranges side by side: the free one before ``offset``, if there is one, that which begins
+        there, and those behind it. Offset, length in bytes, whether it is free. Nothing may be
+        allocated or freed meanwhile."""
+        self._close_open()
+        at = offset // GRANULE
+        at = self._free_ends.get(at, at)
+        while (length := self._allocated.get(at) or self._free.get(at)) is not None:
+            yield at * GRANULE, length * GRANULE, at in self._free
+            at += length
 
     def check_integrity(self) -> None:
         """Prove that free and allocated ranges tile the arena, and that neighbours are joined.

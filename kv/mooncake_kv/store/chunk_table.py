@@ -41,12 +41,12 @@ from mooncake_kv.store.chunk_store import (
     Tier,
     WriteHandle,
 )
-from mooncake_kv.store.copy_worth import PUT_USES, UseCounts, loss_of_last, worth_of_copy
+from mooncake_kv.store.copy_worth import PUT_USES, UseCounts
 from mooncake_kv.store.eviction import EvictionPolicy
+from mooncake_kv.store.victim_choice import COPIES, SHARED, VictimChoice
 
-MAX_SKIPPED_VICTIMS = 4096
-"""How many chunks that can't go an eviction looks past, before the store counts as full."""
-
+MAX_FREED = 4
+"""How many times its own size is freed for a chunk, should no part of that have room for it."""
 QUARANTINE_MARGIN_S = 10.0
 """A transfer's time begins when its rank has the order; copies look at the clock between pieces."""
 
@@ -56,12 +56,6 @@ _ENDS_A_SEQUENCE = {
     PutRefusal.TOO_LARGE,
     PutRefusal.NOT_WORTH_IT,
 }
-
-SHARED = ""
-"""The group of all tenants that have no quota."""
-COPIES = "\0copies"
-"""The group of what they have fetched from other stores."""
-
 
 _STAGING, _READY, _EVICTING, _ABANDONED = ChunkState
 """Named here since a member that is looked up in its Enum costs a fifth of a microsecond, which a
@@ -136,10 +130,10 @@ class ChunkTable:
         self._settings = settings
         self._allocator = ArenaAllocator(capacity)
         self._uses = UseCounts()
-        self._policies = {group: settings.make_policy() for group in (SHARED, COPIES)}
-        self._policies |= {tenant: settings.make_policy() for tenant in settings.quotas}
-        self._used_bytes = dict.fromkeys(self._policies, 0)
+        self._used_bytes = dict.fromkeys((SHARED, COPIES, *settings.quotas), 0)
         self._index: dict[bytes, Entry] = {}
+        policies = {group: settings.make_policy() for group in self._used_bytes}
+        self._victims = VictimChoice(policies, self._index, self._allocator, self._uses)
         self._evicting: dict[int, Entry] = {}
         self._handles = ChunkHandles()
         self._quarantine: list[tuple[float, int]] = []
@@ -231,7 +225,7 @@ class ChunkTable:
                 groups.setdefault(entry.group, []).append(key)
         for group, members in groups.items():
             self._uses.note(members, now)
-            self._policies[group].touch(members)
+            self._victims.touch(group, members)
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -253,7 +247,10 @@ class ChunkTable:
         self.expire(now)
         if is_use:
             self.touch([chunk.key for chunk in chunks], now)
-        missing = {c.key: c.nbytes for c in chunks if c.key not in self._index}
+        missing: dict[bytes, int] = {}
+        for chunk in chunks:  # of one that is named twice, the first is staged
+            if chunk.key not in self._index:
+                missing.setdefault(chunk.key, chunk.nbytes)
         self._uses.note(missing, now, PUT_USES if copy is None else 1.0)
         lease_s, num_left = _bounded(lease_s), self._handles.num_left(user)
         offsets = self._allocate_together(list(missing.values())[:num_left])
@@ -290,7 +287,7 @@ class ChunkTable:
                 entry.state, entry.used_at = _READY, now
                 if entry.parent is not None:
                     self._leave_parent(entry)
-                self._policies[entry.group].add(entry.chunk)
+                self._victims.add(entry)
                 stored.append(entry.chunk)
         self.stats.num_puts += len(stored)
         self.stats.put_bytes += sum([chunk.nbytes for chunk in stored])
@@ -415,7 +412,7 @@ class ChunkTable:
                 assert self._index[entry.chunk.key] is entry, "a write lost its chunk"
         for entry in held:
             assert entry.num_pins == pins[entry.generation], "pins and handles disagree"
-        used = dict.fromkeys(self._policies, 0)
+        used = dict.fromkeys(self._used_bytes, 0)
         for entry in held:
             used[entry.group] += rounded_up(entry.chunk.nbytes)
         assert used == self._used_bytes, "a tenant's bytes are miscounted"
@@ -493,68 +490,32 @@ class ChunkTable:
         if nbytes > self._allocator.capacity:
             return PutRefusal.TOO_LARGE
         quota = self._settings.quotas.get(group)
+        if quota is not None and nbytes > quota:
+            return PutRefusal.OVER_QUOTA
         while quota is not None and self._used_bytes[group] + nbytes > quota:
-            victim = self._victim(group, chunk.parent)
+            victim = self._victims.first(group, chunk.parent)
             if victim is None:
                 return PutRefusal.OVER_QUOTA
-            if copy is not None and not self._is_worth(chunk, copy, victim, now):
+            if copy is not None and not self._victims.is_worth(chunk, copy, [victim], now):
                 return PutRefusal.NOT_WORTH_IT
             self._evict(victim, "quota", now)
+        freed = 0
         while (offset := self._allocator.allocate(nbytes)) is None:
-            victims = [self._victim(group, chunk.parent) for group in self._policies]
-            candidates = [victim for victim in victims if victim is not None]
-            if not candidates:
+            victims = self._victims.for_room(chunk, now) if freed < MAX_FREED * nbytes else []
+            if not victims:
                 return PutRefusal.NO_ROOM
-            victim = self._least_worth(candidates, now)
-            if copy is not None and not self._is_worth(chunk, copy, victim, now):
+            if copy is not None and not self._victims.is_worth(chunk, copy, victims, now):
                 return PutRefusal.NOT_WORTH_IT
-            self._evict(victim, "copy" if victim.copy else "room", now)
+            for victim in victims:
+                freed += rounded_up(victim.chunk.nbytes) if victim.unsafe_until <= now else 0
+                self._evict(victim, "copy" if victim.copy else "room", now)
         return offset
-
-    def _least_worth(self, candidates: Sequence[Entry], now: float) -> Entry:
-        """The one to go: the oldest, or a copy that is worth less than it."""
-        oldest = min(candidates, key=lambda entry: entry.used_at)
-        for spare in candidates:
-            if spare.copy is not None and spare.group == COPIES:
-                worth = worth_of_copy(self._uses.uses(spare.chunk.key, now), spare.copy)
-                return (
-                    spare if worth <= self._loss(oldest, spare.chunk, spare.copy, now) else oldest
-                )
-        return oldest
-
-    def _is_worth(self, chunk: Chunk, copy: CopyTerms, victim: Entry, now: float) -> bool:
-        worth = worth_of_copy(self._uses.uses(chunk.key, now), copy)
-        return worth > self._loss(victim, chunk, copy, now)
-
-    def _loss(self, victim: Entry, chunk: Chunk, terms: CopyTerms, now: float) -> float:
-        """Seconds that a victim's loss costs; ``chunk`` and ``terms`` as in ``loss_of_last``."""
-        uses = self._uses.uses(victim.chunk.key, now)
-        if victim.copy is not None:
-            return worth_of_copy(uses, victim.copy)
-        return loss_of_last(uses, victim.chunk, chunk, terms)
-
-    def _victim(self, group: str, kept: bytes | None) -> Entry | None:
-        """The first chunk in a policy's order that may go.
-
-        One that may not go takes all before it in its sequence along: without those it would be of
-        no use.
-        """
-        blocked = {kept}
-        for count, key in enumerate(self._policies[group].victims()):
-            entry = self._index[key]
-            if key not in blocked and not entry.num_pins and not entry.num_staging_children:
-                return entry
-            if entry.chunk.parent is not None:
-                blocked.add(entry.chunk.parent)
-            if count >= MAX_SKIPPED_VICTIMS:
-                break
-        return None
 
     def _evict(self, entry: Entry, reason: str, now: float) -> None:
         """Take a chunk that is ready out of sight; its memory is free once nobody reads it."""
         key = entry.chunk.key
         del self._index[key]
-        self._policies[entry.group].remove(key)
+        self._victims.remove(entry)
         entry.state = _EVICTING
         self._evicting[entry.generation] = entry
         self.stats.num_evicted[reason] = self.stats.num_evicted.get(reason, 0) + 1

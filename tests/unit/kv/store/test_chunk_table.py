@@ -482,3 +482,67 @@ def test_no_read_is_ever_wrong_in_a_hundred_thousand_operations():
     world.table.drop([c.key for c in world.table.ready_chunks()], world.now)
     world.table.expire(world.now + QUARANTINE_S + 3)
     assert levels(world.table).free_bytes == world.granules * GRANULE
+
+
+def test_a_chunk_that_is_named_twice_with_two_sizes_has_the_memory_that_its_handle_says():
+    """Else it is written into the chunks behind it, and their readers are told that it is right."""
+    table = table_of(64)
+    put(table, chunk("other"))
+    first, second = table.reserve([chunk("a", granules=8), chunk("a")], ANNA, 10, 1)
+    assert (first.nbytes, second) == (8 * GRANULE, PutRefusal.STAGING)
+    behind = table.reserve([chunk("b"), chunk("c")], BERT, 10, 1)
+    assert all(not first.offset <= handle.offset < first.offset + first.nbytes for handle in behind)
+    table.check_integrity()
+
+
+def test_a_chunk_that_there_is_no_room_for_takes_nothing_along():
+    table = table_of(64)
+    put(table, *[chunk(f"{n}") for n in range(64)])
+    table.pin([b"30"], BERT, 10, 1)
+    assert table.reserve([chunk("huge", granules=64)], ANNA, 10, 1) == [PutRefusal.NO_ROOM]
+    assert table.stats.num_evicted == {}
+
+
+def test_a_chunk_that_is_larger_than_its_tenants_quota_takes_nothing_along():
+    table = table_of(64, quotas={"anna": 4 * GRANULE})
+    put(table, *[chunk(f"{n}", tenant="anna") for n in range(4)])
+    large = chunk("large", granules=5, tenant="anna")
+    assert table.reserve([large], ANNA, 10, 1) == [PutRefusal.OVER_QUOTA]
+    assert table.stats.num_evicted == {}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_for_a_large_chunk_small_ones_go_that_lie_side_by_side(policy):
+    table = ChunkTable(512 * GRANULE, TableSettings(POLICIES[policy], QUARANTINE_S))
+    put(table, *[chunk(f"{n}") for n in range(512)])
+    draw = random.Random(3)
+    for now in range(2000):
+        table.touch([b"%d" % draw.randrange(512)], now)
+    for n in range(0, 512, 50):
+        table.pin([b"%d" % n], BERT, 1e6, 2000)
+    for n in range(4):
+        put(table, chunk(f"large {n}", granules=16), now=2000)
+    assert table.stats.num_evicted == {"room": 4 * 16}
+    table.check_integrity()
+
+
+def test_the_chunks_before_a_large_one_stay_for_it_and_memory_that_rests_is_none():
+    table = table_of(8)
+    put(table, chunk("a"), chunk("b", parent="a"), chunk("c", parent="b"), now=0)
+    put(table, *[chunk(f"{n}") for n in range(5)], now=1)
+    assert table.reserve([chunk("d", parent="c", granules=6)], ANNA, 10, 2) == [PutRefusal.NO_ROOM]
+    table.pin([b"2"], BERT, 1, 2)  # and never says that it ended
+    assert table.reserve([chunk("d", parent="c", granules=5)], ANNA, 10, 3) == [PutRefusal.NO_ROOM]
+    assert table.stats.num_evicted == {}
+    put(table, chunk("d", parent="c", granules=5), now=3 + QUARANTINE_S)
+    assert table.probe([b"a", b"b", b"c", b"d"]) == [Residence.DRAM] * 4
+    table.check_integrity()
+
+
+def test_a_copy_has_to_be_worth_all_that_would_have_to_go_for_it():
+    table = table_of(8)
+    put(table, *[chunk(f"{n}") for n in range(8)], now=0)
+    terms = CopyTerms(1, 1.0, 1.0)
+    assert table.reserve([chunk("a", granules=8)], ANNA, 10, 1, terms) == [PutRefusal.NOT_WORTH_IT]
+    assert isinstance(table.reserve([chunk("b")], ANNA, 10, 1, terms)[0], WriteHandle)
+    assert table.stats.num_evicted == {"room": 1}
