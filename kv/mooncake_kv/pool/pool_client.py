@@ -39,6 +39,7 @@ from mooncake_kv.pool.pool_events import (
     PoolStats,
     PostPoolEvent,
     SaveRequest,
+    nearest_sources,
 )
 from mooncake_kv.pool.pool_messages import (
     CancelRuns,
@@ -275,21 +276,9 @@ class PoolClient:
         self._post(ChunksFound(asked.load_id, self._found(places | dict(hinted))))
 
     def _found(self, places: Mapping[int, Sequence[Residence]]) -> list[ChunkSource]:
-        """Of each leading chunk, the number of the nearest store that has it, and the tier."""
-        found: list[ChunkSource] = []
-        for at in zip(*places.values(), strict=True):
-            by_tier = [
-                (wanted is Residence.SSD, number)
-                for wanted in (Residence.DRAM, Residence.SSD)
-                for number, place in zip(places, at, strict=True)
-                if place is wanted
-            ]
-            if not by_tier:
-                break
-            is_ssd, number = min(by_tier)
-            source = ChunkSource(number, Tier.SSD if is_ssd else Tier.DRAM)
-            found.append(source)
-            counts = self.stats.num_found_chunks
+        found = nearest_sources(places)
+        counts = self.stats.num_found_chunks
+        for source in found:
             counts[source.name] = counts.get(source.name, 0) + 1
         return found
 
@@ -364,6 +353,7 @@ class PoolClient:
         """Have all ranks read; why it failed, None if it did not."""
         num_chunks = load.first_chunk + sum(len(run.offsets) for run in runs)
         if load.load_id in self._cancelled:
+            self._learn(load, num_chunks, began, ())
             return "nobody wants it any more"
         exposed: list[float] = []
 
@@ -384,12 +374,10 @@ class PoolClient:
             load.load_id, order, None if load.release_layers is None else released
         )
         failure = next((r.error for r in reports if r.error is not None), None)
-        now = time.monotonic()
+        self._learn(load, num_chunks, began, reports)
         if failure is None:
-            nbytes = sum(report.nbytes for report in reports)
-            self._learn(load, num_chunks, nbytes, now - began, now)
-            stats = self.stats
-            stats.loaded_bytes += nbytes
+            now, stats = time.monotonic(), self.stats
+            stats.loaded_bytes += sum(report.nbytes for report in reports)
             stats.load_seconds += now - began
             stats.exposed_seconds += exposed[0] if exposed else now - began
             stats.stalled_seconds += max(report.stalled_s for report in reports)
@@ -397,12 +385,24 @@ class PoolClient:
         return failure
 
     def _learn(
-        self, load: LoadRequest, num_chunks: int, nbytes: int, seconds: float, now: float
+        self, load: LoadRequest, num_chunks: int, began: float, reports: Sequence[RunsEnded]
     ) -> None:
-        """What a load from one place took, says what that place costs."""
+        """What a load from one place took says what that place costs; so does what it would have
+        taken, had it been given more time. Other failures say nothing, nor does one that had no
+        thread for most of its time: others had them, from wherever they load."""
         sources = set(load.sources[load.first_chunk : num_chunks])
-        if len(sources) == 1:
-            self.load_costs.learn(sources.pop(), nbytes, seconds, now)
+        now, is_right = time.monotonic(), bool(reports) and all(r.error is None for r in reports)
+        moving_s = max((report.seconds for report in reports), default=load.timeout_s)
+        is_late = now - began >= load.timeout_s and moving_s >= load.timeout_s / 2
+        if len(sources) != 1 or not (is_right or is_late):
+            return
+        num_tokens = (num_chunks - load.first_chunk) * self._chunk_tokens - load.skipped_tokens
+        nbytes = self.chunk_bytes * num_tokens // self._chunk_tokens  # once, not by each rank
+        if is_right:
+            self.load_costs.learn(sources.pop(), nbytes, now - began, now)
+        else:
+            least_s = now - began + max((report.missing_s for report in reports), default=0.0)
+            self.load_costs.learn_late(sources.pop(), nbytes, least_s, began, now)
 
     async def _save(self, save: SaveRequest) -> None:
         handles: list[WriteHandle] = []

@@ -55,9 +55,29 @@ class LoadCosts:
 
     def __init__(self) -> None:
         self._models: dict[Hashable, FadingLeastSquares] = {}
+        self._late: dict[Hashable, float] = {}  # when the first one was since the last that was not
 
     def learn(self, source: Hashable, nbytes: int, seconds: float, now: float) -> None:
         """A load of that much took that long."""
+        self._late.pop(source, None)
+        self._model(source).learn((1.0, nbytes), seconds, now)
+
+    def learn_late(
+        self, source: Hashable, nbytes: int, seconds: float, began: float, now: float
+    ) -> None:
+        """A load was given up. One may be an accident, and weighs little beside many that were much
+        faster; if the next one is given up, too, these say nothing any more.
+
+        Args:
+            source: from where.
+            nbytes: of all of it.
+            seconds: that it would have taken, at least.
+            began: when; what ran beside another that was late is no next one.
+            now: when it was over.
+        """
+        if began >= self._late.setdefault(source, now):
+            self._late[source] = math.inf
+            self._models[source] = _first_model()
         self._model(source).learn((1.0, nbytes), seconds, now)
 
     def seconds(self, source: Hashable, nbytes: int, now: float) -> float:
@@ -67,13 +87,17 @@ class LoadCosts:
     def forget(self, source: Hashable) -> None:
         """Nothing is loaded from there any more."""
         self._models.pop(source, None)
+        self._late.pop(source, None)
 
     def _model(self, source: Hashable) -> FadingLeastSquares:
         if source not in self._models:
-            large = FIRST_LATENCY_S + (1 << 30) / FIRST_BYTES_PER_S
-            prior = [((1.0, 0.0), FIRST_LATENCY_S), ((1.0, float(1 << 30)), large)]
-            self._models[source] = FadingLeastSquares(prior)
+            self._models[source] = _first_model()
         return self._models[source]
+
+
+def _first_model() -> FadingLeastSquares:
+    large = FIRST_LATENCY_S + (1 << 30) / FIRST_BYTES_PER_S
+    return FadingLeastSquares([((1.0, 0.0), FIRST_LATENCY_S), ((1.0, float(1 << 30)), large)])
 
 
 @dataclass(frozen=True, slots=True)

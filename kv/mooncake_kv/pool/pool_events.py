@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from mooncake_kv.store.chunk_store import (
     Chunk,
     ChunkContent,
     CopyTerms,
+    Residence,
     Tier,
 )
 
@@ -31,6 +32,27 @@ class ChunkSource(NamedTuple):
     def name(self) -> str:
         """For counters: ``dram``, ``ssd``, ``remote_dram``, ``remote_ssd``."""
         return f"{'remote_' if self.store else ''}{self.tier.value}"
+
+
+def nearest_sources(places: Mapping[int, Sequence[Residence]]) -> list[ChunkSource]:
+    """Of each leading chunk, the number of the nearest store that has it, and the tier.
+
+    Args:
+        places: by number, what each store says of each chunk.
+    """
+    found: list[ChunkSource] = []
+    for at in zip(*places.values(), strict=True):
+        by_tier = [
+            (wanted is Residence.SSD, number)
+            for wanted in (Residence.DRAM, Residence.SSD)
+            for number, place in zip(places, at, strict=True)
+            if place is wanted
+        ]
+        if not by_tier:
+            break
+        is_ssd, number = min(by_tier)
+        found.append(ChunkSource(number, Tier.SSD if is_ssd else Tier.DRAM))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

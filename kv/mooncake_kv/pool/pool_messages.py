@@ -153,6 +153,7 @@ class RunsEnded(msgspec.Struct, frozen=True, tag=True):
         error: None if every byte has arrived.
         nbytes, seconds: what was moved, and how long it took from order to report.
         stalled_s: how long steps waited for its layers.
+        begun_share: of a load's layers, how many had begun to move, of 1.
     """
 
     order_id: str
@@ -160,6 +161,13 @@ class RunsEnded(msgspec.Struct, frozen=True, tag=True):
     nbytes: int
     seconds: float
     stalled_s: float = 0.0
+    begun_share: float = 0.0
+
+    @property
+    def missing_s(self) -> float:
+        """What a load would have taken beyond ``seconds``, at least: no more can have moved than
+        had begun to, and the rest would have come no faster. 0 if nothing had."""
+        return self.seconds / self.begun_share - self.seconds if self.begun_share else 0.0
 
 
 ToRank = ConnectStore | ForgetStore | LoadRuns | LayersArrived | CancelRuns | SaveRuns

@@ -230,6 +230,7 @@ class PoolWorker:
                             self._finish(load, *moving.popleft(), release_after)
                         continue
                     transfers = self._start(plans, (start, stop), load, is_read=True)
+                    load.num_begun = stop - self._local.shard.layer_start
                     moving.append((stop, transfers))
                     if len(moving) > 1 or load.num_loaded == 0:
                         self._finish(load, *moving.popleft(), release_after)
@@ -387,15 +388,16 @@ class PoolWorker:
         finally:
             if isinstance(moves, _RunningLoad):
                 moves.end()
-        stalled_s = 0.0
+        stalled_s = begun_share = 0.0
         if isinstance(moves, _RunningLoad):
             stalled_s = moves.stalled_s
+            begun_share = moves.num_begun / self._local.shard.layers
             if moves.is_missed and error is None:
                 error = "a step went on without a layer of it, which was late"
             with self._lock:
                 self._loads.pop(order_id, None)
         seconds = time.monotonic() - started
-        ended = RunsEnded(order_id, error, moves.nbytes, seconds, stalled_s)
+        ended = RunsEnded(order_id, error, moves.nbytes, seconds, stalled_s, begun_share)
         self._context.emit(encode(ended))
 
 
@@ -423,7 +425,7 @@ class _RunningLoad(OrderTransfers):
         super().__init__(time.monotonic() + order.timeout_s)
         self.order = order
         self.stalled_s = 0.0
-        self.num_loaded = 0
+        self.num_begun = self.num_loaded = 0  # layers
         self.is_missed = False
         """Whether a step ran its request without all of it; settled once it has ended."""
         self._first_layer = first_layer

@@ -12,8 +12,15 @@ from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 from mooncake_hal.session.processes import this_process
 from mooncake_kv.pool import pool_client
 from mooncake_kv.pool.pool_client import PoolClient
-from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
+from mooncake_kv.pool.pool_events import (
+    ChunksCopied,
+    ChunkSource,
+    LoadRequest,
+    PoolLoadEnded,
+    SaveRequest,
+)
 from mooncake_kv.pool.pool_messages import (
+    LoadRuns,
     PoolRankReady,
     RunsEnded,
     SaveRuns,
@@ -21,9 +28,12 @@ from mooncake_kv.pool.pool_messages import (
     encode,
 )
 from mooncake_kv.store.chunk_keys import KVIdentity
+from mooncake_kv.store.chunk_store import Tier
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 
 WAIT_S = 60
+KEY = b"k" * 16
+FAILED = {"error": "late", "nbytes": 0}
 GEOMETRY = KVGeometry(AttentionKind.GQA, 1, 1, (4, 4), "float32", 4)
 IDENTITY = KVIdentity("model", "float32", 4)
 
@@ -70,6 +80,7 @@ class Instance:
         self.is_writing, self.has_copied = threading.Event(), threading.Event()
         self.has_failed = threading.Event()
         self.ordered, self.copied = Queue(), Queue()
+        self.loading, self.ends = Queue(), Queue()
         self.client.start(self._to_rank, self._posted, fail=lambda exc: None)
 
     def _to_rank(self, rank, message):
@@ -77,8 +88,12 @@ class Instance:
         if isinstance(order, SaveRuns):
             self.ordered.put(order.save_id)
             self.is_writing.set()
+        elif isinstance(order, LoadRuns):
+            self.loading.put(order.load_id)
 
     def _posted(self, event):
+        if isinstance(event, PoolLoadEnded):
+            self.ends.put(event.error)
         if isinstance(event, ChunksCopied):
             self.copied.put(event.save_id)
             (self.has_copied if event.is_complete else self.has_failed).set()
@@ -87,6 +102,19 @@ class Instance:
         """Save a chunk; returns when the rank is told to write it."""
         assert self.client.save(SaveRequest("save", (b"k" * 16,), 0, (0,)))
         assert self.is_writing.wait(WAIT_S)
+
+    def load(self, timeout_s, **report):
+        """Load a chunk that the store has; returns how it ended, as the rank reports it."""
+        home = ChunkSource(0, Tier.DRAM)
+        self.client.start_load(LoadRequest("load", "r", (KEY,), (home,), 0, 1, (0,), timeout_s, 0))
+        ended = RunsEnded(self.loading.get(timeout=WAIT_S), **report)
+        self.client.on_rank_message(0, encode(ended))
+        return self.ends.get(timeout=WAIT_S)
+
+    def estimate(self):
+        """Seconds to load the three tokens of the chunk that the device does not have."""
+        nbytes = self.client.chunk_bytes * 3 // 4
+        return self.client.load_costs.seconds(ChunkSource(0, Tier.DRAM), nbytes, time.monotonic())
 
     def await_saves(self):
         deadline = time.monotonic() + WAIT_S
@@ -162,3 +190,43 @@ def test_nothing_is_written_to_a_store_that_was_restarted_after_it_granted_memor
 
 def test_stores_are_told_which_processes_write_to_them(instance):
     assert instance.writers == [this_process()]
+
+
+@pytest.fixture
+def stored(instance):
+    """One whose store has a chunk."""
+    instance.save()
+    instance.client.on_rank_message(0, encode(RunsEnded("save", None, 0, 0.0)))
+    assert instance.has_copied.wait(WAIT_S)
+    instance.client.end_save("save", is_right=True)
+    instance.await_saves()
+    return instance
+
+
+def test_what_a_load_took_is_learnt_by_what_was_wanted(stored):
+    """However many bytes ranks that hold the same have moved for it."""
+    assert stored.load(WAIT_S, error=None, nbytes=1 << 30, seconds=0.0) is None
+    learnt = stored.client.load_costs._models[ChunkSource(0, Tier.DRAM)]
+    assert learnt.has_learnt
+    [[_, nbytes], _] = learnt._learnt[0] / learnt._learnt[0][0, 0]
+    assert nbytes == pytest.approx(stored.client.chunk_bytes * 3 // 4)
+
+
+def test_a_load_that_is_given_up_says_what_it_would_have_taken(stored):
+    """A fifth of its layers had begun to move in 40 s: the others would have taken 160 s."""
+    assert stored.load(0.0, **FAILED, seconds=40.0, begun_share=0.2) == "late"
+    assert stored.estimate() == pytest.approx(160.0, rel=0.1)
+
+
+def test_a_load_of_which_nothing_had_moved_says_how_long_it_was_waited_for(stored):
+    before = stored.estimate()
+    assert stored.load(0.0, **FAILED, seconds=0.0) == "late"
+    assert stored.client.load_costs._models[ChunkSource(0, Tier.DRAM)].has_learnt
+    assert stored.estimate() != before
+
+
+@pytest.mark.parametrize("timeout_s", [WAIT_S, 1e-6])
+def test_a_load_that_nobody_wanted_or_no_thread_had_says_nothing(stored, timeout_s):
+    before = stored.estimate()
+    assert stored.load(timeout_s, **FAILED, seconds=0.0) == "late"
+    assert stored.estimate() == before

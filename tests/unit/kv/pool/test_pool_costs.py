@@ -78,6 +78,35 @@ def test_a_slow_time_is_forgotten():
     assert loads.seconds("store", 1 << 28, 3600.0) < 1.0
 
 
+def slow_and_late(loads, began, seconds=500.0):
+    """A load of the prompt was given up after ten seconds; it would have taken longer."""
+    loads.learn_late("store", 15 << 20, seconds, began, began + 10.0)
+
+
+def test_a_store_that_is_slower_than_was_thought_makes_one_prompt_wait():
+    prefill, _ = measured()
+    loads = LoadCosts()
+    assert choose_load(prompt(), prefill, loads, 0.0).num_chunks == 15
+    slow_and_late(loads, 0.0)
+    assert choose_load(prompt(), prefill, loads, 10.0).num_chunks == 0
+    assert choose_load(prompt(), prefill, loads, 3600.0).num_chunks == 15, "it is tried again"
+
+
+def test_a_store_that_becomes_slow_makes_two_prompts_wait_and_an_accident_none():
+    prefill, loads = measured()
+    slow_and_late(loads, 0.0)
+    slow_and_late(loads, 5.0)  # beside the other one: the same accident
+    assert choose_load(prompt(), prefill, loads, 15.0).num_chunks == 15
+    loads.learn("store", 15 << 20, 0.017, 15.0)
+    slow_and_late(loads, 15.0)
+    assert choose_load(prompt(), prefill, loads, 25.0).num_chunks == 15
+    slow_and_late(loads, 25.0)
+    assert choose_load(prompt(), prefill, loads, 35.0).num_chunks == 0
+    assert loads.seconds("store", 15 << 20, 35.0) == pytest.approx(500.0)
+    slow_and_late(loads, 35.0, 1500.0)
+    assert 500.0 < loads.seconds("store", 15 << 20, 45.0) < 1500.0, "what was late before counts"
+
+
 def test_no_weight_is_negative():
     model = FadingLeastSquares([((1.0, 0.0), 1e-3)])
     for nbytes, seconds in ((1, 1.0), (2, 0.5), (3, 0.1)):

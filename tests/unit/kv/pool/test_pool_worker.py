@@ -135,6 +135,11 @@ class Worker:
         told = map(decode_from_rank, list(self._rank.told))
         return {each.order_id: each.error for each in told if isinstance(each, RunsEnded)}
 
+    @property
+    def begun_shares(self) -> dict[str, float]:
+        told = map(decode_from_rank, list(self._rank.told))
+        return {each.order_id: each.begun_share for each in told if isinstance(each, RunsEnded)}
+
     def end_all(self) -> None:
         """All orders end well, as far as that is up to their transfers."""
 
@@ -277,3 +282,13 @@ def test_who_fails_leaves_its_connection_to_those_that_move_over_it(
     )
     assert loading.is_closed
     assert [each.is_closed for each in worker.connections.all.values()] == [False, False]
+
+
+def test_a_load_says_how_much_of_it_had_begun_to_move(worker: Worker) -> None:
+    worker.load("cut-off")
+    wait_for(lambda: worker.moves("a"))
+    worker.moves("a")[0].end(TransferTimeout("late"))
+    wait_for(lambda: worker.ended)
+    worker.load("whole")
+    worker.end_all()
+    assert worker.begun_shares == {"cut-off": 0.5, "whole": 1.0}
