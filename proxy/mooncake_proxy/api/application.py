@@ -339,47 +339,50 @@ class ProxyApplication:
 
     async def _generate(self, request: HttpRequest, endpoint: OpenAIEndpoint) -> None:
         active = _ActiveRequest(request, request_id_of(request.headers), self.router.now())
-        admission = self.admission
+        failure: ProxyError | None = None
         try:
-            tenant = self._check_key(request) if self.config.api_keys else None
-            if self.process.is_draining:
-                raise ShuttingDown("the proxy is shutting down and takes no new requests")
-            active.context = context = self._context(active, endpoint)
-            router = self.routers.of_model(context.parsed.model)
-            context.tenant = tenant
-            router.prepare(context)
-            if router.prompt_tokens is not None:
-                await router.tokenize_prompt(context, router.prompt_tokens)
-            if tenant is not None:
-                self.process.tenants.begin(tenant, context)
-            router.budget.deposit()
-            share: Tenant = NO_KEY if tenant is None else tenant
-            if not admission.enter(share, context.cost_tokens if admission.is_bounded else 0):
-                await self._wait_in_queue(context, share)
-            try:
-                await self._flow(router, context)
-            finally:
-                admission.leave()
-                if router.conductor is not None:
-                    router.conductor.ended(context)
-            if self.router.suspects.by_hash:
-                self.router.suspects.clear(context.client_body)
+            await self._serve(active, endpoint)
         except asyncio.CancelledError:
             self.router.metrics.disconnects.add(_stage_of(active.context))
             request.status = CLIENT_LEFT
             self._end(active, self.router.now() - active.arrival, None)
             raise
         except ProxyError as error:
-            self._answer_error(active, error)
-            self._account(active, error)
+            failure = error
         except Exception:
             logger.exception("request %s has failed within the proxy", active.request_id)
-            internal = Refusal("internal error of the proxy; its log has the details")
+            failure = Refusal("internal error of the proxy; its log has the details")
             request.keep_alive = False
-            self._answer_error(active, internal)
-            self._account(active, internal)
-        else:
-            self._account(active, None)
+        if failure is not None:
+            self._answer_error(active, failure)
+        self._account(active, failure)
+
+    async def _serve(self, active: _ActiveRequest, endpoint: OpenAIEndpoint) -> None:
+        """One request, from its key to the end of its answer."""
+        request, admission = active.request, self.admission
+        tenant = self._check_key(request) if self.config.api_keys else None
+        if self.process.is_draining:
+            raise ShuttingDown("the proxy is shutting down and takes no new requests")
+        active.context = context = self._context(active, endpoint)
+        router = self.routers.of_model(context.parsed.model)
+        context.tenant = tenant
+        router.prepare(context)
+        if router.prompt_tokens is not None:
+            await router.tokenize_prompt(context, router.prompt_tokens)
+        if tenant is not None:
+            self.process.tenants.begin(tenant, context)
+        router.budget.deposit()
+        share: Tenant = NO_KEY if tenant is None else tenant
+        if not admission.enter(share, context.cost_tokens if admission.is_bounded else 0):
+            await self._wait_in_queue(context, share)
+        try:
+            await self._flow(router, context)
+        finally:
+            admission.leave()
+            if router.conductor is not None:
+                router.conductor.ended(context)
+        if self.router.suspects.by_hash:
+            self.router.suspects.clear(context.client_body)
 
     def _check_key(self, request: HttpRequest) -> ApiKey | None:
         """Unauthorized without a key; what the keys file says of this one."""
