@@ -417,9 +417,11 @@ class ProxyApplication:
         """Put into the body what one client may not decide at the cost of others."""
         config, edits = self.config, {}
         if parsed.priority is not None and parsed.priority < config.min_priority:
-            edits["priority"] = Raw(encode(config.min_priority))
+            parsed.priority = config.min_priority
+            edits["priority"] = Raw(encode(parsed.priority))
         if config.cache_salt_per_key:
-            edits["cache_salt"] = Raw(encode(tenant_salt(request.headers, parsed.cache_salt)))
+            parsed.cache_salt = tenant_salt(request.headers, parsed.cache_salt)
+            edits["cache_salt"] = Raw(encode(parsed.cache_salt))
         if edits:
             fields.update(edits)
             request.body = encode(fields)

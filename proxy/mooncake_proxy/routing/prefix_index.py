@@ -30,15 +30,24 @@ BLOCK_BYTES = TOKENS_PER_BLOCK * BYTES_PER_TOKEN
 _TEXT, _TOKENS = 0, 1
 
 
-def text_hashes(prompt: bytes) -> tuple[int, ...]:
+def prompt_root(parsed: ParsedRequest, model: str) -> int:
+    """What the first block of a prompt is chained to: KV of another tenant or adapter is another's.
+    `model` is the first name of the pool's model; its aliases can't be told from its adapters."""
+    name = parsed.model if parsed.model != model else None
+    if not name and not parsed.cache_salt:
+        return 0
+    return crc32(f"{name or ''}\0{parsed.cache_salt or ''}".encode())
+
+
+def text_hashes(prompt: bytes, root: int = 0) -> tuple[int, ...]:
     """One hash per whole block of about TOKENS_PER_BLOCK tokens, covering all before it too."""
-    return _chain(prompt, _TEXT)
+    return _chain(prompt, root ^ _TEXT)
 
 
-def token_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:
+def token_hashes(token_ids: Sequence[int], root: int = 0) -> tuple[int, ...]:
     """The same for blocks of exactly TOKENS_PER_BLOCK token ids."""
     first = [token & 0xFFFFFFFF for token in token_ids[: MAX_BLOCKS * TOKENS_PER_BLOCK]]
-    return _chain(array("I", first).tobytes(), _TOKENS)
+    return _chain(array("I", first).tobytes(), root ^ _TOKENS)
 
 
 def _chain(data: bytes, value: int) -> tuple[int, ...]:

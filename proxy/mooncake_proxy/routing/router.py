@@ -44,6 +44,7 @@ from mooncake_proxy.routing.prefix_index import (
     PrefixIndex,
     given_token_ids,
     load_tokenizer,
+    prompt_root,
     prompt_text,
     text_hashes,
     token_hashes,
@@ -174,13 +175,13 @@ class RequestRouter:
             given = context.request.headers.get(b"x-session-id")
             context.session = given.decode("latin-1") if given else context.parsed.user
         if self._wants_prefix:
-            ids = given_token_ids(context.parsed)
+            ids, root = given_token_ids(context.parsed), prompt_root(context.parsed, self.model)
             if ids is not None:
-                self._expect_hits(context, token_hashes(ids))
+                self._expect_hits(context, token_hashes(ids, root))
             elif self.prompt_tokens is None:
                 is_chat = context.endpoint is OpenAIEndpoint.CHAT
                 prompt = context.parsed.messages if is_chat else context.parsed.prompt
-                self._expect_hits(context, text_hashes(bytes(prompt)))
+                self._expect_hits(context, text_hashes(bytes(prompt), root))
 
     async def tokenize_prompt(self, context: RequestContext, tokens: PromptTokens) -> None:
         """The rest of `prepare` where there is a tokenizer: text becomes token ids, and instances
@@ -201,7 +202,8 @@ class RequestRouter:
         if is_put or len(text) < MAX_CHARACTERS:
             context.prompt_tokens = max(1, len(ids))
         context.token_ids = ids
-        self._expect_hits(context, token_hashes(ids))
+        root = prompt_root(context.parsed, self.model)
+        self._expect_hits(context, token_hashes(ids, root))
 
     def _expect_hits(self, context: RequestContext, hashes: tuple[int, ...]) -> None:
         context.prefix_blocks = hashes

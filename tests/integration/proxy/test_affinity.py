@@ -69,3 +69,19 @@ def test_a_session_stays_where_it_began(told_by: str) -> None:
             assert len(homes) > 1
 
     uvloop.run(main())
+
+
+def test_what_another_key_has_cached_counts_for_nothing() -> None:
+    async def main() -> None:
+        keys = frozenset({"a", "b"})
+        settings = {"prefill_policy": "prefix", "decode_policy": "prefix"}
+        async with stand(
+            api_keys=keys, cache_salt_per_key=True, short_prompt_tokens=100, **settings
+        ) as s:
+            for key in ("a", "a", "b"):
+                headers = {"authorization": f"Bearer {key}"}
+                async with httpx.AsyncClient(base_url=s.url, headers=headers) as client:
+                    await client.post("/v1/completions", json=BODY | {"prompt": PAGE})
+            assert len(s.prefill.generated) == 2, "the second one of a is short, that of b is not"
+
+    uvloop.run(main())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import builtins
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
-from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, parse_request
+from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, ParsedRequest, parse_request
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import (
     ConfigError,
@@ -21,6 +22,7 @@ from mooncake_proxy.routing.prefix_index import (
     PrefixIndex,
     given_token_ids,
     load_tokenizer,
+    prompt_root,
     prompt_text,
     text_hashes,
     token_hashes,
@@ -123,3 +125,23 @@ def test_the_index_knows_who_holds_a_prefix() -> None:
     index.record(tuple(range(100)), "c")
     assert len(index) == 100
     assert index.cached_tokens(hashes) == {}
+
+
+@pytest.mark.parametrize("hashes", [text_hashes, token_hashes])
+@pytest.mark.parametrize(
+    "other",
+    [ParsedRequest(model="m", cache_salt="b"), ParsedRequest(model="adapter", cache_salt="a")],
+    ids=["tenant", "adapter"],
+)
+def test_what_another_tenant_or_adapter_has_cached_is_no_hit(
+    hashes: Callable[[bytes, int], tuple[int, ...]], other: ParsedRequest
+) -> None:
+    index, prompt = PrefixIndex(), bytes(1024)
+    own = hashes(prompt, prompt_root(ParsedRequest(model="m", cache_salt="a"), "m"))
+    index.record(own, "p")
+    assert index.cached_tokens(own)["p"] > 0
+    assert not index.cached_tokens(hashes(prompt, prompt_root(other, "m")))
+
+
+def test_a_model_by_its_pools_name_or_by_none_has_one_cache() -> None:
+    assert prompt_root(ParsedRequest(model="m"), "m") == prompt_root(ParsedRequest(), "") == 0
