@@ -222,6 +222,28 @@ class TransportProcessConformance(TransportKit):
         time.sleep(0.1)  # what a timed-out transfer still moved would arrive now
         assert not failed or (here.get() == after).all()
 
+    def test_a_stopped_peer_holds_up_no_other(self) -> None:
+        """What is asked of one waits, the others go on; what waits for its turn ends at once."""
+        children = stopped, other = self.child(MIB), self.child(MIB)
+        near, here = self.open(), self.buffer(2 * MIB)
+        near.register(here.region)
+        slow, peer = (near.connect(child.address, timeout=self.timeout) for child in children)
+        base = here.region.address
+        stopped.signal(signal.SIGSTOP)
+        try:
+            spans = one_span(base, stopped.region.address, MIB)
+            waiting = slow.read(spans, timeout=self.timeout)
+            queued = slow.read(spans, timeout=self.timeout)
+            self.read(peer, one_span(base + MIB, other.region.address, MIB))
+            started = time.monotonic()
+            queued.cancel()
+            assert time.monotonic() - started < self.death_seconds
+        finally:
+            stopped.signal(signal.SIGCONT)
+        with suppress(TransferError):  # its connection may have been the other one's, too
+            waiting.wait()
+        assert (here.get()[MIB:] == content(1, MIB)).all()
+
     def test_connecting_to_a_stopped_peer_costs_no_more_than_the_timeout(self) -> None:
         child, near = self.child(MIB), self.open()
         child.signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""The thread that copies for one endpoint, piece by piece, so that a transfer can be stopped."""
+"""The thread that copies for one peer, piece by piece, so that a transfer can be stopped."""
 
 from __future__ import annotations
 
@@ -95,13 +95,29 @@ class CopyJob(Generic[C]):
         self._spans = spans
         self._way = way
         self.local_keys = local_keys
-        self.is_stopped = threading.Event()
-        self.transfer = RunningTransfer(1, deadline_after(timeout), self.is_stopped.set)
+        self._has_begun = False
+        self._is_stopped = False
+        self._lock = threading.Lock()
+        self.transfer = RunningTransfer(1, deadline_after(timeout), self.stop)
 
     @property
     def is_over(self) -> bool:
         """Whether its transfer has ended."""
         return self.transfer.poll() is not TransferState.PENDING
+
+    def stop(self) -> None:
+        """End it at the next piece; one that waits behind another job ends here."""
+        with self._lock:
+            self._is_stopped = True
+            has_begun = self._has_begun
+        if not has_begun:
+            self.transfer.part_ended(TransferCancelled("stopped before it began"))
+
+    def enter(self) -> bool:
+        """Say that it begins; False if it has been stopped before."""
+        with self._lock:
+            self._has_begun = not self._is_stopped
+            return self._has_begun
 
     def run(self, copier: C) -> None:
         """Copy all of it.
@@ -123,7 +139,7 @@ class CopyJob(Generic[C]):
                 left.drain()
 
     def _begin(self, pieces: slice, copier: C) -> InFlightPart:
-        if self.is_stopped.is_set():
+        if self._is_stopped:
             raise TransferCancelled("stopped before it was done")
         if time.monotonic() > self.transfer.deadline:
             raise self.transfer.late()
@@ -133,10 +149,14 @@ class CopyJob(Generic[C]):
 
 
 class CopyWorker(Generic[C]):
-    """Owns a copier; jobs are done in the order they came.
+    """Owns a copier; jobs are done in the order they came. One that waits for its peer holds up
+    those behind it: each peer has a worker of its own.
 
     Args:
         make_copier: called on the thread, which it binds to the device.
+
+    Raises:
+        TransferError: the host has no thread left.
     """
 
     def __init__(self, make_copier: Callable[[], C]) -> None:
@@ -144,7 +164,10 @@ class CopyWorker(Generic[C]):
         self._jobs: queue.SimpleQueue[CopyJob[C] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="device-copy", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            raise TransferError(f"a peer's copying thread can't be started: {exc}") from exc
 
     def submit(self, job: CopyJob[C]) -> None:
         """Take a job; raises TransferError if the thread has failed."""
@@ -153,7 +176,7 @@ class CopyWorker(Generic[C]):
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread once its jobs are done."""
+        """End the thread once its jobs are done; none comes after this."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -169,6 +192,8 @@ class CopyWorker(Generic[C]):
             self._refuse_all(exc)
 
     def _end(self, job: CopyJob[C], copier: C) -> None:
+        if not job.enter():
+            return
         error: TransferError | None = None
         try:
             job.run(copier)
@@ -183,7 +208,8 @@ class CopyWorker(Generic[C]):
 
     def _refuse_all(self, exc: Exception) -> None:
         while (job := self._jobs.get()) is not None:
-            job.transfer.part_ended(TransferError(f"the copying thread failed: {exc!r}"))
+            if job.enter():
+                job.transfer.part_ended(TransferError(f"the copying thread failed: {exc!r}"))
 
 
 def split_parts(nbytes: NDArray[np.uint64], most_bytes: int) -> list[tuple[int, int]]:

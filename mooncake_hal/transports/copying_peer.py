@@ -26,7 +26,7 @@ class CopyingPeer(Generic[C]):
     Args:
         session: to the other end; closed with it.
         local: our own regions.
-        worker: copies.
+        worker: copies; closed with the peer.
         most_bytes: that are moved at a time.
     """
 
@@ -62,6 +62,7 @@ class CopyingPeer(Generic[C]):
             jobs, self._jobs = list(self._jobs), set()
         for job in jobs:
             job.transfer.abort(error)
+        self._worker.close()
         self._let_go()
 
     def withdraw(self, key: int) -> None:

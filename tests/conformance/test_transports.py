@@ -57,6 +57,16 @@ class TestTcpTls(TransportConformance):
         return replace(super().options(), extra=tls_settings())
 
 
+class TestStaged(TransportConformance, TransportProcessConformance):
+    """Over a device whose memory is the host's; those of devices: where their backends are."""
+
+    loader = "support.host_device:load_staged_over_tcp"
+    allocator = "support.host_device:allocate"
+
+    def options(self) -> EndpointOptions:
+        return replace(super().options(), device="test:0")
+
+
 class TestAdapter(TransportConformance):
     """What mooncake and nixl share, over an engine of our own; theirs: ci/test-adapters."""
 

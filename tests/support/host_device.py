@@ -74,6 +74,12 @@ class Copies:
         return Copier()
 
 
+def load_staged_over_tcp() -> StagedTransport:
+    """As on hosts without a NIC."""
+    inner = {"tcp": InnerTransport(tcp_plugin.load(), tcp_plugin.PRIORITY)}
+    return StagedTransport(lambda device: Copies(), inner)
+
+
 def load_staged() -> StagedTransport:
     """Over rdma where both ends have it, as on hosts with a NIC."""
     inner = {

@@ -104,7 +104,7 @@ class StagedPeer(CopyingPeer[HostCopier]):
     Args:
         session: to the other end; closed with it.
         local: our own regions.
-        worker: copies.
+        worker: copies; closed with the peer.
         path: to the peer; closed with it.
     """
 

@@ -242,9 +242,8 @@ class StagedDataPath:
         self._served: dict[Session, _Served] = {}
         self._peers: list[StagedPeer] = []
         self._lock = threading.Lock()
-        self._worker: CopyWorker[HostCopier] = CopyWorker(
-            NothingToCopy if copies is None else copies.copier
-        )
+        if copies is not None:  # what a copier compiles is there before the first transfer
+            CopyWorker(copies.copier).close()
 
     def info(self) -> bytes:
         return encode(StagedEndpointInfo(self._inner.addresses))
@@ -302,15 +301,18 @@ class StagedDataPath:
                 undo.callback(ours.close)
             theirs = open_staging(session)
             inner = self._inner.connect(theirs.inner, timeout=timeout).peer
-            path = StagedPath(inner, ours, theirs.address)
+            undo.callback(inner.close)
+            worker: CopyWorker[HostCopier] = CopyWorker(
+                NothingToCopy if self._copies is None else self._copies.copier
+            )
             undo.pop_all()
-        peer = StagedPeer(session, self._local, self._worker, path)
+        path = StagedPath(inner, ours, theirs.address)
+        peer = StagedPeer(session, self._local, worker, path)
         with self._lock:
             self._peers = [known for known in self._peers if not known.closed] + [peer]
         return peer
 
     def close(self) -> None:
-        self._worker.close()
         self._inner.close()
 
     def _open(self, session: Session) -> bytes:

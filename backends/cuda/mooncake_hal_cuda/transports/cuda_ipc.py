@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -123,9 +124,9 @@ class IpcDataPath:
         except (DeviceError, CapabilityError) as exc:
             raise TransportUnavailable(NAME, f"{options.device}: {exc}") from exc
         device = torch.device(options.device)
-        self._worker: CopyWorker[SpanCopier] = CopyWorker(
-            lambda: make_copier(driver, device, index)
-        )
+        self._make_copier: Callable[[], SpanCopier] = partial(make_copier, driver, device, index)
+        # what a copier compiles is there before the first transfer
+        CopyWorker(self._make_copier).close()
 
     def info(self) -> bytes:
         return encode(self._info)
@@ -184,17 +185,18 @@ class IpcDataPath:
         try:
             for key, region, attachment in session.regions.items():
                 _map_if_live(session, mappings, key, region.address, attachment, timeout)
+            worker = CopyWorker(self._make_copier)
         except TransferError:
             mappings.close()
             raise
         route = WITHIN if theirs.device == self._info.device else BETWEEN
-        peer = IpcPeer(session, self._local, self._worker, mappings, route)
+        peer = IpcPeer(session, self._local, worker, mappings, route)
         with self._lock:
             self._peers = [known for known in self._peers if not known.closed] + [peer]
         return peer
 
     def close(self) -> None:
-        self._worker.close()
+        pass  # each peer has ended its worker
 
     def _name(self, base: int, nbytes: int, offset: int) -> IpcRegionInfo:
         types = self._sharing.virtual.handle_types(base)

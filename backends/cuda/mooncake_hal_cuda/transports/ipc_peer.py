@@ -213,7 +213,7 @@ class IpcPeer(CopyingPeer[SpanCopier]):
     Args:
         session: to the other end; closed with it.
         local: our own regions.
-        worker: copies.
+        worker: copies; closed with the peer.
         mappings: of the peer's regions.
         route: between the two devices.
     """

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from mooncake_hal.errors import TransferCancelled, TransferError
-from mooncake_hal.transport import Spans
+from mooncake_hal.transport import Spans, TransferState
 from mooncake_hal.transports import copy_worker
 from mooncake_hal.transports.copy_worker import (
     Copier,
     CopyJob,
+    CopyWorker,
     InFlightPart,
     PartMover,
     split_parts,
@@ -99,7 +101,33 @@ def test_what_is_underway_when_a_part_is_lost_is_drained() -> None:
 def test_a_stopped_transfer_is_drained() -> None:
     line = Line()
     job = job_of(line)
-    line.stop = job.is_stopped.set
+    assert job.enter()
+    line.stop = job.stop
     with pytest.raises(TransferCancelled):
         job.run(NothingToCopy())
     assert line.events == ["begin 0", "drain 0"]
+
+
+def test_what_waits_behind_a_job_that_hangs_ends_when_it_is_stopped() -> None:
+    line, goes_on, is_held = Line(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        assert goes_on.wait(10)
+
+    line.stop = hold
+    worker: CopyWorker[Copier] = CopyWorker(NothingToCopy)
+    running, queued = job_of(line), job_of(line)
+    try:
+        worker.submit(running)
+        worker.submit(queued)
+        assert is_held.wait(10)
+        queued.transfer.cancel()
+        assert queued.transfer.poll() is TransferState.FAILED
+        assert running.transfer.poll() is TransferState.PENDING
+    finally:
+        line.stop = lambda: None
+        goes_on.set()
+        worker.close()
+    running.transfer.wait()
+    assert line.events.count("begin 0") == 1, "the cancelled one has not begun"
