@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -87,6 +88,8 @@ class PoolStores:
         self._undo = ExitStack()
         self._own: NodeStore | None = None
         self._own_stats: tuple[float, StoreStats] | None = None
+        self._writers: tuple[ProcessName, ...] = ()
+        self._naming = threading.Lock()
         has_own = config.dram_bytes and not config.mooncake_store
         self._observer = observer if has_own else None
         self._secret = config.network.secret.encode()
@@ -157,11 +160,14 @@ class PoolStores:
         return StoreClient(address, self._name, transfer_timeout_s=self._transfer_timeout_s)
 
     def name_writers(self, ranks: Sequence[ProcessName]) -> None:
-        """Tell the stores in other processes who is going to write to them. The one in this process
-        ends after its ranks."""
-        for store in self.all:
-            if isinstance(store, StoreClient):
-                store.name_writers(ranks)
+        """Tell the stores in other processes who is going to write to them, besides those that were
+        named before: data-parallel ranks share this object, each with processes of its own. The
+        store in this process ends after its ranks. Any thread."""
+        with self._naming:
+            self._writers = tuple(dict.fromkeys((*self._writers, *ranks)))
+            for store in self.all:
+                if isinstance(store, StoreClient):
+                    store.name_writers(self._writers)
 
     def close(self) -> None:
         """Leave all stores; the own one ends. Idempotent."""

@@ -1,0 +1,54 @@
+"""The stores that an instance uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from msgspec import structs
+from support.kv_rank import wait_for
+
+from mooncake_hal.negotiation import Transports
+from mooncake_hal.registry import Registry
+from mooncake_hal.session.processes import ProcessName, this_process
+from mooncake_hal.transport import EndpointOptions
+from mooncake_kv.pool.pool_config import KVPoolConfig
+from mooncake_kv.pool.pool_stores import PoolStores
+from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
+from mooncake_kv.store.store_service import StoreAddress, StoreService
+
+RANKS = [structs.replace(this_process(), pid=pid) for pid in range(1, 5)]
+"""Two of each data-parallel rank."""
+
+
+@pytest.fixture
+def service() -> Iterator[StoreService]:
+    store = NodeStore(NodeStoreConfig(1 << 20))
+    transports = Transports.open(Registry.discover(), EndpointOptions(), wanted="shm")
+    made = StoreService.start(store, transports, StoreAddress("127.0.0.1", 0, b""))
+    yield made
+    for opened in (made, transports, store):
+        opened.close()
+
+
+def writers(service: StoreService) -> list[ProcessName]:
+    """Of the only user."""
+    [user] = service._users.values()
+    return list(user.writers)
+
+
+def test_data_parallel_ranks_that_share_a_store_name_the_processes_of_all(
+    service: StoreService,
+) -> None:
+    """Memory that any of them may write to is kept until that one has ended."""
+    config = KVPoolConfig(connect=(("127.0.0.1", service.port),))
+    stores = PoolStores(config, Registry.discover(), "here")
+    stores.name_writers(RANKS[:2])
+    stores.name_writers(RANKS[2:])
+    stores.name_writers(RANKS[:2])
+    wait_for(lambda: writers(service) == RANKS)
+    [session] = service._users
+    service._loop.call("", session.close, "cut off")
+    wait_for(lambda: service._users and session not in service._users)
+    wait_for(lambda: writers(service) == RANKS)
+    stores.close()
