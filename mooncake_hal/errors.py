@@ -22,6 +22,7 @@ HalError
     ├── RegionRevoked         the region was registered, and is no longer
     ├── OutOfBounds           a span that leaves its region
     ├── RequestRefused        the peer got a request of ours and refused it
+    ├── RequestNotSent        this end can't send it now; the session goes on
     └── VersionMismatch       the two ends speak different protocol versions
 """
 
@@ -152,6 +153,11 @@ class OutOfBounds(TransferError):
 
 class RequestRefused(TransferError):
     """The peer got a request and refused it; the message has its reason."""
+
+
+class RequestNotSent(TransferError):
+    """Nothing was sent of a request: it is too long, or too many are outstanding. The session goes
+    on, and what it has asked before."""
 
 
 class VersionMismatch(TransferError):

@@ -17,6 +17,7 @@ from typing import cast
 
 from mooncake_hal.errors import (
     PeerLost,
+    RequestNotSent,
     RequestRefused,
     TransferError,
     TransferTimeout,
@@ -44,6 +45,9 @@ MISSED_KEEPALIVES = 3
 
 _KEEPALIVE_NUMBER = 0
 """Of pings that no request waits for; requests count from 1."""
+
+_REQUEST_BYTES = 128
+"""Of a request's frame beside its payload, at the most."""
 
 Handler = Callable[["AsyncSession", bytes], bytes]
 """Replies to a request, quickly, on the loop. A HalError's message goes back as a refusal."""
@@ -101,12 +105,14 @@ class AsyncSession(asyncio.Protocol):
             RequestRefused: the peer refused it, with its reason.
             TransferTimeout: no reply came in time; one that comes later is dropped.
             PeerLost: the session is over.
-            TransferError: too many requests are outstanding, or this one is too long.
+            RequestNotSent: too many requests are outstanding, or this one is too long.
         """
         if self.closed.done():
             raise self.closed.result()
         if len(self._waiting) >= self._limits.outstanding:
-            raise TransferError(f"{len(self._waiting)} requests to the peer are outstanding")
+            raise RequestNotSent(f"{len(self._waiting)} requests to the peer are outstanding")
+        if len(payload) > self._limits.frame_bytes - _REQUEST_BYTES:
+            raise RequestNotSent(f"a request of {len(payload)} bytes is too long for one frame")
         self._last_number += 1
         number = self._last_number
         reply = self._waiting[number] = self._loop.create_future()

@@ -13,13 +13,21 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
-from mooncake_hal.errors import PeerLost, RequestRefused, TransferError
+from mooncake_hal.errors import (
+    PeerLost,
+    RequestNotSent,
+    RequestRefused,
+    TransferError,
+    TransferTimeout,
+)
 from mooncake_hal.session.aio import AsyncSession, connect
 from mooncake_hal.session.processes import ProcessName, this_process
+from mooncake_hal.session.strangers import LIMITS
+from mooncake_hal.timing import timeout
 from mooncake_kv.errors import BadFrame, ConnectorDead
 from mooncake_kv.io_loop import CLOSE_TIMEOUT_S, IoLoop
 from mooncake_kv.store.chunk_store import (
@@ -108,6 +116,7 @@ class StoreClient:
         self._writing: set[int] = set()  # handles whose memory may be written
         self._refusal = ""
         self._session: AsyncSession | None = None
+        self._turns = asyncio.Semaphore(LIMITS.outstanding)
         self._arena: ArenaInfo | None = None
         self._index: ResidenceView | None = None
         self._connected = threading.Event()
@@ -126,9 +135,9 @@ class StoreClient:
         return self._connected.wait(timeout)
 
     def name_writers(self, writers: Sequence[ProcessName]) -> None:
-        """Say which processes write to handles of this client, before the first; this one unless
-        said otherwise. If the session is lost, memory that they may write to is not used again
-        before they have ended."""
+        """Say which processes write to handles of this client, before the first: all of them. It is
+        this one unless said otherwise. If the session is lost, memory that they may write to is not
+        used again before they have ended."""
         self._writers = tuple(writers)
         self._ask(NameWriters(self._writers), Counted, lambda _: None, None)
 
@@ -303,14 +312,35 @@ class StoreClient:
         if session is None:
             raise TransferError("the store is not connected")
         try:
-            payload = await session.request(encode_message(question), timeout=REQUEST_TIMEOUT_S)
-        except RequestRefused:
+            async with self._turn():
+                payload = await session.request(encode_message(question), timeout=REQUEST_TIMEOUT_S)
+        except (RequestRefused, RequestNotSent):
             raise
         except TransferError as exc:
             # whether it was done is not known: the session's end takes all its handles along
             self._lost(session, exc)
             raise
         return decode_answer(payload)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait until a session takes one request more.
+
+        Raises:
+            TransferTimeout: the store replies to none of those before it.
+        """
+        try:
+            async with timeout(REQUEST_TIMEOUT_S):
+                await self._turns.acquire()
+        except asyncio.TimeoutError:
+            raise TransferTimeout(
+                f"the store has not replied to {LIMITS.outstanding} requests within "
+                f"{REQUEST_TIMEOUT_S:g} s"
+            ) from None
+        try:
+            yield
+        finally:
+            self._turns.release()
 
     async def _stay_connected(self) -> None:
         while True:
@@ -323,7 +353,7 @@ class StoreClient:
     async def _connect(self) -> AsyncSession | None:
         address = self._address
         credentials = store_credentials(address.secret)
-        session = None
+        session, writers = None, self._writers
         try:
             session = await connect(
                 address.host, address.port, credentials, timeout=CONNECT_TIMEOUT_S
@@ -336,6 +366,8 @@ class StoreClient:
             return None
         self._index = ResidenceView.open(arena.index, arena.epoch) if arena.index else None
         self._arena, self._session = arena, session
+        if self._writers is not writers:  # they were named meanwhile, when nobody could be told
+            self._ask(NameWriters(self._writers), Counted, lambda _: None, None)
         self._connected.set()
         logger.info("connected to the store at %s port %d", address.host, address.port)
         return session

@@ -17,8 +17,8 @@ from mooncake_hal.errors import (
     HalError,
     PeerLost,
     PortsExhausted,
+    RequestNotSent,
     RequestRefused,
-    TransferError,
     TransferTimeout,
     VersionMismatch,
 )
@@ -315,6 +315,25 @@ def test_a_member_who_falls_silent_is_lost() -> None:
     run(case, QUICK)
 
 
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_request_that_is_too_long_is_not_sent_and_costs_no_other(beyond: int) -> None:
+    async def case(listener: AsyncListener) -> None:
+        limits = replace(LIMITS, frame_bytes=4096)
+        session = await connect(HOST, listener.port, OURS, timeout=5, limits=limits)
+        waiting = asyncio.ensure_future(session.request(b"x", timeout=5))
+        longest = bytes(4096 - 128 + beyond)
+        if beyond:
+            with pytest.raises(RequestNotSent, match="3969 bytes is too long for one frame"):
+                await session.request(longest, timeout=5)
+        else:
+            assert await session.request(longest, timeout=5) == longest
+        assert await waiting == b"x"
+        assert not session.closed.done()
+        session.close()
+
+    run(case)
+
+
 def test_requests_that_no_reply_comes_to_are_bounded() -> None:
     async def main() -> None:
         silent = asyncio.Event()
@@ -333,7 +352,7 @@ def test_requests_that_no_reply_comes_to_are_bounded() -> None:
         session = await connect(HOST, port, OURS, timeout=5, limits=limits)
         waiting = [asyncio.ensure_future(session.request(b"x", timeout=5)) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(TransferError, match="2 requests to the peer are outstanding"):
+        with pytest.raises(RequestNotSent, match="2 requests to the peer are outstanding"):
             await session.request(b"y", timeout=5)
         for one in waiting:
             one.cancel()

@@ -1,5 +1,6 @@
 """A store behind sessions: the same answers as in its own process, and misses when it is gone."""
 
+import asyncio
 import logging
 import os
 import signal
@@ -15,11 +16,12 @@ from msgspec import structs
 from mooncake_hal.errors import PeerLost
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
+from mooncake_hal.session.aio import AsyncSession
 from mooncake_hal.session.processes import this_process
 from mooncake_hal.session.strangers import LIMITS
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.errors import BadFrame
-from mooncake_kv.store import store_messages
+from mooncake_kv.store import store_client, store_messages
 from mooncake_kv.store.chunk_store import (
     Chunk,
     ChunkContent,
@@ -292,6 +294,23 @@ def test_writers_that_can_not_be_seen_have_a_bound(served, client, monkeypatch, 
     assert bool(served.service._departed) == are_seen
 
 
+def test_writers_that_are_named_while_the_client_connects_are_told(served, monkeypatch):
+    writers, introduce = (structs.replace(this_process(), pid=1),), StoreClient._introduce
+
+    async def introduce_and_name(client, session):
+        arena = await introduce(client, session)
+        client.name_writers(writers)
+        return arena
+
+    monkeypatch.setattr(StoreClient, "_introduce", introduce_and_name)
+    client = StoreClient(served.address)
+    assert client.await_store(WAIT_S)
+    client.stats().result(WAIT_S)  # which follows
+    (user,) = served.service._users.values()
+    assert user.writers == writers
+    client.close()
+
+
 @pytest.mark.parametrize("timeout_s", [float("nan"), 0.0, 4000.0])
 def test_a_user_whose_transfers_take_for_ever_is_refused_and_told_so(served, caplog, timeout_s):
     client = StoreClient(served.address, transfer_timeout_s=timeout_s)
@@ -414,6 +433,35 @@ def test_a_client_that_fails_misses_what_waits_and_ends_when_it_is_closed(
 
 async def defect():
     raise ZeroDivisionError
+
+
+def test_more_calls_than_a_session_takes_at_once_wait_for_their_turn(served, client, caplog):
+    """They once ended the session, and with it every read and write under way."""
+    put(client, 1)
+    read = client.pin([chunk(1).key]).result(WAIT_S)
+    written = client.reserve([chunk(2)]).result(WAIT_S)
+    touches = [client.touch([chunk(1).key]) for _ in range(2 * LIMITS.outstanding)]
+    assert client.release(read).result(WAIT_S) == [True]
+    assert client.commit(written).result(WAIT_S) == [True]
+    assert all(touch.result(WAIT_S) is None for touch in touches)
+    assert served.store._table.entry(chunk(1).key).num_uses == 2 + len(touches)
+    assert not caplog.messages
+
+
+def test_a_store_that_replies_to_none_of_many_calls_is_left(served, client, monkeypatch, caplog):
+    monkeypatch.setattr(store_client, "REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(AsyncSession, "request", lambda *_, timeout: asyncio.sleep(WAIT_S))
+    asked = [client.stats() for _ in range(LIMITS.outstanding + 1)]
+    assert asked[-1].result(WAIT_S) is None
+    assert "has not replied to 1024 requests within 0.2 s" in caplog.text
+
+
+def test_a_message_that_is_too_long_is_a_miss_of_its_own(served, client, caplog):
+    put(client, 1)
+    read = client.pin([chunk(1).key]).result(WAIT_S)
+    assert client.drop([bytes(LIMITS.frame_bytes)]).result(WAIT_S) == 0
+    assert client.release(read).result(WAIT_S) == [True]
+    assert not caplog.messages
 
 
 def test_a_drive_that_hangs_in_writes_holds_up_nobody(tmp_path, monkeypatch):
