@@ -25,7 +25,7 @@ from mooncake_hal.session.strangers import LIMITS, Limits, Strangers
 logger = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_SECONDS = 0.05
-"""After a failed accept, such as for want of descriptors: trying at once would spin."""
+"""After a failed accept, such as for want of descriptors or threads: trying at once would spin."""
 
 _PEER_CREDENTIALS = struct.Struct("3i")
 """The kernel's ``struct ucred``: process, user, group."""
@@ -154,7 +154,15 @@ class Listener:
             self._threads.add(thread)
             if evicted is not None:
                 hang_up(evicted.sock)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as exc:  # the host has no thread left, which may pass
+            logger.warning("%s: can't serve a connection: %s", self._credentials.protocol, exc)
+            with self._lock:
+                self._strangers.leave(visitor)
+                self._threads.discard(thread)
+                sock.close()
+            time.sleep(ACCEPT_PAUSE_SECONDS)
 
     # -- a connection's thread ------------------------------------------------------------------
 

@@ -213,6 +213,26 @@ def test_a_failed_accept_is_logged_and_tried_again(
     assert caplog.text.count("can't accept a connection") == 3
 
 
+def test_a_moment_without_a_free_thread_turns_one_away(
+    echo: Callable[..., Echo], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = echo("tcp")
+    real, shortages = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "any-peer" and shortages:
+            raise shortages.pop()
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(PeerLost):
+        one.dial()
+    assert "can't serve a connection: can't start new thread" in caplog.text
+    one.check()
+    assert one.listener.error is None
+    one.close()
+
+
 def test_a_member_who_never_reads_is_dropped(echo: Callable[..., Echo]) -> None:
     target = echo("unix")
     quick = replace(LIMITS, send_s=0.3)
