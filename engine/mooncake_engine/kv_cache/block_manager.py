@@ -120,7 +120,7 @@ class BlockManager:
         request.num_published = min(parent.num_published, complete)
         request.num_computed = min(parent.num_computed, prompt)
         request.num_cached_tokens = parent.num_cached_tokens
-        request.num_saved, request.num_offered = parent.num_saved, parent.num_offered
+        request.share_offers(parent)
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """How many blocks ``grow`` would take: for new tokens, and for a copy on write."""

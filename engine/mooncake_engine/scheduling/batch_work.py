@@ -8,6 +8,8 @@ stays in the prefix cache for as long as nobody needs the memory.
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import BATCH_PRIORITY
 from mooncake_engine.scheduling.request import Request, RequestStatus
@@ -42,15 +44,13 @@ class BatchWork:
         )
 
     def find_victim(self) -> Request | None:
-        """The least urgent batch request that holds blocks."""
-        running = self._queues.running  # the most urgent first
-        last = running[-1] if running and is_batch(running[-1]) else None
-        ready = self._queues.ready.lowest_priority()
-        if ready is None or not is_batch(ready):
-            return last
-        return ready if last is None else max(last, ready, key=priority_key)
+        """The least urgent batch request that holds blocks, and may be preempted."""
+        running = takewhile(is_batch, reversed(self._queues.running))  # the most urgent is first
+        last = next((request for request in running if not request.group.is_unproven), None)
+        ready = [r for r in self._queues.ready if is_batch(r) and not r.group.is_unproven]
+        return max(ready if last is None else [last, *ready], key=priority_key, default=None)
 
-    def num_kept_free(self, request: Request) -> int:
+    def _num_kept_free(self, request: Request) -> int:
         """Blocks that a load of KV leaves to those that run: one for each."""
         if request.state is not RequestStatus.PREALLOCATING:
             return 0
@@ -63,11 +63,14 @@ class BatchWork:
         Args:
             request: that waits.
             max_num_seqs: that may run.
-            reserve: blocks that stay free.
+            reserve: blocks that stay free besides.
         """
+        has_place = len(self._queues.running) < max_num_seqs
+        return has_place and not self.lacks_blocks(request, reserve)
+
+    def lacks_blocks(self, request: Request, reserve: int) -> bool:
+        """Whether there are too few blocks for it, if ``reserve`` stay free besides."""
         wanted = self._blocks.blocks_for(len(request.token_ids)) + len(request.group.members) - 1
         swapped = sum(len(member.host_block_ids) for member in request.group.members)
-        num_free = self._blocks.pool.num_free
-        return (
-            len(self._queues.running) < max_num_seqs and max(wanted, swapped) + reserve <= num_free
-        )
+        wanted = max(wanted, swapped) + reserve + self._num_kept_free(request)
+        return wanted > self._blocks.pool.num_free

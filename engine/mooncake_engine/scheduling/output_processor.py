@@ -198,6 +198,8 @@ class OutputProcessor:
             self.drain(request, request.pool_load)
             self._cancel_pool_load(request)
             self.cancel_load(request)
+            if request.sends_kv and self._connector is not None:
+                self._connector.cancel_send(request.request_id)
         else:
             self._free(request)
         self._updates.append(replace(update, times=request.times))

@@ -17,6 +17,7 @@ from enum import Enum, auto
 from itertools import count
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
+from mooncake_engine.scheduling.batch_work import is_batch
 from mooncake_engine.scheduling.output_processor import OutputProcessor
 from mooncake_engine.scheduling.pool_saves import HandedOut, PoolSaves
 from mooncake_engine.scheduling.request import Request, RequestStatus
@@ -51,6 +52,10 @@ PATIENCE = 4.0
 MIN_HINT_PATIENCE_S, MAX_HINT_PATIENCE_S = 0.05, 1.0
 """How long a store that a request names may take until it says what it has."""
 MIN_COST_S = 1e-6
+CHOICE_S = 0.5
+"""So long a prompt that waits for room is not weighed again."""
+MAX_STALE_HITS = 64
+"""So many hits of requests that have ended are not worth looking for."""
 GRACE_S = 0.5
 """Ranks end a load themselves at its deadline; so much later the scheduler does."""
 
@@ -74,11 +79,18 @@ class _Hit:
         request: whose.
         keys: of its leading chunks.
         sources: of those that were found.
+
+    Attributes:
+        choice: what was best when it was asked last: at which time, and with how many tokens on the
+            device.
     """
 
     request: Request
     keys: Sequence[bytes]
     sources: Sequence[ChunkSource]
+    choice: LoadChoice | None = None
+    chosen_at: float = 0.0
+    num_cached: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -239,7 +251,12 @@ class PoolLoads:
             del self._hits[request.request_id]
             self._queues.follow(request, leader)
             return Turn.LOADS
-        choice, num_cached = self._choose(hit)
+        num_tokens = len(request.token_ids)
+        num_cached = self._blocks.count_cached(request, num_tokens - 1)
+        wanted = self._blocks.blocks_for(num_tokens - num_cached) + reserve
+        if wanted > self._blocks.pool.num_free:  # first: it is so in every step under load
+            return Turn.NO_ROOM
+        choice = self._choose(hit, num_cached)
         if choice.num_chunks * self._pool.chunk_tokens <= num_cached:
             num_found = len(hit.sources) - num_cached // self._pool.chunk_tokens
             self._pool.stats.num_recomputed_chunks += max(num_found, 0)
@@ -250,7 +267,6 @@ class PoolLoads:
             return Turn.LOADS
         if len(self._loads) >= MAX_LOADS:
             return Turn.NO_ROOM
-        num_tokens = len(request.token_ids)
         if not self._blocks.allocate(
             request, num_tokens, cacheable=num_tokens - 1, reserve=reserve
         ):
@@ -265,53 +281,53 @@ class PoolLoads:
         Args:
             reserve: blocks that must stay free besides those that more urgent requests wait for.
         """
-        if not self._hits:
-            return
-        hits = sorted(self._hits.values(), key=lambda hit: priority_key(hit.request))
-        others = sorted(
-            (priority_key(request), self._blocks.blocks_for(len(request.token_ids)))
-            for request in self._queues.waiting
-            if request.request_id not in self._hits
-        )
-        for hit in hits:
-            request = hit.request
-            if self._queues.requests.get(request.request_id) is not request:
-                del self._hits[request.request_id]  # it has ended
-                continue
-            if request not in self._queues.waiting:
-                continue
-            ahead = sum(blocks for key, blocks in others if key < priority_key(request))
-            if self.take_turn(request, reserve + ahead) is Turn.NO_ROOM:
+        if len(self._hits) > len(self._queues.waiting) + MAX_STALE_HITS:
+            self._forget_ended()
+        for request in self._queues.waiting.in_order() if self._hits else ():
+            if len(self._loads) >= MAX_LOADS or self._blocks.pool.num_free <= reserve:
                 return
+            turn = self.take_turn(request, reserve) if self.has_hit(request) else Turn.COMPUTE
+            if turn is Turn.NO_ROOM:
+                return
+            if turn is Turn.COMPUTE:
+                reserve += self._blocks.blocks_for(len(request.token_ids))
 
-    def _choose(self, hit: _Hit) -> tuple[LoadChoice, int]:
-        """What is best, and how many tokens the device has."""
-        pool, num_tokens = self._pool, len(hit.request.token_ids)
-        num_cached = self._blocks.count_cached(hit.request, num_tokens - 1)
-        prompt = PromptToLoad(
-            num_tokens,
-            num_cached,
-            pool.chunk_tokens,
-            pool.chunk_bytes,
-            hit.sources,
-            pool.num_layers,
-        )
-        choice = choose_load(
-            prompt,
-            self._prefill,
-            pool.load_costs,
-            self._queues.now,
-            is_always=pool.always_loads,
-        )
-        return choice, num_cached
+    def _forget_ended(self) -> None:
+        """Drop the hits of requests that have ended before their turn came."""
+        live = self._queues.requests
+        self._hits = {
+            name: hit for name, hit in self._hits.items() if live.get(name) is hit.request
+        }
+
+    def _choose(self, hit: _Hit, num_cached: int) -> LoadChoice:
+        """What is best, or was a moment ago, where so many tokens are on the device."""
+        pool, now = self._pool, self._queues.now
+        is_fresh = hit.num_cached == num_cached and now - hit.chosen_at <= CHOICE_S
+        if hit.choice is None or not is_fresh:
+            prompt = PromptToLoad(
+                len(hit.request.token_ids),
+                num_cached,
+                pool.chunk_tokens,
+                pool.chunk_bytes,
+                hit.sources,
+                pool.num_layers,
+            )
+            hit.choice = choose_load(
+                prompt, self._prefill, pool.load_costs, now, is_always=pool.always_loads
+            )
+            hit.chosen_at, hit.num_cached = now, num_cached
+        return hit.choice
 
     def _same_load(self, hit: _Hit, choice: LoadChoice, num_cached: int) -> _Load | None:
         """A load under way that brings what this request would load, sooner than it could itself
         (single flight)."""
-        first = num_cached // self._pool.chunk_tokens
+        first, now = num_cached // self._pool.chunk_tokens, self._queues.now
         for load in self._loads.values():
+            is_wanted = self._is_loading(load) or load.request.is_unproven
+            if not is_wanted or now > load.patience_end:
+                continue
             # late already: it may take as long again
-            remaining_s = abs(load.estimated_end - self._queues.now)
+            remaining_s = abs(load.estimated_end - now)
             if _num_equal(load.keys, hit.keys[: choice.num_chunks]) <= first:
                 continue
             # loading it twice would take the link twice, and slow both loads down
@@ -423,11 +439,24 @@ class PoolLoads:
         now = self._queues.now
         for request in list(self._queues.looking_up):
             if request.deadline is not None and now > request.deadline:
-                self._parked.pop(request.request_id, None)
+                if parked := self._parked.pop(request.request_id, None):
+                    self._hits[request.request_id] = parked[1]
                 self._end_look_up(request)
         for load in list(self._loads.values()):
             if now > load.patience_end and self._is_loading(load):
-                self._give_up(load)
+                self._give_up(load, "the pool is too slow; computing its prompt")
+
+    def give_up_batch(self) -> None:
+        """Somebody waits for blocks: give up the least urgent load of batch work, which no step
+        runs on, unless the one before has yet to be drained. It begins anew when there is room."""
+        if any(self._outputs.is_draining(load_id) for load_id in self._loads):
+            return
+        batch = [each for each in self._loads.values() if is_batch(each.request)]
+        loading = [load for load in batch if self._is_loading(load)]
+        if loading:
+            load = max(loading, key=lambda load: priority_key(load.request))
+            self._give_up(load, "its blocks are for a request that somebody waits for")
+            self._hits[load.request.request_id] = _Hit(load.request, load.keys, load.sources)
 
     def recompute(self, request: Request) -> None:
         """Its load has failed, and no step in flight runs it: its prompt is computed."""
@@ -475,6 +504,7 @@ class PoolLoads:
     ) -> Sequence[tuple[Request, ScheduledSequence, StepResult]]:
         request = load.request
         self._end_unproven(request)
+        self._queues.release_followers(request)  # whom its logits have not been kept for
         if request.state is not RequestStatus.FINISHED:
             if event.error is None:
                 self._blocks.publish(request)
@@ -490,9 +520,9 @@ class PoolLoads:
         self.num_unproven -= request.is_unproven
         request.is_unproven = False
 
-    def _give_up(self, load: _Load) -> None:
+    def _give_up(self, load: _Load, reason: str) -> None:
         request = load.request
-        logger.info("request %s: the pool is too slow; computing its prompt", request.request_id)
+        logger.info("request %s: %s", request.request_id, reason)
         self._pool.cancel_load(load.load_id)
         self._queues.release_followers(request)
         self._queues.dequeue(request)

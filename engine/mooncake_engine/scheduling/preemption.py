@@ -79,14 +79,20 @@ class Preemption:
         self._wait = wait
         self._has_warned = False
 
-    def preempt_for(self, group: SequenceGroup, step: StepBuilder) -> None:
+    def preempt_for(self, group: SequenceGroup, step: StepBuilder) -> bool:
         """Free some blocks at the cost of the least urgent group, of ``group`` itself at last.
 
         If no other group holds any, only the last member of ``group`` is preempted: alone, a
         sequence always fits.
+
+        Returns:
+            False: all that are not more urgent run on a load that has not ended.
         """
         holders = (*self._queues.running, *self._queues.ready)
-        candidates = (*self._queues.running[-1:], *self._queues.ready)
+        lesser = [each for each in holders if each.group.priority_key >= group.priority_key]
+        candidates = [each for each in lesser if not each.group.is_unproven]
+        if not candidates:
+            return False
         victim = max(candidates, key=priority_key).group
         is_alone = all(holder.group is group for holder in holders)
         if victim is not group:
@@ -95,6 +101,7 @@ class Preemption:
             self.recompute(group.holders()[-1])
         else:
             self.preempt(group, step)
+        return True
 
     def recompute(self, request: Request) -> None:
         """Preemption by recompute: give the blocks back and queue again, at the old priority."""

@@ -224,8 +224,9 @@ def _sampled(first: FirstToken) -> SampledToken:
 
 
 def _loading(request: Request) -> Request | None:
-    """A sibling whose prompt's KV is coming in."""
+    """A sibling whose prompt's KV is coming in from the peer."""
     for member in request.group.members:
-        if member.state is RequestStatus.TRANSFERRING and member.block_ids:
+        is_pulling = member.state is RequestStatus.TRANSFERRING and member.pool_load is None
+        if is_pulling and member.block_ids:
             return member
     return None

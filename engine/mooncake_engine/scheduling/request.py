@@ -73,6 +73,12 @@ class SequenceGroup:
                 return member
         return None
 
+    @property
+    def is_unproven(self) -> bool:
+        """Whether steps run a member although its load from the KVCache pool has not ended: what
+        writes to its blocks can't be waited for."""
+        return any(member.is_unproven for member in self.members)
+
     def holders(self) -> list[Request]:
         """Members that own blocks and would have to give them up together."""
         states = (RequestStatus.RUNNING, RequestStatus.WAITING)
@@ -248,6 +254,12 @@ class Request:
     def shares_first_token(self) -> bool:
         """Whether it may sample its first token from the logits of a sibling's prompt."""
         return self.shares_prompt and self.num_tokens == self.num_prompt_tokens
+
+    def share_offers(self, sibling: Request) -> None:
+        """What the pool was offered of a sibling's prompt it was offered of this one's."""
+        prompt = self.num_prompt_tokens
+        self.num_saved = max(self.num_saved, min(sibling.num_saved, prompt))
+        self.num_offered = max(self.num_offered, min(sibling.num_offered, prompt))
 
     @property
     def num_pending(self) -> int:

@@ -56,6 +56,14 @@ class RequestQueue:
             heapq.heappop(self._heap)
         return None
 
+    def in_order(self) -> Iterator[Request]:
+        """Members, the most urgent first; those that leave meanwhile are left out."""
+        heap = self._heap.copy()
+        while heap:
+            request = heapq.heappop(heap)[2]
+            if request in self:
+                yield request
+
     def remove(self, request: Request) -> None:
         """Take a member out, wherever it stands."""
         del self._members[request.request_id]

@@ -12,7 +12,7 @@ A peer is not bound to that order: it sees only what completed steps have writte
 
 from __future__ import annotations
 
-from itertools import takewhile
+from itertools import islice, takewhile
 from math import ceil
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
@@ -27,11 +27,7 @@ from mooncake_engine.scheduling.preemption import Preemption
 from mooncake_engine.scheduling.remote_kv_queue import RemoteKVQueue
 from mooncake_engine.scheduling.request import Request, RequestStatus, SequenceGroup
 from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
-from mooncake_engine.scheduling.scheduler_interface import (
-    ChunkPool,
-    KVConnector,
-    SchedulerLimits,
-)
+from mooncake_engine.scheduling.scheduler_interface import ChunkPool, KVConnector, SchedulerLimits
 from mooncake_engine.scheduling.step_budget import AdmissionDelay, StepBudget
 from mooncake_engine.scheduling.step_plan import (
     ScheduledSequence,
@@ -112,9 +108,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether ``schedule`` might plan something or ``update`` might report something."""
-        queues = self._queues
-        is_queued = len(queues.requests) > len(queues.transferring)
-        has_rest = self._outputs.has_updates or bool(queues.removed)
+        is_queued = len(self._queues.requests) > len(self._queues.transferring)
+        has_rest = self._outputs.has_updates or bool(self._queues.removed)
         return is_queued or has_rest or bool(self._in_flight)
 
     @property
@@ -224,9 +219,8 @@ class Scheduler:
     def _schedule_requests(self, step: StepBuilder) -> None:
         self._delay.begin_step(self._queues.now)
         before = self._preemption.num_preemptions
-        if not self._make_room(step) or not self._schedule_running(step):
-            return
-        if self._preemption.num_preemptions != before:
+        goes_on = self._make_room(step) and self._schedule_running(step)
+        if not goes_on or self._preemption.num_preemptions != before:
             return
         self._schedule_new(step)
         if self._may_write():
@@ -240,7 +234,7 @@ class Scheduler:
 
     @property
     def _is_unsettled(self) -> bool:
-        """Whether nobody can be preempted: steps are in flight, or a load that steps ran on."""
+        """Whether steps are in flight, or a load that steps ran on."""
         return bool(self._in_flight) or (self._pool is not None and self._pool.has_unproven)
 
     @property
@@ -254,14 +248,17 @@ class Scheduler:
         waiting = self._batch.find_waiting()
         if waiting is None:
             return True
-        while victim := self._batch.find_victim():
-            reserve = self._watermark_blocks + self._batch.num_kept_free(waiting)
-            if self._batch.has_room(waiting, self._budget.max_num_seqs, reserve):
+        limits = self._budget.max_num_seqs, self._watermark_blocks
+        while not self._batch.has_room(waiting, *limits):
+            victim = self._batch.find_victim()
+            if victim is None:
                 break
-            if self._is_unsettled:
+            if self._in_flight:
                 self._waits_for_steps = True
                 return False
             self._preemption.preempt(victim.group, step)
+        if self._pool is not None and self._batch.lacks_blocks(waiting, self._watermark_blocks):
+            self._pool.loads.give_up_batch()
         return True
 
     def update(
@@ -280,10 +277,12 @@ class Scheduler:
                 self._learn(flight, result, seconds)
             requests = iter(flight.requests)
             for sequence in plan.sequences:
-                self._complete(next(requests), sequence, result)
+                request = next(requests)
+                self._complete(request, sequence, result)
                 if sequence.siblings:
-                    for _ in sequence.siblings:
-                        self._complete(next(requests), sequence, result)
+                    for sibling in islice(requests, len(sequence.siblings)):
+                        sibling.share_offers(request)
+                        self._complete(sibling, sequence, result)
             if self._pool is not None:
                 self._pool.recompute_wrong()
             self._in_flight.release_replaced()
@@ -307,8 +306,8 @@ class Scheduler:
         self._queues.check()
         requests = self._queues.requests.values()
         tables = [request.block_ids for request in requests]
-        replaced = self._in_flight.replaced_tables
-        self.blocks.pool.check_integrity([*tables, *self._outputs.held_tables, *replaced])
+        held = (*self._outputs.held_tables, *self._in_flight.replaced_tables)
+        self.blocks.pool.check_integrity([*tables, *held])
         self.blocks.host_pool.check_integrity([request.host_block_ids for request in requests])
         for request in self._queues.swapped:
             assert request.host_block_ids, f"{request.request_id} is swapped out to nowhere"
@@ -449,12 +448,11 @@ class Scheduler:
 
     def _preempt_for(self, group: SequenceGroup, step: StepBuilder) -> bool:
         """Preempt a group, which no step in flight may run: else plan nothing until all of them
-        have completed, and return False."""
-        if self._is_unsettled:
+        have completed, and return False, as where nobody can be preempted."""
+        if self._in_flight:
             self._waits_for_steps = True
             return False
-        self._preemption.preempt_for(group, step)
-        return True
+        return self._preemption.preempt_for(group, step)
 
     def _schedule_group(
         self,
@@ -491,7 +489,8 @@ class Scheduler:
         growth = self.blocks.grow(request, request.most_scheduled + count)
         assert growth is not None, "blocks were counted before they were taken"
         followers: list[Request] = []
-        if request.shares_first_token and count == request.num_pending:
+        is_last = count == request.num_pending and not request.is_unproven
+        if is_last and request.shares_first_token:
             followers = self._schedule_followers(request, step)
         step.add(request, count, growth, followers)
 

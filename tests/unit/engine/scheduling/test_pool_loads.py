@@ -7,6 +7,7 @@ import random
 import pytest
 from support.scheduling import Bench, token_of
 
+from mooncake_engine.messages import BATCH_PRIORITY
 from mooncake_engine.scheduling.pool_loads import (
     MAX_HINT_PATIENCE_S,
     MIN_HINT_PATIENCE_S,
@@ -234,6 +235,20 @@ def test_steps_on_a_load_that_fails_are_done_again(depth, num_steps):
     assert bench.num_free == bench.scheduler.blocks.pool.num_blocks
 
 
+@pytest.mark.parametrize("sends_kv", [False, True])
+def test_a_peer_hears_of_a_request_that_ends_while_it_loads(sends_kv):
+    bench = PoolBench(num_blocks=32)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    bench.add("again", prompt, sends_kv=sends_kv)
+    bench.step()
+    load_id = the_load(bench)
+    bench.scheduler.abort("again")
+    assert bench.connector.withdrawn == ["again"] * sends_kv
+    bench.end(load_id, "cancelled")
+    assert bench.num_free == bench.scheduler.blocks.pool.num_blocks
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("is_released", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
@@ -397,6 +412,149 @@ def test_nobody_is_preempted_while_a_step_has_run_on_a_load():
     assert len(bench.run()["again"]) == 3
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_sibling_that_comes_late_shares_no_prompt_before_its_load_has_ended(is_right):
+    """Choices come one by one: the first one's load may have begun, and be run on."""
+    bench = PoolBench(num_blocks=32, token=None, eos_token_ids=frozenset())
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    bench.add("n0", prompt, max_tokens=6, group="n")
+    bench.step()
+    load_id = the_load(bench)
+    late = bench.add("n1", prompt, max_tokens=6, group="n")
+    if is_right:
+        bench.release(load_id)
+    else:
+        bench.worker.load(bench.pool.loads[load_id].block_ids, prompt_of(30, seed=8)[:24], 0)
+        bench.worker.check = lambda *_: None  # steps run on it all the same
+        bench.scheduler.take_pool_event(LoadReleased(load_id, 3))
+    for _ in range(3):
+        assert bench.step()[1] == []
+    assert late.num_output_tokens == 0
+    vars(bench.worker).pop("check", None)
+    bench.end(load_id, None if is_right else "the store took its chunks back")
+    answers = bench.run()
+    assert {name: len(tokens) for name, tokens in answers.items()} == {"n0": 6, "n1": 6}
+
+
+def test_what_one_choice_saves_of_the_prompt_no_other_one_saves():
+    for depth in (1, 2):
+        bench = PoolBench(num_blocks=64, depth=depth, uses_async_scheduling=depth > 1)
+        for index in range(4):
+            bench.add(f"n{index}", prompt_of(30), max_tokens=4, group="n")
+        bench.run()
+        saves = list(bench.pool.saves.values())
+        assert [(s.first_chunk, len(s.keys)) for s in saves].count((0, 3)) == 1
+        assert all(save.first_chunk == 3 for save in saves[1:])
+
+
+def test_a_sibling_saves_the_chunks_of_its_own_answer():
+    """The one that it is forked from has saved some of another answer."""
+    bench = PoolBench(num_blocks=64, token=None, eos_token_ids=frozenset())
+    prompt = prompt_of(2 * CHUNK)
+    bench.add("n0", prompt, max_tokens=4 * CHUNK, group="n")
+    for _ in range(3 * CHUNK):
+        bench.step()
+    late = bench.add("n1", prompt, max_tokens=2 * CHUNK, group="n")
+    bench.run()
+    saved = {key: save.first_chunk for save in bench.pool.saves.values() for key in save.keys[-1:]}
+    assert saved[bench.pool.keys(late, 3)[-1]] == 2
+
+
+def test_a_choice_whose_siblings_pull_failed_pulls_by_itself():
+    """The sibling loads from the pool now, which is no load that the peer's KV comes with."""
+    bench = PoolBench(num_blocks=64, token=None)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    bench.add("n0", prompt, max_tokens=40, group="n", first_token=9)
+    other = bench.add("n1", prompt, max_tokens=40, group="n", first_token=9)
+    bench.step()
+    bench.end_load("n0", "the peer is dead")
+    bench.step()
+    bench.end(the_load(bench))
+    assert other.leader is None
+    assert "n1" in bench.connector.loading
+
+
+def test_a_retry_does_not_wait_for_a_load_that_its_predecessor_has_left():
+    bench = PoolBench(num_blocks=64)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    bench.add("left", prompt)
+    bench.step()
+    left = the_load(bench)
+    bench.scheduler.abort("left")
+    retry = bench.add("retry", prompt, max_tokens=1)
+    bench.step()
+    assert retry.state is RequestStatus.TRANSFERRING
+    bench.end(retry.pool_load)
+    bench.end(left, "cancelled")
+    assert bench.pool.stats.num_waits == 0
+    assert len(bench.run()["retry"]) == 1
+
+
+def test_who_has_waited_long_enough_for_anothers_load_begins_its_own():
+    bench = PoolBench(num_blocks=64)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    bench.add("slow", prompt, max_tokens=1)
+    bench.step()
+    slow = the_load(bench)
+    bench.release(slow)
+    waits = bench.add("waits", prompt, max_tokens=1)
+    bench.step()
+    assert waits.state is RequestStatus.LOOKING_UP
+    bench.scheduler.expire(100.0)
+    bench.step()
+    assert waits.state is RequestStatus.TRANSFERRING
+    bench.end(waits.pool_load)
+    bench.end(slow)
+    bench.run()
+
+
+def test_decodes_go_on_while_a_load_that_steps_run_on_holds_blocks():
+    """A batch request would be preempted for a prompt, but for the load."""
+    bench = PoolBench(num_blocks=30, block_size=4)
+    prompt = prompt_of(26)
+    filled(bench, prompt)
+    bench.add("batch", prompt, max_tokens=20, priority=BATCH_PRIORITY)
+    bench.step()
+    load_id = the_load(bench)
+    bench.release(load_id)
+    bench.step()
+    for index in range(3):
+        bench.add(f"d{index}", prompt_of(9, seed=20 + index), max_tokens=20)
+    bench.step()
+    bench.add("waits", prompt_of(60, seed=11), max_tokens=2, arrival=1.0)
+    for _ in range(8):
+        plan, _ = bench.step()
+        assert len(plan.sequences) >= 3
+    bench.end(load_id)
+    bench.run()
+
+
+def test_an_interactive_prompt_gets_the_blocks_of_batch_works_loads():
+    bench = PoolBench(num_blocks=30, block_size=4)
+    for index in range(3):
+        filled(bench, prompt_of(30, seed=index), f"first{index}")
+    for index in range(3):
+        bench.add(f"b{index}", prompt_of(30, seed=index), max_tokens=3, priority=BATCH_PRIORITY)
+    bench.step()
+    assert len(bench.pool.loads) == 3
+    waits = bench.add("waits", prompt_of(30, seed=50), max_tokens=2)
+    bench.step()
+    bench.step()
+    [load_id] = bench.pool.cancelled  # no more than it needs
+    bench.end(load_id, "cancelled")
+    bench.step()
+    assert waits.state is RequestStatus.RUNNING
+    for _ in range(30):
+        for load_id in list(bench.pool.loads):
+            bench.end(load_id)
+        bench.step()
+    assert not bench.scheduler.has_work
+
+
 def test_what_was_preempted_loads_its_answer_as_well():
     """A long answer that gave its blocks up: the pool has what was computed of it."""
     bench = PoolBench(num_blocks=14, block_size=4, token=None, prefix_caching=False)
@@ -478,7 +636,7 @@ class RandomRun:
             max_num_batched_tokens=dice.choice([12, 64]),
         )
         self.answers, self.live = {}, set()
-        self.now, self.num_groups = 0.0, 0
+        self.now, self.num_groups, self.num_siblings = 0.0, 0, 0
 
     def come_and_go(self):
         dice = self.dice
@@ -491,8 +649,21 @@ class RandomRun:
                 options = {"group": group if size > 1 else None, "arrival": self.now}
                 self.bench.add(name, prompt, max_tokens=dice.randrange(1, 9), **options)
                 self.live.add(name)
+        if self.live and dice.random() < 0.1:
+            self.add_sibling(dice.choice(sorted(self.live)))
         if self.live and dice.random() < 0.03:
             self.bench.scheduler.abort(dice.choice(sorted(self.live)))
+
+    def add_sibling(self, name):
+        """One more choice of a request, which may have come far."""
+        first, group = self.bench.tokens[name], name.partition("-")[0]
+        if first.spec.group is None or len(self.live) >= 6:
+            return
+        self.num_siblings += 1
+        late = f"{group}-late{self.num_siblings}"
+        options = {"group": group, "arrival": self.now}
+        self.bench.add(late, first.spec.prompt_token_ids, max_tokens=4, **options)
+        self.live.add(late)
 
     def move(self):
         bench, dice = self.bench, self.dice
