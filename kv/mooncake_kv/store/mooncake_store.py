@@ -171,7 +171,11 @@ class MooncakeChunkStore:
         return self._ask(lambda: self._reserve(chunks, lease_s), miss, self._abort)
 
     def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
-        return self._ask(lambda: self._put(handles), [False] * len(handles))
+        return self._ask(
+            lambda: self._put(handles),
+            [False] * len(handles),
+            refused=lambda: self._abort(handles),
+        )
 
     def abort(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
         return _done(self._abort(handles))
@@ -253,15 +257,18 @@ class MooncakeChunkStore:
                 for h in handles
                 if self._is_mine(h) and self._table.is_held(h.handle_id, USER, now)
             ]
-        put = {}
-        if held:
-            status = self._client.batch_put_from(
-                [_name(handle.key) for handle in held],
-                [self._memory.address + handle.offset for handle in held],
-                [handle.nbytes for handle in held],
-            )
+        status: Sequence[int] = []
+        try:
+            if held:
+                status = self._client.batch_put_from(
+                    [_name(handle.key) for handle in held],
+                    [self._memory.address + handle.offset for handle in held],
+                    [handle.nbytes for handle in held],
+                )
+        finally:  # whatever became of it, nothing moves any more
             put = {h.handle_id: s == 0 for h, s in zip(held, _each(status, held), strict=True)}
-        return [self._end_write(handle, put.get(handle.handle_id, False)) for handle in handles]
+            ended = [self._end_write(h, put.get(h.handle_id, False)) for h in handles]
+        return ended
 
     def _load(self, keys: Sequence[bytes], lease_s: float) -> list[ReadHandle | None]:
         sizes = [self._client.get_size(_name(key)) for key in keys]
@@ -271,18 +278,21 @@ class MooncakeChunkStore:
         for key, nbytes in zip(keys, sizes, strict=True):
             slots.append(self._reserve_slot(key, nbytes, lease_s) if nbytes > 0 else None)
         wanted = [slot for slot in slots if slot is not None]
-        status = []
-        if wanted:
-            status = self._client.batch_get_into(
-                [_name(slot.key) for slot in wanted],
-                [self._memory.address + slot.offset for slot in wanted],
-                [slot.nbytes for slot in wanted],
-            )
-        got = dict(zip((slot.handle_id for slot in wanted), _each(status, wanted), strict=True))
-        return [
-            None if slot is None else self._commit_slot(slot, got[slot.handle_id], lease_s)
-            for slot in slots
-        ]
+        status: Sequence[int] = []
+        try:
+            if wanted:
+                status = self._client.batch_get_into(
+                    [_name(slot.key) for slot in wanted],
+                    [self._memory.address + slot.offset for slot in wanted],
+                    [slot.nbytes for slot in wanted],
+                )
+        finally:  # whatever became of it, nothing moves any more
+            got = dict(zip((slot.handle_id for slot in wanted), _each(status, wanted), strict=True))
+            handles = [
+                None if slot is None else self._commit_slot(slot, got[slot.handle_id], lease_s)
+                for slot in slots
+            ]
+        return handles
 
     def _reserve_slot(self, key: bytes, nbytes: int, lease_s: float) -> WriteHandle | None:
         slot = Chunk(secrets.token_bytes(16), None, 0, nbytes, 1)
@@ -365,11 +375,14 @@ class MooncakeChunkStore:
         call: Callable[[], Result],
         miss: Result,
         undo: Callable[[Result], object] = lambda _: None,
+        refused: Callable[[], object] = lambda: None,
     ) -> Future[Result]:
-        """A future of a call's result, or of ``miss``; ``undo`` what came too late."""
+        """A future of a call's result, or of ``miss``; ``undo`` what came too late, ``refused`` is
+        told if there won't be a call, since too many wait."""
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
         if self._is_closed or len(self._waiting) >= MAX_WAITING:
+            refused()
             future.set_result(miss)
             return future
 
@@ -398,8 +411,11 @@ class MooncakeChunkStore:
                 late = [(f, m) for f, (deadline, m) in self._waiting.items() if deadline <= now]
                 for future, _ in late:
                     del self._waiting[future]
+            if late:
+                logger.warning(
+                    "the master of a Mooncake Store does not reply: %d calls are misses", len(late)
+                )
             for future, miss in late:
-                logger.warning("the master of a Mooncake Store does not reply")
                 future.set_result(miss)
 
 

@@ -1,0 +1,117 @@
+"""A Mooncake Store whose master hangs, or whose client fails: staging memory comes back.
+
+With a client that stands in for Mooncake's; ``tests/adapters`` has the real one."""
+
+import sys
+import threading
+from types import ModuleType
+
+import pytest
+
+from mooncake_kv.store import mooncake_store
+from mooncake_kv.store.chunk_store import Chunk, PutRefusal, Residence, WriteHandle
+from mooncake_kv.store.mooncake_store import MooncakeChunkStore, MooncakeStoreConfig
+
+NBYTES = 1 << 20
+COUNT = 8
+WAIT_S = 60
+ABSENT_KEY = bytes(16)
+
+
+class StandIn:
+    """Of ``MooncakeDistributedStore``: objects without bytes, behind a master that may hang."""
+
+    def __init__(self):
+        self.answers = threading.Event()
+        self.answers.set()
+        self.error = None
+        self.objects = {}
+
+    def setup(self, *_):
+        return 0
+
+    register_buffer = unregister_buffer = setup
+
+    def close(self):
+        pass
+
+    def batch_is_exist(self, names):
+        assert self.answers.wait(WAIT_S)
+        return [int(name in self.objects) for name in names]
+
+    def batch_put_from(self, names, addresses, sizes):
+        self._work()
+        self.objects.update(zip(names, sizes, strict=True))
+        return [0] * len(names)
+
+    def get_size(self, name):
+        assert self.answers.wait(WAIT_S)
+        return self.objects.get(name, -1)
+
+    def batch_get_into(self, names, addresses, sizes):
+        self._work()
+        return list(sizes)
+
+    def _work(self):
+        assert self.answers.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def store(monkeypatch):
+    mooncake, package = ModuleType("mooncake"), ModuleType("mooncake.store")
+    package.MooncakeDistributedStore, mooncake.store = StandIn, package
+    monkeypatch.setitem(sys.modules, "mooncake", mooncake)
+    monkeypatch.setitem(sys.modules, "mooncake.store", package)
+    monkeypatch.setattr(mooncake_store, "_require_master", lambda address: None)
+    store = MooncakeChunkStore(MooncakeStoreConfig("master:1", staging_bytes=COUNT * NBYTES))
+    yield store
+    store._client.answers.set()
+    store.close()
+
+
+def chunks(first=0):
+    numbers = range(first, first + COUNT)
+    return [Chunk(number.to_bytes(16, "big"), None, 0, NBYTES, 16) for number in numbers]
+
+
+def reserve(store, first=0):
+    handles = store.reserve(chunks(first)).result(WAIT_S)
+    assert all(isinstance(handle, WriteHandle) for handle in handles), handles
+    return handles
+
+
+def test_a_commit_that_is_refused_while_the_master_hangs_gives_its_memory_back(store, monkeypatch):
+    monkeypatch.setattr(mooncake_store, "MAX_WAITING", 16)
+    handles = reserve(store)
+    store._client.answers.clear()
+    waiting = [store.touch([ABSENT_KEY]) for _ in range(16)]
+    assert store.commit(handles).result(0) == [False] * COUNT
+    store._client.answers.set()
+    for future in waiting:
+        future.result(WAIT_S)
+    assert store.commit(reserve(store, COUNT)).result(WAIT_S) == [True] * COUNT
+
+
+def test_calls_that_a_master_does_not_reply_to_are_told_of_in_one_line(store, monkeypatch, caplog):
+    monkeypatch.setattr(mooncake_store, "PATIENCE_S", 0.0)
+    store._client.answers.clear()
+    futures = [store.probe([ABSENT_KEY]) for _ in range(32)]
+    assert [future.result(WAIT_S) for future in futures] == [[Residence.ABSENT]] * 32
+    assert 1 <= len(caplog.messages) <= 2
+    assert "does not reply" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["commit", "pin"])
+def test_a_client_that_fails_gives_staging_memory_back(store, call):
+    store.commit(reserve(store)).result(WAIT_S)
+    store._client.error = RuntimeError("the client failed")
+    if call == "commit":
+        assert store.commit(reserve(store, COUNT)).result(WAIT_S) == [False] * COUNT
+    else:
+        assert store.pin([c.key for c in chunks()]).result(WAIT_S) == [None] * COUNT
+    store._client.error = None
+    assert store.stats().result().free_bytes == COUNT * NBYTES
+    assert store.reserve(chunks()).result(WAIT_S) == [PutRefusal.PRESENT] * COUNT
+    assert None not in store.pin([c.key for c in chunks()]).result(WAIT_S)
