@@ -6,6 +6,7 @@ order: no step reads KV of other tokens, every request ends, and every block is 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from support.vllm_scheduler import (
     KV,
     VllmInstance,
     answer_to,
+    children,
     engine_config,
     settle,
     vllm_instance,
@@ -30,9 +32,11 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions
+from mooncake_kv.pool.pool_events import PoolLoadEnded
 from mooncake_kv.store.chunk_layout import chunk_bytes
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.store_service import StoreAddress, StoreService
+from mooncake_vllm.vllm_pool_side import PoolSchedulerSide
 
 NUM_EXAMPLES = int(os.environ.get("VLLM_EXAMPLES", "15"))
 NUM_BLOCKS = 24
@@ -240,6 +244,49 @@ def test_what_was_preempted_loads_what_it_had(store: StoreService) -> None:
         assert instance.scheduler.reset_prefix_cache(reset_running_requests=True)
         pair.check()
         assert instance.figures()["pool_num_loaded_chunks"] == len(PROMPTS[4]) // CHUNK
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
+@pytest.mark.parametrize("connector", ["HalPoolConnector", "HalPullConnector"])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_who_gets_an_error_for_a_chunk_that_is_gone_is_told_of_the_policy(
+    store: StoreService,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    connector: str,
+    policy: str,
+) -> None:
+    """Which is vLLM's own, or MultiConnector's; that of its child is the default, fail."""
+    pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK}"
+    config = engine_config("kv_both", connector, policy, is_async=False, pool=pool)
+    with (
+        pooled(store, is_async=False) as first,
+        vllm_instance(config, NUM_BLOCKS) as second,
+        caplog.at_level("WARNING", "mooncake_vllm.vllm_pool_side"),
+    ):
+        first.submit("r", PROMPTS[4], 8)
+        settle([first], 30)
+        wait_for_saved(first, (len(PROMPTS[4]) + 7) // CHUNK)
+        [side] = [
+            each._scheduler
+            for each in children(second.scheduler.connector)
+            if isinstance(each._scheduler, PoolSchedulerSide)
+        ]
+        monkeypatch.setattr(
+            side._client,
+            "start_load",
+            lambda load: side._on_event(PoolLoadEnded(load.load_id, 0, "it is gone")),
+        )
+        logging.getLogger("mooncake_vllm").addHandler(caplog.handler)
+        try:
+            for number in range(2):
+                second.submit(f"r{number}", PROMPTS[4], 4)
+                settle([second], 30)
+        finally:
+            logging.getLogger("mooncake_vllm").removeHandler(caplog.handler)
+        assert second.answers["r1"].finish == {"fail": "error", "recompute": "length"}[policy]
+        assert caplog.text.count("r0 was answered with an error") == (policy == "fail")
+        assert "r1 was answered" not in caplog.text
 
 
 @pytest.mark.parametrize("has_new_weights", [False, True], ids=["its own cache", "all of it"])

@@ -456,11 +456,6 @@ class HalPoolConnector(HalConnector):
         return read_pool_settings(extra, cls.connector_name, _data_parallel_rank(vllm_config))
 
     def _make_scheduler(self, instance: Instance, sockets: list[Path]) -> SchedulerHooks:
-        if self._vllm_config.kv_transfer_config.kv_load_failure_policy == "fail":
-            logger.warning(
-                "kv_load_failure_policy is fail: a prompt whose chunks a store gives up between "
-                "look-up and load is answered with an error; use recompute"
-            )
         published = self._vllm_config.kv_events_config
         return PoolSchedulerSide(
             of_data_parallel_rank(

@@ -51,6 +51,8 @@ FIGURES = (
     "saved_bytes", "num_save_refusals",
 )  # fmt: skip
 """Of ``PoolStats``, those that vLLM publishes."""
+REFUSED = "FINISHED_ERROR"
+"""Ending of a request whose load has failed, where ``kv_load_failure_policy`` is ``fail``."""
 
 
 class PoolState(Enum):
@@ -72,6 +74,7 @@ class PooledPrompt:
         keys: of its chunks that may be loaded.
         num_preemptions: before it was looked up.
         sources: of the leading ones that stores have, where.
+        has_failed: whether less came than they had.
     """
 
     name: str
@@ -79,6 +82,7 @@ class PooledPrompt:
     num_preemptions: int
     state: PoolState = PoolState.LOOKING
     sources: Sequence[ChunkSource] = ()
+    has_failed: bool = False
 
 
 class PoolSchedulerSide:
@@ -106,6 +110,7 @@ class PoolSchedulerSide:
         self._block_pool: BlockPool | None = None
         self._cached_blocks: object = None
         self._death: BaseException | None = None
+        self._has_warned = False
         self._lock = threading.Lock()
         self._prompts: dict[str, PooledPrompt] = {}
         self._started: list[str] = []
@@ -235,6 +240,8 @@ class PoolSchedulerSide:
             is_loading = pooled is not None and pooled.state is PoolState.LOADING
             if pooled is not None and is_loading:
                 self._prompts[f"ended {pooled.name}"] = pooled  # until its end is reported
+        if pooled is not None and pooled.has_failed and request.status.name == REFUSED:
+            self._warn_of_policy(request.request_id)
         [table] = tables
         is_held = self._saves.end(request, table)
         if pooled is not None and is_loading:
@@ -343,7 +350,7 @@ class PoolSchedulerSide:
         with self._lock:
             pooled.state = PoolState.OVER
             if is_failed:
-                pooled.sources = pooled.sources[: event.num_chunks]
+                pooled.has_failed, pooled.sources = True, pooled.sources[: event.num_chunks]
             if key.startswith("ended "):
                 del self._prompts[key]
         if is_failed:
@@ -360,6 +367,18 @@ class PoolSchedulerSide:
                 if pooled is not None and pooled.name == name:
                     return key, pooled
         return None
+
+    def _warn_of_policy(self, request_id: str) -> None:
+        """Once, and not at the start: which policy is in force a MultiConnector's child can't
+        know."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s was answered with an error, since its stores have given up what they had: with "
+                "the kv_load_failure_policy recompute it would have been computed (in a "
+                "MultiConnector its own policy counts, not those of its connectors)",
+                request_id,
+            )
 
     def _fail(self, dead: ConnectorDead) -> None:
         self._death = self._death or dead
