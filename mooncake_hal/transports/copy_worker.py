@@ -38,6 +38,10 @@ class InFlightPart:
 class Copier(Protocol):
     """What the thread copies with, and gives back at its end; the rest is the transport's."""
 
+    def drain(self) -> None:
+        """Block until everything that was enqueued has been copied; raises DeviceError."""
+        ...
+
     def close(self) -> None:
         """Give it back."""
         ...
@@ -170,9 +174,9 @@ class CopyWorker(Generic[C]):
             raise TransferError(f"a peer's copying thread can't be started: {exc}") from exc
 
     def submit(self, job: CopyJob[C]) -> None:
-        """Take a job; raises TransferError if the thread has failed."""
+        """Take a job; raises TransferError if the thread has no copier."""
         if self._error is not None:
-            raise TransferError("the copying thread failed") from self._error
+            raise TransferError("there is nothing to copy with") from self._error
         self._jobs.put(job)
 
     def close(self) -> None:
@@ -183,13 +187,17 @@ class CopyWorker(Generic[C]):
     def _work(self) -> None:
         try:
             copier = self._make_copier()
-            while (job := self._jobs.get()) is not None:
-                self._end(job, copier)
-            copier.close()
         except Exception as exc:  # thread top: the transfers that wait must fail with it
-            logger.exception("the copying thread failed")
+            logger.exception("there is nothing to copy with")
             self._error = exc
             self._refuse_all(exc)
+            return
+        while (job := self._jobs.get()) is not None:
+            self._end(job, copier)
+        try:
+            copier.close()
+        except Exception:  # thread top: nobody copies with it any more
+            logger.exception("a copier can't be given back")
 
     def _end(self, job: CopyJob[C], copier: C) -> None:
         if not job.enter():
@@ -200,16 +208,24 @@ class CopyWorker(Generic[C]):
         except TransferError as exc:
             error = exc
         except HalError as exc:
-            error = TransferError(f"copying failed: {exc}")
-        except BaseException as exc:
-            job.transfer.part_ended(TransferError(f"the copying thread failed: {exc!r}"))
-            raise
+            error = self._broken_off(copier, str(exc))
+        except Exception as exc:  # it is this transfer's: memory that is short may be free again
+            logger.exception("copying failed")
+            error = self._broken_off(copier, repr(exc))
         job.transfer.part_ended(error)
+
+    def _broken_off(self, copier: C, reason: str) -> TransferError:
+        """The failure of a transfer of which the copier may have enqueued more than it said."""
+        try:
+            copier.drain()
+        except Exception:  # thread top: a device that fails so copies nothing any more
+            logger.exception("a copier can't be drained")
+        return TransferError(f"copying failed: {reason}")
 
     def _refuse_all(self, exc: Exception) -> None:
         while (job := self._jobs.get()) is not None:
             if job.enter():
-                job.transfer.part_ended(TransferError(f"the copying thread failed: {exc!r}"))
+                job.transfer.part_ended(TransferError(f"there is nothing to copy with: {exc!r}"))
 
 
 def split_parts(nbytes: NDArray[np.uint64], most_bytes: int) -> list[tuple[int, int]]:

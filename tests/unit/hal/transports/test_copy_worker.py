@@ -131,3 +131,66 @@ def test_what_waits_behind_a_job_that_hangs_ends_when_it_is_stopped() -> None:
         worker.close()
     running.transfer.wait()
     assert line.events.count("begin 0") == 1, "the cancelled one has not begun"
+
+
+class Drained(NothingToCopy):
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def drain(self) -> None:
+        self._line.events.append("all drained")
+
+
+def test_whatever_a_copy_raises_is_its_transfers_own(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as the device's want of memory, which torch has an error of its own for."""
+    line, shortages = Line(), [RuntimeError("CUDA out of memory")]
+
+    def run_short() -> None:
+        if shortages:
+            raise shortages.pop()
+
+    line.stop = run_short
+    worker: CopyWorker[Copier] = CopyWorker(lambda: Drained(line))
+    try:
+        for error in ("CUDA out of memory", None):
+            job = job_of(line)
+            worker.submit(job)
+            if error is None:
+                job.transfer.wait()
+            else:
+                with pytest.raises(TransferError, match=error):
+                    job.transfer.wait()
+                assert line.events == ["begin 0", "all drained"]
+    finally:
+        worker.close()
+    assert "copying failed" in caplog.text
+
+
+class Unwilling(NothingToCopy):
+    def close(self) -> None:
+        raise RuntimeError("the device is gone")
+
+
+def test_a_copier_that_can_not_be_given_back_ends_its_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    CopyWorker(Unwilling).close()
+    assert "a copier can't be given back" in caplog.text
+
+
+def test_without_a_copier_every_transfer_fails(caplog: pytest.LogCaptureFixture) -> None:
+    is_tried = threading.Event()
+
+    def fail() -> Copier:
+        assert is_tried.wait(10)
+        raise RuntimeError("no stream")
+
+    worker: CopyWorker[Copier] = CopyWorker(fail)
+    early, late = job_of(Line()), job_of(Line())
+    worker.submit(early)
+    is_tried.set()
+    with pytest.raises(TransferError, match="nothing to copy with: RuntimeError"):
+        early.transfer.wait()
+    with pytest.raises(TransferError, match="nothing to copy with"):
+        worker.submit(late)
+    worker.close()
