@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -58,7 +58,8 @@ PARENT_GONE = 3
 
 REPORT_PAUSE_S = 0.1
 MAX_UNSENT_BYTES = 64 << 20
-"""Of updates that one front end does not read: at a token's 60 bytes, a million of them."""
+"""Of updates that one front end does not read, behind the message that it is being sent: at a
+token's 60 bytes, a million of them. One message may have more: log probabilities of prompts do."""
 
 
 class FrontEnd:
@@ -76,7 +77,8 @@ class FrontEnd:
         self.reported: Report | None = None
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))
         self._lock = threading.Lock()
-        self._unsent = bytearray()
+        self._unsent: deque[memoryview] = deque()  # messages; the first one may have begun
+        self._num_waiting_bytes = 0  # of those behind the first
         self._is_gone = False
 
     def tell(self, message: Message) -> None:
@@ -87,7 +89,8 @@ class FrontEnd:
         """Send a message, as ``Connection.send_bytes`` frames it. Any thread.
 
         Raises:
-            EngineDead: too much waits already.
+            EngineDead: too much waits already. What comes while nothing waits is taken, however
+                large it is.
         """
         frame = struct.pack("!iB", len(encoded) + 1, kind) + encoded
         with self._lock:
@@ -95,14 +98,18 @@ class FrontEnd:
                 return
             if not self._unsent:
                 num_sent = self._try(frame)
-                if num_sent == len(frame):
-                    return
-                threading.Thread(target=self._flush, name="unsent", daemon=True).start()
-                frame = frame[num_sent:]
-            if len(self._unsent) + len(frame) > MAX_UNSENT_BYTES:
-                num_mib = len(self._unsent) >> 20
-                raise EngineDead(f"{self.name} does not read: {num_mib} MiB of tokens wait for it")
-            self._unsent += frame
+                if num_sent < len(frame):
+                    self._unsent.append(memoryview(frame)[num_sent:])
+                    threading.Thread(target=self._flush, name="unsent", daemon=True).start()
+                return
+            num_waiting = self._num_waiting_bytes
+            if num_waiting and num_waiting + len(frame) > MAX_UNSENT_BYTES:
+                raise EngineDead(
+                    f"{self.name} does not read: {num_waiting >> 10} KiB of tokens wait for it, "
+                    f"and {len(frame) >> 10} KiB more have come"
+                )
+            self._unsent.append(memoryview(frame))
+            self._num_waiting_bytes += len(frame)
 
     def report(self, report: Report) -> None:
         """Send figures that have changed; not after others that wait yet."""
@@ -110,7 +117,7 @@ class FrontEnd:
             self.reported = report
             self.tell(report)
 
-    def _try(self, data: bytes | bytearray) -> int:
+    def _try(self, data: bytes | memoryview) -> int:
         """Send what it takes now; returns how many bytes."""
         try:
             return self._socket.send(data, socket.MSG_DONTWAIT)
@@ -127,9 +134,14 @@ class FrontEnd:
         while True:
             writable.poll()
             with self._lock:
-                del self._unsent[: self._try(self._unsent)]
+                first = self._unsent[0]
+                first = self._unsent[0] = first[self._try(first) :]
+                if first:
+                    continue
+                self._unsent.popleft()
                 if not self._unsent:
                     return
+                self._num_waiting_bytes -= len(self._unsent[0])
 
 
 class CoreProcess:
