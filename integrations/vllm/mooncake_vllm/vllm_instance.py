@@ -88,7 +88,7 @@ def fingerprint(model_config: Any, download_dir: str | None = None) -> ModelFing
         download_dir: where vLLM keeps weights from the hub, if not in the hub's own cache.
     """
     dtype = str(model_config.dtype).removeprefix("torch.")
-    changed: dict[str, str] = {}
+    changed = {"LongRoPE by vLLM": _longrope(model_config)}
     try:
         folder = _checkpoint_folder(model_config)  # vLLM has the configuration there in any case
         weights = _checkpoint_folder(model_config, download_dir) if download_dir else folder
@@ -119,6 +119,19 @@ def _overrides(model_config: Any, folder: Path) -> str:
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     changed = {name: value for name, value in overrides.items() if written.get(name) != value}
     return _canonical(changed) if changed else ""
+
+
+def _longrope(model_config: Any) -> str:
+    """Which of a LongRoPE's factors vLLM takes, if not those of the model's longest context, as our
+    engine does. It goes by its own --max-model-len, which by default is that of the short ones."""
+    text = model_config.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return ""
+    beside_it = getattr(text, "original_max_position_embeddings", 0)  # as Phi-3 has it
+    original = rope.get("original_max_position_embeddings", beside_it)
+    takes_short = model_config.max_model_len <= original < text.max_position_embeddings
+    return "short factors" if takes_short else ""
 
 
 def _canonical(value: Mapping[str, Any]) -> str:

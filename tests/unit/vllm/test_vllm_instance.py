@@ -194,6 +194,25 @@ def test_what_vllm_has_in_place_of_the_checkpoints_configuration_tells_models_ap
     assert fingerprint(model(hf_overrides=same)) == plain
 
 
+@pytest.mark.parametrize("is_beside", [False, True])
+@pytest.mark.parametrize("kind", ["longrope", "default"])
+def test_a_context_for_which_a_longrope_has_other_factors_tells_models_apart(
+    kind: str, is_beside: bool
+) -> None:
+    """By default vLLM's context is that of the short ones; our engine takes the long ones."""
+    original = {"original_max_position_embeddings": 4096}
+    text = SimpleNamespace(
+        rope_parameters={"rope_type": kind} | ({} if is_beside else original),
+        max_position_embeddings=131_072,
+        **(original if is_beside else {}),
+    )
+    usual, long = (
+        fingerprint(model(hf_text_config=text, max_model_len=length)) for length in (4096, 4097)
+    )
+    assert long == model_fingerprint(EXAMPLE, "float32")
+    assert (usual != long) == (kind == "longrope")
+
+
 @pytest.mark.parametrize(
     "changes", [{"hf_overrides": lambda config: config}, {"hf_config_path": "org/other"}]
 )
