@@ -53,6 +53,7 @@ CLASSES = {
     "config/vllm.py": ("VllmConfig",),
     "config/kv_events.py": ("KVEventsConfig",),
     "config/model.py": ("ModelConfig",),
+    "config/load.py": ("LoadConfig",),
     "config/parallel.py": ("ParallelConfig",),
     "config/kv_transfer.py": ("KVTransferConfig",),
     "config/compilation.py": ("CompilationConfig",),

@@ -67,6 +67,7 @@ READ = {
     "parallel": "ParallelConfig",
     "parallel_config": "ParallelConfig",
     "model_config": "ModelConfig",
+    "load_config": "LoadConfig",
     "vllm_config": "VllmConfig",
     "_vllm_config": "VllmConfig",
     "kv_cache_config": "KVCacheConfig",
