@@ -369,6 +369,11 @@ class ChunkTable:
         entry = self._index.get(key)
         return entry if entry is not None and entry.state is _READY else None
 
+    def has_readers(self, key: bytes) -> bool:
+        """Whether anybody may read a chunk that is there, or is being written."""
+        entry = self._index.get(key)
+        return entry is not None and entry.num_pins > 0
+
     def ready_chunks(self) -> Iterator[Chunk]:
         """All that can be found, in no order."""
         return (e.chunk for e in self._index.values() if e.state is _READY)

@@ -28,6 +28,7 @@ class ChunkRead:
     Args:
         key: of the chunk.
         offset: where its bytes go in memory; they have room for whole pages there.
+        is_wanted: whether anybody waits for it yet; asked before each part.
         arrived: told how many of its leading bytes are there, and right, while it is read; by
             several threads, so that a smaller number may come later.
         ended: called once, when nothing of it is read any more: whether all is there, and right.
@@ -35,6 +36,7 @@ class ChunkRead:
 
     key: bytes
     offset: int
+    is_wanted: Callable[[], bool]
     arrived: Callable[[int], None]
     ended: Callable[[bool], None]
 
@@ -83,46 +85,54 @@ class RecordRead:
     Args:
         parts: ranges of its bytes, from the beginning.
         read: reads a range into memory; whether it is right.
-        arrived, ended: see ``ChunkRead``.
+        is_wanted, arrived: see ``ChunkRead``.
+        ended: told once, when nothing of it is read any more: whether all is there, and right, and
+            whether a part was wrong. Neither: nobody wanted the rest.
     """
 
     def __init__(
         self,
         parts: Sequence[tuple[int, int]],
         read: Callable[[int, int], bool],
+        is_wanted: Callable[[], bool],
         arrived: Callable[[int], None],
-        ended: Callable[[bool], None],
+        ended: Callable[[bool, bool], None],
     ) -> None:
         self.parts = parts
         self._read = read
+        self._is_wanted = is_wanted
         self._arrived = arrived
         self._ended = ended
         self._are_there = [False] * len(parts)
         self._num_running = 0
         self._has_failed = False
+        self._is_given_up = False
         self._lock = threading.Lock()
 
     def run(self, index: int) -> None:
-        """Read a part, unless another one has failed; once each."""
+        """Read a part, unless another one has failed or nobody wants it; once each."""
         with self._lock:
-            if self._has_failed:  # what ran then has told of the end, or will
+            if self._has_failed or self._is_given_up:  # what ran then has told of the end, or will
                 return
             self._num_running += 1
-        is_right = False
+        is_right = is_given_up = False
         try:
-            is_right = self._read(*self.parts[index])
+            is_given_up = not self._is_wanted()
+            is_right = not is_given_up and self._read(*self.parts[index])
         finally:
-            self._note(index, is_right)
+            self._note(index, is_right, is_given_up)
 
-    def _note(self, index: int, is_right: bool) -> None:
+    def _note(self, index: int, is_right: bool, is_given_up: bool) -> None:
         with self._lock:
             self._are_there[index] = is_right
-            self._has_failed |= not is_right
+            self._is_given_up |= is_given_up
+            self._has_failed |= not is_right and not is_given_up
             self._num_running -= 1
             num_leading = (*self._are_there, False).index(False)
-            is_last = self._has_failed or all(self._are_there)
+            are_all_there = all(self._are_there)
+            is_last = self._has_failed or self._is_given_up or are_all_there
             has_ended = is_last and not self._num_running
         if has_ended:
-            self._ended(not self._has_failed)
+            self._ended(are_all_there, self._has_failed)
         elif num_leading > index:  # this part was the first that was missing
             self._arrived(self.parts[num_leading - 1][1])

@@ -27,7 +27,6 @@ from mooncake_kv.store.arena_allocator import rounded_up
 from mooncake_kv.store.chunk_store import Chunk, StoreStats
 from mooncake_kv.store.ssd_directory import (
     RecordLocation,
-    Segment,
     SsdBudget,
     SsdDirectory,
     SsdDirectoryConfig,
@@ -243,12 +242,12 @@ class SsdTier:
         def read_range(start: int, stop: int) -> bool:
             return self._read(record, start, self._view(wanted.offset + start, stop - start))
 
-        def ended(is_right: bool) -> None:
-            self._end_read(record, is_right=is_right)
+        def ended(is_right: bool, is_wrong: bool) -> None:
+            self._end_read(record, is_right=not is_wrong)
             wanted.ended(is_right)
 
         parts = parts_to_read(record.chunk.nbytes, first_bytes)
-        return RecordRead(parts, read_range, wanted.arrived, ended)
+        return RecordRead(parts, read_range, wanted.is_wanted, wanted.arrived, ended)
 
     def forget(self, keys: Iterable[bytes]) -> list[bytes]:
         """Give chunks up, those that are being written, too; returns those that were there."""

@@ -1,7 +1,8 @@
 """Chunks on their way between a store's memory and its SSDs.
 
 Everything here is called with the store's lock held, except where it says so. A chunk is loaded
-once however many want it, and whoever waits does so for a bounded time.
+once however many want it, and whoever waits does so for a bounded time. What nobody wants any more
+is not read to its end.
 
 A pin waits for all bytes of its chunks, or is granted while they come in. Then its user asks how
 far they are, reads what is there, and learns from the handle's end whether all of it came.
@@ -256,6 +257,7 @@ class TierMoves:
         return ChunkRead(
             key,
             load.handle.offset,
+            lambda: self._is_wanted(load),
             lambda num_bytes: self._arrived(load, num_bytes),
             lambda is_right: self._loaded(key, is_right),
         )
@@ -278,6 +280,15 @@ class TierMoves:
             request.handles[position] = structs.replace(handle, tier=Tier.SSD)
             self._table.stats.num_ssd_hits += 1
             self._table.stats.num_misses -= 1
+
+    def _is_wanted(self, load: _Load) -> bool:
+        """On a thread of the tier: whether anybody waits for a load, or reads what comes in. One
+        who comes right behind a no has a miss."""
+        key = load.handle.key
+        if load.requests or self._table.has_readers(key):
+            return True
+        with self._lock:  # in which a request becomes a reader
+            return bool(load.requests) or self._table.has_readers(key)
 
     def _arrived(self, load: _Load, num_bytes: int) -> None:
         """On a thread of the tier: leading bytes of a chunk are there. The load may have ended by

@@ -170,7 +170,13 @@ def read_all(tier, chunks, first_bytes=None):
     ended = [Future() for _ in chunks]
     tier.read(
         [
-            ChunkRead(chunk.key, index * CHUNK, lambda nbytes: None, ended[index].set_result)
+            ChunkRead(
+                chunk.key,
+                index * CHUNK,
+                lambda: True,
+                lambda nbytes: None,
+                ended[index].set_result,
+            )
             for index, chunk in enumerate(chunks)
         ],
         first_bytes,

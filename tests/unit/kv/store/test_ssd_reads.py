@@ -148,7 +148,7 @@ def test_a_reader_in_another_process_reads_what_has_come(store, monkeypatch):
         assert client.await_store(WAIT_S)
         handles = client.pin(KEYS, first_bytes=2 * SECTION).result(WAIT_S)
         assert client.await_bytes(handles, 0).result(WAIT_S) == 2 * SECTION
-        more = client.await_bytes(handles, 2 * SECTION)
+        more = client.await_bytes(handles[1:], 2 * SECTION)
         assert client.release(handles[:1]).result(WAIT_S) == [False], "it is not all there"
         reads.gate.set()
         assert more.result(WAIT_S) > 2 * SECTION
@@ -255,6 +255,24 @@ def test_readers_that_leave_or_are_late_hold_nothing_up(store, monkeypatch):
     assert store.stats().ssd_read_bytes == COUNT * payload_bytes, "one read served both"
 
 
+def test_loads_that_nobody_wants_any_more_end_and_leave_the_drive_to_others(store, monkeypatch):
+    """One long prompt that was cancelled kept the drive busy until all of it was read."""
+    reads, user = Reads(monkeypatch), store.open_user()
+    handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
+    assert user.await_bytes(handles, 0).result(WAIT_S) == SECTION
+    other = store.open_user()
+    [kept] = other.pin(KEYS[:1], first_bytes=SECTION).result(WAIT_S)
+    user.release(handles)
+    reads.gate.set()
+    assert other.await_bytes([kept], NBYTES - 1).result(WAIT_S) == NBYTES
+    await_level(store, lambda stats: not stats.num_staging)
+    assert len(reads.starts) <= COUNT + 8 + 2, "what threads had begun, and the rest of one chunk"
+    assert other.release([kept]).result() == [True]
+    found = user.probe(KEYS).result()
+    assert found == [Residence.DRAM, *[Residence.SSD] * (COUNT - 1)], "no record is wrong"
+    assert None not in user.pin(KEYS).result(WAIT_S)
+
+
 def test_news_of_a_load_that_has_ended_are_none_of_the_next_one(store, monkeypatch):
     """A thread that was held up tells of bytes after its load has ended."""
     with monkeypatch.context() as patch:
@@ -338,10 +356,16 @@ def test_parts_are_whole_sections_and_few(nbytes, first_bytes):
 
 def test_parts_that_come_in_any_order_count_from_the_beginning():
     seen, parts = [], [(0, 10), (10, 20), (20, 30), (30, 40)]
-    read = RecordRead(parts, lambda start, stop: True, seen.append, lambda ok: seen.append(ok))
+    read = RecordRead(
+        parts,
+        lambda start, stop: True,
+        lambda: True,
+        seen.append,
+        lambda *how: seen.append(how),
+    )
     for index in (1, 0, 3, 2):
         read.run(index)
-    assert seen == [20, True]
+    assert seen == [20, (True, False)]
 
 
 def test_after_a_part_that_is_wrong_no_other_is_read_and_the_end_comes_once():
@@ -356,8 +380,27 @@ def test_after_a_part_that_is_wrong_no_other_is_read_and_the_end_comes_once():
         return start != 10
 
     parts = [(0, 10), (10, 20), (20, 30), (30, 40)]
-    record = RecordRead(parts, read, lambda _: None, ended.append)
+    record = RecordRead(parts, read, lambda: True, lambda _: None, lambda *how: ended.append(how))
     record.run(2)
-    assert ended == [False]
+    assert ended == [(False, True)]
     record.run(3)
-    assert (read_ranges, ended) == ([20, 10], [False])
+    assert (read_ranges, ended) == ([20, 10], [(False, True)])
+
+
+def test_what_nobody_wants_any_more_is_not_read_and_is_not_wrong():
+    read_ranges, ended, is_wanted = [], [], True
+
+    def read(start, stop):
+        read_ranges.append(start)
+        return True
+
+    parts = [(0, 10), (10, 20), (20, 30)]
+    record = RecordRead(
+        parts, read, lambda: is_wanted, lambda _: None, lambda *how: ended.append(how)
+    )
+    record.run(0)
+    is_wanted = False
+    record.run(1)
+    is_wanted = True
+    record.run(2)
+    assert (read_ranges, ended) == ([0], [(False, False)])
