@@ -105,9 +105,18 @@ class Session:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
     def start(self, name: str) -> None:
-        """Run on a new thread."""
-        self._thread = threading.Thread(target=self.run, name=name, daemon=True)
-        self._thread.start()
+        """Run on a new thread.
+
+        Raises:
+            TransferError: the host has no thread left; the connection is closed then.
+        """
+        thread = threading.Thread(target=self.run, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as exc:
+            self._sock.close()
+            raise TransferError(f"a session's thread can't be started: {exc}") from exc
+        self._thread = thread
 
     def run(self) -> None:
         """Take in what the peer says until the session ends."""

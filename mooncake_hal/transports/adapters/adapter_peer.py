@@ -189,6 +189,9 @@ class AdapterPeer:
         session: to the other end; closed with the peer.
         link: moves the slices; closed with the peer.
         local: our own regions.
+
+    Raises:
+        TransferError: the host has no thread left; session and link are still the caller's.
     """
 
     def __init__(
@@ -203,8 +206,11 @@ class AdapterPeer:
         self._changed = threading.Condition(threading.RLock())
         self._error: TransferError | None = None
         self.closed = False
-        self._thread = threading.Thread(target=self._run, name=f"{engine.name}-peer", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, name=f"{engine.name}-slices", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            raise TransferError(f"a peer's thread can't be started: {exc}") from exc
 
     # -- the contract -----------------------------------------------------------------------------
 

@@ -111,10 +111,10 @@ class AdapterDataPath:
         link = AgentLink(self._engine, description, self._regions.get, session)
         try:
             link.prove(deadline)
+            peer = AdapterPeer(self._engine, session, link, self._local)
         except BaseException:
             link.close()
             raise
-        peer = AdapterPeer(self._engine, session, link, self._local)
         with self._lock:
             self._peers = [known for known in self._peers if not known.closed] + [peer]
         return peer

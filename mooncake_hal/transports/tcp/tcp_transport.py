@@ -6,6 +6,8 @@ import ctypes
 import logging
 import socket
 import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cached_property
 
 from mooncake_hal import native
@@ -29,7 +31,7 @@ from mooncake_hal.session.regions import RegionTable
 from mooncake_hal.transport import EndpointOptions, MemoryRegion
 from mooncake_hal.transports.tcp.interpreted_streams import InterpretedStreams
 from mooncake_hal.transports.tcp.native_streams import NativeStreams, StreamOutcome, Streams
-from mooncake_hal.transports.tcp.tcp_peer import PeerConnection, TcpPeer
+from mooncake_hal.transports.tcp.tcp_peer import Dial, PeerConnection, TcpPeer
 from mooncake_hal.transports.tcp.tcp_sockets import (
     NAME,
     SETTINGS,
@@ -178,11 +180,7 @@ class TcpEndpoint:
         # The first is opened here, which tells whether the peer is reached; the others when needed.
         socks: list[socket.socket | None] = [dial(timeout)]
         socks += [None] * (self._options.connections - 1)
-        connections = [
-            PeerConnection(self._streams, dial, sock, f"mooncake-tcp-connection-{at}")
-            for at, sock in enumerate(socks)
-        ]
-        peer = TcpPeer(connections, self._table, self._peers.discard)
+        peer = TcpPeer(self._connections(dial, socks), self._table, self._peers.discard)
         with self._lock:
             if not self._closed:
                 self._peers.add(peer)
@@ -205,6 +203,30 @@ class TcpEndpoint:
             raise TransferError("tcp: the listening thread failed") from self._server.error
         if self._closed:
             raise PeerLost("tcp: this endpoint is closed")
+
+    def _connections(
+        self, dial: Dial, socks: Sequence[socket.socket | None]
+    ) -> list[PeerConnection]:
+        """One connection for each, open or not yet; with their threads, or none at all.
+
+        Raises:
+            TransferError: the host has no thread left; the sockets are closed then.
+        """
+        connections: list[PeerConnection] = []
+        with ExitStack() as undo:
+            for sock in socks:
+                if sock is not None:
+                    undo.callback(sock.close)
+            for at, sock in enumerate(socks):
+                name = f"mooncake-tcp-connection-{at}"
+                try:
+                    connections.append(PeerConnection(self._streams, dial, sock, name))
+                except RuntimeError as exc:
+                    message = f"tcp: a connection's thread can't be started: {exc}"
+                    raise TransferError(message) from exc
+                undo.callback(connections[-1].close)
+            undo.pop_all()
+        return connections
 
     def _dial(self, address: TcpAddress, seconds: float) -> socket.socket:
         """Open one connection and prove who we are. Raises TransferError."""
