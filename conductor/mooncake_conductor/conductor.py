@@ -192,11 +192,12 @@ class Conductor:
         """The prefill is done: whether the request may decode, and on which slot.
 
         A request that is refused now has lost its reservation. One without a reservation, because
-        it took too long, is admitted nowhere in particular: None.
+        it took too long, is admitted nowhere in particular, as all are while there is no decode
+        instance: None.
         """
         was_prefilling = self.book.is_prefilling(request_id)
         made = self.book.prefilled(request_id, now)
-        if made is None:
+        if made is None or not len(self.fleet.decode_slots):
             return ADMITTED, None
         if was_prefilling:
             self._lateness.report(now - made.expected_at)
@@ -220,10 +221,10 @@ class Conductor:
     def decode_elsewhere(self, request_id: str, avoid: frozenset[int], now: float) -> int | None:
         """Its decode instance failed it: the slot of another one, bound to it from now on.
 
-        None if it has no reservation, or decodes already.
+        None if it has no reservation, or decodes already, or there is none.
         """
         made = self.book.get(request_id)
-        if made is None or made.stage is Stage.DECODING:
+        if made is None or made.stage is Stage.DECODING or not len(self.fleet.decode_slots):
             return None
         self.ledger.release(request_id)
         request = replace(made.request, avoid=avoid)
@@ -279,7 +280,10 @@ class Conductor:
     def _again(
         self, request: RoutingRequest, slot: int, match: PrefixMatches | None, best: DecodeChoice
     ) -> DecodeChoice:
-        """The instance that was chosen at arrival, by the load of now."""
+        """The instance that was chosen at arrival, by the load of now; the best one if that takes
+        nothing any more."""
+        if slot not in self.fleet.decode_slots:
+            return best
         load = self.ledger.now()
         index = int((self.fleet.decode_slots == slot).argmax())
         tbt = self._chooser.tbt(load, request.num_tokens + request.num_output_tokens / 2)

@@ -96,6 +96,7 @@ class Fleet:
         self.links = LinkCalendar(np.ones(num_slots), setup_s)
         self.queues = PrefillQueues(num_slots)
         self.is_draining = np.zeros(num_slots, np.bool_)
+        self.is_away = np.zeros(num_slots, np.bool_)
         self._roles: dict[int, Role] = {}
         self._said_to_send: dict[int, bool] = {}
         self._prefill_costs = self.prefill[:, self.prefill_slots]
@@ -133,7 +134,7 @@ class Fleet:
         del self.names[slot], self._roles[slot]
         self._said_to_send.pop(slot, None)
         self.fetches[slot] = True
-        self.is_draining[slot] = False
+        self.is_draining[slot] = self.is_away[slot] = False
         self.links.cut(slot, now)
         self.queues.clear(slot)
         self._list_roles()
@@ -160,6 +161,13 @@ class Fleet:
         """Give an instance no more requests, or give it some again."""
         self.is_draining[slot] = is_draining
         self._list_roles()
+
+    def set_away(self, slot: int, is_away: bool = True) -> None:
+        """An instance is not to be chosen for anything until it is back; what is bound to it stays,
+        and counts from then on."""
+        if bool(self.is_away[slot]) is not is_away:
+            self.is_away[slot] = is_away
+            self._list_roles()
 
     def set_role(self, slot: int, role: Role) -> None:
         """An instance does something else from now on; it must have no work."""
@@ -209,16 +217,16 @@ class Fleet:
     def alone_seconds(self, num_tokens: int, num_output_tokens: float) -> tuple[float, float]:
         """What a request's first token and each further one take on the fastest idle instances.
 
-        There must be a prefill and a decode instance.
+        Endless where there is no prefill, or no decode instance.
         """
         slots = self.decode_slots
         prefill = self.all_prefill_seconds(num_tokens, np.zeros(1))
         context = np.full(len(slots), num_tokens + num_output_tokens / 2)
         step = self.step_seconds(slots, np.ones(len(slots)), context)
-        return float(prefill.min()), float(step.min())
+        return float(prefill.min(initial=np.inf)), float(step.min(initial=np.inf))
 
     def _list_roles(self) -> None:
-        roles = sorted(self._roles.items())
+        roles = sorted(each for each in self._roles.items() if not self.is_away[each[0]])
         # An instance that drains still decodes what is bound to it; whoever chooses looks for that.
         takes_prefills = [slot for slot, role in roles if role is not Role.DECODE]
         prefill = [slot for slot in takes_prefills if not self.is_draining[slot]] or takes_prefills

@@ -139,15 +139,21 @@ class ConductorFleet:
         return self._slots.get(instance.name)
 
     def follow_pool(self, now: float) -> None:
-        """Give new instances a slot; what is not live any more loses its own, and what was
-        reserved there."""
+        """Give new instances a slot; what has left the pool or changed its role loses its own, with
+        all that was reserved there. What is down or drains is away: its requests may run on, and
+        count when it is back."""
         if self._version == self._pool.version:
             return
         self._version = self._pool.version
         live = {(i.name, role): i for role in self._roles for i in self._pool.live(role)}
         for slot, entry in tuple(self._entries.items()):
-            if live.get((entry.instance.name, entry.role)) is not entry.instance:
+            if not self._is_member(entry):
                 self._leave(slot, now)
+                continue
+            is_live = (entry.instance.name, entry.role) in live
+            self.conductor.fleet.set_away(slot, not is_live)
+            if not entry.instance.is_up:
+                self.holdings.doubt(slot)
         for (name, role), instance in live.items():
             if name not in self._slots:
                 self._join(instance, role)
@@ -203,9 +209,7 @@ class ConductorFleet:
         fleet = self.conductor.fleet
         if not len(fleet.prefill_slots) or not len(fleet.decode_slots):
             return None
-        request = replace(
-            routed.request, avoid=self._slots_of(tried), takers=self._takers()
-        )
+        request = replace(routed.request, avoid=self._slots_of(tried), takers=self._takers())
         found = self._route(request, now)
         return found if found.decision.verdict.is_admitted else None
 
@@ -311,7 +315,7 @@ class ConductorFleet:
 
     def _measure_step(self, routed: RoutedRequest, seconds: float) -> None:
         fleet = self.conductor.fleet
-        if routed.decode_slot not in fleet.names:
+        if routed.decode_slot not in fleet.decode_slots:
             return
         load = self.conductor.ledger.now()
         index = int((fleet.decode_slots == routed.decode_slot).argmax())
@@ -340,6 +344,12 @@ class ConductorFleet:
             )
 
         return takers_of
+
+    def _is_member(self, entry: _SlotEntry) -> bool:
+        """Whether the instance in a slot is still one of the pool's, with the same role."""
+        name = entry.instance.name
+        is_there = name in self._pool and self._pool.get(name) is entry.instance
+        return is_there and entry.instance.spec.role is entry.role
 
     def _slots_of(self, instances: Collection[Instance]) -> frozenset[int]:
         found = (self._slots.get(instance.name) for instance in instances)

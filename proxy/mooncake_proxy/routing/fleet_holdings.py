@@ -75,6 +75,13 @@ class FleetHoldings:
         """It has lost it."""
         self._unfollow(self._slots.pop(slot))
 
+    def doubt(self, slot: int) -> None:
+        """It is down, and may come back with empty caches. What publishes says so itself."""
+        held = self._slots[slot]
+        if held.believed is not None:
+            held.believed = ChunkCache(self._num_chunks)
+            held.on_devices.cleared(slot)
+
     def follow(self, slot: int, now: float) -> None:
         """Begin with what an instance and its store publish, wherever they do that now."""
         held = self._slots[slot]

@@ -78,10 +78,11 @@ class RoleWatch:
             return None
         change, since = self._due
         instance = self._fleet.instance(change.slot)
-        if instance is None or now - since > PATIENCE_S:
+        fleet = self._fleet.conductor.fleet
+        if instance is None or fleet.is_away[change.slot] or now - since > PATIENCE_S:
             self._due = None
             if instance is not None:
-                self._fleet.conductor.fleet.drain(change.slot, False)
+                fleet.drain(change.slot, False)
             return None
         if instance.total_running:
             return None

@@ -160,7 +160,7 @@ def test_an_instance_that_left_is_forgotten() -> None:
             [home] = await prefillers(s, IDS, 1)
             pairs = conductor_of(s).pairs
             gone = next(fake for fake in s.prefills if fake.name == home)
-            s.app.router.pool.drain(gone.url)
+            s.app.router.pool.drain(gone.url, then_remove=True)
             [other] = await prefillers(s, IDS, 1)
             assert other != home
             assert sorted(pairs.conductor.fleet.names.values()) == sorted(

@@ -249,16 +249,33 @@ def test_an_instance_that_leaves_is_not_followed_any_longer() -> None:
     async def main() -> None:
         with closing(FaultyPublisher(5, loss=0.0)) as publisher:
             async with stand(2, 1, **settings()) as s:
-                ids, url = list(range(640)), s.prefill.url
+                ids, url, pool = list(range(640)), s.prefill.url, s.app.router.pool
                 publisher.store(ids)
                 fleet = follow(s, url, publisher)
                 await until(lambda: bool(claimed(fleet, url, publisher.keys())))
-                s.app.router.pool.drain(url)
+                spec = pool.get(url).spec
+                pool.remove(url)
                 fleet.follow_pool(s.app.router.now())
                 held = publisher.keys()
                 assert not any(fleet.conductor.index.num_copies(key) for key in held)
-                s.app.router.pool.resume(url)
+                pool.add(spec)
+                fleet = follow(s, url, publisher)
+                await until(lambda: claimed(fleet, url, publisher.keys()) == publisher.keys())
+
+    uvloop.run(main())
+
+
+def test_an_instance_that_is_away_for_a_moment_is_followed_meanwhile() -> None:
+    async def main() -> None:
+        with closing(FaultyPublisher(5, loss=0.0)) as publisher:
+            async with stand(2, 1, **settings()) as s:
+                url, pool = s.prefill.url, s.app.router.pool
+                publisher.store(list(range(640)))
+                fleet = follow(s, url, publisher)
+                await until(lambda: claimed(fleet, url, publisher.keys()) == publisher.keys())
+                pool.set_up(pool.get(url), up=False, error="checks came late")
                 fleet.follow_pool(s.app.router.now())
+                publisher.store(list(range(5000, 5640)))
                 await until(lambda: claimed(fleet, url, publisher.keys()) == publisher.keys())
 
     uvloop.run(main())

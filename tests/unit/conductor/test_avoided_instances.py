@@ -10,6 +10,7 @@ from support.conductor_fleets import CHUNK, LATENCY, ask, hold, make_conductor
 from mooncake_conductor.conductor import Conductor, ConductorSettings
 from mooncake_conductor.fleet import Fleet, InstanceSpec, Role
 from mooncake_conductor.policies.policy_names import POLICIES
+from mooncake_conductor.slo_admission import Objectives, objective
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -49,6 +50,38 @@ def test_another_decode_instance_takes_over_what_one_failed() -> None:
     conductor.finished("r", 3.0)
     assert conductor.decode_elsewhere("r", frozenset(), 3.0) is None
     assert len(conductor.ledger) == 0
+
+
+def test_an_instance_that_is_away_is_not_chosen_and_keeps_what_is_bound_to_it() -> None:
+    conductor = make_conductor(2, 2)
+    for number in range(20):
+        conductor.route(ask(f"r{number}", 2, first=10 * number), 0.0)
+        conductor.joined(f"r{number}", 0.0)
+    fleet, before = conductor.fleet, conductor.ledger.now().num_sequences.tolist()
+    for slot in (0, 2):
+        fleet.set_away(slot)
+    for number in range(20, 30):
+        decision = conductor.route(ask(f"r{number}", 2, first=10 * number), 0.0)
+        assert (decision.prefill.slot, decision.decode.slot) == (1, 3)
+        conductor.ended(f"r{number}", 0.0)
+    for slot in (0, 2):
+        fleet.set_away(slot, False)
+    assert conductor.ledger.now().num_sequences.tolist() == before
+
+
+def test_a_side_that_is_away_as_a_whole_ends_nothing_that_runs() -> None:
+    objectives = Objectives(objective("10x", "10x"))
+    conductor = make_conductor(1, 2, objectives=objectives, binds_late=True)
+    conductor.route(ask("r", 2), 0.0)
+    conductor.fleet.set_away(0)
+    _, slot = conductor.prefilled("r", 1.0)
+    assert slot in (1, 2)
+    for slot in (1, 2):
+        conductor.fleet.set_away(slot)
+    assert conductor.prefilled("r", 1.0)[1] is None
+    assert conductor.decode_elsewhere("r", frozenset((1,)), 1.0) is None
+    conductor.finished("r", 2.0)
+    assert len(conductor.book) == len(conductor.ledger) == 0
 
 
 def test_a_coupled_instance_decodes_what_it_prefills() -> None:

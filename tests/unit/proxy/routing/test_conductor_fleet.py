@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
+
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
@@ -24,16 +26,18 @@ class Bench:
     prefills: list[Instance]
     decodes: list[Instance]
 
-    def place(self, now: float = 0.0) -> RoutedRequest:
-        routed = self.fleet.place(
-            num_tokens=1000,
-            keys=(1, 2, 3),
-            token_limit=100,
-            request_class="default",
-            now=now,
-        )
+    def place(self) -> RoutedRequest:
+        routed = self.try_to_place()
         assert routed is not None
         return routed
+
+    def try_to_place(self) -> RoutedRequest | None:
+        return self.fleet.place(
+            num_tokens=1000, keys=(1, 2, 3), token_limit=100, request_class="default", now=0.0
+        )
+
+    def can_place(self) -> bool:
+        return self.try_to_place() is not None
 
     def prefiller(self, routed: RoutedRequest) -> Instance | None:
         return self.fleet.instance(routed.decision.prefill.slot)
@@ -41,10 +45,10 @@ class Bench:
     def decoder(self, routed: RoutedRequest) -> Instance | None:
         return self.fleet.instance(routed.decode_slot)
 
-    def decode(self, routed: RoutedRequest, now: float = 0.0) -> Instance | None:
+    def decode(self, routed: RoutedRequest) -> Instance | None:
         """It is prefilled, and decodes; where."""
-        self.fleet.prefilled(routed, now)
-        self.fleet.decoding(routed, now)
+        self.fleet.prefilled(routed, 0.0)
+        self.fleet.decoding(routed, 0.0)
         return self.decoder(routed)
 
 
@@ -90,3 +94,91 @@ def test_kv_of_an_instance_that_has_left_goes_where_it_still_fits() -> None:
         assert bench.decoder(routed) is (d1 if first is d0 else d0)
 
     on_bench(2, 3, test)
+
+
+@pytest.mark.parametrize("how", ["down", "drained"])
+def test_what_runs_on_an_instance_that_is_away_for_a_moment_counts_when_it_is_back(
+    how: str,
+) -> None:
+    def test(bench: Bench) -> None:
+        d0 = bench.decodes[0]
+        for _ in range(40):
+            bench.decode(bench.place())
+        if how == "down":
+            bench.pool.set_up(d0, up=False, error="checks came late")
+        else:
+            bench.pool.drain(d0.name)
+        assert {bench.decode(bench.place()) for _ in range(5)} == {bench.decodes[1]}
+        bench.pool.set_up(d0, up=True)
+        bench.pool.resume(d0.name)
+        chosen = [bench.decode(bench.place()) for _ in range(40)]
+        assert 20 <= chosen.count(d0) <= 25, "5 less run there, and no more"
+
+    on_bench(1, 2, test)
+
+
+def test_a_request_that_is_bound_to_an_instance_that_went_down_goes_elsewhere_when_prefilled() -> (
+    None
+):
+    def test(bench: Bench) -> None:
+        routed = bench.place()
+        bound = bench.decoder(routed)
+        assert bound is not None
+        bench.pool.set_up(bound, up=False, error="gone")
+        bench.fleet.sweep(0.0)
+        assert bench.decode(routed) is next(d for d in bench.decodes if d is not bound)
+        bench.fleet.finished(routed, 10, 0.01, 1.0)
+        assert len(bench.fleet.conductor.book) == len(bench.fleet.conductor.ledger) == 0
+
+    on_bench(1, 2, test)
+
+
+@pytest.mark.parametrize("side", ["prefills", "decodes"])
+def test_while_one_side_is_away_nothing_is_placed_and_what_was_runs_on(side: str) -> None:
+    def test(bench: Bench) -> None:
+        waiting, running = bench.place(), bench.place()
+        bench.decode(running)
+        for instance in getattr(bench, side):
+            bench.pool.set_up(instance, up=False, error="gone")
+        bench.fleet.sweep(0.0)
+        assert not bench.can_place()
+        bench.decode(waiting)
+        bench.fleet.decode_elsewhere(waiting, bench.decodes, 1.0)
+        for routed in (waiting, running):
+            bench.fleet.finished(routed, 10, 0.01, 2.0)
+        assert len(bench.fleet.conductor.book) == len(bench.fleet.conductor.ledger) == 0
+        for instance in getattr(bench, side):
+            bench.pool.set_up(instance, up=True)
+        assert bench.can_place()
+
+    on_bench(1, 2, test)
+
+
+def test_what_leaves_the_pool_or_changes_its_role_takes_its_reservations_with_it() -> None:
+    def test(bench: Bench) -> None:
+        for _ in range(20):
+            bench.decode(bench.place())
+        d0, d1 = bench.decodes
+        bench.pool.remove(d0.name)
+        bench.pool.switch_role(d1.name, Role.BOTH)
+        bench.fleet.sweep(1.0)
+        assert len(bench.fleet.conductor.book) == 0
+
+    on_bench(1, 2, test)
+
+
+def test_an_instance_that_was_down_is_believed_to_hold_nothing() -> None:
+    def test(bench: Bench) -> None:
+        (p0,) = bench.prefills
+        index, keys = bench.fleet.conductor.index, (1, 2, 3)
+        bench.decode(bench.place())
+        slot = bench.fleet.slot(p0)
+        assert index.match(keys, 0.0).local[slot] == 3
+        bench.pool.drain(p0.name)
+        bench.fleet.sweep(0.0)
+        assert index.match(keys, 0.0).local[slot] == 3
+        bench.pool.set_up(p0, up=False, error="gone")
+        bench.fleet.sweep(0.0)
+        assert index.match(keys, 0.0).local[slot] == 0
+
+    on_bench(1, 1, test)
