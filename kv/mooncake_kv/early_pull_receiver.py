@@ -144,13 +144,17 @@ class EarlyPullReceiver:
     def handle(self, message: PrefillProgress) -> LeaseStatus:
         """A prefill has come on; EXPIRED if nobody waits for it (any more).
 
-        One that begins after another one had begun replaces it: the proxy has given that up.
+        One that begins after another one had begun replaces it: the proxy has given that up. One
+        whose first word is that it has ended is what was given up, and this word is late.
         """
         reserved = self._reserved.get(message.request_id)
         if reserved is None or not reserved.is_for(message):
             return LeaseStatus.EXPIRED
         newest = reserved.newest
         if newest is not None and newest.holder != message.holder:
+            if message.error:
+                reserved.former.add(message.holder)
+                return LeaseStatus.EXPIRED
             reserved.former.add(newest.holder)
             newest = None
         if newest is None:

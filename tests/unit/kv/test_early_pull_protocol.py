@@ -378,6 +378,28 @@ def test_a_second_prefill_takes_the_place_of_one_that_died(*, has_read: bool) ->
     talk(scenario)
 
 
+def test_the_late_end_of_one_that_was_given_up_does_not_touch_its_successor() -> None:
+    """Its words were delayed, and the newest state is what is told: the first one is an error."""
+
+    async def scenario(between: Talk) -> None:
+        given_up, successor = between.prefill_instance(), between.prefill_instance()
+        between.load("r")
+        successor.content["r@p1"] = [("r@p1", 0)] * NUM_TOKENS
+        successor.early.begin("r@p1", between.target("r"))
+        successor.early.advance("r@p1", Progress(0, (0,), CHUNK))
+        await between.begun.wait()
+        given_up.early.begin("r@p0", between.target("r"))
+        given_up.abort("r@p0")
+        await asyncio.sleep(LONGEST_READ_S)
+        successor.finish("r@p1", Progress(0, (0,), NUM_TOKENS, TOKEN))
+        await asyncio.sleep(2 * LONGEST_READ_S)
+        assert outcome(between) == LoadEnded("r", None, TOKEN)
+        assert set(between.read["r"]) == {("r@p1", 0)}
+        assert given_up.leased == successor.leased == set()
+
+    talk(scenario)
+
+
 def test_a_reader_that_leaves_ends_the_lease_of_a_prompt_that_is_computed() -> None:
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
