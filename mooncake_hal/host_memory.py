@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def memory_bytes() -> tuple[int, int]:
@@ -19,11 +24,50 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _cgroup_bytes() -> tuple[int | None, int]:
-    """(limit, used) of the control group, version 2; (None, 0) where there is no limit."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
-    except OSError:
+    """(limit, used) of the control group, or of the one around it that leaves least; (None, 0)
+    where there is no limit. Of either version. File pages that the kernel gives back are not used:
+    weights that were read stay in them."""
+    found = []
+    for limit_file, used_file, group in _group_files():
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
+            limit, used = (
+                int((group / limit_file).read_text()),
+                int((group / used_file).read_text()),
+            )
+            found.append((limit, max(used - _file_pages(group), 0)))
+    if not found:
         return None, 0
-    return (None, 0) if limit == "max" else (int(limit), used)
+    return min(found, key=lambda group: group[0] - group[1])
+
+
+def _group_files() -> Iterator[tuple[str, str, Path]]:
+    """Names of the files that say the limit and what is used, and the directory that they are in,
+    of this process's control group and those around it; not all of them are there."""
+    try:
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        lines = []
+    lines.append("0::/")  # in a container without a namespace of its own the path is the host's
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, files = _CGROUPS, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root = _CGROUPS / "memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for each in (group, *group.parents):
+            yield (*files, each)
+            if each == root:
+                break
+
+
+def _file_pages(group: Path) -> int:
+    """Bytes of files that a group has read or written: the kernel gives them back."""
+    fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return sum(
+        int(fields.get(f"total_{name}", fields.get(name, 0)))
+        for name in ("inactive_file", "active_file")
+    )

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 
+from mooncake_hal.host_memory import memory_bytes
 from mooncake_hal.transport import MemoryRegion
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.store.arena_allocator import GRANULE
@@ -21,16 +22,16 @@ class ArenaMemory:
         nbytes: length; rounded up to whole huge pages, so that the kernel may use them.
 
     Raises:
-        KVConfigError: the host has not that much memory.
+        KVConfigError: the host, or the control group of this process, has not that much memory.
     """
 
     def __init__(self, nbytes: int) -> None:
         total = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
-        available = available_bytes()
+        available, _ = memory_bytes()
         if nbytes < GRANULE or total > available:
             raise KVConfigError(
                 f"a store's memory of {nbytes} bytes was asked for; this host can give "
-                f"{GRANULE} to {available}"
+                f"{GRANULE} to {available} (the limit of its control group counts)"
             )
         self._fd = os.memfd_create("mooncake-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -61,12 +62,3 @@ class ArenaMemory:
                 self._map.close()  # with it
             os.close(self._fd)
             self._fd = -1
-
-
-def available_bytes() -> int:
-    """Memory that the host can give without swapping, as the kernel estimates it."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    raise KVConfigError("/proc/meminfo does not say how much memory is available")

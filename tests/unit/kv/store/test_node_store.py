@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from mooncake_hal import host_memory
+from mooncake_hal.host_memory import memory_bytes
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions, MemoryRegion, Spans
@@ -142,6 +144,14 @@ def test_an_observer_follows_what_memory_holds():
         ("removed", Tier.DRAM, first),
         ("stored", Tier.DRAM, second, parent, 16),
     ]
+
+
+def test_a_store_that_its_control_group_has_no_memory_for_is_refused(monkeypatch):
+    """It would start, and be killed when that many chunks are in it."""
+    available, _ = memory_bytes()
+    monkeypatch.setattr(host_memory, "_cgroup_bytes", lambda: (available // 4, 0))
+    with pytest.raises(KVConfigError, match=f"to {available // 4} .the limit of its control group"):
+        NodeStore(NodeStoreConfig(dram_bytes=available // 2))
 
 
 def test_a_store_that_can_not_be_is_refused():

@@ -1,0 +1,63 @@
+"""How much memory a control group leaves: of either version, the tightest of those around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mooncake_hal import host_memory
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+V2 = ("memory.max", "memory.current", "")
+UNLIMITED = {V1: str((1 << 63) - 4096), V2: "max"}
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where control groups are, and this process is in none."""
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "_OWN_CGROUPS", tmp_path / "own")
+    return tmp_path / "cgroup"
+
+
+def group(path: Path, version: tuple[str, str, str], limit: object, used: int, files: int) -> None:
+    """A control group that has read so many bytes of files."""
+    path.mkdir(parents=True)
+    limit_file, used_file, prefix = version
+    (path / limit_file).write_text(f"{limit}\n")
+    (path / used_file).write_text(f"{used}\n")
+    stat = f"anon 1\nactive_file 1\n{prefix}inactive_file {files - 1}\n{prefix}active_file 1\n"
+    (path / "memory.stat").write_text(stat)
+
+
+def test_without_a_control_group_there_is_no_limit(cgroups: Path) -> None:
+    assert host_memory._cgroup_bytes() == (None, 0)
+
+
+@pytest.mark.parametrize("version", [V1, V2])
+def test_the_group_of_this_process_counts_and_those_around_it(
+    cgroups: Path, version: tuple[str, str, str]
+) -> None:
+    root = cgroups / "memory" if version is V1 else cgroups
+    group(root, version, UNLIMITED[version], 900, 100)
+    group(root / "pod", version, 1000, 700, 300)
+    group(root / "pod" / "engine", version, 800, 100, 50)
+    controllers = "4:cpu,memory:" if version is V1 else "0::"
+    host_memory._OWN_CGROUPS.write_text(f"9:name=systemd:/other\n{controllers}/pod/engine\n")
+    assert host_memory._cgroup_bytes() == (1000, 400)
+
+
+@pytest.mark.parametrize("version", [V1, V2])
+def test_a_container_that_sees_its_own_group_only(
+    cgroups: Path, version: tuple[str, str, str]
+) -> None:
+    group(cgroups / "memory" if version is V1 else cgroups, version, 1000, 700, 300)
+    controllers = "4:memory:" if version is V1 else "0::"
+    host_memory._OWN_CGROUPS.write_text(f"{controllers}/docker/0123\n")
+    assert host_memory._cgroup_bytes() == (1000, 400)
+
+
+def test_what_a_group_leaves_is_available(cgroups: Path) -> None:
+    group(cgroups, V2, 1 << 20, 1 << 19, 1 << 18)
+    assert host_memory.memory_bytes() == ((1 << 20) - (1 << 18), 1 << 20)
