@@ -139,6 +139,14 @@ class PeerInstance:
             self._handshake.ranks.broadcast(ConnectPeer(metadata.engine_id, ranks, order))
             self.metadata = metadata
 
+    async def introduce(self) -> None:
+        """Say Hello again, to a peer that has met so many others since that it has forgotten us.
+
+        Raises:
+            HandshakeRefused, LeaseLost, KVTransferError: see ``shake_hands``.
+        """
+        await self._exchange_metadata()
+
     async def _exchange_metadata(self) -> tuple[InstanceMetadata, tuple[str, ...]]:
         """The peer's metadata, and the transports that may be used to it."""
         own = self._handshake.own

@@ -46,6 +46,8 @@ from mooncake_kv.ranks import TurnRope, spread_of
 logger = logging.getLogger(__name__)
 
 REMEMBERED_WRITERS = 1024
+"""Who neither said Hello nor pushed for longest is forgotten, and has to say Hello again."""
+
 SILENT_PAUSES = 3
 """After that many missed keepalives the writer is looked for."""
 
@@ -186,6 +188,7 @@ class PushReceiver:
         check = self._context.rounding.noting(check_prefill_peer)
         reply = welcome(hello, own, check, incompatible)
         self._writers[hello.instance.engine_id] = hello.instance
+        self._writers.move_to_end(hello.instance.engine_id)
         if len(self._writers) > REMEMBERED_WRITERS:
             self._writers.popitem(last=False)
         return reply
@@ -193,6 +196,7 @@ class PushReceiver:
     def _open(self, message: PushOpen) -> LeaseStatus:
         if message.writer.engine_id not in self._writers:
             raise HandshakeRefused("say Hello before PushOpen: this instance does not know you")
+        self._writers.move_to_end(message.writer.engine_id)
         held = self._table.get(message.request_id)
         if held is not None and held.prompt_digest != message.prompt_digest:
             # its KV would be taken for this prompt's, and published for all that begin like it

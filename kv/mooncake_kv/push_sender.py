@@ -177,12 +177,7 @@ class PushSender:
             send.last_heard = (
                 self._context.clock()
             )  # if there is an answer: from before it, as in _renew
-            status = await self._ask(
-                peer,
-                lambda ticket: PushOpen(
-                    ticket, send.remote.request_id, send.writer, send.target.prompt_digest
-                ),
-            )
+            status = await self._ask_for_entry(peer, send)
             if status is not LeaseStatus.HELD:
                 raise LeaseLost(f"the decode instance answers {status.value}: it let nobody in")
             if self._is_overdue(send):
@@ -196,6 +191,17 @@ class PushSender:
             send.is_open = True
             self._keepalive.hasten(send.remote)
             self._ranks.broadcast(_start_order(request_id, send))
+
+    async def _ask_for_entry(self, peer: PeerInstance, send: _Send) -> LeaseStatus:
+        def make(ticket: int) -> PushOpen:
+            target = send.target
+            return PushOpen(ticket, send.remote.request_id, send.writer, target.prompt_digest)
+
+        try:
+            return await self._ask(peer, make)
+        except HandshakeRefused:  # hands were shaken: it has forgotten us since
+            await peer.introduce()
+            return await self._ask(peer, make)
 
     async def _tell(self, request_id: str, send: _Send) -> None:
         """Say how it ended, until the peer acknowledges it or can't be waiting any more."""

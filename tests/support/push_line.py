@@ -289,6 +289,7 @@ class Book:
     """``p``'s book of peers: there is one."""
 
     talk: Talk
+    is_known: bool = False
 
     def get(self, remote: RemoteKV) -> Book:
         """That one."""
@@ -330,6 +331,12 @@ class Book:
         return answer
 
     async def shake_hands(self) -> None:
+        """Hello, once."""
+        if not self.is_known:
+            await self.introduce()
+            self.is_known = True
+
+    async def introduce(self) -> None:
         """Hello."""
         await self.ask(lambda ticket: Hello(ticket, PROTOCOL_VERSION, metadata_of("p")), object)
 

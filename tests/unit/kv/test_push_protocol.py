@@ -66,6 +66,24 @@ def test_an_ending_that_is_lost_on_all_tries_is_asked_for(lost: tuple[str, ...])
     talk(scenario)
 
 
+def test_who_was_forgotten_says_hello_again() -> None:
+    """The reader has met too many others since, and the writer knows it from before."""
+
+    async def scenario(between: Talk) -> None:
+        await push(between, "first")
+        await asyncio.sleep(2.0)
+        between.d._writers.clear()
+        await push(between, "second")
+        await asyncio.sleep(2.0)
+        assert between.ended["second"] == [LoadEnded("second", None, FIRST)]
+        assert between.asked.count("Hello") == 2
+        await push(between, "third")
+        await asyncio.sleep(2.0)
+        assert between.asked.count("Hello") == 2
+
+    talk(scenario)
+
+
 def test_a_failure_that_is_lost_on_all_tries_is_asked_for() -> None:
     async def scenario(between: Talk) -> None:
         between.line.fate = losing("PushFailed", "Renew")

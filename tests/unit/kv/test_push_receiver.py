@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -44,7 +45,7 @@ from mooncake_kv.protocol import (
     Welcome,
     Writer,
 )
-from mooncake_kv.push_receiver import UNREACHABLE_S, PushReceiver
+from mooncake_kv.push_receiver import REMEMBERED_WRITERS, UNREACHABLE_S, PushReceiver
 from mooncake_kv.ranks import TurnRope
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
@@ -290,6 +291,29 @@ def test_who_has_not_introduced_itself_is_refused(desk: Desk) -> None:
     desk.load()
     with pytest.raises(HandshakeRefused, match="say Hello"):
         desk.open(TWO)
+
+
+@pytest.mark.parametrize("sign", ["Hello", "PushOpen"])
+def test_who_is_met_often_is_not_forgotten_for_having_come_first(desk: Desk, sign: str) -> None:
+    others = count()
+
+    def meet(how_many: int) -> None:
+        for _ in range(how_many):
+            desk.side.handle(Hello(1, PROTOCOL_VERSION, facts(f"q-{next(others)}")))
+
+    meet(REMEMBERED_WRITERS - 1)
+    desk.load()
+    if sign == "Hello":
+        desk.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-1")))
+    else:
+        assert desk.open() is LeaseStatus.HELD
+    meet(REMEMBERED_WRITERS - 1)
+    assert desk.open() is LeaseStatus.HELD
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
+    desk.load()
+    meet(REMEMBERED_WRITERS)
+    with pytest.raises(HandshakeRefused, match="say Hello"):
+        desk.open()
 
 
 def test_a_cancelled_load_without_a_writer_is_free_at_once(desk: Desk) -> None:
