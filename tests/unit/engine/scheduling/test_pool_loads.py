@@ -236,7 +236,7 @@ def test_steps_on_a_load_that_fails_are_done_again(depth, num_steps):
 
 
 @pytest.mark.parametrize("sends_kv", [False, True])
-def test_a_peer_hears_of_a_request_that_ends_while_it_loads(sends_kv):
+def test_a_peer_is_told_of_a_request_that_ends_while_it_loads(sends_kv):
     bench = PoolBench(num_blocks=32)
     prompt = prompt_of(30)
     filled(bench, prompt)
