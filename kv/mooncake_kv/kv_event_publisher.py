@@ -115,6 +115,13 @@ class KVEventPublisher:
             if self.num_dropped == 1:
                 logger.warning("KV events are dropped: %d batches wait", self._queue.maxsize)
 
+    def await_sent(self, num_left: int, timeout: float) -> bool:
+        """Block until no more than so many batches wait for the thread: for who publishes much at
+        once, as events take many times the memory of what they tell of. False: not in time."""
+        queued = self._queue
+        with queued.not_full:  # told of each batch that is taken
+            return queued.not_full.wait_for(lambda: len(queued.queue) <= num_left, timeout)
+
     def close(self) -> None:
         """Send what is queued, then stop. Idempotent."""
         self._stop.set()

@@ -47,6 +47,11 @@ from mooncake_kv.store.tier_moves import TierMoves
 
 TIMER_S = 0.25
 """How often pins that wait for SSDs are looked at."""
+TOLD_AT_ONCE = 256
+"""Chunks of one batch of KV events, of those that SSDs have at start."""
+MAX_UNSENT = 8
+"""Such batches that wait to be published: some ten megabytes."""
+PUBLISH_PATIENCE_S = 5.0
 DROPPED_AT_ONCE = 256
 """Chunks that are dropped under one hold of the lock: some milliseconds."""
 DROP_PAUSE_S = 0.001
@@ -317,9 +322,18 @@ class NodeStore:
     def _open_ssds(self, config: SsdConfig) -> None:
         tier = SsdTier(config, self.memory.view, self._clock, self._ssd_removed)
         self._moves.tier = tier
-        self._table.observer.stored(Tier.SSD, tier.chunks())
+        self._tell_of_ssds(tier.chunks())
         self._timer = threading.Thread(target=self._keep_time, name="store-timer", daemon=True)
         self._timer.start()
+
+    def _tell_of_ssds(self, chunks: Sequence[Chunk]) -> None:
+        """Say what SSDs have at start; some chunks at a time, and no faster than it is published:
+        events of millions of chunks are gigabytes."""
+        publisher = self._publisher
+        for start in range(0, len(chunks), TOLD_AT_ONCE):
+            self._table.observer.stored(Tier.SSD, chunks[start : start + TOLD_AT_ONCE])
+            if publisher is not None and not publisher.await_sent(MAX_UNSENT, PUBLISH_PATIENCE_S):
+                publisher = None  # it has died
 
     def _ssd_removed(self, keys: Sequence[bytes]) -> None:
         with self._lock:  # one that was written again in between is there, and was said to be

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ from mooncake_conductor.index.kv_event_messages import (
     decode_batch,
     decode_sequence,
 )
+from mooncake_kv import kv_event_publisher
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.kv_event_publisher import KVEventPublisher
 from mooncake_kv.kv_events import KVEventLog, event_key
@@ -158,6 +160,26 @@ def test_a_full_queue_drops_and_leaves_a_gap(monkeypatch) -> None:
         assert ask_for_snapshot(publisher) == [], "what is held is not known any more"
     assert publisher.num_dropped >= 1
     assert found > sequence
+
+
+def test_who_publishes_much_waits_until_little_is_unsent(monkeypatch) -> None:
+    taken, gate, encode = threading.Event(), threading.Event(), kv_event_publisher.encode_batch
+
+    def gated(*batch):
+        taken.set()
+        assert gate.wait(20)
+        return encode(*batch)
+
+    with published() as (publisher, _):
+        assert publisher.await_sent(0, timeout=20)
+        monkeypatch.setattr(kv_event_publisher, "encode_batch", gated)
+        for _ in range(4):
+            publisher.publish([])
+        assert taken.wait(20)
+        assert publisher.await_sent(3, timeout=20)
+        assert not publisher.await_sent(2, timeout=0.01)
+        gate.set()
+        assert publisher.await_sent(0, timeout=20)
 
 
 def test_an_address_in_use_is_told_with_what_to_do() -> None:

@@ -18,8 +18,10 @@ from mooncake_conductor.index.kv_event_messages import (
 from mooncake_conductor.index.prompt_keys import chain_root, token_keys
 from mooncake_conductor.index.published_blocks import PublishedBlocks
 from mooncake_kv.errors import KVConfigError
+from mooncake_kv.kv_event_publisher import KVEventPublisher
 from mooncake_kv.kv_events import BlockRemoved, BlockStored, event_key
 from mooncake_kv.kv_events_config import KVEventsConfig
+from mooncake_kv.store import node_store
 from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys
 from mooncake_kv.store.chunk_store import Chunk, ChunkContent, Tier, WriteHandle
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
@@ -110,6 +112,40 @@ def test_tenants_and_models_are_told_apart(tmp_path: Path) -> None:
     put(store, chunks_of(ids, salt="team-a"))
     reader.until(IndexTier.HOST, token_keys(ids, chain_root("", "team-a")))
     assert reader.stream.stats.num_skipped
+    store.close()
+
+
+def test_a_restarted_store_says_what_its_ssds_hold_a_little_at_a_time(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """All at once, the events of millions of chunks are gigabytes."""
+    (tmp_path / "ssd").mkdir()
+    directory = SsdDirectoryConfig(tmp_path / "ssd", 64 << 20, 16 << 20, min_free_bytes=0)
+    wanted = config(tmp_path, ssd=SsdConfig((directory,)))
+    ids = list(range(512))
+    store = NodeStore(wanted)
+    reader = Reader(store)
+    for _ in range(2):
+        put(store, chunks_of(ids))
+    reader.until(IndexTier.DISK, token_keys(ids))
+    store.close()
+    log: list[object] = []
+    publish, await_sent = KVEventPublisher.publish, KVEventPublisher.await_sent
+
+    def noted(publisher, events):
+        log.append(sum(len(event.block_hashes) for event in events))
+        publish(publisher, events)
+
+    def waited(publisher, num_left, timeout):
+        log.append(await_sent(publisher, num_left, timeout))
+        return log[-1]
+
+    monkeypatch.setattr(node_store, "TOLD_AT_ONCE", 3)
+    monkeypatch.setattr(KVEventPublisher, "publish", noted)
+    monkeypatch.setattr(KVEventPublisher, "await_sent", waited)
+    store = NodeStore(wanted)
+    assert log == [3, True, 3, True, 2, True]
+    Reader(store).until(IndexTier.DISK, token_keys(ids))
     store.close()
 
 
