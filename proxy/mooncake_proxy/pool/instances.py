@@ -154,6 +154,7 @@ class Instance(RequestLoad):
         "bytes_received",
         "compatibility",
         "connections",
+        "declared",
         "dp_ranks",
         "error",
         "is_draining",
@@ -172,6 +173,8 @@ class Instance(RequestLoad):
         self._context = context
         self.bootstrap: BootstrapServer | None = None
         self.become(spec)
+        # As its source has it, whatever role operators have given it since.
+        self.declared = spec
         self.name = spec.name
         self.connections = ConnectionPool(spec.origin, context)
         self.is_up = True
@@ -362,6 +365,7 @@ class InstancePool:
         before it changes its role."""
         known = self._instances.get(spec.name)
         if known is not None:
+            known.declared = spec
             if known.spec.role is not spec.role:
                 return self._change_role(known, spec)
             known.become(spec)

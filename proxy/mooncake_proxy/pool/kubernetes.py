@@ -177,7 +177,7 @@ class KubernetesWatch:
             return
         apply_plan(
             self._pools,
-            plan_membership(specs_of_pods(pods), [i.spec for i in self._pools], SOURCE),
+            plan_membership(specs_of_pods(pods), [i.declared for i in self._pools], SOURCE),
         )
 
     async def _list(self) -> PodList:

@@ -78,5 +78,5 @@ class PoolFileWatch:
     def _follow(self, wanted: list[InstanceSpec]) -> None:
         apply_plan(
             self._pools,
-            plan_membership(wanted, [i.spec for i in self._pools], SOURCE),
+            plan_membership(wanted, [i.declared for i in self._pools], SOURCE),
         )

@@ -114,7 +114,7 @@ class Registrations:
             )
         is_renewed = name in self._leases and present is not None
         self._leases[name] = (self.now() + change.lease_s, change.lease_s)
-        if is_renewed and present is not None and present.spec == spec_of(change):
+        if is_renewed and present is not None and present.declared == spec_of(change):
             return present  # what operators and health checks have decided since stays
         return apply_change(self.pools, change)
 

@@ -13,8 +13,15 @@ import uvloop
 from support.proxy_fakes import FakeInstance, Stand, stand, text_of
 from support.proxy_fakes_client import BODY, STREAM, events_of, post, streamed_text
 
+from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.instances import Role
-from mooncake_proxy.pool.kubernetes import PodList, specs_of_pods
+from mooncake_proxy.pool.kubernetes import (
+    KubernetesConfig,
+    KubernetesWatch,
+    PodList,
+    specs_of_pods,
+)
+from mooncake_proxy.pool.model_pools import ModelPools
 from mooncake_proxy.pool.pool_file import PoolFileWatch
 
 ADMIN = {"authorization": "Bearer secret"}
@@ -142,6 +149,26 @@ def test_labelled_pods_are_followed() -> None:
         async with stand(num_prefills=0, num_decodes=0, **settings) as s:
             names = [i.name for i in s.app.router.pool]
             assert names == ["http://127.0.0.1:8101"]
+        api.close()
+
+    uvloop.run(main())
+
+
+def test_a_role_that_an_operator_has_given_a_pod_stays_until_its_label_changes() -> None:
+    async def main() -> None:
+        pods = [_pod("decode", 8101, ready=True)]
+        api = await asyncio.start_server(_api(pods), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{api.sockets[0].getsockname()[1]}"
+        pools = ModelPools(ClientContext())
+        watch = KubernetesWatch(KubernetesConfig.parse("serving/app=llm", url), pools)
+        await watch.poll_once()
+        [instance] = pools
+        pools.switch_role(instance.name, Role.PREFILL)
+        await watch.poll_once()
+        assert instance.spec.role is Role.PREFILL
+        pods[0] = _pod("both", 8101, ready=True)
+        await watch.poll_once()
+        assert instance.spec.role is Role.BOTH
         api.close()
 
     uvloop.run(main())

@@ -127,6 +127,19 @@ def test_strangers_are_refused(registrations: Registrations, pools: ModelPools) 
     assert names(pools) == []
 
 
+def test_a_role_that_an_operator_has_given_stays_until_another_one_is_announced(
+    registrations: Registrations, pools: ModelPools
+) -> None:
+    announce(registrations, 0, role="decode")
+    pools.switch_role(URL, Role.PREFILL)
+    announce(registrations, 1, role="decode")
+    assert pools.get(URL).spec.role is Role.PREFILL
+    announce(registrations, 2, role="both")
+    assert pools.get(URL).spec.role is Role.BOTH
+    announce(registrations, 3, role="decode")
+    assert pools.get(URL).spec.role is Role.DECODE
+
+
 def test_what_flags_declare_stays_theirs(registrations: Registrations, pools: ModelPools) -> None:
     pools.add(InstanceSpec(Origin.parse(URL), Role.BOTH))
     with pytest.raises(Conflict, match="declared by flags"):
