@@ -318,12 +318,7 @@ class SsdDirectory:
 
     def _open_segments(self) -> None:
         page = aligned_buffer(PAGE)
-        found, num_old = [], 0
-        for path in sorted(self.config.path.iterdir()):
-            if match := _SEGMENT_NAME.fullmatch(path.name):
-                segment = Segment(int(match[1]), self._open_file(path))
-                self._last_number = max(self._last_number, segment.number)
-                found.append(segment)
+        found, num_old = self._open_files(), 0
         for segment in list(found):
             try:
                 is_whole = os.preadv(segment.file, [page], 0) == PAGE
@@ -353,6 +348,27 @@ class SsdDirectory:
             found.pop()
         while len(self._sealed) > self._max_segments:
             self._remove(self._sealed.pop(next(iter(self._sealed))))
+
+    def _open_files(self) -> list[Segment]:
+        """The files of segments that are there. One that is longer than a segment may be now would
+        take more of the capacity than it counts for."""
+        found, num_longer = [], 0
+        for path in sorted(self.config.path.iterdir()):
+            if match := _SEGMENT_NAME.fullmatch(path.name):
+                segment = Segment(int(match[1]), self._open_file(path))
+                self._last_number = max(self._last_number, segment.number)
+                if os.fstat(segment.file).st_size > self.config.segment_bytes:
+                    self._remove(segment)
+                    num_longer += 1
+                else:
+                    found.append(segment)
+        if num_longer:
+            logger.warning(
+                "%s: segments that are longer than they are to be now are dropped: %d",
+                self.config.path,
+                num_longer,
+            )
+        return found
 
     def _remove(self, segment: Segment) -> None:
         os.close(segment.file)

@@ -149,8 +149,11 @@ class SsdTier:
         return None if record is None else record.chunk
 
     def answers(self, key: bytes) -> bool:
-        """Whether the drive that a chunk is on does not hang."""
-        return not self._drive_of(key).reading.hangs()
+        """Whether the drive that a chunk is on does not hang. One that was found at start may be on
+        another drive than it would be written to now."""
+        record = self._records.get(key)
+        drive = self._drive_of(key) if record is None else record.drive
+        return not drive.reading.hangs()
 
     def chunks(self) -> list[Chunk]:
         """All that is stored."""
@@ -492,7 +495,7 @@ class SsdTier:
     # -- the index; the lock held, but for single look-ups -----------------------------------------
 
     def _drive_of(self, key: bytes) -> Drive:
-        """A chunk is looked for and written on one drive only."""
+        """A chunk is written on one drive only."""
         return self._drives[int.from_bytes(key[:4], "big") % len(self._drives)]
 
     def _drive_for(self, chunk: Chunk) -> Drive | None:

@@ -175,6 +175,32 @@ def test_a_smaller_capacity_gives_up_the_oldest(tmp_path):
     assert len(list(tmp_path.glob("segment-*"))) == 3
 
 
+def test_smaller_segments_keep_to_the_capacity(tmp_path, caplog):
+    larger = SsdDirectory(SsdDirectoryConfig(tmp_path, 6 * SEGMENT, 2 * SEGMENT, min_free_bytes=0))
+    for number in range(6):
+        store(larger, number)
+    larger.close()
+    directory = SsdDirectory(config(tmp_path, segments=6))
+    assert list(directory.scan()) == []
+    for number in range(24):
+        store(directory, number)
+    assert directory.append(NBYTES) is None
+    directory.close()
+    assert sum(path.stat().st_size for path in tmp_path.glob("segment-*")) == 6 * SEGMENT
+    assert caplog.messages[-1].endswith("longer than they are to be now are dropped: 1")
+
+
+def test_larger_segments_keep_what_the_smaller_ones_have(tmp_path):
+    smaller = SsdDirectory(config(tmp_path, segments=6))
+    for number in range(6):
+        store(smaller, number)
+    smaller.close()
+    wider = SsdDirectoryConfig(tmp_path, 6 * SEGMENT, 2 * SEGMENT, min_free_bytes=0)
+    larger = SsdDirectory(wider)
+    assert [record.header.position for record in larger.scan()] == list(range(6))
+    larger.close()
+
+
 def test_a_directory_serves_one_store(tmp_path):
     directory = SsdDirectory(config(tmp_path))
     with pytest.raises(KVConfigError, match="in use by another store"):

@@ -498,6 +498,21 @@ def test_a_drive_that_hangs_delays_a_pin_for_a_bounded_time(opened, monkeypatch)
     assert store.user.stats().result().ssd_read_bytes == record_bytes(NBYTES) - PAGE
 
 
+def test_a_drive_that_hangs_takes_away_what_is_on_it_after_another_one_was_added(opened, tmp_path):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    first = opened(paths[1])
+    first.save(range(0, 16, 2))
+    first.close()
+    second = opened(*paths)
+    added, old = second.store._moves.tier._drives
+    for drive, where in ((added, Residence.SSD), (old, Residence.ABSENT)):
+        drive.reading.patience_s = -1.0
+        with drive.reading.watched(0):
+            assert second.user.probe(keys(range(0, 16, 2))).result() == [where] * 8
+
+
 def test_a_user_that_leaves_while_it_waits_keeps_no_pin(opened, monkeypatch):
     store = opened(capacity=4)
     store.save([0])
