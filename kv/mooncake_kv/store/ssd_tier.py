@@ -84,7 +84,7 @@ class _Record:
         drive: where.
         location: in there.
         header: of the record.
-        num_reads: since it was written.
+        num_reads: by users, since it was written.
     """
 
     chunk: Chunk
@@ -246,6 +246,7 @@ class SsdTier:
             return self._read(record, start, self._view(wanted.offset + start, stop - start))
 
         def ended(is_right: bool, is_wrong: bool) -> None:
+            record.num_reads += is_right
             self._end_read(record, is_right=not is_wrong)
             wanted.ended(is_right)
 
@@ -436,7 +437,6 @@ class SsdTier:
     def _end_read(self, record: _Record, *, is_right: bool) -> None:
         """Nothing of a record that was held is read any more."""
         record.drive.directory.give_up(record.location)
-        record.num_reads += 1
         if not is_right and (gone := self.forget([record.chunk.key])):
             self._removed(gone)
 

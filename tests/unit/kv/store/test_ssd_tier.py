@@ -342,6 +342,17 @@ def test_whole_segments_are_collected_and_what_was_read_is_kept(opened):
     assert num_stored <= 3 * 8
 
 
+def test_what_was_verified_is_not_kept_for_that(opened):
+    """Else whoever verifies every night wears drives down twice as fast."""
+    store = opened(capacity=6, segments=3)
+    store.save(range(0, 60, 2))
+    assert store.store.verify()[1] == 0
+    before = store.store.stats().ssd_written_bytes
+    store.save(range(60, 80, 2))
+    store.await_writes()
+    assert store.store.stats().ssd_written_bytes == before + 10 * record_bytes(NBYTES)
+
+
 def test_a_drop_is_one_of_all_tiers(opened):
     store = opened()
     store.save([0])
