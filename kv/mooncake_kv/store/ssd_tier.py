@@ -281,7 +281,7 @@ class SsdTier:
         with self._lock:
             own = self._stats
             stats.ssd_chunks = len(self._records)
-            stats.ssd_bytes = sum(record_bytes(r.chunk.nbytes) for r in self._records.values())
+            stats.ssd_bytes = own.ssd_bytes
             stats.ssd_capacity_bytes = sum(d.capacity_bytes for d in self._config.directories)
             stats.ssd_written_bytes, stats.ssd_read_bytes = (
                 own.ssd_written_bytes,
@@ -507,12 +507,14 @@ class SsdTier:
         key = record.chunk.key
         self._unindex(key)
         self._records[key] = record
+        self._stats.ssd_bytes += record_bytes(record.chunk.nbytes)
         record.drive.keys_of_use.setdefault(record.location.use, {})[key] = None
 
     def _unindex(self, key: bytes) -> bool:
         record = self._records.pop(key, None)
         if record is None:
             return False
+        self._stats.ssd_bytes -= record_bytes(record.chunk.nbytes)
         keys = record.drive.keys_of_use[record.location.use]
         del keys[key]
         if not keys:
