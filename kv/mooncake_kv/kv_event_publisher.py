@@ -53,7 +53,8 @@ class KVEventPublisher:
 
     Args:
         config: where to publish.
-        clock: seconds since the epoch, for the batches' time stamps.
+        clock: seconds since the epoch, for the batches' time stamps; these stay where they are
+            while it is set back, as subscribers take older ones for those of an earlier start.
         dp_rank: the data-parallel rank whose blocks they are.
 
     Raises:
@@ -74,7 +75,7 @@ class KVEventPublisher:
         # of the thread: what subscribers know that is held, and which number comes next
         self._held = PublishedState()
         self._next_sequence = 0
-        self._last_published = clock()
+        self._last_published = self._time_stamp = clock()
         self._failure: Exception | None = None
         self._stop = threading.Event()
         self._context = zmq.Context()
@@ -108,8 +109,9 @@ class KVEventPublisher:
         if self._failure is not None:
             raise KVConfigError(f"KV events can't be published: {self._failure}")
         sequence, self._sequence = self._sequence, self._sequence + 1
+        self._time_stamp = max(self._clock(), self._time_stamp)
         try:
-            self._queue.put_nowait(_Batch(sequence, self._clock(), events))
+            self._queue.put_nowait(_Batch(sequence, self._time_stamp, events))
         except queue.Full:
             self.num_dropped += 1
             if self.num_dropped == 1:

@@ -240,7 +240,10 @@ class EventStream:
 
     def _skip_the_gap(self) -> ReplayRequest | None:
         """What was lost can't be had: forget what was known before it."""
-        self._start_afresh(min(self._early))
+        first = min(self._early)
+        self._start_afresh(first)
+        # Nothing is left that could be newer, and the publisher's clock may have been set back.
+        self._last_published = self._early[first].published_at
         self._apply_early()
         return self._ask() if self._early else None
 

@@ -389,3 +389,20 @@ def test_what_was_lost_during_a_replay_is_asked_for_next() -> None:
     assert all(index.num_copies(number) for number in range(3))
     assert stream.replay_ended() is None  # nothing came: it starts afresh
     assert [number for number in range(6) if index.num_copies(number)] == [4]
+
+
+@pytest.mark.parametrize("has_snapshots", [False, True])
+def test_a_clock_that_is_set_back_costs_one_fresh_start(has_snapshots: bool) -> None:
+    index, publisher = ChunkIndex(1), Publisher(clock=1000.0)
+    stream = EventStream(index, 0, asks_snapshots=has_snapshots)
+    if has_snapshots:
+        stream.snapshot_ended(0, [EventBatch(1000.0, ())])
+    for number in range(3):
+        deliver(stream, publisher, publisher.change({number}, set(), False), 10)
+    publisher.clock = 500.0
+    for number in range(3, 20):
+        deliver(stream, publisher, publisher.change({number}, set(), False), 10)
+    assert stream.state is StreamState.HEALTHY
+    assert stream.stats.num_fresh_starts == 1 + has_snapshots
+    known = {number for number in range(20) if index.num_copies(number)}
+    assert set(range(4, 20)) <= known

@@ -33,10 +33,10 @@ KEYS = [event_key(digest) for digest in DIGESTS]
 
 
 @contextmanager
-def published(**fields) -> Iterator[tuple[KVEventPublisher, zmq.Socket]]:
+def published(clock=None, **fields) -> Iterator[tuple[KVEventPublisher, zmq.Socket]]:
     """A publisher, and a subscriber that has joined for certain."""
     config = KVEventsConfig(True, endpoint=LOOPBACK, replay_endpoint=LOOPBACK, **fields)
-    publisher = KVEventPublisher(config, clock=iter(range(1000)).__next__)
+    publisher = KVEventPublisher(config, clock=clock or iter(range(1000)).__next__)
     context = zmq.Context()
     subscriber = context.socket(zmq.SUB)
     subscriber.connect(publisher.endpoints.endpoint)
@@ -189,3 +189,17 @@ def test_an_address_in_use_is_told_with_what_to_do() -> None:
             KVEventPublisher(
                 KVEventsConfig(True, endpoint=LOOPBACK, replay_endpoint=f"tcp://127.0.0.1:{taken}")
             )
+
+
+def test_the_time_of_a_batch_stays_where_it_is_while_the_clock_is_set_back() -> None:
+    times = [100.0]
+    with published(clock=lambda: times[-1]) as (publisher, subscriber):
+        log = KVEventLog(publisher.publish, block_size=2)
+        stamps = []
+        for now in (101.0, 41.0, 42.0, 102.0):
+            times.append(now)
+            log.stored(DIGESTS[:1], None, [1, 2])
+            log.flush()
+            _, _, batch = receive(subscriber)
+            stamps.append(batch.published_at)
+    assert stamps == [101.0, 101.0, 101.0, 102.0]
