@@ -161,15 +161,18 @@ def test_a_role_that_an_operator_has_given_a_pod_stays_until_its_label_changes()
         url = f"http://127.0.0.1:{api.sockets[0].getsockname()[1]}"
         pools = ModelPools(ClientContext())
         watch = KubernetesWatch(KubernetesConfig.parse("serving/app=llm", url), pools)
-        await watch.poll_once()
-        [instance] = pools
-        pools.switch_role(instance.name, Role.PREFILL)
-        await watch.poll_once()
-        assert instance.spec.role is Role.PREFILL
-        pods[0] = _pod("both", 8101, ready=True)
-        await watch.poll_once()
-        assert instance.spec.role is Role.BOTH
-        api.close()
+        try:
+            await watch.poll_once()
+            [instance] = pools
+            pools.switch_role(instance.name, Role.PREFILL)
+            await watch.poll_once()
+            assert instance.spec.role is Role.PREFILL
+            pods[0] = _pod("both", 8101, ready=True)
+            await watch.poll_once()
+            assert instance.spec.role is Role.BOTH
+        finally:
+            watch._connections.close()
+            api.close()
 
     uvloop.run(main())
 
