@@ -155,7 +155,7 @@ class ConnectionPool:
 
     async def _create(self) -> UpstreamConnection:
         origin = self.origin
-        tls = self.context.tls or ssl.create_default_context() if origin.scheme == "https" else None
+        tls = self.context.tls_of(origin.scheme)
         connection = UpstreamConnection(self)
         try:
             await self.context.loop.create_connection(

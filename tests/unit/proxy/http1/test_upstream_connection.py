@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 import uvloop
 
+from mooncake_proxy.errors import ConnectFailed
 from mooncake_proxy.http1.connection_pool import ConnectionPool
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext, UpstreamConnection
@@ -64,3 +66,30 @@ def test_a_client_that_is_behind_at_the_end_of_an_answer_pauses_nothing_of_the_n
                 connection.transport.abort()
 
     run(main())
+
+
+def test_the_authorities_of_this_host_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ssl.SSLContext] = []
+    create = ssl.create_default_context
+
+    def count() -> ssl.SSLContext:
+        made.append(create())
+        return made[-1]
+
+    async def main() -> None:
+        async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.transport.abort()
+
+        server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        context = ClientContext()
+        assert context.tls_of("http") is None
+        pool = ConnectionPool(Origin("https", "127.0.0.1", port), context)
+        for _ in range(3):
+            with pytest.raises(ConnectFailed):
+                await pool.connect(context.loop.time() + 60.0)
+        server.close()
+
+    monkeypatch.setattr(ssl, "create_default_context", count)
+    asyncio.run(main())
+    assert len(made) == 1
