@@ -93,3 +93,10 @@ def test_alerts_say_what_to_do() -> None:
         assert described["summary"], rule
         assert described["description"], rule
         assert rule["labels"]["severity"] in ("critical", "warning")
+
+
+@pytest.mark.parametrize("name", ["prometheus.yaml", "prometheus-here.yaml"])
+def test_an_instance_in_the_proxys_metrics_is_not_renamed(name: str) -> None:
+    jobs = yaml.safe_load((MONITORING / name).read_text())["scrape_configs"]
+    [proxy] = [job for job in jobs if job["job_name"] == "mooncake-proxy"]
+    assert proxy["honor_labels"] is True

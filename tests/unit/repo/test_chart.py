@@ -101,3 +101,20 @@ def test_all_values_are_in_the_full_render() -> None:
     [pool] = [o for o in objects("full.yaml") if o["kind"] == "InferencePool"]
     labels = found["mooncake-both"]["metadata"]["labels"]
     assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_the_proxy_reaches_the_ports_of_kv_events_and_strangers_do_not() -> None:
+    [policy] = [o for o in objects("full.yaml") if o["kind"] == "NetworkPolicy"]
+    of_clients, of_events, among_instances = policy["spec"]["ingress"]
+    assert [rule["port"] for rule in of_events["ports"]] == [5557, 5558]
+    assert of_events["from"] == of_clients["from"][:1], "the proxy alone"
+    assert "ports" not in among_instances
+
+
+def test_both_autoscalers_wait_as_long_before_they_take_an_instance_away() -> None:
+    folder = DEPLOY / "autoscaling"
+    waits = [o["spec"]["behavior"] for o in read_yaml(folder / "pod-autoscalers.yaml")]
+    for scaled in read_yaml(folder / "keda-scaled-objects.yaml"):
+        advanced = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]
+        assert advanced["behavior"] == waits[0]
+    assert waits[0]["scaleDown"]["stabilizationWindowSeconds"] == 600
