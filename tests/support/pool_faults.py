@@ -8,18 +8,22 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from support.pool_traffic import BATCH, PoolTraffic
-from support.store_process import CHUNK_BYTES, SECRET, START_S, StoreProcess
+from support.store_process import CHUNK_BYTES, SECRET, START_S, StoreProcess, chunk
 
 from mooncake_hal.session.aio import MISSED_KEEPALIVES
 from mooncake_hal.session.strangers import LIMITS
+from mooncake_kv.store.chunk_store import Tier, WriteHandle
 from mooncake_kv.store.store_client import StoreClient
 
 DRAM = 24 * CHUNK_BYTES
 SSD = "64M"
 QUARANTINE_S = 6.0
 """More than the traffic's transfer timeout."""
+STOP_S = 20.0
+"""A store leaves a drive that hangs behind before."""
 OBEDIENT = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
 """Runs a command as a root that modes of files hold for, too."""
 
@@ -69,10 +73,32 @@ class FaultyPool:
 
     def await_segments(self):
         """Until SSDs have something to be damaged."""
+        self.await_level(
+            lambda stats: self.segments() and stats.ssd_chunks, "nothing was written to the SSD"
+        )
+
+    def await_level(self, holds, complaint):
         deadline = time.monotonic() + 60
-        while not self.segments() or not self.stats().ssd_chunks:
-            assert time.monotonic() < deadline, "nothing was written to the SSD"
+        while not holds(self.stats()):
+            assert time.monotonic() < deadline, complaint
             time.sleep(0.1)
+
+    def is_ssd_read(self):
+        """Whether a chunk comes from the SSD, right after others have taken all memory."""
+        client = StoreClient(self.store.address, "faults")
+        try:
+            assert client.await_store(START_S)
+            others = [chunk(2000 + number) for number in range(DRAM // CHUNK_BYTES)]
+            granted = client.reserve(others).result(60)
+            client.abort([each for each in granted if isinstance(each, WriteHandle)]).result(60)
+            for found in client.list_chunks(Tier.SSD):
+                pinned = [handle for handle in client.pin([found.key]).result(60) if handle]
+                client.release(pinned).result(60)
+                if pinned and pinned[0].tier is Tier.SSD:
+                    return True
+            return False
+        finally:
+            client.close()
 
     def leaked_handles(self):
         """Handles and memory that nobody has any more, once all users are gone."""
@@ -180,6 +206,30 @@ def read_only(pool):
     assert "can't be used for a store" in refused.stderr, refused.stderr
 
 
+def writes_hung(pool):
+    """SSD writes that hang, and a stop meanwhile"""
+    hangs, port = pool.directory / "writes hang", pool.store.port
+    pool.store.end()
+    program = Path(__file__).with_name("hanging_writes.py")
+    pool.prefix = (*pool.prefix, sys.executable, str(program), str(hangs))
+    pool.store = pool.start(port)
+    for is_stopped in (False, True):
+        pool.await_segments()
+        hangs.touch()
+        pool.await_level(lambda stats: stats.num_ssd_hung_writes, "no drive was said to hang")
+        pool.await_level(lambda _: pool.is_ssd_read(), "the drive was not read")
+        assert not pool.stats().num_ssd_hung_reads
+        assert pool.traffic.await_hits()
+        if is_stopped:
+            began = time.monotonic()
+            pool.store.end()
+            assert time.monotonic() - began < STOP_S, "it could not be stopped"
+        hangs.unlink()
+        if is_stopped:
+            pool.store = pool.start(port)
+        pool.await_level(lambda stats: not stats.num_ssd_hung_writes, "it hangs on")
+
+
 def user_killed(pool):
     """a peer gone in the middle of a read, or of a write"""
     program = (
@@ -252,6 +302,7 @@ FAULTS = {
     "bit-flips": flipped,
     "disk-full": full,
     "read-only": read_only,
+    "writes-hung": writes_hung,
     "peer-gone": user_killed,
     "peer-frozen": user_frozen,
     "two-stores": two_stores,
