@@ -7,6 +7,7 @@ Not for requests whose answer depends on more than the tokens so far: those get 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,8 +142,16 @@ def _joined(event: bytes, data: bytes) -> bytes:
     return b"data: %b\n\n" % encode(chunk)
 
 
+def _value(raw: Raw) -> Any:
+    """What a field says; a number that no float holds is refused by the instances."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.ValidationError:
+        return math.inf
+
+
 def _is_off(name: str, raw: Raw) -> bool:
-    value = msgspec.json.decode(raw)
+    value = _value(raw)
     if name == "logprobs":  # 0 of a completion asks for those of the tokens themselves
         return value is None or value is False
     return value in (None, 0, False, [], {}, "none")
@@ -151,9 +160,9 @@ def _is_off(name: str, raw: Raw) -> bool:
 def _fills_context(fields: dict[str, Raw]) -> bool:
     """Whether the prompt may be cut so that it leaves room for P's token alone: D would be asked
     for none."""
-    length = msgspec.json.decode(fields.get("truncate_prompt_tokens", ABSENT))
+    length = _value(fields.get("truncate_prompt_tokens", ABSENT))
     return isinstance(length, int) and length < 0
 
 
 def _is_greedy(fields: dict[str, Raw]) -> bool:
-    return "temperature" in fields and msgspec.json.decode(fields["temperature"]) == 0
+    return "temperature" in fields and _value(fields["temperature"]) == 0

@@ -17,7 +17,6 @@ from mooncake_proxy.api.openai_bodies import (
     DEFAULT_MAX_TOKENS,
     OpenAIEndpoint,
     encode,
-    has_media,
     parse_request,
 )
 from mooncake_proxy.api.proxied_request import RequestContext
@@ -99,9 +98,7 @@ def _start_record(router: RequestRouter, context: RequestContext) -> TokenRecord
 
 def _can_migrate(context: RequestContext) -> bool:
     """Whether a stream's rest can be had elsewhere as if nothing had happened."""
-    if context.disaggregation_obstacle() is not None or has_media(context.parsed.messages):
-        return False
-    return can_continue(context)
+    return context.disaggregation_obstacle() is None and can_continue(context)
 
 
 def _may_migrate(

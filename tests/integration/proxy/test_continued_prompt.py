@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -141,6 +142,19 @@ def test_fields_that_say_nothing_are_no_obstacle(extra: Json) -> None:
             answer = await post(s, STREAM | extra)
             assert streamed_text(events_of(answer.text)) == text_of(5)
             assert s.decode.generated[0].body["kv_transfer_params"]["first_token_delivered"] is True
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "temperature", "truncate_prompt_tokens"])
+def test_a_number_that_no_float_holds_is_left_to_the_instances(name: str) -> None:
+    async def main() -> None:
+        async with vllm_pair() as s:
+            body = json.dumps(STREAM | {"seed": 7})[:-1] + f', "{name}": 1e999}}'
+            async with httpx.AsyncClient(base_url=s.url) as client:
+                answer = await client.post("/v1/completions", content=body)
+            assert answer.status_code == 200
+            assert len(s.decode.generated) == 1
 
     uvloop.run(main())
 
