@@ -39,14 +39,16 @@ class TokenRecord:
         self.may_migrate = may_migrate
         self.prompt: list[int] = []
         self.generated: list[int] = []
-        # The leading ones of `generated` whose text is out. Behind them is half a character, or
-        # nothing that is shown: made again, they lose nothing, and a character stays whole.
+        # The leading ones of `generated` that the client has, or whose text is whole. Behind them
+        # is half a character, or nothing that is shown: made again, they lose nothing, and a
+        # character stays whole.
         self.num_shown = 0
         # Whether its last token has been given to the client.
         self.has_finished = False
         # Of P's token, which a D that is told of it begins with, without its text.
         self._num_repeated = 0
-        self.text = ""
+        # Of whole answers that were given back.
+        self._text = ""
         # What every chunk of the answer begins with; empty before the first one.
         self.chunk_head: dict[str, Any] = {}
         self.num_passes = 0
@@ -106,6 +108,8 @@ class TokenRecord:
             self._take_choice(chunk, choice)
             delta = choice.get("delta") or {}
             self._note_text(choice.get("text") or delta.get("content") or "")
+            if self.shows_ids:
+                self.num_shown = len(self.generated)
             # what a parser has made of the text can't be told from the text's beginning
             self.may_migrate &= not any(v for k, v in delta.items() if k not in ("role", "content"))
             is_given_back = choice.get("stop_reason") == "recomputed"
@@ -126,26 +130,27 @@ class TokenRecord:
         self.chunk_head = self.chunk_head or {"id": answer.get("id")}
         is_given_back = choice.get("stop_reason") == "recomputed"
         self._take_choice(answer, choice)
-        self._note_text(piece or "")
         if is_given_back:
+            if self._note_text(piece or ""):
+                self._text += piece
             raise Recomputed(instance, "gave the request back for recomputation")
+        text = self._text + (piece or "")
         if self.endpoint is OpenAIEndpoint.CHAT:
             choice.pop("text", None)
-            choice["message"] = choice.get("message", {"role": "assistant"}) | {
-                "content": self.text
-            }
+            choice["message"] = choice.get("message", {"role": "assistant"}) | {"content": text}
         else:
-            choice["text"] = self.text
+            choice["text"] = text
+        if self.shows_ids:
+            choice["token_ids"] = self.generated
         self._normalize(answer, "chat.completion")
         return encode(answer)
 
     def begin_next_pass(self) -> None:
-        """Forget the tokens whose text is not out: the next pass makes them again."""
+        """Forget the tokens that are not shown: the next pass makes them again."""
         self.num_passes += 1
         self.is_joined = True
         self._num_repeated = 0
-        if not self.shows_ids:
-            del self.generated[self.num_shown :]
+        del self.generated[self.num_shown :]
 
     def closing_events(self, *, includes_usage: bool) -> bytes:
         """The end of a stream whose last token is out."""
@@ -166,17 +171,20 @@ class TokenRecord:
         self.generated += token_ids[num_repeated:]
         if not self.shows_ids:
             choice.pop("token_ids", None)
-            choice.pop("prompt_token_ids", None)
+        for part in (answer, choice):
+            # a later pass has what was generated before in its prompt
+            if part.pop("prompt_token_ids", None) and self.shows_ids:
+                part["prompt_token_ids"] = self.prompt
 
-    def _note_text(self, piece: str) -> None:
-        self.text += piece
-        if piece and not piece.endswith(HALF_A_CHARACTER):
+    def _note_text(self, piece: str) -> bool:
+        """Whether it ends with a whole character, and all tokens so far are shown with it."""
+        is_whole = bool(piece) and not piece.endswith(HALF_A_CHARACTER)
+        if is_whole:
             self.num_shown = len(self.generated)
+        return is_whole
 
     def _normalize(self, answer: dict[str, Any], chat_object: str) -> None:
         """Make all passes one answer: the first id, the endpoint's own form, the total usage."""
-        if not self.shows_ids:
-            answer.pop("prompt_token_ids", None)
         answer["id"] = self.answer_id
         if self.endpoint is OpenAIEndpoint.CHAT and answer.get("object") == "text_completion":
             answer["object"] = chat_object

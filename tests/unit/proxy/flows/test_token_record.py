@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, answer_decoder
+from mooncake_proxy.errors import Recomputed
 from mooncake_proxy.flows.token_record import TokenRecord, only_begins
 
 
@@ -15,7 +16,7 @@ def chunk(text: str, ids: list[int], **more: Any) -> bytes:
     choice = {"index": 0, "text": text, "token_ids": ids, "finish_reason": None} | more
     return json.dumps(
         {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
-        | {"choices": [choice | {"prompt_token_ids": [1, 2]}]}
+        | {"choices": [{"prompt_token_ids": [1, 2]} | choice]}
     ).encode()
 
 
@@ -49,6 +50,26 @@ def test_a_client_that_sees_ids_keeps_them_all() -> None:
     found.take_event(chunk("", [10]))
     found.begin_next_pass()
     assert found.generated == [10]
+
+
+@pytest.mark.parametrize("shows_ids", [False, True])
+@pytest.mark.parametrize(
+    ("piece", "kept", "last"), [("a", [10], "b"), ("a\ufffd", [], "aé"), ("", [], "a")]
+)
+def test_a_whole_answer_says_nothing_twice(
+    piece: str, kept: list[int], last: str, shows_ids: bool
+) -> None:
+    """Nothing of it is out before it is whole: its text goes with its tokens."""
+    found = record(shows_ids=shows_ids)
+    with pytest.raises(Recomputed):
+        found.take_answer(chunk(piece, [10], stop_reason="recomputed"), "d")
+    found.begin_next_pass()
+    assert found.generated == kept
+    more = {"prompt_token_ids": [1, 2, *kept], "finish_reason": "stop"}
+    [choice] = json.loads(found.take_answer(chunk(last, [11], **more), "d"))["choices"]
+    assert choice["text"] == ("ab" if kept else last)
+    shown = {"token_ids": [*kept, 11], "prompt_token_ids": [1, 2]}
+    assert {name: choice[name] for name in shown if name in choice} == (shown if shows_ids else {})
 
 
 @pytest.mark.parametrize("stop_reason", [None, "recomputed"])
