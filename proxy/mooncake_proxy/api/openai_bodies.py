@@ -197,6 +197,8 @@ class TextDelta(Struct):
     logprobs: Raw
     finish_reason: str | None
     stop_reason: Any = UNSET
+    prompt_token_ids: Any = UNSET
+    token_ids: Any = UNSET
 
 
 class ChatDelta(Struct):
@@ -207,6 +209,8 @@ class ChatDelta(Struct):
     logprobs: Raw
     finish_reason: str | None
     stop_reason: Any = UNSET
+    prompt_token_ids: Any = UNSET
+    token_ids: Any = UNSET
 
 
 class StreamChunk(Struct, omit_defaults=True):
@@ -218,6 +222,7 @@ class StreamChunk(Struct, omit_defaults=True):
     model: str
     choices: list[TextDelta] | list[ChatDelta]
     usage: Raw | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 def event(chunk: StreamChunk) -> bytes:
@@ -231,20 +236,21 @@ def first_token_events(
     """P's token in stream form, for every choice; the finish reason is left to D."""
     if endpoint is OpenAIEndpoint.COMPLETION:
         deltas = [TextDelta(c.index, c.text or "", c.logprobs, None) for c in answer.choices]
-        return _events(endpoint, answer, parsed, [[delta] for delta in deltas])
+        return b"".join(map(event, _chunks(endpoint, answer, parsed, [[d] for d in deltas])))
     rounds = [[_role(choice)] for choice in answer.choices]
     rounds += [
         [ChatDelta(c.index, delta, c.logprobs, None)]
         for c in answer.choices
         if (delta := _delta(c))
     ]
-    return _events(endpoint, answer, parsed, rounds)
+    return b"".join(map(event, _chunks(endpoint, answer, parsed, rounds)))
 
 
 def final_answer_events(
-    endpoint: OpenAIEndpoint, answer: CompletionResponse, parsed: ParsedRequest
+    endpoint: OpenAIEndpoint, answer: CompletionResponse, parsed: ParsedRequest, *, shows_ids: bool
 ) -> bytes:
-    """A finished answer of P as a whole stream: chunks, usage if asked for, [DONE]."""
+    """A finished answer of P as a whole stream: chunks, usage if asked for, [DONE]. `shows_ids`:
+    with its token ids and the prompt's."""
     if endpoint is OpenAIEndpoint.COMPLETION:
         rounds: list[Any] = [
             [TextDelta(c.index, c.text or "", c.logprobs, c.finish_reason, c.stop_reason)]
@@ -256,8 +262,15 @@ def final_answer_events(
             [ChatDelta(c.index, _delta(c), c.logprobs, c.finish_reason, c.stop_reason)]
             for c in answer.choices
         ]
+    chunks = _chunks(endpoint, answer, parsed, rounds)
+    if shows_ids and answer.choices:
+        chunks[0].prompt_token_ids = answer.prompt_token_ids
+        opening, ending = rounds[: len(answer.choices)], rounds[-len(answer.choices) :]
+        for choice, [first], [last] in zip(answer.choices, opening, ending, strict=True):
+            first.prompt_token_ids = choice.prompt_token_ids or UNSET
+            last.token_ids = choice.token_ids or UNSET
     tail = usage_event(endpoint, answer) if parsed.includes_usage else b""
-    return _events(endpoint, answer, parsed, rounds) + tail + DONE
+    return b"".join(map(event, chunks)) + tail + DONE
 
 
 def usage_event(endpoint: OpenAIEndpoint, answer: CompletionResponse) -> bytes:
@@ -268,20 +281,14 @@ def usage_event(endpoint: OpenAIEndpoint, answer: CompletionResponse) -> bytes:
     return event(chunk)
 
 
-def _events(
+def _chunks(
     endpoint: OpenAIEndpoint, answer: CompletionResponse, parsed: ParsedRequest, rounds: list[Any]
-) -> bytes:
+) -> list[StreamChunk]:
     usage = ABSENT if parsed.includes_usage else None
     if parsed.includes_continuous_usage:
         usage = answer.usage
-    return b"".join(
-        event(
-            StreamChunk(
-                answer.id, endpoint.chunk_object, answer.created, answer.model, choices, usage
-            )
-        )
-        for choices in rounds
-    )
+    kind, created, model = endpoint.chunk_object, answer.created, answer.model
+    return [StreamChunk(answer.id, kind, created, model, choices, usage) for choices in rounds]
 
 
 def _role(choice: CompletionChoice) -> ChatDelta:

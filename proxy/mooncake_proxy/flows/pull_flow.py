@@ -338,9 +338,12 @@ def _answer_from_prefill(
             body = record.take_answer(body, prefill.instance.name)
         request.respond(200, body, "application/json", context.reply_headers)
         return
-    events = final_answer_events(context.endpoint, prefill.answer, context.parsed)
+    shows_ids = record is not None or bool(context.parsed.return_token_ids)
+    events = final_answer_events(
+        context.endpoint, prefill.answer, context.parsed, shows_ids=shows_ids
+    )
     if record is not None:
-        events = record.take_final_answer(prefill.answer, events)
+        events = record.take_final_answer(events)
     if request.has_started:  # a later pass
         request.write(events)
     else:

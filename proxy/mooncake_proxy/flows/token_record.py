@@ -84,11 +84,9 @@ class TokenRecord:
         self.is_joined |= is_prompt
         return b"".join(self.take_event(data) for _, data in split_events(events))
 
-    def take_final_answer(self, answer: CompletionResponse, events: bytes) -> bytes:
+    def take_final_answer(self, events: bytes) -> bytes:
         """Note P's token where it is the last one; returns the events of its answer, a whole
-        stream without a record."""
-        for choice in answer.choices:
-            self.generated += choice.token_ids or []
+        stream with token ids."""
         return b"".join(
             event if data == b"[DONE]" else self.take_event(data)
             for event, data in split_events(events)

@@ -7,8 +7,8 @@ import asyncio
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import stand, text_of, word
-from support.proxy_fakes_client import BODY, CHAT, events_of, post, streamed_text
+from support.proxy_fakes import PROMPT_IDS, stand, text_of, token_id, word
+from support.proxy_fakes_client import BODY, CHAT, STREAM, events_of, post, streamed_text
 
 
 def test_whole_completion() -> None:
@@ -101,6 +101,27 @@ def test_a_request_that_ends_on_the_first_token_never_reaches_the_decoder(stream
             assert events[-1] == "[DONE]"
             assert events[-2]["usage"]["completion_tokens"] == 1
             assert events[-3]["choices"][0]["finish_reason"] == "stop"
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("is_asked", [True, False])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_that_ends_on_the_first_token_has_the_token_ids_that_were_asked_for(
+    path: str, is_asked: bool, recomputes: bool
+) -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True, recomputes=recomputes) as s:
+            s.prefill.behaviour.stops_at_first = s.prefill.behaviour.continues_prompt = True
+            body = (CHAT if "chat" in path else BODY) | STREAM | {"return_token_ids": is_asked}
+            events = events_of((await post(s, body, path)).text)
+            choices = [choice for event in events[:-1] for choice in event["choices"]]
+            assert streamed_text(events) == text_of(1)
+            prompts = [c["prompt_token_ids"] for c in choices if "prompt_token_ids" in c]
+            ids = [c["token_ids"] for c in choices if "token_ids" in c]
+            assert prompts == [PROMPT_IDS] * is_asked
+            assert ids == [[token_id(0)]] * is_asked
 
     uvloop.run(main())
 
