@@ -248,8 +248,8 @@ class RankTransports:
         registry: Registry,
         shared: SharedTransports,
     ) -> None:
-        self._peers: dict[tuple[str, int], Peer] = {}
-        self._connecting: dict[tuple[str, int], threading.Lock] = {}
+        self._peers: dict[tuple[str, int, int], Peer] = {}
+        self._connecting: dict[tuple[str, int, int], threading.Lock] = {}
         self._lock = threading.Lock()
         self._use = shared.open(config, memory, registry)
         self._transports = self._use.transports
@@ -275,38 +275,46 @@ class RankTransports:
         rank: int,
         addresses: dict[str, bytes],
         *,
+        connection: int = 0,
         timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> Peer:
-        """The connection to a peer's rank, made at first use by the best common transport, within
+        """A connection to a peer's rank, made at first use by the best common transport, within
         CONNECT_TIMEOUT_S or less.
+
+        Args:
+            engine_id, rank: of the peer.
+            addresses: of that rank, by transport.
+            connection: which one, where there are several: see ``PeerConnections``.
+            timeout_s: for what there is to connect.
 
         Raises:
             TransportUnavailable: no common transport reaches it; says why for each.
             TransferError: it can't be connected to.
         """
+        key = engine_id, rank, connection
         with self._lock:
-            connecting = self._connecting.setdefault((engine_id, rank), threading.Lock())
-        with connecting:  # callers that want the same peer wait, others don't
-            known = self._peers.get((engine_id, rank))
+            connecting = self._connecting.setdefault(key, threading.Lock())
+        with connecting:  # callers that want the same one wait, others don't
+            known = self._peers.get(key)
             if known is not None:
                 return known
             timeout = min(timeout_s, CONNECT_TIMEOUT_S)
             choice = self._transports.connect(addresses, timeout=timeout)
             with self._lock:
-                is_wanted = self._connecting.get((engine_id, rank)) is connecting
+                is_wanted = self._connecting.get(key) is connecting
                 if is_wanted:
-                    self._peers[engine_id, rank] = choice.peer
+                    self._peers[key] = choice.peer
         if not is_wanted:  # nobody would close it any more
             choice.peer.close()
             raise PeerLost(f"instance {engine_id} was given up while it was connected to")
         logger.info("%s rank %d: %s", engine_id, rank, choice.reason)
         return choice.peer
 
-    def forget(self, engine_id: str, rank: int | None = None) -> None:
-        """Drop the connections to all ranks of a peer, or to one. Idempotent."""
+    def forget(self, engine_id: str, connection: int | None = None) -> None:
+        """Drop all connections to all ranks of a peer, or that one to each. Idempotent."""
 
-        def is_meant(key: tuple[str, int]) -> bool:
-            return key[0] == engine_id and rank in (None, key[1])
+        def is_meant(key: tuple[str, int, int]) -> bool:
+            return key[0] == engine_id and connection in (None, key[2])
 
         with self._lock:
             peers = [self._peers.pop(key) for key in list(self._peers) if is_meant(key)]

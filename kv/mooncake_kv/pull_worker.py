@@ -7,18 +7,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from mooncake_hal.errors import (
-    HalError,
-    PeerLost,
-    TransferCancelled,
-    TransferError,
-)
+from mooncake_hal.errors import HalError, PeerLost
 from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
 from mooncake_hal.transport import Transfer
 from mooncake_kv.connector_worker import ConnectorWorker, RankContext, lone_thread
 from mooncake_kv.errors import ConnectorDead
 from mooncake_kv.handshake import RankMetadata
 from mooncake_kv.order_transfers import OrderTransfers
+from mooncake_kv.peer_connections import LOADING, PeerConnections
 from mooncake_kv.ranks import (
     CancelLoad,
     ConnectPeer,
@@ -42,6 +38,7 @@ class PullWorker(ConnectorWorker):
         self._endings = lone_thread(f"kv-end-{context.rank}")  # never behind a load
         super().__init__(context)
         self._placement = KVShardSpec(context.memory.shard, context.memory.layout)
+        self._connections = PeerConnections(self._transports.forget)
         self._sources: dict[str, _Source] = {}
         self._former: list[_Source] = []  # given up; their last loads may still be ending
         self._loads: dict[str, _RunningLoad] = {}
@@ -106,8 +103,17 @@ class PullWorker(ConnectorWorker):
         self.context.emit(encode(LoadReport(name, error, load.nbytes, seconds)))
 
     def _read(self, load: _RunningLoad) -> None:
-        command = load.command
         load.time_left()
+        engine_id = load.command.engine_id
+        with self._connections.used([engine_id], LOADING) as connections:
+            try:
+                self._move(load, connections[engine_id])
+            except BaseException:
+                load.drain()
+                raise
+
+    def _move(self, load: _RunningLoad, connection: int) -> None:
+        command = load.command
         source = self._sources.get(command.engine_id)
         if source is None:
             raise PeerLost(f"instance {command.engine_id} was given up before the read began")
@@ -126,29 +132,24 @@ class PullWorker(ConnectorWorker):
             movement,
         )
         transfers: list[Transfer] = []
-        try:
-            for plan in plans:
-                peer = self._transports.peer(
-                    command.engine_id,
-                    plan.peer,
-                    ranks[plan.peer].endpoints,
-                    timeout_s=load.time_left(),
-                )
-                transfers.append(peer.read(plan.spans, timeout=load.time_left()))
-                load.add(transfers[-1], plan.spans.total_bytes)
-            load.wait(transfers)
-            if source.rope_order:
-                tokens = command.start, command.stop
-                self.turn_rope(command.local_blocks, tokens, source.rope_order)
-        except BaseException as exc:
-            load.drain()
-            is_sound = isinstance(exc, TransferCancelled) or not isinstance(exc, TransferError)
-            if not is_sound:  # else others use the connection
-                self._transports.forget(command.engine_id)
-            raise
+        for plan in plans:
+            peer = self._transports.peer(
+                command.engine_id,
+                plan.peer,
+                ranks[plan.peer].endpoints,
+                connection=connection,
+                timeout_s=load.time_left(),
+            )
+            transfers.append(peer.read(plan.spans, timeout=load.time_left()))
+            load.add(transfers[-1], plan.spans.total_bytes)
+        load.wait(transfers)
+        if source.rope_order:
+            tokens = command.start, command.stop
+            self.turn_rope(command.local_blocks, tokens, source.rope_order)
 
     def _forget(self, engine_id: str) -> None:
         if self._dismiss(engine_id):
+            self._connections.forget(engine_id)
             self._endings.submit(self._transports.forget, engine_id)
 
     def _dismiss(self, engine_id: str) -> bool:

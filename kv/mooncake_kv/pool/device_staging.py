@@ -98,15 +98,23 @@ class DeviceMemory:
             self._free.put(pinned.address + number * SLOTS * SLOT_BYTES)
 
     def peer(
-        self, engine_id: str, rank: int, addresses: dict[str, bytes], *, timeout_s: float
+        self,
+        engine_id: str,
+        rank: int,
+        addresses: dict[str, bytes],
+        *,
+        connection: int,
+        timeout_s: float,
     ) -> StagedStore:
         """A connection to a store; see ``RankTransports.peer``."""
-        inner = self._transports.peer(engine_id, rank, addresses, timeout_s=timeout_s)
+        inner = self._transports.peer(
+            engine_id, rank, addresses, connection=connection, timeout_s=timeout_s
+        )
         return StagedStore(inner, self._copies.copier, self._free)
 
-    def forget(self, engine_id: str, rank: int | None = None) -> None:
+    def forget(self, engine_id: str, connection: int | None = None) -> None:
         """Drop the connections to a store, or one of them. Idempotent."""
-        self._transports.forget(engine_id, rank)
+        self._transports.forget(engine_id, connection)
 
     def close(self) -> None:
         """Close all connections; nothing moves any more. Idempotent."""

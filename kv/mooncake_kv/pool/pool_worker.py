@@ -24,6 +24,7 @@ from mooncake_hal.transport import Transfer
 from mooncake_kv.connector_worker import LayerDone, RankContext, lone_thread
 from mooncake_kv.errors import ConnectorDead
 from mooncake_kv.order_transfers import OrderTransfers
+from mooncake_kv.peer_connections import LOADING, SAVING, PeerConnections
 from mooncake_kv.pool.device_staging import connect_memory
 from mooncake_kv.pool.pool_messages import (
     CancelRuns,
@@ -40,7 +41,6 @@ from mooncake_kv.pool.pool_messages import (
     encode,
 )
 from mooncake_kv.pool.step_progress import StepProgress
-from mooncake_kv.pool.store_lanes import LOADING, SAVING, StoreLanes
 from mooncake_kv.store.chunk_layout import (
     ChunkTransfer,
     LayerPlans,
@@ -58,6 +58,8 @@ GROUP_BYTES = 2 << 20
 """Layers are loaded in groups of about this size, so that a group costs more than to ask for it."""
 Layers = tuple[int, int]
 """The first one, and the one behind the last; of the model."""
+STORE_RANK = 0
+"""A store is one process."""
 NO_LAYER_AFTER = 1 << 30
 """More layers than a model has: all are there."""
 
@@ -76,12 +78,12 @@ class _RunPlan:
 
     Args:
         epoch: of the store that it moves from or to.
-        lane: the connection's number.
+        connection: its number.
         layers: which bytes, of any layers.
     """
 
     epoch: str
-    lane: int
+    connection: int
     layers: LayerPlans
 
 
@@ -100,7 +102,7 @@ class PoolWorker:
         memory = context.memory
         self._local = KVShardSpec(memory.shard, memory.layout)
         self._transports = connect_memory(context)
-        self._lanes = StoreLanes(self._transports.forget)
+        self._connections = PeerConnections(self._transports.forget)
         self._stores: dict[str, _Store] = {}
         self._loads: dict[str, _RunningLoad] = {}
         self._lock = threading.RLock()
@@ -140,7 +142,7 @@ class PoolWorker:
                 self._stores[order.epoch] = self._describe(order)
             elif isinstance(order, ForgetStore):
                 self._stores.pop(order.epoch, None)
-                self._lanes.forget(order.epoch)
+                self._connections.forget(order.epoch)
                 self._ending.submit(self._transports.forget, order.epoch)
 
     @property
@@ -216,9 +218,9 @@ class PoolWorker:
         before the first layer is there: the request's first step waits for it."""
         order, moving = load.order, deque[tuple[int, list[Transfer]]]()
         release_after = self._own_layers(order.release_layers or 0)
-        with self._connected(order.runs, LOADING, load) as lanes:
+        with self._connected(order.runs, LOADING, load) as connections:
             self._take_up(load)
-            plans = self._plans(order.runs, order.block_ids, lanes)
+            plans = self._plans(order.runs, order.block_ids, connections)
             groups = list(self._groups(order.runs))
             if order.are_arriving:  # the first layer is planned while an SSD gives it
                 for plan in plans:
@@ -283,8 +285,8 @@ class PoolWorker:
         """Write one group of layers after the other, each once its step has computed it."""
         shard, runs = self._local.shard, order.runs
         mine = runs if shard.replicas == 1 else list(_shared_out(runs, shard))
-        with self._connected(runs, SAVING, moves) as lanes:
-            plans = self._plans(mine, order.block_ids, lanes)
+        with self._connected(runs, SAVING, moves) as connections:
+            plans = self._plans(mine, order.block_ids, connections)
             for layers in self._groups(runs):
                 if order.step is not None:
                     self._progress.await_layer(order.step, layers[1] - 1, moves.time_left())
@@ -296,23 +298,23 @@ class PoolWorker:
     def _connected(
         self, runs: Sequence[ChunkRun], use: str, moves: OrderTransfers
     ) -> Iterator[dict[str, int]]:
-        """Around what an order moves: see ``StoreLanes.used``. It is drained when it fails."""
-        with self._lanes.used({run.epoch for run in runs}, use) as lanes:
+        """Around what an order moves: see ``PeerConnections.used``. It is drained when it fails."""
+        with self._connections.used({run.epoch for run in runs}, use) as connections:
             try:
-                yield lanes
+                yield connections
             except BaseException:
                 moves.drain()
                 raise
 
     def _plans(
-        self, runs: Sequence[ChunkRun], block_ids: Sequence[int], lanes: Mapping[str, int]
+        self, runs: Sequence[ChunkRun], block_ids: Sequence[int], connections: Mapping[str, int]
     ) -> list[_RunPlan]:
         """What each run moves, and over which connection."""
         geometry = self._context.memory.geometry
         return [
             _RunPlan(
                 run.epoch,
-                lanes[run.epoch],
+                connections[run.epoch],
                 LayerPlans(
                     geometry,
                     self._local,
@@ -342,7 +344,11 @@ class PoolWorker:
                 continue
             timeout_s = moves.time_left()
             peer = self._transports.peer(
-                plan.epoch, plan.lane, store.endpoints, timeout_s=timeout_s
+                plan.epoch,
+                STORE_RANK,
+                store.endpoints,
+                connection=plan.connection,
+                timeout_s=timeout_s,
             )
             move = peer.read if is_read else peer.write
             transfer = move(spans, timeout=moves.time_left())

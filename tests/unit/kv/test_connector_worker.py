@@ -6,14 +6,18 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 import pytest
 from support.kv_rank import PATIENCE_S, Rank, wait_for
 
-from mooncake_hal.errors import PeerLost
+from mooncake_hal.errors import PeerLost, TransferTimeout
+from mooncake_hal.kv.transfer_plan import PeerSpans, plan_transfer
 from mooncake_hal.negotiation import NegotiatedPeer
+from mooncake_hal.transport import Peer, Spans
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_worker import ConnectorWorker, RankTransports
 from mooncake_kv.errors import ConnectorDead, Fatal, KVConfigError
@@ -284,10 +288,105 @@ def test_a_peer_that_is_given_up_while_it_is_connected_to_is_not_kept(
 def test_one_connection_of_a_peer_is_dropped_without_the_others(rank: Rank) -> None:
     running, connect = opened(rank, PullWorker)
     [facts] = msgspec.msgpack.decode(connect, type=ConnectPeer).ranks
-    first, second = (running._transports.peer("p", number, facts.endpoints) for number in (0, 1))
+
+    def peer(number: int) -> Peer:
+        return running._transports.peer("p", 0, facts.endpoints, connection=number)
+
+    first, second = peer(0), peer(1)
     running._transports.forget("p", 1)
-    assert running._transports.peer("p", 0, facts.endpoints) is first
-    assert running._transports.peer("p", 1, facts.endpoints) is not second
+    assert peer(0) is first
+    assert peer(1) is not second
+    running.close()
+
+
+class Reading:
+    """A connection, and what is read over it."""
+
+    def __init__(self) -> None:
+        self.reads: list[Future[None]] = []
+        self.is_closed = False
+
+    def read(self, spans: Spans, *, timeout: float) -> OneRead:
+        self.reads.append(Future())
+        return OneRead(self.reads[-1])
+
+    def close(self) -> None:
+        self.is_closed = True
+        for read in self.reads:
+            if not read.done():
+                read.set_exception(PeerLost("the connection was closed on this side"))
+
+
+class OneRead(NamedTuple):
+    """A transfer."""
+
+    ended: Future[None]
+
+    def wait(self) -> None:
+        self.ended.result(PATIENCE_S)
+
+    def cancel(self) -> None:
+        pass  # those that are asked have ended
+
+
+def test_a_load_that_is_late_leaves_its_connection_to_the_others(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share it, and may be about to end well; those that come later get another one."""
+    running, connect = opened(rank, PullWorker)
+    made: list[Reading] = []
+
+    def connected(addresses: dict[str, bytes], *, timeout: float) -> NegotiatedPeer:
+        made.append(Reading())
+        return NegotiatedPeer("tcp", made[-1], "")
+
+    monkeypatch.setattr(running._transports._transports, "connect", connected)
+    running.receive(connect)
+
+    def load(name: str) -> None:
+        running.receive(msgspec.msgpack.encode(msgspec.structs.replace(LOAD, request_id=name)))
+
+    for number, name in enumerate(("late", "other"), 1):
+        load(name)
+        wait_for(lambda number=number: made and len(made[0].reads) == number)
+    made[0].reads[0].set_exception(TransferTimeout("not done within 30 s; drained"))
+    wait_for(lambda: rank.told)
+    load("next")
+    wait_for(lambda: len(made) == 2 and made[1].reads)
+    assert not made[0].is_closed
+    made[0].reads[1].set_result(None)
+    wait_for(lambda: len(rank.told) == 2)
+    assert (made[0].is_closed, made[1].is_closed) == (True, False)
+    made[1].reads[0].set_result(None)
+    wait_for(lambda: len(rank.told) == 3)
+    late = "TransferTimeout: not done within 30 s; drained"
+    assert reports(rank) == [("late", late), ("other", None), ("next", None)]
+    running.close()
+
+
+def test_a_load_of_an_instance_that_is_given_up_meanwhile_leaves_no_connection(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, connect = opened(rank, PullWorker)
+    made: list[Reading] = []
+
+    def connected(addresses: dict[str, bytes], *, timeout: float) -> NegotiatedPeer:
+        made.append(Reading())
+        return NegotiatedPeer("tcp", made[-1], "")
+
+    def given_up_meanwhile(*args: object) -> list[PeerSpans]:
+        running.receive(msgspec.msgpack.encode(ForgetPeer("p")))
+        running._endings.submit(int).result(PATIENCE_S)
+        return plan_transfer(*args)
+
+    monkeypatch.setattr(running._transports._transports, "connect", connected)
+    monkeypatch.setattr("mooncake_kv.pull_worker.plan_transfer", given_up_meanwhile)
+    running.receive(connect)
+    running.receive(msgspec.msgpack.encode(LOAD))
+    wait_for(lambda: made and made[0].reads)
+    made[0].reads[0].set_result(None)
+    wait_for(lambda: rank.told)
+    assert made[0].is_closed
     running.close()
 
 

@@ -113,7 +113,7 @@ def _spans(memory, arena, sizes):
 def test_what_is_written_is_read(store, device, sizes):
     memory = np.random.default_rng(1).integers(0, 255, sum(sizes) + 64 * len(sizes), np.uint8)
     before = memory.copy()
-    peer = device.peer("store", 0, store.endpoints, timeout_s=20)
+    peer = device.peer("store", 0, store.endpoints, connection=0, timeout_s=20)
     spans = _spans(memory, store.arena, sizes)
     peer.write(spans, timeout=20).wait()
     assert np.count_nonzero(store.arena) > 0
@@ -126,7 +126,7 @@ def test_what_is_written_is_read(store, device, sizes):
 
 def test_a_move_that_is_cancelled_or_late_moves_nothing(store, device):
     memory = np.ones(1000, np.uint8)
-    peer = device.peer("store", 0, store.endpoints, timeout_s=20)
+    peer = device.peer("store", 0, store.endpoints, connection=0, timeout_s=20)
     spans = _spans(memory, store.arena, [900])
     cancelled = peer.write(spans, timeout=20)
     cancelled.cancel()
@@ -141,7 +141,7 @@ def test_a_move_that_is_cancelled_or_late_moves_nothing(store, device):
 
 def test_moves_that_a_device_refuses_give_their_memory_back(store, device, copies):
     memory = np.ones(1000, np.uint8)
-    peer = device.peer("store", 0, store.endpoints, timeout_s=20)
+    peer = device.peer("store", 0, store.endpoints, connection=0, timeout_s=20)
     spans = _spans(memory, store.arena, [900])
     copies.is_broken = True
     for move in [peer.read, peer.write] * MAX_MOVES:
@@ -155,7 +155,7 @@ def test_moves_that_a_device_refuses_give_their_memory_back(store, device, copie
 @pytest.mark.parametrize("way", ["read", "write"])
 def test_a_move_that_finds_no_memory_in_its_time_is_late(store, device, way):
     memory = np.ones(1000, np.uint8)
-    peer = device.peer("store", 0, store.endpoints, timeout_s=20)
+    peer = device.peer("store", 0, store.endpoints, connection=0, timeout_s=20)
     taken = [device._free.get() for _ in range(MAX_MOVES)]
     move = getattr(peer, way)(_spans(memory, store.arena, [900]), timeout=0.05)
     with pytest.raises(TransferCancelled, match="other moves had all pinned memory"):

@@ -79,9 +79,11 @@ class Connections:
         self.all: dict[tuple[str, int], Connection] = {}
         self._lock = Lock()
 
-    def peer(self, epoch: str, number: int, endpoints: Any, *, timeout_s: float) -> Connection:
+    def peer(
+        self, epoch: str, rank: int, endpoints: Any, *, connection: int, timeout_s: float
+    ) -> Connection:
         with self._lock:
-            return self.all.setdefault((epoch, number), Connection())
+            return self.all.setdefault((epoch, connection), Connection())
 
     def forget(self, epoch: str, number: int | None = None) -> None:
         for key in [key for key in self.all if key[0] == epoch and number in (None, key[1])]:

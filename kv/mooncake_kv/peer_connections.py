@@ -1,4 +1,5 @@
-"""A rank's connections to stores: the loads of a store share one, its saves another.
+"""Which of a rank's connections to a peer, an instance or a store, an order moves over. Orders of
+the same use share one: a store's loads have one, its saves another.
 
 An order that fails over a connection may have been unlucky, late, or the first to find it dead. So
 nothing is given to that connection any more, and the orders that move over it keep it: the last of
@@ -16,15 +17,15 @@ from itertools import count
 from mooncake_hal.errors import TransferCancelled, TransferError
 
 LOADING, SAVING = "loading", "saving"
-"""What a store's connections are for."""
+"""What a peer's connections are for."""
 
 
 @dataclass(slots=True, eq=False)
-class _Lane:
-    """One connection, made or not.
+class _Connection:
+    """One connection to all ranks of a peer, made or not.
 
     Args:
-        epoch: of the store.
+        epoch: of the peer.
         use: LOADING or SAVING.
         number: unique.
         num_orders: that move over it.
@@ -36,17 +37,17 @@ class _Lane:
     num_orders: int = 0
 
 
-class StoreLanes:
+class PeerConnections:
     """Says which connection an order uses. Any thread.
 
     Args:
-        close: closes a connection, by the store's epoch and its number. Idempotent.
+        close: closes a connection, by the peer's epoch and its number. Idempotent.
     """
 
     def __init__(self, close: Callable[[str, int], None]) -> None:
         self._close = close
         self._numbers = count()
-        self._current: dict[tuple[str, str], _Lane] = {}
+        self._current: dict[tuple[str, str], _Connection] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -54,39 +55,40 @@ class StoreLanes:
         """The connections of one order, for as long as it moves: their numbers, by epoch. Orders
         that begin after it has failed get others, unless it was cancelled."""
         with self._lock:
-            lanes = [self._lane(epoch, use) for epoch in epochs]
-            for lane in lanes:
-                lane.num_orders += 1
+            connections = [self._connection(epoch, use) for epoch in epochs]
+            for connection in connections:
+                connection.num_orders += 1
         has_failed = False
         try:
-            yield {lane.epoch: lane.number for lane in lanes}
+            yield {connection.epoch: connection.number for connection in connections}
         except TransferError as exc:
             has_failed = not isinstance(exc, TransferCancelled)
             raise
         finally:
-            self._leave(lanes, has_failed=has_failed)
+            self._leave(connections, has_failed=has_failed)
 
     def forget(self, epoch: str) -> None:
-        """That store is gone: what is in use of its connections is closed when its order ends."""
+        """That peer is gone: what is in use of its connections is closed when its order ends."""
         with self._lock:
             for use in (LOADING, SAVING):
                 self._current.pop((epoch, use), None)
 
-    def _lane(self, epoch: str, use: str) -> _Lane:
-        lane = self._current.get((epoch, use))
-        if lane is None:
-            lane = self._current[epoch, use] = _Lane(epoch, use, next(self._numbers))
-        return lane
+    def _connection(self, epoch: str, use: str) -> _Connection:
+        connection = self._current.get((epoch, use))
+        if connection is None:
+            connection = _Connection(epoch, use, next(self._numbers))
+            self._current[epoch, use] = connection
+        return connection
 
-    def _leave(self, lanes: Collection[_Lane], *, has_failed: bool) -> None:
+    def _leave(self, connections: Collection[_Connection], *, has_failed: bool) -> None:
         unused = []
         with self._lock:
-            for lane in lanes:
-                lane.num_orders -= 1
-                key = lane.epoch, lane.use
-                if has_failed and self._current.get(key) is lane:
+            for connection in connections:
+                connection.num_orders -= 1
+                key = connection.epoch, connection.use
+                if has_failed and self._current.get(key) is connection:
                     del self._current[key]
-                if not lane.num_orders and self._current.get(key) is not lane:
-                    unused.append(lane)
-        for lane in unused:
-            self._close(lane.epoch, lane.number)
+                if not connection.num_orders and self._current.get(key) is not connection:
+                    unused.append(connection)
+        for connection in unused:
+            self._close(connection.epoch, connection.number)
