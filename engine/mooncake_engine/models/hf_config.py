@@ -370,6 +370,10 @@ def _read_yarn(rope: RawConfig, max_positions: int) -> YarnScaling:
     all_dim = rope.get("mscale_all_dim", float)
     if attention_factor is None:
         attention_factor = yarn_attention_factor(factor, rope.get("mscale", float), all_dim)
+        # of what the paper says, as vLLM has it: DeepSeek-R1-0528-Qwen3-8B undoes it so
+        attention_factor *= rope.get("attn_factor", float, 1.0) or 1.0
+    if (share := rope.get("extrapolation_factor", float, 1.0)) != 1.0:
+        raise rope.refuse("extrapolation_factor", share, "1")
     return YarnScaling(
         factor=factor,
         original_positions=original,

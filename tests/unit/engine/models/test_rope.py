@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mooncake_engine.errors import CheckpointError
 from mooncake_engine.models.hf_config import RawConfig, read_rope
-from mooncake_engine.models.rope import LongRopeScaling, cos_sin_table
+from mooncake_engine.models.rope import LongRopeScaling, YarnScaling, cos_sin_table
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -98,4 +98,20 @@ def test_factors_of_another_width_are_refused() -> None:
     scaling = {**LONGROPE, "original_max_position_embeddings": 4096}
     raw = RawConfig({"max_position_embeddings": 131072, "rope_parameters": scaling}, "config")
     with pytest.raises(CheckpointError, match="'long_factor' must have 64 numbers, found 32"):
+        read_rope(raw, 128)
+
+
+def test_attn_factor_is_of_what_the_paper_says() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B: the paper's 0.1 ln(4) + 1 times this is one."""
+    published = {**YARN, "factor": 4.0, "attn_factor": 0.8782488562869419}
+    raw = RawConfig({"max_position_embeddings": 131072, "rope_scaling": published}, "config")
+    scaling = read_rope(raw, 128).scaling
+    assert isinstance(scaling, YarnScaling)
+    assert scaling.attention_factor == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_share_of_the_extrapolation_is_refused() -> None:
+    published = {**YARN, "extrapolation_factor": 0.5}
+    raw = RawConfig({"max_position_embeddings": 131072, "rope_scaling": published}, "config")
+    with pytest.raises(CheckpointError, match=r"extrapolation_factor 0\.5 is not supported"):
         read_rope(raw, 128)
