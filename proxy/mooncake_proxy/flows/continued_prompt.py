@@ -26,7 +26,7 @@ from mooncake_proxy.api.openai_bodies import (
 from mooncake_proxy.api.proxied_request import TRUE, RequestContext, with_delivery
 from mooncake_proxy.errors import MalformedAnswer
 from mooncake_proxy.flows.stream_forwarder import StreamForwarder
-from mooncake_proxy.flows.token_record import HALF_A_CHARACTER, only_begins
+from mooncake_proxy.flows.token_record import HALF_A_CHARACTER, NO_ANSWER, only_begins
 from mooncake_proxy.http1.sse import split_events
 
 OBSTACLES = (
@@ -121,7 +121,7 @@ class ContinuedForwarder(StreamForwarder):
         if not self._context.is_committed or b'"prompt_tokens"' in block:
             try:
                 block = b"".join(_joined(*event) for event in split_events(block))
-            except (msgspec.DecodeError, TypeError, AttributeError, LookupError) as exc:
+            except NO_ANSWER as exc:
                 raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
         if block:
             super()._forward(block)

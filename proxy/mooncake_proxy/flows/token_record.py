@@ -20,6 +20,8 @@ from mooncake_proxy.flows.stream_forwarder import StreamForwarder
 from mooncake_proxy.http1.sse import split_events
 
 HALF_A_CHARACTER = "\ufffd"
+# What reading an answer raises that is no OpenAI answer.
+NO_ANSWER = (*UNREADABLE, TypeError, AttributeError, LookupError)
 
 
 class TokenRecord:
@@ -120,11 +122,11 @@ class TokenRecord:
         try:
             answer = msgspec.json.decode(body)
             [choice] = answer["choices"]
-        except (*UNREADABLE, TypeError, LookupError) as exc:
+            is_chat_shaped = "message" in choice
+            piece = choice["message"].get("content") if is_chat_shaped else choice.get("text")
+        except NO_ANSWER as exc:
             raise MalformedAnswer(instance, f"no answer with one choice: {exc}") from exc
         answer.pop("kv_transfer_params", None)
-        is_chat_shaped = "message" in choice
-        piece = choice["message"].get("content") if is_chat_shaped else choice.get("text")
         self.chunk_head = self.chunk_head or {"id": answer.get("id")}
         is_given_back = choice.get("stop_reason") == "recomputed"
         self._take_choice(answer, choice)
@@ -215,21 +217,21 @@ class RecordingForwarder(StreamForwarder):
         self._record = record
 
     def _forward(self, block: bytes) -> None:
-        try:
-            events = [self._recorded(event, data) for event, data in split_events(block)]
-        except (*UNREADABLE, TypeError, AttributeError) as exc:
-            raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
+        events = [self._recorded(event, data) for event, data in split_events(block)]
         if joined := b"".join(events):
             super()._forward(joined)
 
     def _recorded(self, event: bytes, data: bytes) -> bytes:
         if not data or data == b"[DONE]":
             return event
-        return self._record.take_event(data)
+        try:
+            return self._record.take_event(data)
+        except NO_ANSWER as exc:
+            raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
 
     def _given_back(self, data: bytes) -> Recomputed:
         """The event that gives the request back may still carry tokens."""
-        self._record.take_event(data)
+        self._recorded(b"", data)
         return super()._given_back(data)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, answer_decoder
-from mooncake_proxy.errors import Recomputed
-from mooncake_proxy.flows.token_record import TokenRecord, only_begins
+from mooncake_proxy.errors import MalformedAnswer, Recomputed
+from mooncake_proxy.flows.continued_prompt import ContinuedForwarder
+from mooncake_proxy.flows.token_record import RecordingForwarder, TokenRecord, only_begins
 
 
 def chunk(text: str, ids: list[int], **more: Any) -> bytes:
@@ -118,6 +120,36 @@ def test_the_first_token_counts_once(is_prompt: bool, ids: list[int]) -> None:
     found.take_first_token(answer, b"data: %b\n\n" % chunk("a", []), is_prompt=is_prompt)
     found.take_event(chunk("b", ids))
     assert found.generated == [10, 11]
+
+
+NO_UTF_8 = b'{"choices": [{"text": "\xff"}]}'
+NO_LIST = b'{"choices": {"text": "a"}, "usage": {"prompt_tokens": 1}}'
+NO_DELTA = b'{"choices": [{"delta": "recomputed", "stop_reason": "recomputed"}]}'
+
+
+@pytest.mark.parametrize(
+    "data", [NO_UTF_8, NO_LIST, b"[]", b'{"choices": [5]}', b'{"choices": []}']
+)
+def test_a_whole_answer_that_is_none_is_malformed(data: bytes) -> None:
+    with pytest.raises(MalformedAnswer, match="d: no answer with one choice"):
+        record().take_answer(data, "d")
+
+
+@pytest.mark.parametrize(
+    ("data", "is_recorded"),
+    [(NO_UTF_8, True), (NO_LIST, True), (NO_DELTA, True), (NO_UTF_8, False), (NO_LIST, False)],
+)
+def test_a_chunk_that_is_none_is_malformed(data: bytes, is_recorded: bool) -> None:
+    """Anything else would leave the connection's callback, and look like a lost instance."""
+    context: Any = SimpleNamespace(is_committed=False)
+    if is_recorded:
+        found = record()
+        found.chunk_head = {"id": "cmpl-1"}
+        forwarder: Any = RecordingForwarder(context, "d", lambda: None, found)
+    else:
+        forwarder = ContinuedForwarder(context, "d", lambda: None)
+    with pytest.raises(MalformedAnswer, match="d: no OpenAI chunk"):
+        forwarder.feed(b"data: %b\n\n" % data)
 
 
 @pytest.mark.parametrize(
