@@ -419,12 +419,15 @@ class PoolLoads:
         was_loading = self._is_loading(load)
         if event.error is None:
             self._offer_copies(load, event.num_chunks)
-        if request.pool_load == load.load_id:
+        # Else it was given up, and the request may be running on another one by now.
+        is_its = request.pool_load == load.load_id
+        if is_its:
             request.pool_load = None
         self._unpark(load)
         if self._outputs.is_draining(load.load_id):
             self._outputs.end_drain(load.load_id)
-            self._end_unproven(request)
+            if is_its:
+                self._end_unproven(request)
         elif request.is_unproven:
             return self._prove(load, event)
         elif was_loading:

@@ -555,6 +555,28 @@ def test_an_interactive_prompt_gets_the_blocks_of_batch_works_loads():
     assert not bench.scheduler.has_work
 
 
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_the_end_of_a_load_that_was_given_up_proves_nothing_of_the_next_one(is_wrong):
+    bench = PoolBench(num_blocks=16, block_size=4)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    batch = bench.add("batch", prompt, max_tokens=3, priority=BATCH_PRIORITY)
+    bench.step()
+    given_up = the_load(bench)
+    bench.add("waits", prompt_of(38, seed=5), max_tokens=1)
+    bench.step()
+    assert bench.pool.cancelled == {given_up}
+    bench.scheduler.abort("waits")
+    bench.step()
+    bench.release(batch.pool_load)
+    bench.step()
+    bench.end(given_up, "cancelled")
+    assert batch.is_unproven
+    assert bench.step()[1] == []
+    bench.end(batch.pool_load, "lost" if is_wrong else None)
+    assert len(bench.run()["batch"]) == 3
+
+
 def test_what_was_preempted_loads_its_answer_as_well():
     """A long answer that gave its blocks up: the pool has what was computed of it."""
     bench = PoolBench(num_blocks=14, block_size=4, token=None, prefix_caching=False)
