@@ -291,6 +291,7 @@ def read_decoder(
             f"{raw.source}: {num_heads} query heads can't share {num_kv_heads} key/value heads"
         )
     head_dim = raw.get("head_dim", int) or raw.count("hidden_size") // num_heads
+    rope = read_rope(raw, head_dim)
     return ModelConfig(
         architecture=architecture,
         vocab_size=raw.count("vocab_size"),
@@ -301,14 +302,23 @@ def read_decoder(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=raw.require("rms_norm_eps", float),
-        max_positions=raw.count("max_position_embeddings"),
-        rope=read_rope(raw, head_dim),
+        max_positions=_longest_sequence(raw, rope),
+        rope=rope,
         tie_embeddings=raw.flag("tie_word_embeddings"),
         dtype=raw.get("dtype", str) or raw.get("torch_dtype", str) or "float32",
         eos_token_ids=eos,
         quantization=read_quantization(raw.fields.get("quantization_config"), raw.source),
         **options,
     )
+
+
+def _longest_sequence(raw: RawConfig, rope: RopeConfig) -> int:
+    """``max_position_embeddings``, or what YaRN stretches the original context to: who adds YaRN to
+    Qwen's files, as its model cards say, leaves that field as it is. vLLM reads it so, too."""
+    longest = raw.count("max_position_embeddings")
+    if isinstance(rope.scaling, YarnScaling):
+        longest = max(longest, int(rope.scaling.factor * rope.scaling.original_positions))
+    return longest
 
 
 def _refuse_unsupported(raw: RawConfig) -> None:

@@ -47,6 +47,18 @@ def test_explicit_head_dim_wins_over_the_derived_one(tmp_path: Path) -> None:
     assert read_model_config(write(tmp_path, head_dim=None)).head_dim == 8
 
 
+@pytest.mark.parametrize(
+    ("stated", "original", "longest"), [(40960, 32768, 131072), (163840, 32768, 163840)]
+)
+def test_yarn_stretches_the_context_that_the_file_states(
+    stated: int, original: int, longest: int, tmp_path: Path
+) -> None:
+    """Qwen3's model card has YaRN added beside ``max_position_embeddings`` of 40,960."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original}
+    directory = write(tmp_path, max_position_embeddings=stated, rope_scaling=scaling)
+    assert read_model_config(directory).max_positions == longest
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: .*LlamaForCausalLM"),
     ({"architectures": ...}, "architectures"),
