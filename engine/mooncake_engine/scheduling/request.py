@@ -54,11 +54,13 @@ class SequenceGroup:
 
         One that is still catching up does not count: it has blocks beyond those that it writes
         next, and only a table's last block is ever copied on write. One with drafts in flight has
-        such blocks, too, but never a shared one to write to: whoever forks it copies at once.
+        such blocks, too, but never a shared one to write to: whoever forks it copies at once. Nor
+        does one whose KV may turn out wrong: a preempted one loads its answer with its prompt.
         """
         for member in self.members:
             has_prompt = member.num_computed >= member.num_prompt_tokens
-            if member.block_ids and has_prompt and member.num_pending <= 1:
+            is_right = not (member.is_unproven or member.has_wrong_kv)
+            if member.block_ids and has_prompt and is_right and member.num_pending <= 1:
                 return member
         return None
 

@@ -599,6 +599,26 @@ def test_what_was_preempted_loads_its_answer_as_well():
     assert not bench.scheduler.has_work
 
 
+def test_a_later_choice_does_not_begin_with_a_preempted_ones_load():
+    """Which brings the whole prompt, and some of the answer: nobody shares it before it is over."""
+    bench = PoolBench(num_blocks=14, block_size=4, token=None, prefix_caching=False)
+    bench.add("first", prompt_of(20), max_tokens=22, arrival=1.0)
+    prompt = prompt_of(8, seed=3)
+    lost = bench.add("second", prompt, max_tokens=22, arrival=2.0, group="second")
+    while not bench.pool.loads:
+        bench.step()
+        bench.save_all()
+    load_id = the_load(bench)
+    bench.scheduler.abort("first")
+    bench.release(load_id)
+    assert lost.num_computed > lost.num_prompt_tokens
+    late = bench.add("late", prompt, max_tokens=2, arrival=3.0, group="second")
+    bench.step()
+    assert set(late.block_ids).isdisjoint(lost.block_ids)
+    bench.end(load_id, "lost")
+    bench.run()
+
+
 @pytest.mark.parametrize("first_token", [None, 9])
 def test_a_prompt_whose_kv_does_not_come_from_its_peer_comes_from_the_pool(first_token):
     bench = PoolBench(token=None)
