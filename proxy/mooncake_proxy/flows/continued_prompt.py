@@ -24,7 +24,7 @@ from mooncake_proxy.api.openai_bodies import (
     is_null,
 )
 from mooncake_proxy.api.proxied_request import TRUE, RequestContext, with_delivery
-from mooncake_proxy.errors import MalformedAnswer
+from mooncake_proxy.errors import UNREADABLE, MalformedAnswer
 from mooncake_proxy.flows.stream_forwarder import StreamForwarder
 from mooncake_proxy.flows.token_record import HALF_A_CHARACTER, NO_ANSWER, only_begins
 from mooncake_proxy.http1.sse import split_events
@@ -143,10 +143,11 @@ def _joined(event: bytes, data: bytes) -> bytes:
 
 
 def _value(raw: Raw) -> Any:
-    """What a field says; a number that no float holds is refused by the instances."""
+    """What a field says; where that can't be read, as a number that no float holds or what is
+    nested too deeply, it is the instances that refuse it."""
     try:
         return msgspec.json.decode(raw)
-    except msgspec.ValidationError:
+    except UNREADABLE:
         return math.inf
 
 
