@@ -314,10 +314,15 @@ def read_decoder(
 
 def _longest_sequence(raw: RawConfig, rope: RopeConfig) -> int:
     """``max_position_embeddings``, or what YaRN stretches the original context to: who adds YaRN to
-    Qwen's files, as its model cards say, leaves that field as it is. vLLM reads it so, too."""
+    Qwen's files, as its model cards say, leaves that field as it is. vLLM reads it so, too. Dual
+    chunk attention is not computed: no sequence is longer than its chunk."""
     longest = raw.count("max_position_embeddings")
     if isinstance(rope.scaling, YarnScaling):
         longest = max(longest, int(rope.scaling.factor * rope.scaling.original_positions))
+    chunks = raw.get("dual_chunk_attention_config", dict)
+    if chunks is not None:  # Qwen2.5-1M: within one chunk it is attention as everywhere else
+        source = f"{raw.source}: dual_chunk_attention_config"
+        longest = min(longest, RawConfig(chunks, source).count("chunk_size"))
     return longest
 
 

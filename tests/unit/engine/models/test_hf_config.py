@@ -59,6 +59,19 @@ def test_yarn_stretches_the_context_that_the_file_states(
     assert read_model_config(directory).max_positions == longest
 
 
+def test_a_sequence_is_no_longer_than_a_chunk_of_dual_chunk_attention(tmp_path: Path) -> None:
+    """Qwen2.5-7B-Instruct-1M: positions in other chunks are not those of plain attention."""
+    chunks = {
+        "chunk_size": 262144,
+        "local_size": 8192,
+        "original_max_position_embeddings": 262144,
+    }
+    fields = {"max_position_embeddings": 1010000, "dual_chunk_attention_config": chunks}
+    assert read_model_config(write(tmp_path, **fields)).max_positions == 262144
+    with pytest.raises(CheckpointError, match="dual_chunk_attention_config lacks 'chunk_size'"):
+        read_model_config(write(tmp_path, dual_chunk_attention_config={"local_size": 8192}))
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: .*LlamaForCausalLM"),
     ({"architectures": ...}, "architectures"),
