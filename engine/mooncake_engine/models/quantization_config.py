@@ -104,6 +104,7 @@ def _read_compressed(fields: Mapping[str, Any]) -> Fp8Config | None:
     strategy, targets = weights["strategy"], group["targets"]
     kinds = {(each["num_bits"], each["type"], each["symmetric"]) for each in (weights, inputs)}
     is_known = fields.get("format") == "float-quantized" and kinds == {(8, "float", True)}
+    is_known = is_known and not fields.get("transform_config")  # rotates inputs (Hadamard)
     is_block, is_static = strategy == "block", not inputs["dynamic"]
     if not is_known or targets != ["Linear"] or strategy not in ("tensor", "channel", "block"):
         return None

@@ -41,6 +41,7 @@ READ = {
         Fp8Config(True, "weight_scale", False, ("lm_head",)),
     ),
 }
+READ["no transforms"] = compressed(transform_config={}), READ["channel"][1]
 REFUSED = [
     {"quant_method": "gptq"},
     {"quant_method": "fp8", "weight_block_size": [64, 64]},
@@ -54,6 +55,7 @@ REFUSED = [
     compressed(weights={**BLOCKS, "block_structure": [64, 64]}),
     compressed(inputs=None),
     compressed(ignore=["re:("]),
+    compressed(transform_config={"config_groups": {"v": {"type": "hadamard"}}}),
     "fp8",
 ]
 
