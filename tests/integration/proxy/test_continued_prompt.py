@@ -159,22 +159,6 @@ def test_a_number_that_no_float_holds_is_left_to_the_instances(name: str) -> Non
     uvloop.run(main())
 
 
-def test_what_is_nested_too_deeply_for_one_decoder_is_no_error_of_the_proxy() -> None:
-    """The body is read higher up in the stack than a field of it is."""
-
-    async def main() -> None:
-        async with vllm_pair() as s, httpx.AsyncClient(base_url=s.url) as client:
-            statuses = []
-            for depth in range(960, 1010):
-                body = json.dumps(STREAM)[:-1] + f', "bad_words": {"[" * depth}{"]" * depth}}}'
-                answer = await client.post("/v1/completions", content=body)
-                statuses.append(answer.status_code)
-            assert set(statuses) == {200, 400}
-            assert statuses == sorted(statuses)
-
-    uvloop.run(main())
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_a_prompt_is_cut_once(path: str) -> None:
     """P's token ids are those of the prompt that it has cut; P's token is not a part of that."""
