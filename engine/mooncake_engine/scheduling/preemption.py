@@ -86,7 +86,7 @@ class Preemption:
         sequence always fits.
 
         Returns:
-            False: all that are not more urgent run on a load that has not ended.
+            False: all that are less urgent, or ``group`` itself, run on a load that has not ended.
         """
         holders = (*self._queues.running, *self._queues.ready)
         lesser = [each for each in holders if each.group.priority_key >= group.priority_key]
@@ -94,6 +94,8 @@ class Preemption:
         if not candidates:
             return False
         victim = max(candidates, key=priority_key).group
+        if victim is group and len(candidates) < len(lesser):
+            return False  # it waits for the load: sooner over than all it has is computed again
         is_alone = all(holder.group is group for holder in holders)
         if victim is not group:
             self.preempt(victim, step)

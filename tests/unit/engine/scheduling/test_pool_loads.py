@@ -533,6 +533,26 @@ def test_decodes_go_on_while_a_load_that_steps_run_on_holds_blocks():
     bench.run()
 
 
+def test_nobody_is_preempted_for_a_less_urgent_load():
+    """It holds the block that a decode needs, which waits until the load has ended."""
+    bench = PoolBench(num_blocks=12, block_size=4)
+    prompt = prompt_of(26)
+    filled(bench, prompt)
+    decode = bench.add("decodes", prompt_of(17, seed=5), max_tokens=20, arrival=0.0)
+    bench.step()
+    loads = bench.add("loads", prompt, max_tokens=3, arrival=1.0)
+    bench.step()
+    load_id = the_load(bench)
+    bench.release(load_id)
+    for _ in range(12):
+        bench.step()
+    assert decode.state is RequestStatus.RUNNING
+    assert bench.num_free == 0
+    bench.end(load_id)
+    bench.run()
+    assert (decode.num_preemptions, loads.num_preemptions) == (0, 1)
+
+
 def test_an_interactive_prompt_gets_the_blocks_of_batch_works_loads():
     bench = PoolBench(num_blocks=30, block_size=4)
     for index in range(3):
