@@ -275,16 +275,20 @@ class PoolLoads:
         self._begin(request, hit, choice)
         return Turn.LOADS
 
-    def start_early(self, reserve: int) -> None:
+    def start_early(self, reserve: int, *, has_batch: bool) -> None:
         """Begin loads of requests whose turn has not come, with blocks that are left.
 
         Args:
             reserve: blocks that must stay free besides those that more urgent requests wait for.
+            has_batch: whether batch work's are begun, too: not while somebody waits, or what it
+                gives up for that one would be taken again.
         """
         if len(self._hits) > len(self._queues.waiting) + MAX_STALE_HITS:
             self._forget_ended()
         for request in self._queues.waiting.in_order() if self._hits else ():
             if len(self._loads) >= MAX_LOADS or self._blocks.pool.num_free <= reserve:
+                return
+            if is_batch(request) and not has_batch:  # and so are all behind it
                 return
             turn = self.take_turn(request, reserve) if self.has_hit(request) else Turn.COMPUTE
             if turn is Turn.NO_ROOM:

@@ -226,7 +226,8 @@ class Scheduler:
         if self._may_write():
             self._remote_kv.start(self._watermark_blocks, before=self._highest_priority())
             if self._pool is not None:
-                self._pool.loads.start_early(self._watermark_blocks)
+                is_awaited = self._batch.find_waiting() is not None
+                self._pool.loads.start_early(self._watermark_blocks, has_batch=not is_awaited)
 
     def _may_write(self) -> bool:
         """Whether peers may write to free blocks, before what was in them is copied, too."""

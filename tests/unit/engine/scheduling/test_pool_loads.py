@@ -553,6 +553,32 @@ def test_nobody_is_preempted_for_a_less_urgent_load():
     assert (decode.num_preemptions, loads.num_preemptions) == (0, 1)
 
 
+def test_batch_work_begins_no_load_while_somebody_waits_for_blocks_to_load_into():
+    """Those that were given up for it would take them again, without end."""
+    bench = PoolBench(num_blocks=30, block_size=4)
+    for index in range(3):
+        filled(bench, prompt_of(30, seed=index), f"first{index}")
+    for index in range(3):
+        bench.add(f"b{index}", prompt_of(30, seed=index), max_tokens=3, priority=BATCH_PRIORITY)
+    bench.step()
+    assert len(bench.pool.loads) == 3
+    waits = bench.add("waits", prompt_of(60, seed=50), max_tokens=2, pulls_kv=True)
+    num_given_up = 0
+    while waits.state is RequestStatus.PREALLOCATING:
+        for load_id in list(bench.pool.loads):
+            if load_id in bench.pool.cancelled:
+                num_given_up += 1
+                bench.end(load_id, "cancelled")
+        assert num_given_up <= 3
+        bench.step()
+    bench.end_load("waits", None)
+    for _ in range(60):
+        for load_id in list(bench.pool.loads):
+            bench.end(load_id)
+        bench.step()
+    assert not bench.scheduler.has_work
+
+
 def test_an_interactive_prompt_gets_the_blocks_of_batch_works_loads():
     bench = PoolBench(num_blocks=30, block_size=4)
     for index in range(3):
