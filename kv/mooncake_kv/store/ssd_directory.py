@@ -276,15 +276,21 @@ class SsdDirectory:
         except OSError as exc:
             raise StoreIOError(f"{self.config.path}: reading failed: {exc}") from exc
 
-    def wants_collection(self) -> Segment | None:
+    def wants_collection(self, wait_s: float = 0.0) -> Segment | None:
         """The oldest segment, if the next one to begin would have to be it; None while there is
         room for others.
+
+        Args:
+            wait_s: how long to wait for a segment that another thread begins: there may be none for
+                it either.
 
         Raises:
             StoreIOError: the file system does not say whether there is.
         """
-        with self._lock:
-            if self._is_beginning or self._free or not self._sealed:
+        with self._begun:
+            if not self._begun.wait_for(lambda: not self._is_beginning, wait_s):
+                return None
+            if self._free or not self._sealed:
                 return None
         if self._can_grow():
             return None

@@ -216,10 +216,10 @@ class Drive:
         with self.writing.watched(len(page) + len(payload)):
             self.directory.write(location, page, payload)
 
-    def wants_collection(self) -> Segment | None:
+    def wants_collection(self, wait_s: float) -> Segment | None:
         """``SsdDirectory.wants_collection``, watched."""
-        with self.writing.watched(0):
-            return self.directory.wants_collection()
+        with self.writing.watched(self.directory.config.segment_bytes):
+            return self.directory.wants_collection(wait_s)
 
     def stop(self) -> None:
         """Begin nothing more; what is queued is dropped."""

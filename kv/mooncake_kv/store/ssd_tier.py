@@ -446,7 +446,7 @@ class SsdTier:
         if not drive.collecting.acquire(timeout=wait_s):
             return
         try:
-            segment = drive.wants_collection()
+            segment = drive.wants_collection(wait_s)
             if segment is None:
                 return
             use = segment.use

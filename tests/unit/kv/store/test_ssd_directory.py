@@ -273,6 +273,38 @@ def test_who_reads_does_not_wait_for_a_segment_that_is_begun(tmp_path, monkeypat
     directory.close()
 
 
+def test_a_collection_waits_for_a_segment_that_is_begun_in_vain(tmp_path, monkeypatch):
+    """Else writes that find a full drive at once take each other for the one that has room."""
+    directory = SsdDirectory(config(tmp_path))
+    for number in range(12):
+        last = store(directory, number)
+    begins, over = threading.Event(), threading.Event()
+    can_grow, wait_for = directory._can_grow, directory._begun.wait_for
+
+    def slow():
+        begins.set()
+        assert over.wait(WAIT_S)
+        return can_grow()
+
+    def wait(*args):
+        over.set()
+        return wait_for(*args)
+
+    monkeypatch.setattr(directory, "_can_grow", slow)
+    begun = []
+    thread = threading.Thread(target=lambda: begun.append(directory.append(NBYTES)))
+    thread.start()
+    assert begins.wait(WAIT_S)
+    monkeypatch.setattr(directory._begun, "wait_for", wait)
+    oldest = directory.wants_collection(WAIT_S)
+    over.set()
+    thread.join(WAIT_S)
+    assert begun == [None]
+    assert oldest is not None
+    assert oldest is not last.segment
+    directory.close()
+
+
 def test_a_file_system_that_refused_a_segment_is_asked_again_after_a_while(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
