@@ -292,9 +292,10 @@ def test_a_file_system_that_refuses_segments_has_the_oldest_ones_written_again(
     store = opened(segments=100)
     store.save(range(16))
     store.put(16)
-    store.get([16])  # finds no room, and has it made
+    store.get([16])  # finds no room
+    await_level(store, lambda stats: stats.num_ssd_errors)
+    store.save(range(17, 40))  # has it made
     store.await_event("removed", Tier.SSD, chunk(0).key)
-    store.save(range(17, 40))
     found = store.user.probe(keys([0, 39])).result()
     assert found == [Residence.ABSENT, Residence.DRAM]
     stats = store.store.stats()
