@@ -34,6 +34,15 @@ _LAYER = {
 }
 _LAYER_NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<end>weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
+_YARN = {
+    "original_context_length": "original_max_position_embeddings",
+    "attn_factor": "attn_factor",
+    "yarn_attn_factor": "attn_factor",
+    "yarn_ext_factor": "extrapolation_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""Fields of ``rope_scaling``, by llama.cpp's keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +217,18 @@ class GGUFModel:
     def _rope_scaling(self) -> dict[str, Any] | None:
         if _ROPE_FACTORS in self._header.tensors:
             return self._llama3_scaling()
-        kind = self._get("rope.scaling.type", "none")
-        if kind == "none":
+        # as llama.cpp: linear unless it says otherwise, the factor under its older name, too
+        kind = self._get("rope.scaling.type", "linear")
+        factor = float(self._get("rope.scaling.factor", self._get("rope.scale_linear", 0.0)))
+        if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
             return None
         if kind not in ("linear", "yarn"):
             raise CheckpointError(f"{self._path}: rope scaling {kind!r} is not read from GGUF")
-        scaling = {"rope_type": kind, "factor": float(self._need("rope.scaling.factor"))}
-        original = self._get("rope.scaling.original_context_length", None)
-        return scaling | ({"original_max_position_embeddings": original} if original else {})
+        scaling = {"rope_type": kind, "factor": factor or self._need("rope.scaling.factor")}
+        for key, name in _YARN.items() if kind == "yarn" else ():
+            if (value := self._get(f"rope.scaling.{key}", None)) is not None:
+                scaling[name] = value
+        return scaling
 
     def _llama3_scaling(self) -> dict[str, Any]:
         """Llama 3.1's scaling is stored as what each frequency is divided by.

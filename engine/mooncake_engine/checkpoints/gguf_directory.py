@@ -19,7 +19,7 @@ from mooncake_engine.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_FORM = 1
+_FORM = 2
 """Counts up when directories are written in another way."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from support.checkpoints import random_model, write_checkpoint
 from support.gguf_files import Kind, write_gguf
 
+from mooncake_engine.checkpoints.gguf_config import GGUFModel
 from mooncake_engine.checkpoints.gguf_directory import gguf_directory
 from mooncake_engine.checkpoints.gguf_header import parts_of, read_header
 from mooncake_engine.checkpoints.gguf_tensors import GGUFTensors
@@ -123,6 +124,48 @@ def test_llama_3_1s_scaling_is_found_in_its_factors(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((TINY / name).read_bytes())
     found = read_model_config(gguf_directory(path)).rope.scaling
     assert found == scaling
+
+
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+SCALINGS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+    ({}, None),
+    ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+    ({"rope.scaling.type": "linear"}, None),
+    ({"rope.scaling.factor": 2.5}, {"rope_type": "linear", "factor": 2.5}),
+    ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    (
+        {
+            **YARN,
+            "rope.scaling.original_context_length": 32768,
+            "rope.scaling.yarn_attn_factor": 0.875,
+            "rope.scaling.yarn_beta_fast": 16.0,
+            "rope.scaling.yarn_beta_slow": 2.0,
+        },
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+            "attn_factor": 0.875,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+        },
+    ),
+    (
+        {**YARN, "rope.scaling.attn_factor": 0.875},
+        {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.875},
+    ),
+]
+
+
+@pytest.mark.parametrize(("metadata", "scaling"), SCALINGS)
+def test_rope_scaling_is_what_llama_cpp_reads(
+    metadata: dict[str, Any], scaling: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """DeepSeek-Coder's older files have ``rope.scale_linear`` alone."""
+    header = read_header(write_gguf(checkpoint(tmp_path, "llama", {}), tmp_path / "model.gguf"))
+    header.metadata.update({f"llama.{key}": value for key, value in metadata.items()})
+    config = GGUFModel(tmp_path / "model.gguf", header).config()
+    assert config.get("rope_scaling") == scaling
 
 
 def test_pre_tokenizers_split_as_the_originals(tmp_path: Path) -> None:
