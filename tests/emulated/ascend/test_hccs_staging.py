@@ -50,7 +50,7 @@ def test_stripes_are_spread_and_the_rest_is_left(
             buffers.tensor[at : at + size].copy_(source[remote : remote + size])
 
     buffers = memory.allocate(buffers_bytes, 0)
-    staging = StagedReader(buffers.tensor, Scatterer(memory.tensor_at, NpuSideStream()))
+    staging = StagedReader(buffers.tensor, Scatterer(memory.tensor_at, NpuSideStream()), 1)
     assert staging.read(target.region, spans, read)
     assert len(moves) == -(-STRIPE_BYTES // (buffers_bytes // 2))
     assert set(moves) == {1}  # the peer's blocks lie behind each other
@@ -67,7 +67,7 @@ def test_memory_of_somebody_else_is_read_piece_by_piece(
     base = np.uint64(target.region.address)
     spans = Spans(place * np.uint64(2) + base, place, np.full(TOKENS, PIECE, np.uint64))
     nothing_known = Scatterer(lambda _: None, NpuSideStream())
-    staging = StagedReader(torch.zeros(1 << 20, dtype=torch.uint8, device="npu"), nothing_known)
+    staging = StagedReader(torch.zeros(1 << 20, dtype=torch.uint8, device="npu"), nothing_known, 1)
     assert not staging.read(target.region, spans, lambda _: pytest.fail("it was read"))
 
 

@@ -136,8 +136,40 @@ def test_a_pull_moves_blocks_and_not_tokens(counted: Counted) -> None:
         pair.close()
 
 
+@pytest.mark.parametrize("num_reads", [1, 2])
+def test_a_pull_from_a_peer_that_does_not_answer_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch, num_reads: int
+) -> None:
+    """Nor where it has taken the only buffers: then the other one goes piece by piece."""
+    monkeypatch.setattr(hccs_transport, "MAX_READS", num_reads)
+    monkeypatch.setattr(hccs_staging, "BUFFERS_SECONDS", 0.02)
+    has_begun, answers, move = threading.Event(), threading.Event(), fake_hccs.HixlEngine._move
+    pair = ranks(fake_hccs.load_mooncake(), 40)
+    try:
+        slow, peer = (pair.far.connect(pair.near.address, timeout=SECONDS) for _ in range(2))
+        pushed = pair.spans(40)
+        first = Spans(*(array[:TOKENS] for array in (pushed.remote, pushed.local, pushed.nbytes)))
+
+        def held_once(self: object, *rest: object) -> int:
+            if not has_begun.is_set():
+                has_begun.set()
+                assert answers.wait(SECONDS)
+            return move(self, *rest)  # type: ignore[arg-type]  # handed on as it came
+
+        monkeypatch.setattr(fake_hccs.HixlEngine, "_move", held_once)
+        waiting = slow.read(first, timeout=SECONDS)
+        assert has_begun.wait(SECONDS)
+        peer.read(Spans(pushed.remote, pushed.local, pushed.nbytes), timeout=5.0).wait()
+        assert (halves(pair.there)[:, 1].reshape(-1) == pair.here.get()).all()
+        answers.set()
+        waiting.wait()
+    finally:
+        answers.set()
+        pair.close()
+
+
 def test_a_closed_endpoint_keeps_no_device_memory(counted: Counted) -> None:
-    """Its 36 MiB are free at once, and not when a collector comes."""
+    """Its 50 MiB are free at once, and not when a collector comes."""
     gc.collect()
     gc.disable()
     try:

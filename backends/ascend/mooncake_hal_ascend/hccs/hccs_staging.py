@@ -1,6 +1,7 @@
 """Staging buffers: many small pieces move as contiguous runs, and a kernel scatters them.
 
-Who reads many small pieces reads runs into two buffers of its own and scatters them from there.
+Who reads many small pieces reads runs into two buffers of its own and scatters them from there,
+two for each peer that is read from at a time.
 Who writes many borrows two buffers of the receiver's, fills them with runs by its engine, and asks
 for each to be scattered. In both cases the engine fills one buffer while the other is scattered.
 """
@@ -8,11 +9,11 @@ for each to be scattered. In both cases the engine fills one buffer while the ot
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from queue import Empty, Queue
 from typing import Protocol
 
 import msgspec
@@ -44,6 +45,12 @@ SLOTS = 2
 MAX_BORROWERS = 16
 """Prefill ranks that push many small pieces to one of decode's; the others write piece by piece."""
 LENT_BYTES = SLOTS * BUFFER_BYTES
+MAX_READS = 8
+"""At a time, by runs; more of them wait a little for buffers, and go piece by piece then."""
+READ_BYTES = SLOTS * BUFFER_BYTES
+BUFFERS_SECONDS = 0.25
+"""How long a read waits for buffers: what keeps them longer waits for a peer that does not answer,
+which is to hold up no other."""
 LIMITS = StagingLimits(NAME, SLOTS, BUFFER_BYTES)
 ELEMENT = torch.int32
 """Of ELEMENT_BYTES."""
@@ -155,22 +162,24 @@ def as_rows(memory: Tensor, row: int) -> Tensor:
 
 
 class StagedReader:
-    """Reads contiguous runs into an endpoint's two buffers, and scatters them from there.
+    """Reads contiguous runs into an endpoint's buffers, and scatters them from there. Any thread.
 
     Args:
-        memory: both of them, flat uint8; registered with the engine.
+        memory: of all buffers, flat uint8; registered with the engine.
         scatterer: empties them.
+        num_reads: at a time; each has two buffers of equal size.
     """
 
-    def __init__(self, memory: Tensor, scatterer: Scatterer) -> None:
-        half = memory.numel() // 2
-        self._buffers: tuple[Tensor, ...] = memory[:half], memory[half : 2 * half]
+    def __init__(self, memory: Tensor, scatterer: Scatterer, num_reads: int) -> None:
+        self._half = memory.numel() // num_reads // SLOTS
         self._scatterer = scatterer
-        self._lock = threading.Lock()
+        self._free: Queue[Tensor] = Queue()
+        for number in range(num_reads):
+            self._free.put(memory[SLOTS * self._half * number :][: SLOTS * self._half])
 
     def close(self) -> None:
         """Let go of the memory; nothing is read any more."""
-        self._buffers = ()
+        self._free = Queue()
 
     def read(self, region: MemoryRegion, spans: Spans, read: Callable[[Spans], None]) -> bool:
         """Read by whole runs, if that is faster; all has arrived when this returns.
@@ -183,21 +192,28 @@ class StagedReader:
         Returns:
             Whether it was done so; if not, nothing has moved.
         """
-        most_bytes = self._buffers[0].numel()
-        runs = find_runs(spans.remote, spans.local, spans.nbytes, region.address, most_bytes)
+        runs = find_runs(spans.remote, spans.local, spans.nbytes, region.address, self._half)
         if runs is None or not self._scatterer.can_scatter(region.address):
             return False
-        with self._lock:
-            self._read_runs(runs, region.address, read)
+        try:
+            buffers = self._free.get(timeout=BUFFERS_SECONDS)
+        except Empty:
+            return False
+        try:
+            self._read_runs(runs, region.address, buffers, read)
+        finally:
+            self._free.put(buffers)
         return True
 
-    def _read_runs(self, runs: ContiguousRuns, base: int, read: Callable[[Spans], None]) -> None:
-        is_free: list[Wait] = [lambda: None, lambda: None]
+    def _read_runs(
+        self, runs: ContiguousRuns, base: int, buffers: Tensor, read: Callable[[Spans], None]
+    ) -> None:
+        is_free: list[Wait] = [lambda: None] * SLOTS
         try:
-            for number, batch in enumerate(runs.batches(self._buffers[0].numel())):
-                slot = number % 2
+            for number, batch in enumerate(runs.batches(self._half)):
+                slot = number % SLOTS
                 is_free[slot]()
-                buffer = self._buffers[slot]
+                buffer = buffers[slot * self._half :][: self._half]
                 in_buffer = batch.in_buffer(buffer.data_ptr())
                 read(Spans(in_buffer, batch.starts, batch.run_bytes))
                 is_free[slot] = self._scatterer.scatter(buffer, batch.targets, batch.sizes, base)

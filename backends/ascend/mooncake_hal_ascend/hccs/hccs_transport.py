@@ -18,7 +18,6 @@ from mooncake_hal.transport import EndpointOptions
 from mooncake_hal.transports.adapters.adapter_transport import AdapterTransport
 from mooncake_hal.transports.adapters.engine_agent import AdaptedEngine, Agent
 from mooncake_hal_ascend import ascend_env
-from mooncake_hal_ascend.hccs.contiguous_runs import BUFFER_BYTES
 from mooncake_hal_ascend.hccs.hccs_engine import (
     WORKSPACE_BYTES,
     AgentStaging,
@@ -37,6 +36,8 @@ from mooncake_hal_ascend.hccs.hccs_settings import (
 from mooncake_hal_ascend.hccs.hccs_staging import (
     LENT_BYTES,
     MAX_BORROWERS,
+    MAX_READS,
+    READ_BYTES,
     Scatterer,
     StagedReader,
     StagedWriter,
@@ -271,10 +272,10 @@ def _allocate_buffers(resources: HccsResources, device: int) -> _EndpointBuffers
             WorkspacePool(memory.allocate(WORKSPACE_BYTES, device), WORKSPACE_BYTES)
         )
     # one allocation, since an engine takes few regions
-    lent_from = WORKSPACE_BYTES + 2 * BUFFER_BYTES
+    lent_from = WORKSPACE_BYTES + MAX_READS * READ_BYTES
     allocation = memory.allocate(lent_from + MAX_BORROWERS * LENT_BYTES, device)
     return _EndpointBuffers(
         WorkspacePool(allocation, WORKSPACE_BYTES),
-        StagedReader(allocation.tensor[WORKSPACE_BYTES:lent_from], scatterer),
+        StagedReader(allocation.tensor[WORKSPACE_BYTES:lent_from], scatterer, MAX_READS),
         StagingBufferPool(allocation.tensor[lent_from:], scatterer),
     )
