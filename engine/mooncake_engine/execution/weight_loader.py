@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -64,6 +65,7 @@ def load_weights(
             loaded += _read_bytes(slot)
             if progress is not None:
                 progress(LoadProgress(loaded, total))
+    _check_tied_head(model, files, scales)
     seconds = max(time.monotonic() - started, 1e-6)
     size = total / 1e9
     logger.info("read %.3g GB of weights in %.3g s: %.3g GB/s", size, seconds, size / seconds)
@@ -85,6 +87,21 @@ def _check_names(
         )
     if problems:
         raise CheckpointError(f"the checkpoint in {model_dir} {' and '.join(problems)}")
+
+
+def _check_tied_head(model: Model, files: Mapping[str, Path], scales: Fp8Scales) -> None:
+    """Refuse a head of its own in a checkpoint that is said to have none: whoever trained it wants
+    it, and transformers takes it since version 5."""
+    head = model.tied_head
+    if head is None or head.name not in files:
+        return
+    path = files[head.name]
+    for _, values in _read(path, [head], scales):
+        if not torch.equal(values, head.target.cpu()):
+            raise CheckpointError(
+                f"{path}: {head.name} is not the embedding, and config.json says "
+                "tie_word_embeddings: set it to false there to use this head, or remove the tensor"
+            )
 
 
 def _read_bytes(slot: WeightShard) -> int:

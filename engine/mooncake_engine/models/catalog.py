@@ -52,6 +52,12 @@ class Model(Protocol):
         """Every checkpoint tensor that this rank wants a part of."""
         ...
 
+    @property
+    def tied_head(self) -> WeightShard | None:
+        """This rank's rows of a head that is the embedding, loaded: what the checkpoint holds of
+        it besides must be the same."""
+        ...
+
     def is_ignored(self, name: str) -> bool:
         """Whether a checkpoint tensor may be left unread."""
         ...

@@ -200,6 +200,15 @@ class Decoder:
             if part is not None:
                 yield from part.weight_shards()
 
+    @property
+    def tied_head(self) -> WeightShard | None:
+        """The head as the checkpoint may hold it beside the embedding, whose rows it must be;
+        until weights are in the backend's form."""
+        table = self._embedding or self._own_head
+        if self._ending is None or table is None or not self.config.tie_embeddings:
+            return None
+        return table.shard_of(self.names.head)
+
     def is_ignored(self, name: str) -> bool:
         """Whether a checkpoint tensor may be left unread: another stage has it, or no stage needs
         it.

@@ -442,10 +442,15 @@ class VocabTable:
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """What to load; zeroes the padding."""
+        shard = self.shard_of(self._name)
+        self.weight[len(shard.target) :].zero_()
+        yield shard
+
+    def shard_of(self, name: str) -> WeightShard:
+        """This rank's rows, of the checkpoint's matrix of that name."""
         held = min(self._rows, self._vocab_size - self._first)
-        self.weight[held:].zero_()
         shape = (self._vocab_size, self.weight.shape[1])
-        yield WeightShard(f"{self._name}.weight", self.weight[:held], shape, (self._first, 0))
+        return WeightShard(f"{name}.weight", self.weight[:held], shape, (self._first, 0))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[tokens] int64 to [tokens, hidden]."""

@@ -124,6 +124,25 @@ def test_every_tensor_is_of_one_stage_a_tied_embedding_of_both_ends(
     assert names[0] & names[1] == shared
 
 
+@pytest.mark.parametrize(
+    ("rank", "tp_size", "layers"), [(0, 1, None), (1, 2, None), (0, 1, STAGES[1])]
+)
+def test_a_tied_head_beside_the_embedding_must_be_the_embedding(
+    rank: int, tp_size: int, layers: Span | None, tmp_path: Path
+) -> None:
+    directory = write_checkpoint(random_model("qwen3", tie_word_embeddings=True), tmp_path / "m")
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path)
+    model = build(directory, rank, tp_size, layers)
+    assert load_weights(model, directory).fraction == 1.0
+    tensors["lm_head.weight"][-1, 0] += 1.0
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the embedding.* to false"):
+        load_weights(build(directory, rank, tp_size, layers), directory)
+
+
 def test_a_stage_does_not_open_files_of_which_it_needs_nothing(checkpoint: Path) -> None:
     last = json.loads((checkpoint / INDEX_NAME).read_text())["weight_map"]["lm_head.weight"]
     (checkpoint / last).write_bytes(b"damaged")
