@@ -2,8 +2,9 @@
 
 What goes is what an eviction policy says, or a copy that is worth less. Where that has not room for
 the new chunk, chunks of several sizes are in one arena: then those go that lie side by side there,
-from the first one on in the policy's order that has such neighbours. Evicting in that order alone
-until the holes happen to meet would take most of an arena along, for one chunk.
+from the first one on in the policy's order that has such neighbours; of another group, if none of
+that one's has. Evicting in that order alone until the holes happen to meet would take most of an
+arena along, for one chunk.
 """
 
 from __future__ import annotations
@@ -82,7 +83,11 @@ class VictimChoice:
         victim = self._least_worth(found, now)
         if rounded_up(victim.chunk.nbytes) >= nbytes:
             return [victim]
-        return self._neighbours(victim.group, chunk, now)
+        in_turn = sorted(found, key=lambda entry: (entry is not victim, entry.used_at))
+        for entry in in_turn:
+            if room := self._neighbours(entry.group, chunk, now, MAX_NEIGHBOURS // len(found)):
+                return room
+        return []
 
     def is_worth(self, chunk: Chunk, copy: CopyTerms, victims: Sequence[Entry], now: float) -> bool:
         """Whether a copy is worth more than what would have to go for it."""
@@ -107,11 +112,10 @@ class VictimChoice:
             if count >= MAX_SKIPPED_VICTIMS:
                 break
 
-    def _neighbours(self, group: str, chunk: Chunk, now: float) -> list[Entry]:
-        """Chunks that may go and lie side by side where there is memory enough, and free memory
-        between them."""
+    def _neighbours(self, group: str, chunk: Chunk, now: float, left: int) -> list[Entry]:
+        """Chunks that may go and lie side by side where there is memory enough, from one of a group
+        on, and free memory between them; ``left`` ranges are looked at for that."""
         nbytes, kept = rounded_up(chunk.nbytes), self._sequence_before(chunk)
-        left = MAX_NEIGHBOURS
         for first in self._in_order(group, chunk.parent):
             found: list[Entry] = []
             total = 0

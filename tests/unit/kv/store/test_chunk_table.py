@@ -526,6 +526,17 @@ def test_for_a_large_chunk_small_ones_go_that_lie_side_by_side(policy):
     table.check_integrity()
 
 
+def test_for_a_large_chunk_others_go_where_nothing_lies_beside_the_oldest_tenants():
+    table = table_of(64, quotas={"anna": 8 * GRANULE})
+    put(table, chunk("0"), chunk("a", tenant="anna"), chunk("1"), now=0)
+    put(table, *[chunk(f"{n}") for n in range(2, 63)], now=1)
+    table.pin([b"0", b"1"], BERT, 10, 1)
+    put(table, chunk("large", granules=8), now=2)
+    assert table.probe([b"a"]) == [Residence.DRAM]
+    assert table.stats.num_evicted == {"room": 8}
+    table.check_integrity()
+
+
 def test_the_chunks_before_a_large_one_stay_for_it_and_memory_that_rests_is_none():
     table = table_of(8)
     put(table, chunk("a"), chunk("b", parent="a"), chunk("c", parent="b"), now=0)
