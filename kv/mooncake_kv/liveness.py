@@ -245,6 +245,7 @@ class StatusInquiry:
             loop = asyncio.get_running_loop()
             _, line = await loop.create_connection(_Line, writer.host, writer.port)
         self._hang_up(writer)  # another look at it may have been faster
+        self._lines = {at: each for at, each in self._lines.items() if not each.over.is_set()}
         self._lines[writer.host, writer.port] = line
 
     def _hang_up(self, writer: PeerAddress) -> None:

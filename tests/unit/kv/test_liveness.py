@@ -251,6 +251,24 @@ def test_whose_host_does_not_answer(
     assert caught.type is error
 
 
+def test_nothing_is_kept_of_connections_that_are_over() -> None:
+    """Those that nobody asks for any more, of instances that have gone for good."""
+
+    async def main() -> None:
+        inquiry = StatusInquiry(Mute())  # type: ignore[arg-type]
+        for _ in range(3):
+            with socket.create_server(("127.0.0.1", 0), backlog=1) as stopped:
+                writer = Writer("p-1", "a", *stopped.getsockname())
+                with pytest.raises(KVTransferError, match="no answer"):
+                    await inquiry.ask(writer, ["a"], is_near=False)
+                line = inquiry._lines[writer.host, writer.port]
+            await line.over.wait()
+        assert list(inquiry._lines.values()) == [line]
+        inquiry.close()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
 def test_the_connection_to_one_that_is_stopped_is_held() -> None:
     """However often it is looked for, it fills no queue; when it goes, it is found out."""
 
