@@ -21,6 +21,7 @@ from typing import Any
 from mooncake_kv.errors import KVConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
 GGUF_INDEX_NAME = "model.gguf.index.json"
 """Of a model directory that the engine made of a GGUF file."""
 SAMPLE_BYTES = 4096
@@ -114,7 +115,8 @@ def _files(directory: Path) -> tuple[list[Path], list[frozenset[str] | None]]:
     all of them)."""
     index = directory / INDEX_NAME
     if not index.exists():
-        paths = sorted(directory.glob("*.safetensors"))
+        single = directory / SINGLE_NAME  # which is the model then, whatever lies beside it
+        paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
         if not paths:
             raise KVConfigError(f"{directory} holds no *.safetensors to tell the model by")
         return paths, [None] * len(paths)

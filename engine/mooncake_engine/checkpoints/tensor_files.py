@@ -18,6 +18,7 @@ from mooncake_engine.checkpoints.gguf_tensors import GGUFTensors
 from mooncake_engine.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
 _SHOWN_NAMES = 5
 
 
@@ -93,17 +94,20 @@ def open_tensors(path: Path, scales: Fp8Scales) -> Iterator[TensorFile]:
 
 
 def locate_tensors(model_dir: Path) -> dict[str, Path]:
-    """Which file of the model directory holds each tensor.
+    """Which file of the model directory holds each tensor. Without an index it is
+    ``model.safetensors`` alone, as in transformers, or all safetensors files there are.
 
     Raises:
-        CheckpointError: no weights, or an index that names files that are not there.
+        CheckpointError: no weights, an index that names files that are not there, or files without
+            an index that hold the same tensor.
     """
     index = model_dir / INDEX_NAME
     if index.exists():
         return _read_safetensors_index(index)
-    paths = sorted(model_dir.glob("*.safetensors"))
-    if paths:
-        return {name: path for path in paths for name in _tensor_names(path)}
+    if (single := model_dir / SINGLE_NAME).exists():
+        return dict.fromkeys(_tensor_names(single), single)
+    if paths := sorted(model_dir.glob("*.safetensors")):
+        return _without_index(paths)
     if (model_dir / GGUF_INDEX_NAME).exists():
         files = {name: model_dir / t.file for name, t in read_index(model_dir).items()}
         _require_files(model_dir / GGUF_INDEX_NAME, files.values())
@@ -112,6 +116,18 @@ def locate_tensors(model_dir: Path) -> dict[str, Path]:
         f"{model_dir} holds no *.safetensors and no *.gguf; convert the checkpoint with "
         "transformers' save_pretrained, other formats are not read"
     )
+
+
+def _without_index(paths: list[Path]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for path in paths:
+        for name in _tensor_names(path):
+            if (other := files.setdefault(name, path)) is not path:
+                raise CheckpointError(
+                    f"{other} and {path.name} both hold {name}, and no {INDEX_NAME} says which is "
+                    "the model's: remove the files of another form, or fetch the index"
+                )
+    return files
 
 
 def _read_safetensors_index(index: Path) -> dict[str, Path]:

@@ -139,6 +139,15 @@ def test_a_file_that_the_index_does_not_name_does_not_matter(tmp_path: Path) -> 
     assert model_fingerprint(directory, "bfloat16") == first
 
 
+def test_without_an_index_what_lies_beside_model_safetensors_does_not_matter(
+    tmp_path: Path,
+) -> None:
+    directory = write_model(tmp_path / "model", some_tensors())
+    first = model_fingerprint(directory, "bfloat16")
+    write_file(directory / "original.safetensors", {"tok_embeddings": b"ab"})
+    assert model_fingerprint(directory, "bfloat16") == first
+
+
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("rope", {"rope_theta": 500000.0}),
     ("rope", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),

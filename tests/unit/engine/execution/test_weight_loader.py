@@ -143,6 +143,33 @@ def test_a_tied_head_beside_the_embedding_must_be_the_embedding(
         load_weights(build(directory, rank, tp_size, layers), directory)
 
 
+def test_without_an_index_model_safetensors_is_the_model_whatever_lies_beside_it(
+    tmp_path: Path,
+) -> None:
+    directory = write_checkpoint(random_model("qwen2"), tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    # sorted behind it: Mistral's own form, and another precision
+    save_file({"tok_embeddings.weight": torch.ones(2)}, directory / "original.safetensors")
+    others = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    save_file(others, directory / "model_fp16.safetensors")
+    model = build(directory)
+    slots = list(model.weight_shards())
+    load_weights(model, directory)
+    (norm,) = (slot.target for slot in slots if slot.name == "model.norm.weight")
+    assert torch.equal(norm, tensors["model.norm.weight"])
+
+
+def test_files_that_hold_the_same_tensor_need_an_index(checkpoint: Path) -> None:
+    (checkpoint / INDEX_NAME).unlink()
+    assert load_weights(build(checkpoint), checkpoint).fraction == 1.0
+    first, *_ = sorted(checkpoint.glob("*.safetensors"))
+    names = sorted(load_file(first))
+    save_file({names[0]: torch.ones(2)}, checkpoint / "of-another-training.safetensors")
+    said = f"{first.name} and of-another.* both hold {names[0]}"
+    with pytest.raises(CheckpointError, match=said):
+        load_weights(build(checkpoint), checkpoint)
+
+
 def test_a_stage_does_not_open_files_of_which_it_needs_nothing(checkpoint: Path) -> None:
     last = json.loads((checkpoint / INDEX_NAME).read_text())["weight_map"]["lm_head.weight"]
     (checkpoint / last).write_bytes(b"damaged")
