@@ -67,7 +67,9 @@ class VictimChoice:
 
     def first(self, group: str, kept: bytes | None) -> Entry | None:
         """The first one of a group that may go; ``kept`` may not."""
-        return next(self._in_order(group, kept), None)
+        for entry in self._in_order(group, kept):
+            return entry
+        return None
 
     def for_room(self, chunk: Chunk, now: float) -> list[Entry]:
         """What has to go so that there is memory for a chunk; none: there won't be.
@@ -75,13 +77,14 @@ class VictimChoice:
         If the one whose turn it is has memory enough, it may rest for a while yet: then it is
         another one's turn when it has gone.
         """
-        nbytes = rounded_up(chunk.nbytes)
-        candidates = [self.first(group, chunk.parent) for group in self._policies]
-        found = [entry for entry in candidates if entry is not None]
+        parent, found = chunk.parent, []
+        for group in self._policies:
+            if (entry := self.first(group, parent)) is not None:
+                found.append(entry)
         if not found:
             return []
-        victim = self._least_worth(found, now)
-        if rounded_up(victim.chunk.nbytes) >= nbytes:
+        victim = self._least_worth(found, now) if len(found) > 1 else found[0]
+        if rounded_up(victim.chunk.nbytes) >= rounded_up(chunk.nbytes):
             return [victim]
         in_turn = sorted(found, key=lambda entry: (entry is not victim, entry.used_at))
         for entry in in_turn:
