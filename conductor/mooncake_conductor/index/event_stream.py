@@ -3,7 +3,7 @@ starting afresh."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -14,8 +14,9 @@ from mooncake_conductor.index.kv_event_messages import (
     BlocksRemoved,
     BlocksStored,
     EventBatch,
+    KVEvent,
 )
-from mooncake_conductor.index.published_blocks import PublishedBlocks
+from mooncake_conductor.index.published_blocks import PORTION_BLOCKS, PublishedBlocks
 
 MAX_EARLY_BATCHES = 4096
 """Batches that wait for a missing one. Beyond that the stream starts afresh."""
@@ -126,6 +127,7 @@ class EventStream:
         self._last_published = float("-inf")
         self._early: dict[int, EventBatch] = {}
         self._windowed: set[int] = set()
+        self.has_ended = False
 
     @property
     def num_orphans(self) -> int:
@@ -133,7 +135,9 @@ class EventStream:
         return 0 if self._blocks is None else self._blocks.num_orphans
 
     def end(self) -> None:
-        """Nobody follows it any more: what waits to be placed is nothing to the index."""
+        """Nobody follows it any more: what waits to be placed is nothing to the index, nor is what
+        is left of a snapshot."""
+        self.has_ended = True
         if self._blocks is not None:
             self._blocks.clear()
 
@@ -173,10 +177,11 @@ class EventStream:
             return self.ask_snapshot()
         return self._skip_the_gap()
 
-    def snapshot_ended(
+    def take_snapshot(
         self, next_sequence: int, batches: Sequence[EventBatch]
-    ) -> ReplayRequest | None:
-        """The publisher has said all that it holds.
+    ) -> Generator[None, None, ReplayRequest | None]:
+        """The publisher has said all that it holds. A million tokens take about a second: it is
+        applied in portions, between which others have their turn, but nothing of this publisher.
 
         Args:
             next_sequence: of the live batch that follows.
@@ -196,8 +201,16 @@ class EventStream:
         self.stats.num_snapshots += 1
         self._start_afresh(next_sequence)
         self._last_published = published_at
+        num_blocks = 0
         for batch in batches:
-            self._apply_events(batch)
+            self.stats.num_skipped += batch.num_skipped
+            for event in batch.events:
+                num_blocks += self._apply_event(event)
+                if num_blocks >= PORTION_BLOCKS:
+                    yield
+                    if self.has_ended:
+                        return None
+                    num_blocks = 0
         self._early = {
             at: batch
             for at, batch in self._early.items()
@@ -315,21 +328,24 @@ class EventStream:
         self._expected += 1
         self._last_published = max(self._last_published, batch.published_at)
         self.stats.num_applied += 1
-        self._apply_events(batch)
-
-    def _apply_events(self, batch: EventBatch) -> None:
         self.stats.num_skipped += batch.num_skipped
         for event in batch.events:
-            match event:
-                case BlocksStored():
-                    self._store(event)
-                case BlocksRemoved(keys, tier, group):
-                    if group not in self._windowed:
-                        if self._blocks is not None:
-                            keys = self._blocks.removed(keys, tier)
-                        self._index.removed(self._slot, tier, keys)
-                case AllCleared():
-                    self._clear()
+            self._apply_event(event)
+
+    def _apply_event(self, event: KVEvent) -> int:
+        """Returns of how many blocks it tells."""
+        match event:
+            case BlocksStored():
+                self._store(event)
+                return len(event.keys)
+            case BlocksRemoved(keys, tier, group):
+                if group not in self._windowed:
+                    gone = keys if self._blocks is None else self._blocks.removed(keys, tier)
+                    self._index.removed(self._slot, tier, gone)
+                return len(keys)
+            case AllCleared():
+                self._clear()
+        return 0
 
     def _store(self, event: BlocksStored) -> None:
         """Blocks of a sliding window are no prefix that a prompt could begin with."""

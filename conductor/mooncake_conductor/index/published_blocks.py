@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from mooncake_conductor.index.holder_sets import Tier
@@ -54,6 +54,9 @@ class _Orphan:
     tiers: int = 0
 
 
+PORTION_BLOCKS = 256
+"""What is said of many more blocks is applied in portions of about so many, of a few milliseconds
+each: who routes requests between two of them does not wait for all."""
 MAX_NAMES = 1 << 20
 MAX_ORPHAN_TOKENS = 1 << 21
 """Of one publisher; 8 bytes each. What is beyond that is left out."""
@@ -88,12 +91,17 @@ class BlockNames:
         if len(self._awaited) > self._capacity:
             self._awaited.popitem(last=False)
 
-    def tell(self) -> None:
-        """Tell those who wait of what has been put since, and of what they put thereby."""
+    def tell(self) -> Iterator[None]:
+        """Tell those who wait of what has been put since, and of what they put thereby, in
+        portions."""
+        num_told = 0
         while self._come:
             hash_ = self._come.pop()
             for place in self._awaited.pop(hash_, ()):
                 place(hash_)
+            num_told += 1
+            if num_told % PORTION_BLOCKS == 0:
+                yield
 
     def end(self, hash_: int) -> tuple[bytes, int] | None:
         """The link where that block ends, and how many it has before and in it."""

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -79,11 +79,14 @@ class _Followed:
 
 
 class KVEventFeed:
-    """The thread. `deliver` is called on the loop that made this."""
+    """The thread. `deliver` is called on the loop that made this, and takes a delivery in portions;
+    the next one when that has been taken."""
 
-    def __init__(self, deliver: Callable[[KVEventDelivery], None]) -> None:
+    def __init__(self, deliver: Callable[[KVEventDelivery], Iterator[None]]) -> None:
         self._loop = asyncio.get_running_loop()
         self._deliver = deliver
+        # On the loop: those that have come and are not taken yet, the oldest maybe in part.
+        self._arrived: deque[Iterator[None]] = deque()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._followed: dict[str, _Followed] = {}
         self._has_other_sockets = False
@@ -267,4 +270,24 @@ class KVEventFeed:
 
     def _send(self, delivery: KVEventDelivery) -> None:
         if not self._stop.is_set() and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver, delivery)
+            self._loop.call_soon_threadsafe(self._arrive, delivery)
+
+    # ------------------------------------------------ on the loop
+
+    def _arrive(self, delivery: KVEventDelivery) -> None:
+        self._arrived.append(self._deliver(delivery))
+        if len(self._arrived) == 1:
+            self._take_portion()
+
+    def _take_portion(self) -> None:
+        """Of the oldest delivery; what else the loop has to do comes before the next one."""
+        if self._stop.is_set():
+            return
+        is_taken = True
+        try:
+            is_taken = next(self._arrived[0], True) is True
+        finally:  # one that fails does not keep the others
+            if is_taken:
+                self._arrived.popleft()
+            if self._arrived:
+                self._loop.call_soon(self._take_portion)

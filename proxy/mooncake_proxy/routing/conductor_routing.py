@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -234,9 +234,9 @@ class ConductorRouting:
             self._feed = KVEventFeed(self._deliver)
         return self._feed
 
-    def _deliver(self, delivery: KVEventDelivery) -> None:
-        self.pairs.holdings.take(delivery)
-        self.whole.holdings.take(delivery)
+    def _deliver(self, delivery: KVEventDelivery) -> Iterator[None]:
+        yield from self.pairs.holdings.take(delivery)
+        yield from self.whole.holdings.take(delivery)
 
     def _note(self, context: RequestContext, routed: RoutedRequest) -> None:
         context.routed = routed

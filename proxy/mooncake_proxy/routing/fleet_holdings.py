@@ -108,8 +108,9 @@ class FleetHoldings:
             self._begin(slot, held.store_name, store, publishers[-1], blocks)
             held.ask_again_at = now + ASK_AGAIN_S
 
-    def take(self, delivery: KVEventDelivery) -> None:
-        """Apply what a publisher has said."""
+    def take(self, delivery: KVEventDelivery) -> Iterator[None]:
+        """Apply what a publisher has said, in portions: others have their turn between two of them,
+        but no other delivery."""
         slot = self._publishers.get(delivery.name)
         if slot is None:
             return  # it has left meanwhile
@@ -124,9 +125,11 @@ class FleetHoldings:
         for _ in range(delivery.num_replays_ended):
             self._ask(delivery.name, stream.replay_ended())
         for snapshot in delivery.snapshots:
-            question = stream.snapshot_ended(snapshot.next_sequence, snapshot.batches)
+            question = yield from stream.take_snapshot(snapshot.next_sequence, snapshot.batches)
+            if stream.has_ended:
+                return  # left while it was taken
             self._ask(delivery.name, question)
-        self._store_blocks.tell()
+        yield from self._store_blocks.tell()
 
     def remember(self, slot: int, keys: Sequence[int]) -> None:
         """Without events: it holds now what it has just worked on."""

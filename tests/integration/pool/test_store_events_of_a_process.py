@@ -12,6 +12,7 @@ from support.asked_events import ask_events
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import random_prompt, serve_all
 from support.pool_engine import engine, settle
+from support.portions import apply_all
 from support.store_process import SECRET, StoreProcess
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
@@ -34,7 +35,7 @@ def snapshot(endpoint: str, namespace: str) -> ChunkIndex:
     index = ChunkIndex(1)
     stream = EventStream(index, 0, PublishedBlocks(), asks_snapshots=True, namespace=namespace)
     found = ask_events(endpoint, SNAPSHOT_QUESTION)
-    stream.snapshot_ended(found[0][0], [batch for _, batch in found])
+    apply_all(stream.take_snapshot(found[0][0], [batch for _, batch in found]))
     return index
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import assume, given, settings, strategies as st
+from support.portions import apply_all
 
 from mooncake_conductor.index import event_stream
 from mooncake_conductor.index.chunk_index import ChunkIndex
@@ -51,7 +52,7 @@ def deliver(stream: EventStream, publisher: Publisher, message, num_kept: int) -
     while asked:
         wanted = asked.pop(0)
         if isinstance(wanted, SnapshotRequest):
-            asked.append(stream.snapshot_ended(*publisher.snapshot()))
+            asked.append(apply_all(stream.take_snapshot(*publisher.snapshot())))
         elif wanted is not None:
             kept = [sent for sent in publisher.sent[-num_kept:] if sent[0] >= wanted.start]
             asked += [stream.receive(*sent, is_replayed=True) for sent in kept]
@@ -139,7 +140,7 @@ class Line:
                 number, batches = message
                 if batches:
                     self._assume_followed(number, batches[0])
-                wanted = self.stream.snapshot_ended(number, batches)
+                wanted = apply_all(self.stream.take_snapshot(number, batches))
             else:
                 self._assume_followed(message[0] + 1, message[1])
                 wanted = self.stream.receive(*message, is_replayed=line is self.replayed)
@@ -252,7 +253,7 @@ def test_what_waits_for_a_missing_batch_is_bounded(monkeypatch) -> None:
 def test_with_snapshots_the_index_is_the_truth_however_short_replays_are(done, kept) -> None:
     index = ChunkIndex(1)
     stream, publisher = EventStream(index, 0, asks_snapshots=True), Publisher()
-    stream.snapshot_ended(*publisher.snapshot())
+    apply_all(stream.take_snapshot(*publisher.snapshot()))
     publisher = suffer(done, stream, publisher, kept)
     for _ in range(2):
         deliver(stream, publisher, publisher.change(set(), set(), False), kept)
@@ -271,7 +272,7 @@ def test_a_snapshot_replaces_what_was_known() -> None:
     late = publisher.change({2}, set(), False)
     assert stream.receive(*late) == ReplayRequest(0)
     assert stream.ask_snapshot() == SnapshotRequest()
-    assert stream.snapshot_ended(*early) is None
+    assert apply_all(stream.take_snapshot(*early)) is None
     assert stream.matches_digest(Tier.DEVICE, 2, 1 ^ 2)
     assert not stream.matches_digest(Tier.DEVICE, 2, 0)
     assert stream.state is StreamState.HEALTHY
@@ -283,7 +284,7 @@ def test_who_can_not_say_what_it_holds_is_asked_for_a_replay() -> None:
     for number in range(3):
         publisher.change({number}, set(), False)
     assert stream.receive(*publisher.sent[2]) is None, "the snapshot is awaited"
-    assert stream.snapshot_ended(0, []) == ReplayRequest(0)
+    assert apply_all(stream.take_snapshot(0, [])) == ReplayRequest(0)
     for sent in publisher.sent:
         stream.receive(*sent, is_replayed=True)
     assert stream.replay_ended() is None
@@ -300,7 +301,7 @@ def test_a_gap_is_asked_for_though_a_snapshot_of_the_epoch_before_is_awaited() -
     stream.receive(*old.sent[0])
     assert stream.receive(*new.sent[0]) is None
     assert stream.receive(*new.sent[2]) == ReplayRequest(0)
-    assert stream.snapshot_ended(0, []) is None, "nobody could say it then"
+    assert apply_all(stream.take_snapshot(0, [])) is None, "nobody could say it then"
     stream.receive(*new.sent[1], is_replayed=True)
     assert stream.replay_ended() is None
     assert stream.matches_digest(Tier.DEVICE, 3, 10 ^ 11 ^ 12)
@@ -314,11 +315,11 @@ def test_a_snapshot_of_an_epoch_that_has_ended_is_not_taken() -> None:
         old.change({number}, set(), False)
     stream.receive(*new.change({7}, set(), False))
     stream.ask_snapshot()
-    assert stream.snapshot_ended(*old.snapshot()) is None
+    assert apply_all(stream.take_snapshot(*old.snapshot())) is None
     assert stream.matches_digest(Tier.DEVICE, 1, 7)
     stream.ask_snapshot()
     new.change({8}, set(), False)
-    assert stream.snapshot_ended(*new.snapshot()) is None
+    assert apply_all(stream.take_snapshot(*new.snapshot())) is None
     assert stream.matches_digest(Tier.DEVICE, 2, 7 ^ 8)
 
 
@@ -396,7 +397,7 @@ def test_a_clock_that_is_set_back_costs_one_fresh_start(has_snapshots: bool) -> 
     index, publisher = ChunkIndex(1), Publisher(clock=1000.0)
     stream = EventStream(index, 0, asks_snapshots=has_snapshots)
     if has_snapshots:
-        stream.snapshot_ended(0, [EventBatch(1000.0, ())])
+        apply_all(stream.take_snapshot(0, [EventBatch(1000.0, ())]))
     for number in range(3):
         deliver(stream, publisher, publisher.change({number}, set(), False), 10)
     publisher.clock = 500.0

@@ -130,7 +130,8 @@ class Stores:
     def say(self, store: int, *events: BlocksStored | BlocksRemoved) -> None:
         stream = self.streams[store]
         stream.receive(stream.expected, EventBatch(float(stream.expected), events))
-        self.names.tell()
+        for _ in self.names.tell():
+            pass
 
     def held(self, store: int, tier: Tier = Tier.HOST) -> int:
         return self.index.digest(store, tier)[0]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import zmq
 from support.asked_events import ask_events
+from support.portions import apply_all
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream, ReplayRequest
@@ -127,7 +128,7 @@ def test_a_latecomer_is_told_all_that_is_held_though_no_replay_reaches_back() ->
             _, last, _ = receive(subscriber)
         found = ask_for_snapshot(publisher)
         assert {sequence for sequence, _ in found} == {last + 1}
-        assert stream.snapshot_ended(last + 1, [batch for _, batch in found]) is None
+        assert apply_all(stream.take_snapshot(last + 1, [batch for _, batch in found])) is None
         log.stored(DIGESTS[:1], None, [1, 2])
         log.flush()
         _, sequence, batch = receive(subscriber)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import given, strategies as st
 from support.asked_events import ask_events
+from support.portions import apply_all
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream
@@ -76,7 +77,9 @@ class Reader:
 
     def snapshot(self) -> None:
         found = ask_events(self._endpoint, SNAPSHOT_QUESTION)
-        assert self.stream.snapshot_ended(found[0][0], [batch for _, batch in found]) is None
+        assert (
+            apply_all(self.stream.take_snapshot(found[0][0], [batch for _, batch in found])) is None
+        )
         self.stream.ask_snapshot()
 
     def until(self, tier: IndexTier, keys: tuple[int, ...]) -> None:

@@ -9,8 +9,9 @@ from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.kv_event_messages import BlocksStored, EventBatch
 from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS
+from mooncake_conductor.index.published_blocks import PORTION_BLOCKS
 from mooncake_proxy.pool.instances import KVEventEndpoints
-from mooncake_proxy.pool.kv_event_feed import KVEventDelivery
+from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, Snapshot
 from mooncake_proxy.routing.fleet_holdings import FleetHoldings
 
 
@@ -43,19 +44,74 @@ def fleet(num_instances: int) -> tuple[FleetHoldings, ChunkIndex, Feed]:
     return holdings, index, feed
 
 
-def delivery(slot: int, number: int) -> KVEventDelivery:
-    """A store has the so many-th chunk of a prompt."""
-    ids = tuple(range(number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS))
-    parent = number - 1 if number else None
-    event = BlocksStored((number,), parent, CHUNK_TOKENS, Tier.HOST, ids)
-    return KVEventDelivery(f"i{slot}#store", [(0, EventBatch(1.0, (event,)))])
+def batch(*numbers: int) -> EventBatch:
+    """A store has these chunks of a prompt."""
+    events = []
+    for number in numbers:
+        ids = tuple(range(number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS))
+        parent = number - 1 if number else None
+        events.append(BlocksStored((number,), parent, CHUNK_TOKENS, Tier.HOST, ids))
+    return EventBatch(1.0, tuple(events))
+
+
+def delivery(slot: int, *numbers: int) -> KVEventDelivery:
+    """A store says so."""
+    return KVEventDelivery(f"i{slot}#store", [(0, batch(*numbers))])
+
+
+def snapshot(num_chunks: int) -> KVEventDelivery:
+    """The first one says that it holds so many of one prompt."""
+    held = Snapshot(0, (batch(*range(num_chunks)),))
+    return KVEventDelivery("i0#store", [], snapshots=(held,))
+
+
+def take(holdings: FleetHoldings, what: KVEventDelivery) -> int:
+    """Returns in how many portions."""
+    return 1 + sum(1 for _ in holdings.take(what))
+
+
+def test_a_snapshot_is_taken_in_portions() -> None:
+    holdings, index, _ = fleet(1)
+    assert take(holdings, snapshot(3)) == 1
+    portions = holdings.take(snapshot(2 * PORTION_BLOCKS + 1))
+    for number in (1, 2):
+        next(portions)
+        assert index.digest(0, Tier.HOST)[0] == number * PORTION_BLOCKS
+    assert next(portions, "taken") == "taken"
+    assert index.digest(0, Tier.HOST)[0] == 2 * PORTION_BLOCKS + 1
+
+
+def test_the_rest_of_a_snapshot_is_not_taken_where_its_publisher_has_left() -> None:
+    """Another instance may have the slot by then."""
+    holdings, index, feed = fleet(1)
+    portions = holdings.take(snapshot(3 * PORTION_BLOCKS))
+    next(portions)
+    instance = holdings._slots[0].instance
+    holdings.leave(0)
+    index.cleared(0)
+    holdings.join(0, instance)
+    holdings.follow(0, now=0.0)
+    assert next(portions, "taken") == "taken"
+    assert index.digest(0, Tier.HOST)[0] == 0
+    assert take(holdings, delivery(0, 0)) == 1
+    assert index.digest(0, Tier.HOST)[0] == 1
+    assert not feed.asked
+
+
+def test_what_follows_on_another_s_block_is_placed_in_portions() -> None:
+    holdings, index, _ = fleet(2)
+    num_chunks = 2 * PORTION_BLOCKS + 1
+    take(holdings, delivery(0, *range(num_chunks, 0, -1)))
+    assert index.digest(0, Tier.HOST)[0] == 0
+    assert take(holdings, delivery(1, 0)) == 3
+    assert index.digest(0, Tier.HOST)[0] == num_chunks
 
 
 def test_a_store_that_speaks_before_the_one_it_follows_on_is_placed_with_it() -> None:
     holdings, index, feed = fleet(2)
-    holdings.take(delivery(0, 1))
+    take(holdings, delivery(0, 1))
     assert index.digest(0, Tier.HOST)[0] == 0
-    holdings.take(delivery(1, 0))
+    take(holdings, delivery(1, 0))
     assert [index.digest(slot, Tier.HOST)[0] for slot in range(2)] == [1, 1]
     holdings.sweep(now=60.0)
     assert feed.asked == [], "nothing is missing"
@@ -63,7 +119,7 @@ def test_a_store_that_speaks_before_the_one_it_follows_on_is_placed_with_it() ->
 
 def test_a_store_whose_beginning_is_still_not_known_is_asked_again_once() -> None:
     holdings, _, feed = fleet(1)
-    holdings.take(delivery(0, 1))
+    take(holdings, delivery(0, 1))
     for now in (20.0, 40.0, 80.0):
         holdings.sweep(now)
     assert feed.asked == ["i0#store"]
@@ -71,7 +127,7 @@ def test_a_store_whose_beginning_is_still_not_known_is_asked_again_once() -> Non
 
 def test_a_store_that_has_left_is_given_nothing() -> None:
     holdings, index, _ = fleet(2)
-    holdings.take(delivery(0, 1))
+    take(holdings, delivery(0, 1))
     holdings.leave(0)
-    holdings.take(delivery(1, 0))
+    take(holdings, delivery(1, 0))
     assert index.digest(0, Tier.HOST)[0] == 0

@@ -1,0 +1,73 @@
+"""How the loop takes what the thread that follows KV events delivers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, KVEventFeed
+
+
+class Taker:
+    """Takes each delivery in three portions; between two of them the loop has its turn."""
+
+    def __init__(self, last: str, fails: str = "") -> None:
+        self.seen: list[str] = []
+        self.has_all = asyncio.Event()
+        self._last = last
+        self._fails = fails
+
+    def take(self, delivery: KVEventDelivery) -> Iterator[None]:
+        for number in range(3):
+            name = f"{delivery.name}{number}"
+            self.seen.append(name)
+            if name == self._fails:
+                raise ValueError(delivery.name)
+            asyncio.get_running_loop().call_soon(self._work)
+            yield
+
+    def _work(self) -> None:
+        if self.seen[-1] == self._last:
+            self.has_all.set()
+        self.seen.append("other work")
+
+
+@pytest.mark.timeout(10)
+def test_the_loop_does_other_work_between_two_portions() -> None:
+    async def main() -> None:
+        taker = Taker(last="b2")
+        feed = KVEventFeed(taker.take)
+        feed._send(KVEventDelivery("a", []))
+        feed._send(KVEventDelivery("b", []))
+        await taker.has_all.wait()
+        feed.close()
+        names = [f"{name}{number}" for name in "ab" for number in range(3)]
+        assert taker.seen == [each for name in names for each in (name, "other work")]
+
+    asyncio.run(main())
+
+
+@pytest.mark.timeout(10)
+def test_a_delivery_that_fails_does_not_keep_the_next_one() -> None:
+    async def main() -> None:
+        failures: list[str] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, found: failures.append(str(found["exception"])))
+        taker = Taker(last="b2", fails="a1")
+        feed = KVEventFeed(taker.take)
+        feed._send(KVEventDelivery("a", []))
+        feed._send(KVEventDelivery("b", []))
+        await taker.has_all.wait()
+        feed.close()
+        assert failures == ["a"]
+        assert [each for each in taker.seen if each != "other work"] == [
+            "a0",
+            "a1",
+            "b0",
+            "b1",
+            "b2",
+        ]
+
+    asyncio.run(main())
