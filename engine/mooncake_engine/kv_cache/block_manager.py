@@ -122,16 +122,23 @@ class BlockManager:
         request.num_cached_tokens = parent.num_cached_tokens
         request.share_offers(parent)
 
+    def may_share_later(self, parent: Request) -> bool:
+        """Whether ``fork`` from it is right where nothing is copied at once: not while it has yet to
+        write to its prompt's last block, and has blocks for drafts behind that."""
+        prompt = parent.num_prompt_tokens
+        writes_to_it = parent.num_scheduled // self.block_size == prompt // self.block_size
+        return not writes_to_it or len(parent.block_ids) <= prompt // self.block_size + 1
+
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """How many blocks ``grow`` would take: for new tokens, and for a copy on write."""
         wanted = -(-num_tokens // self.block_size) - len(request.block_ids)
-        return max(wanted + self._writes_shared(request), 0)
+        return max(wanted + self.writes_shared(request), 0)
 
     def grow(self, request: Request, num_tokens: int) -> Growth | None:
         """Make a table hold ``num_tokens``, its own from ``num_scheduled`` on; None if it can't."""
         table = request.block_ids
         block_size = self.block_size
-        # as _writes_shared does, without a call: this runs for every decode
+        # as writes_shared does, without a call: this runs for every decode
         written = (request.num_computed + request.num_in_flight) // block_size
         is_shared = written < len(table) and self.pool.references[table[written]] > 1
         wanted = -(-num_tokens // block_size) - len(table) + is_shared
@@ -303,7 +310,7 @@ class BlockManager:
             events.stored(request.chain[first : index + 1], parent, tokens, salt)
             first = following or 0
 
-    def _writes_shared(self, request: Request) -> bool:
+    def writes_shared(self, request: Request) -> bool:
         """Whether the next token goes to a block that other tables have, too."""
         table = request.block_ids
         written = (request.num_computed + request.num_in_flight) // self.block_size

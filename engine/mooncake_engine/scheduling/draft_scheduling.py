@@ -148,6 +148,8 @@ class DraftScheduler:
             return
         for index, sequence in enumerate(step.decodes):
             request = requests[sequence.request_id]
+            if self._blocks.writes_shared(request):  # a sibling came: it is parted from first
+                continue
             most_tokens = request.most_tokens - 1  # before the one that this step samples
             room = min(step.budget, self._blocks.num_free_tokens(request, most_tokens))
             num_draft_tokens = min(self._useful(request, most_tokens), room)

@@ -117,7 +117,8 @@ class RemoteKVQueue:
     def _begin(self, request: Request, reserve: int) -> bool:
         """Load a prompt, or share a sibling's, or wait for one that is on its way."""
         prompt = request.num_prompt_tokens
-        if sibling := request.group.find_prompt():
+        sibling = request.group.find_prompt()
+        if sibling is not None and self._blocks.may_share_later(sibling):
             self._queues.dequeue(request)
             self._share(request, sibling)
         elif leader := _loading(request):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support.scheduling import EOS, Bench, token_of
 
 from mooncake_engine.messages import FinishReason, SpeculationStats
@@ -68,6 +69,29 @@ def test_a_sequence_that_can_not_be_drafted_runs_alone_for_a_while() -> None:
     bench.add("a", [10], max_tokens=30)
     drafted = [bench.step()[0].sequences[0].num_draft_tokens for _ in range(12)]
     assert drafted == [0, 3, 2, 1, 0, 1, 0, 0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("num_accepted", [0, 3])
+@pytest.mark.parametrize("num_steps", range(6))
+def test_a_choice_from_a_peer_comes_while_another_one_drafts(
+    num_steps: int, num_accepted: int, depth: int
+) -> None:
+    """It shares the prompt's last block, which the other one has yet to part from."""
+    options = {"uses_async_scheduling": True, "num_speculative_tokens": 15}
+    for length in (33, 39, 47, 48):
+        bench = Bench(num_blocks=30, block_size=16, depth=depth, token=None, **options)
+        bench.worker.num_accepted = num_accepted
+        prompt = list(range(3, 3 + length))
+        bench.add("first", prompt, max_tokens=30, group="n", pulls_kv=True)
+        bench.step()
+        bench.end_load("first", None)
+        for _ in range(num_steps):
+            bench.step()
+        bench.add("second", prompt, max_tokens=30, group="n", pulls_kv=True)
+        bench.step()
+        bench.end_load("second", None)
+        bench.run()
 
 
 def test_drafts_never_preempt_a_request() -> None:
