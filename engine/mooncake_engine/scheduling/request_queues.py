@@ -57,11 +57,13 @@ class RequestQueue:
         return None
 
     def in_order(self) -> Iterator[Request]:
-        """Members, the most urgent first; those that leave meanwhile are left out."""
-        heap = self._heap.copy()
+        """Members, the most urgent first; those that leave meanwhile are left out. Who has left and
+        come back stands in the heap twice."""
+        heap, seen = self._heap.copy(), set[str]()
         while heap:
             request = heapq.heappop(heap)[2]
-            if request in self:
+            if request in self and request.request_id not in seen:
+                seen.add(request.request_id)
                 yield request
 
     def remove(self, request: Request) -> None:

@@ -68,6 +68,18 @@ def test_a_queue_that_is_rebuilt_keeps_its_order() -> None:
     assert len(queue) == 0
 
 
+def test_who_has_left_a_queue_and_come_back_is_in_it_once() -> None:
+    queue = RequestQueue()
+    scheduler = scheduler_with_a_blocked_head()
+    first, second = (make_request(name, [1], arrival=9.0, group="n") for name in ("a", "b"))
+    for request in (first, second):
+        scheduler._queues.add(request)
+        queue.push(request)
+    queue.remove(first)
+    queue.push(first)
+    assert [request.request_id for request in queue.in_order()] == ["a", "b"]
+
+
 def test_a_request_ends_at_its_limit_and_no_earlier() -> None:
     scheduler = scheduler_with_a_blocked_head()
     for name, timeout_s in (("late", 50.0), ("early", 5.0)):
