@@ -13,17 +13,11 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
-from mooncake_hal.errors import (
-    PeerLost,
-    RequestNotSent,
-    RequestRefused,
-    TransferError,
-    TransferTimeout,
-)
+from mooncake_hal.errors import PeerLost, RequestNotSent, RequestRefused, TransferError
 from mooncake_hal.session.aio import AsyncSession, connect
 from mooncake_hal.session.processes import ProcessName, this_process
 from mooncake_hal.session.strangers import LIMITS
@@ -94,6 +88,8 @@ VERIFY_TIMEOUT_S = 24 * 3600.0
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_PAUSE_S = 0.2
 FIRST_POLL_S, LAST_POLL_S = 0.001, 0.02
+
+_ENDS = (ReleaseHandles, EndWrites, Collect)
 
 
 class StoreClient:
@@ -311,36 +307,37 @@ class StoreClient:
         session = self._session
         if session is None:
             raise TransferError("the store is not connected")
+        await self._take_turn(question)
         try:
-            async with self._turn():
-                payload = await session.request(encode_message(question), timeout=REQUEST_TIMEOUT_S)
+            payload = await session.request(encode_message(question), timeout=REQUEST_TIMEOUT_S)
         except (RequestRefused, RequestNotSent):
             raise
         except TransferError as exc:
             # whether it was done is not known: the session's end takes all its handles along
             self._lost(session, exc)
             raise
-        return decode_answer(payload)
-
-    @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """Wait until a session takes one request more.
-
-        Raises:
-            TransferTimeout: the store replies to none of those before it.
-        """
-        try:
-            async with timeout(REQUEST_TIMEOUT_S):
-                await self._turns.acquire()
-        except asyncio.TimeoutError:
-            raise TransferTimeout(
-                f"the store has not replied to {LIMITS.outstanding} requests within "
-                f"{REQUEST_TIMEOUT_S:g} s"
-            ) from None
-        try:
-            yield
         finally:
             self._turns.release()
+        return decode_answer(payload)
+
+    async def _take_turn(self, question: StoreQuestion) -> None:
+        """Wait until the session takes one request more: those before it get their replies, or it
+        is lost. What ends something that the store holds for us waits for however long that is.
+
+        Raises:
+            RequestNotSent: others wait for too long.
+        """
+        if not self._turns.locked():  # it does not wait, and needs no timer
+            await self._turns.acquire()
+            return
+        limit_s = None if isinstance(question, _ENDS) else REQUEST_TIMEOUT_S
+        try:
+            async with timeout(limit_s):
+                await self._turns.acquire()
+        except asyncio.TimeoutError:
+            raise RequestNotSent(
+                f"{LIMITS.outstanding} or more requests are before it for {REQUEST_TIMEOUT_S:g} s"
+            ) from None
 
     async def _stay_connected(self) -> None:
         while True:

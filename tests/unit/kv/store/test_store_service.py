@@ -450,10 +450,41 @@ def test_more_calls_than_a_session_takes_at_once_wait_for_their_turn(served, cli
 
 def test_a_store_that_replies_to_none_of_many_calls_is_left(served, client, monkeypatch, caplog):
     monkeypatch.setattr(store_client, "REQUEST_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(AsyncSession, "request", lambda *_, timeout: asyncio.sleep(WAIT_S))
-    asked = [client.stats() for _ in range(LIMITS.outstanding + 1)]
-    assert asked[-1].result(WAIT_S) is None
-    assert "has not replied to 1024 requests within 0.2 s" in caplog.text
+    frozen = threading.Event()
+    monkeypatch.setattr(served.store, "touch", lambda keys: frozen.wait(WAIT_S))
+    asked = [client.touch([b"key"]) for _ in range(LIMITS.outstanding)]
+    ended = client.release([])
+    assert [each.result(WAIT_S) for each in asked] == [None] * len(asked)
+    assert ended.result(WAIT_S) == []
+    assert "is lost, all is a miss until it is back" in caplog.text
+    frozen.set()
+
+
+def test_calls_that_wait_too_long_for_their_turn_are_misses_and_end_nothing(
+    served, client, monkeypatch, caplog
+):
+    """The store replies to all in time; what is read and written at the time goes on, and ends."""
+    put(client, 1)
+    read = client.pin([chunk(1).key]).result(WAIT_S)
+    written = client.reserve([chunk(2)]).result(WAIT_S)
+    monkeypatch.setattr(store_client, "REQUEST_TIMEOUT_S", 0.2)
+    over, request = asyncio.Event(), AsyncSession.request
+
+    async def slow(session, payload, *, timeout):
+        reply = await request(session, payload, timeout=WAIT_S)
+        await over.wait()
+        return reply
+
+    monkeypatch.setattr(AsyncSession, "request", slow)
+    first = [client.touch([chunk(1).key]) for _ in range(LIMITS.outstanding)]
+    late = client.stats()
+    ends = client.release(read), client.commit(written)
+    assert late.result(WAIT_S) is None
+    assert not any(each.done() for each in (*first, *ends))
+    client._loop.call("", over.set)
+    assert [end.result(WAIT_S) for end in ends] == [[True], [True]]
+    assert client.stats().result(WAIT_S).num_pins == 0
+    assert not caplog.messages
 
 
 def test_a_message_that_is_too_long_is_a_miss_of_its_own(served, client, caplog):
