@@ -35,6 +35,8 @@ import math
 
 # The error code of an instance, or of this proxy, that shuts down and takes no new requests.
 SHUTTING_DOWN = "shutting_down"
+# All that a client is told of what fails within the proxy.
+INTERNAL_ERROR = "internal error of the proxy; its log has the details"
 # The code of NoInstance where it is the prefill that has none.
 NO_PREFILL = "no_live_prefill"
 # What decoding JSON of others raises. msgspec's own errors are ValueErrors, as is text that is no

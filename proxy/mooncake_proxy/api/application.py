@@ -33,6 +33,7 @@ from mooncake_proxy.api.proxied_request import (
 )
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import (
+    INTERNAL_ERROR,
     MethodNotAllowed,
     NotFound,
     ProxyError,
@@ -351,7 +352,7 @@ class ProxyApplication:
             failure = error
         except Exception:
             logger.exception("request %s has failed within the proxy", active.request_id)
-            failure = Refusal("internal error of the proxy; its log has the details")
+            failure = Refusal(INTERNAL_ERROR)
             request.keep_alive = False
         if failure is not None:
             self._answer_error(active, failure)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import httptools
 
 from mooncake_proxy.api.openai_bodies import error_body
-from mooncake_proxy.errors import Refusal
+from mooncake_proxy.errors import INTERNAL_ERROR, Refusal
 from mooncake_proxy.http1.http_request import HttpRequest
 
 logger = logging.getLogger(__name__)
@@ -292,8 +292,7 @@ class ServerProtocol(asyncio.Protocol):
             request.break_off()
             return
         request.keep_alive = False
-        message = "internal error of the proxy; its log has the details"
-        body = error_body(message, Refusal.type, code=None, param=None)
+        body = error_body(INTERNAL_ERROR, Refusal.type, code=None, param=None)
         request.respond(Refusal.status, body, "application/json")
 
     # ------------------------------------------------ used by exchanges and the sweep
