@@ -123,8 +123,8 @@ class BlockManager:
         request.share_offers(parent)
 
     def may_share_later(self, parent: Request) -> bool:
-        """Whether ``fork`` from it is right where nothing is copied at once: not while it has yet to
-        write to its prompt's last block, and has blocks for drafts behind that."""
+        """Whether ``fork`` from it is right where nothing is copied at once: not while it has yet
+        to write to its prompt's last block, and has blocks for drafts behind that."""
         prompt = parent.num_prompt_tokens
         writes_to_it = parent.num_scheduled // self.block_size == prompt // self.block_size
         return not writes_to_it or len(parent.block_ids) <= prompt // self.block_size + 1

@@ -54,8 +54,9 @@ class SequenceGroup:
 
         One that is still catching up does not count: it has blocks beyond those that it writes
         next, and only a table's last block is ever copied on write. One with drafts in flight has
-        such blocks, too, but never a shared one to write to: whoever forks it copies at once. Nor
-        does one whose KV may turn out wrong: a preempted one loads its answer with its prompt.
+        such blocks, too, but never a shared one to write to: whoever forks it copies at once, or
+        asks ``BlockManager.may_share_later``. Nor does one count whose KV may turn out wrong: a
+        preempted one loads its answer with its prompt.
         """
         for member in self.members:
             has_prompt = member.num_computed >= member.num_prompt_tokens
