@@ -71,11 +71,12 @@ class SavedRequest:
     table: list[int] = field(default_factory=list)
 
     def first_keys(self, num_chunks: int) -> list[bytes]:
-        """Of its leading chunks, all of whose tokens are known."""
+        """Of its leading chunks, all of whose tokens are known. No more of them are kept: when the
+        client of a session goes on, vLLM puts its new tokens in the place of the last one said."""
         if num_chunks > len(self.keys):
             tokens = [*(self.request.prompt_token_ids or []), *self.request.output_token_ids]
-            salt = self.request.cache_salt or ""
-            self.keys = chunk_keys(self.identity, tokens, tenant_salt=salt)
+            known, salt = tokens[: num_chunks * self.identity.chunk_tokens], self.request.cache_salt
+            self.keys = chunk_keys(self.identity, known, tenant_salt=salt or "")
         return self.keys[:num_chunks]
 
     @property

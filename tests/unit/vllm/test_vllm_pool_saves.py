@@ -10,7 +10,7 @@ import pytest
 from support.vllm_instance import Asked
 
 from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
-from mooncake_kv.store.chunk_keys import KVIdentity
+from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys
 from mooncake_vllm.vllm_pool_saves import FirstStep, PoolSaves, num_certain_tokens
 
 PROMPT = [*range(40)]
@@ -157,6 +157,22 @@ def test_a_prompt_is_saved_as_it_is_computed_and_the_answer_at_the_end() -> None
     assert it.client.judged[3:] == [(5, 6, True)]
     assert it.reported == ["a"]
     assert not it.saves.is_holding
+
+
+def test_the_next_turn_of_a_session_is_saved_under_its_own_keys() -> None:
+    """The last token of the turn before makes room for what the client says."""
+    it = Saves()
+    it.begin()
+    it.request.output_token_ids = [7] * 8
+    it.compute(40)
+    it.copy_all()
+    it.request.prompt_token_ids = [*PROMPT, *[7] * 7, *range(50, 59)]
+    it.request.output_token_ids = []
+    it.request.num_computed_tokens = 47
+    it.begin(num_had=47)
+    it.compute(56)
+    [save] = it.client.saves.values()
+    assert save.keys == chunk_keys(IDENTITY, it.request.prompt_token_ids)
 
 
 def test_what_stores_have_is_not_saved_again() -> None:
