@@ -204,6 +204,7 @@ class Drive:
         self.num_queued_writes = 0
         self.keys_of_use: dict[bytes, dict[bytes, None]] = {}
         self.collecting = threading.Lock()
+        self.is_stopping = False
 
     def append(self, nbytes: int) -> RecordLocation | None:
         """``SsdDirectory.append``, watched."""
@@ -223,6 +224,7 @@ class Drive:
 
     def stop(self) -> None:
         """Begin nothing more; what is queued is dropped."""
+        self.is_stopping = True
         for threads in (self.readers, self.writers):
             threads.take_back()
             threads.close()

@@ -442,17 +442,20 @@ class SsdTier:
 
     def _collect(self, drive: Drive, *, wait_s: float = 0.0) -> None:
         """Empty the oldest segment, if the next one to begin would have to be it; while another
-        thread does so, wait so long for that, or leave it alone."""
+        thread does so, wait so long for that, or leave it alone. A drive that is stopped meanwhile
+        keeps what it has."""
         if not drive.collecting.acquire(timeout=wait_s):
             return
         try:
             segment = drive.wants_collection(wait_s)
-            if segment is None:
+            if segment is None or drive.is_stopping:
                 return
             use = segment.use
             with self._lock:
                 keys = list(drive.keys_of_use.get(use, ()))
             self._keep_hot(drive, keys)
+            if drive.is_stopping:
+                return
             self._forget_use(drive, use)
             if drive.directory.recycle(segment):  # nothing is written to it any more
                 self._forget_use(drive, use)
@@ -475,7 +478,7 @@ class SsdTier:
         left = int(drive.directory.config.segment_bytes * COLLECTED_FRACTION)
         for record in hot:
             left -= record_bytes(record.chunk.nbytes)
-            if left < 0 or not self._budget_for(record.chunk):
+            if left < 0 or drive.is_stopping or not self._budget_for(record.chunk):
                 return
             payload = aligned_buffer(rounded_up(record.chunk.nbytes))
             if not self._hold(record) or not self._read_whole(record, payload):

@@ -705,6 +705,44 @@ def test_a_store_whose_drive_hangs_is_closed_in_bounded_time(
     drive.directory.close()
 
 
+def test_a_store_that_is_closed_collects_no_further(opened, monkeypatch):
+    """What would be written again lies where it is; else a slow drive is taken for one that hangs,
+    and the directory stays in use."""
+    first = opened(capacity=80)
+    first.save(range(0, 48, 2))
+    first.close()
+    store = opened(capacity=80)
+    assert store.get(range(0, 16, 2)) == [Tier.SSD] * 8
+    tier = store.store._moves.tier
+    [drive] = tier._drives
+    written, stops, over = [], threading.Event(), threading.Event()
+    keep_hot, write, stop = tier._keep_hot, drive.directory.write, drive.writers.close
+
+    def keep(*args):
+        monkeypatch.setattr(drive.directory, "write", slow)
+        keep_hot(*args)
+
+    def slow(*args):
+        written.append(args)
+        stops.set()
+        assert over.wait(WAIT_S)
+        write(*args)
+
+    def close():
+        stop()
+        over.set()
+
+    monkeypatch.setattr(tier, "_keep_hot", keep)
+    monkeypatch.setattr(drive.writers, "close", close)
+    store.put(48)
+    store.get([48])
+    assert stops.wait(WAIT_S)
+    store.store.close()
+    assert len(written) == 1
+    again = opened(capacity=80)
+    assert again.user.probe(keys(range(0, 50, 2))).result() == [Residence.SSD] * 25
+
+
 def test_threads_take_the_items_of_calls_in_turn():
     gate, taken = threading.Event(), []
 
