@@ -206,6 +206,10 @@ class Drive:
         self.collecting = threading.Lock()
         self.is_stopping = False
 
+    def hangs(self) -> bool:
+        """Whether nothing more is to be written: who writes reads, too, to collect a segment."""
+        return self.writing.hangs() or self.reading.hangs()
+
     def append(self, nbytes: int) -> RecordLocation | None:
         """``SsdDirectory.append``, watched."""
         segment_bytes = self.directory.config.segment_bytes

@@ -184,7 +184,7 @@ class SsdTier:
             if drive is None:
                 self._skip("too_large")
                 return False
-            if drive.writing.hangs() or drive.reading.hangs():
+            if drive.hangs():
                 self._skip("hung")
                 return False
             if drive.num_queued_writes >= self._config.max_queued_writes:
@@ -211,9 +211,9 @@ class SsdTier:
         self._drive_of(write.chunk.key).writers.add([write])
 
     def give_up_late_writes(self) -> None:
-        """Let go of what is queued behind writes that don't end: memory that nobody can use."""
+        """Let go of what is queued for drives that hang: memory that nobody can use."""
         for drive in self._drives:
-            if drive.writing.hangs():
+            if drive.hangs():
                 for write in drive.writers.take_back():
                     self._give_up_write(write)
 
@@ -306,7 +306,7 @@ class SsdTier:
     def _run_write(self, write: ChunkWrite) -> None:
         """Top of a writing thread."""
         drive = self._drive_of(write.chunk.key)
-        if drive.writing.hangs():
+        if drive.hangs():
             self._give_up_write(write)
             return
         is_stored = False
@@ -330,7 +330,7 @@ class SsdTier:
         chunk = write.chunk
         try:
             location = drive.append(chunk.nbytes)
-            if location is None and not drive.writing.hangs():
+            if location is None and not drive.hangs():
                 # another thread's write has filled it, and collects
                 segment_bytes = drive.directory.config.segment_bytes
                 self._collect(drive, wait_s=drive.writing.limit_s(segment_bytes))
@@ -340,7 +340,7 @@ class SsdTier:
             return False
         if location is None:
             with self._lock:
-                self._skip("hung" if drive.writing.hangs() else "full")
+                self._skip("hung" if drive.hangs() else "full")
             return False
         with self._writing_at(drive.directory, location):
             payload = self._view(write.offset, rounded_up(chunk.nbytes))

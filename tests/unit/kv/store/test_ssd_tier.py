@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from mooncake_kv.errors import KVConfigError
+from mooncake_kv.errors import KVConfigError, StoreIOError
 from mooncake_kv.store import ssd_tier, tier_moves
 from mooncake_kv.store.arena_allocator import GRANULE
 from mooncake_kv.store.chunk_store import (
@@ -668,6 +668,35 @@ def test_a_drive_that_hangs_in_writes_is_read_and_the_others_are_written(
         "is read",
         f"{paths[0]}: writes end again",
     ]
+
+
+def test_a_drive_that_hangs_as_a_segment_is_collected_holds_no_memory_of_what_is_queued(
+    opened, monkeypatch
+):
+    first = opened(capacity=80)
+    first.save(range(0, 48, 2))
+    first.close()
+    store = opened(capacity=80, write_threads=1, patience_s=0.2)
+    assert store.get(range(0, 16, 2)) == [Tier.SSD] * 8
+    [drive] = store.store._moves.tier._drives
+    hangs, over = threading.Event(), threading.Event()
+
+    def hung(*_):
+        hangs.set()
+        assert over.wait(WAIT_S)
+        raise StoreIOError("it hung")
+
+    monkeypatch.setattr(drive.directory, "read", hung)
+    store.put(48)
+    store.get([48])
+    assert hangs.wait(WAIT_S)
+    for number in (50, 52):
+        store.put(number)
+        store.get([number])
+    await_level(store, lambda stats: not stats.num_pins)
+    stats = store.store.stats()
+    assert (stats.num_ssd_hung_reads, stats.num_ssd_skipped["hung"]) == (1, 2)
+    over.set()
 
 
 def test_what_a_write_that_hung_was_made_of_is_not_found_if_memory_was_not_its_to_the_end(
