@@ -705,7 +705,8 @@ def test_what_is_cached_when_it_comes_may_be_gone_at_its_turn():
 
 
 class RandomRun:
-    """Requests that come, go, load and save in any order.
+    """Requests that come, go, load and save in any order; some of them from peers, some of them
+    batch work, in some runs with drafts.
 
     Args:
         seed: of the dice.
@@ -722,7 +723,9 @@ class RandomRun:
             uses_async_scheduling=depth > 1,
             answers_at_once=dice.random() < 0.5,
             max_num_batched_tokens=dice.choice([12, 64]),
+            num_speculative_tokens=dice.choice([0, 2]),
         )
+        self.bench.worker.num_accepted = dice.choice([0, 1])
         self.answers, self.live = {}, set()
         self.now, self.num_groups, self.num_siblings = 0.0, 0, 0
 
@@ -732,9 +735,10 @@ class RandomRun:
             self.num_groups += 1
             size = dice.choice([1, 1, 1, 2])
             prompt = prompt_of(dice.randrange(4, 44), dice.choice([0, 1]))
+            kind = dice.choice([{}, {}, {"priority": BATCH_PRIORITY}, {"pulls_kv": True}])
             for index in range(size):
                 name, group = f"g{self.num_groups}-{index}", f"g{self.num_groups}"
-                options = {"group": group if size > 1 else None, "arrival": self.now}
+                options = {"group": group if size > 1 else None, "arrival": self.now, **kind}
                 self.bench.add(name, prompt, max_tokens=dice.randrange(1, 9), **options)
                 self.live.add(name)
         if self.live and dice.random() < 0.1:
@@ -749,7 +753,7 @@ class RandomRun:
             return
         self.num_siblings += 1
         late = f"{group}-late{self.num_siblings}"
-        options = {"group": group, "arrival": self.now}
+        options = {"group": group, "arrival": self.now, "pulls_kv": first.loads_kv}
         self.bench.add(late, first.spec.prompt_token_ids, max_tokens=4, **options)
         self.live.add(late)
 
@@ -766,6 +770,8 @@ class RandomRun:
                 bench.release(load_id)
             elif 0.15 < draw < 0.35:
                 bench.end(load_id, "lost" if is_gone or dice.random() < 0.3 else None)
+        for name in [name for name in bench.connector.loading if dice.random() < 0.2]:
+            bench.end_load(name, "lost" if dice.random() < 0.4 else None)
 
     def step(self):
         self.now += 0.01
@@ -782,6 +788,8 @@ class RandomRun:
                 bench.answer(load_id)
             for load_id in list(bench.pool.loads):
                 bench.end(load_id, "lost" if load_id in bench.pool.cancelled else None)
+            for name in list(bench.connector.loading):
+                bench.end_load(name, None)
             self.step()
             if not bench.scheduler.has_work and not bench.pool.loads:
                 return
@@ -822,7 +830,7 @@ def test_named_stores_get_no_more_time_than_computing_takes():
     assert patience[2] == MAX_HINT_PATIENCE_S
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_random_orders(seed):
     """Tokens are those of no pool, whatever loads and saves do, and every block comes back."""
     run = RandomRun(seed)
