@@ -364,10 +364,14 @@ def _fingerprint(plan: EnginePlan) -> ModelFingerprint:
 
 
 def pool_identity(plan: EnginePlan, chunk_tokens: int) -> KVIdentity:
-    """What its KV is kept by; that of weights quantised on load is not that of the checkpoint's."""
+    """What its KV is kept by; that of weights quantised on load is not that of the checkpoint's,
+    nor that of LongRoPE's short factors that of its long ones."""
     model = _fingerprint(plan)
     if plan.model.quantization is not None and plan.model.quantization.is_made_on_load:
         model = replace(model, settings=model.settings | {"quantization": "fp8 on load"})
+    if plan.kv_meaning.get("rope factors") == "short":
+        rope = f"{model.settings['rope']}, short factors"
+        model = replace(model, settings=model.settings | {"rope": rope})
     rope_order = "" if plan.model.mla is None else plan.kv_meaning[ROPE_ORDER]
     return KVIdentity.of_model(model, plan.geometry, chunk_tokens, rope_order)
 

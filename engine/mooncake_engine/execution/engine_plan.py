@@ -26,6 +26,7 @@ from mooncake_engine.models.catalog import kv_geometry, read_model_config
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.parallel_context import share_heads
 from mooncake_engine.models.quantization_config import FP8_ON_LOAD
+from mooncake_engine.models.rope import LongRopeScaling
 from mooncake_hal.backend import Backend, Capabilities, DeviceInfo
 from mooncake_hal.deployment import BlockSize, default_block_size
 from mooncake_hal.fused_experts import ExpertShape
@@ -122,6 +123,8 @@ class EnginePlan:
         if self.kv_scales:
             digest = hashlib.sha256(repr(self.kv_scales).encode()).hexdigest()[:12]
             meaning["scales of narrow types"] = f"one per layer and plane, {digest}"
+        if isinstance(self.model.rope.scaling, LongRopeScaling):
+            meaning["rope factors"] = "short" if self.model.rope.scaling.is_short else "long"
         return meaning
 
     @property
@@ -178,6 +181,8 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
     model = _quantise(config, read_model_config(config.model), backend)
     dtype = _choose_dtype(config, model, capabilities)
     kv_dtype = _choose_kv_dtype(config, backend)
+    max_model_len = _choose_length(config, model, model.max_positions)
+    model = replace(model, rope=model.rope.for_length(max_model_len))
     geometry = kv_geometry(model, kv_dtype or dtype)
     _require_latents(geometry, backend)
     plan = EnginePlan(
@@ -188,7 +193,7 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
         geometry=geometry,
         block_size=block_size,
         layout_name=choose_layout(config, capabilities.kv_layouts),
-        max_model_len=_choose_length(config, model, model.max_positions),
+        max_model_len=max_model_len,
         draft=_plan_draft(config, model, dtype),
         swap_space_bytes=choose_swap_space(config, memory_bytes()[0]),
         kv_scales=read_kv_scales(config.model, geometry) if kv_dtype else (),

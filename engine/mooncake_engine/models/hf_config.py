@@ -402,16 +402,23 @@ def _read_yarn(rope: RawConfig, max_positions: int) -> YarnScaling:
 
 def _read_longrope(rope: RawConfig, max_positions: int, rotary_dim: int) -> LongRopeScaling:
     """One set of factors for all lengths, as vLLM has it: KV outlives the length at which it was
-    computed. It is the long one where the context is longer than that of the pre-training."""
+    computed. It is the long one where the context is longer than that of the pre-training; see
+    ``RopeConfig.for_length``."""
     original = rope.require("original_max_position_embeddings", int)
-    name = "long_factor" if max_positions > original else "short_factor"
+    short = _read_factors(rope, "short_factor", rotary_dim)
+    long = _read_factors(rope, "long_factor", rotary_dim)
+    factor = rope.get("factor", float) or max_positions / original
+    attention_factor = rope.get("attention_factor", float)
+    if attention_factor is None:
+        attention_factor = longrope_attention_factor(factor, original)
+    used = long if max_positions > original else short
+    return LongRopeScaling(used, attention_factor, short, original)
+
+
+def _read_factors(rope: RawConfig, name: str, rotary_dim: int) -> tuple[float, ...]:
     factors = rope.require(name, list)
     if len(factors) != rotary_dim // 2 or not all(isinstance(f, int | float) for f in factors):
         raise CheckpointError(
             f"{rope.source}: {name!r} must have {rotary_dim // 2} numbers, found {len(factors)}"
         )
-    factor = rope.get("factor", float) or max_positions / original
-    attention_factor = rope.get("attention_factor", float)
-    if attention_factor is None:
-        attention_factor = longrope_attention_factor(factor, original)
-    return LongRopeScaling(tuple(map(float, factors)), attention_factor)
+    return tuple(map(float, factors))

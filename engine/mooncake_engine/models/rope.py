@@ -6,7 +6,7 @@ Su et al. 2021 (RoFormer) in the rotate-half form of GPT-NeoX; see each scaling 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -66,12 +66,21 @@ class LongRopeScaling:
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a divisor for every rotated pair.
 
     Args:
-        factors: the divisors, searched for the model's context.
+        factors: the divisors that are used.
         attention_factor: multiplies cosines and sines.
+        short_factors: those of sequences within the pre-training's context.
+        original_positions: that context.
     """
 
     factors: tuple[float, ...]
     attention_factor: float
+    short_factors: tuple[float, ...]
+    original_positions: int
+
+    @property
+    def is_short(self) -> bool:
+        """Whether no sequence is longer than the pre-training's context."""
+        return self.factors == self.short_factors
 
 
 RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
@@ -90,6 +99,13 @@ class RopeConfig:
     theta: float
     rotary_dim: int
     scaling: RopeScaling | None = None
+
+    def for_length(self, longest: int) -> RopeConfig:
+        """The rotation where no sequence is longer."""
+        scaling = self.scaling
+        if not isinstance(scaling, LongRopeScaling) or longest > scaling.original_positions:
+            return self
+        return replace(self, scaling=replace(scaling, factors=scaling.short_factors))
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:

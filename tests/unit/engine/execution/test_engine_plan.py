@@ -24,6 +24,7 @@ from mooncake_engine.errors import CheckpointError, ConfigError
 from mooncake_engine.execution.engine_plan import choose_swap_space, make_plan, rank_device
 from mooncake_engine.execution.memory_profiling import profiling_pool_size
 from mooncake_engine.models.quantization_config import FP8_ON_LOAD
+from mooncake_engine.models.rope import LongRopeScaling
 from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_hal.backend import Backend, DeviceInfo
 from mooncake_hal.registry import Registry
@@ -315,6 +316,29 @@ def test_a_pool_tells_latents_whose_rotated_part_lies_otherwise(
     plan = make_plan(EngineConfig(model, num_kv_blocks=10), backend)
     has_order = pool_identity(plan, 256).rope.endswith("halves")
     assert has_order is (family == "deepseek_v2")
+
+
+def test_longropes_factors_follow_from_the_longest_sequence_and_kv_of_others_is_told_apart(
+    tmp_path: Path, backend: Backend
+) -> None:
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 64,
+    }
+    shape = {"rope_parameters": longrope, "original_max_position_embeddings": 64}
+    model = write_checkpoint(random_model("phi3", **shape), tmp_path)
+    short, long = (
+        make_plan(EngineConfig(model, num_kv_blocks=64, max_model_len=length), backend)
+        for length in (64, 65)
+    )
+    for plan, factors in ((short, [1.0] * 4), (long, [2.0] * 4)):
+        assert isinstance(plan.model.rope.scaling, LongRopeScaling)
+        assert plan.model.rope.scaling.factors == tuple(factors)
+    assert differences(short.kv_meaning, long.kv_meaning) == {"rope factors": ("short", "long")}
+    assert pool_identity(short, 256).root() != pool_identity(long, 256).root()
 
 
 def test_swap_space_is_four_gib_where_memory_allows_and_says_so_where_not(

@@ -94,11 +94,25 @@ def test_phi3_says_its_original_context_beside_the_scaling() -> None:
     assert scaling.attention_factor == pytest.approx(1.1902, abs=1e-4)
 
 
-def test_factors_of_another_width_are_refused() -> None:
-    scaling = {**LONGROPE, "original_max_position_embeddings": 4096}
+def test_longropes_short_factors_are_taken_where_no_sequence_is_longer_than_the_original() -> None:
+    parameters = {**LONGROPE, "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+    theirs = LlamaConfig(head_dim=64, rope_parameters=parameters, max_position_embeddings=131072)
+    frequencies, factor = ROPE_INIT_FUNCTIONS["longrope"](theirs, seq_len=4096)
+    angles = torch.outer(torch.arange(600.0), frequencies)
+    expected = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
+    raw = RawConfig({"max_position_embeddings": 131072, "rope_parameters": parameters}, "config")
+    rope = read_rope(raw, 64)
+    table = cos_sin_table(rope.for_length(4096), 600)
+    torch.testing.assert_close(table, expected, rtol=0, atol=2e-5)
+    assert rope.for_length(4097) == rope
+
+
+@pytest.mark.parametrize("name", ["short_factor", "long_factor"])
+def test_factors_of_another_width_are_refused(name: str) -> None:
+    scaling = {**LONGROPE, "original_max_position_embeddings": 4096, name: [1.0] * 33}
     raw = RawConfig({"max_position_embeddings": 131072, "rope_parameters": scaling}, "config")
-    with pytest.raises(CheckpointError, match="'long_factor' must have 64 numbers, found 32"):
-        read_rope(raw, 128)
+    with pytest.raises(CheckpointError, match=f"'{name}' must have 32 numbers, found 33"):
+        read_rope(raw, 64)
 
 
 def test_attn_factor_is_of_what_the_paper_says() -> None:
