@@ -24,6 +24,8 @@ class TwoLinears:
         has_bias: whether the fused ones have biases.
     """
 
+    tied_head = None
+
     def __init__(
         self,
         parallel: ParallelContext,

@@ -165,6 +165,8 @@ def test_experts_of_ranks_are_quantised_alike(tmp_path: Path, ep_size: int) -> N
 class OfExperts:
     """Nothing but experts, of a checkpoint with more."""
 
+    tied_head = None
+
     def __init__(self, experts: Fp8Experts) -> None:
         self.weight_shards = experts.weight_shards
         self.process_weights_after_loading = experts.process_weights_after_loading
