@@ -49,6 +49,7 @@ from mooncake_engine.kv_connector import (
 )
 from mooncake_engine.messages import EngineInfo
 from mooncake_engine.models.hf_config import ModelConfig
+from mooncake_engine.models.rope import LongRopeScaling
 from mooncake_engine.pool_connector import (
     EXTENSION as POOL_EXTENSION,
     SchedulerPool,
@@ -73,7 +74,11 @@ from mooncake_kv.handshake import InstanceMetadata
 from mooncake_kv.kv_event_publisher import KVEventPublisher
 from mooncake_kv.kv_events import KVEventLog
 from mooncake_kv.kv_events_config import KVEventsConfig
-from mooncake_kv.model_fingerprint import ModelFingerprint, model_fingerprint
+from mooncake_kv.model_fingerprint import (
+    ModelFingerprint,
+    longrope_settings,
+    model_fingerprint,
+)
 from mooncake_kv.numerics import ROPE_ORDER, Numerics
 from mooncake_kv.store.chunk_keys import KVIdentity
 
@@ -358,20 +363,21 @@ def _describe(plan: EnginePlan, engine_id: str, backend: Backend) -> InstanceMet
 def _fingerprint(plan: EnginePlan) -> ModelFingerprint:
     """Of the model; raises CheckpointError."""
     try:
-        return model_fingerprint(plan.config.model, str(plan.dtype).removeprefix("torch."))
+        found = model_fingerprint(plan.config.model, str(plan.dtype).removeprefix("torch."))
     except KVConfigError as exc:
         raise CheckpointError(str(exc)) from exc
+    scaling = plan.model.rope.scaling
+    if not isinstance(scaling, LongRopeScaling):
+        return found
+    lengths = plan.max_model_len, scaling.original_positions, plan.model.max_positions
+    return replace(found, settings=found.settings | longrope_settings(*lengths))
 
 
 def pool_identity(plan: EnginePlan, chunk_tokens: int) -> KVIdentity:
-    """What its KV is kept by; that of weights quantised on load is not that of the checkpoint's,
-    nor that of LongRoPE's short factors that of its long ones."""
+    """What its KV is kept by; that of weights quantised on load is not that of the checkpoint's."""
     model = _fingerprint(plan)
     if plan.model.quantization is not None and plan.model.quantization.is_made_on_load:
         model = replace(model, settings=model.settings | {"quantization": "fp8 on load"})
-    if plan.kv_meaning.get("rope factors") == "short":
-        rope = f"{model.settings['rope']}, short factors"
-        model = replace(model, settings=model.settings | {"rope": rope})
     rope_order = "" if plan.model.mla is None else plan.kv_meaning[ROPE_ORDER]
     return KVIdentity.of_model(model, plan.geometry, chunk_tokens, rope_order)
 

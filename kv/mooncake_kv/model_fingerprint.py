@@ -101,6 +101,18 @@ def model_fingerprint(
     return ModelFingerprint(whole.hexdigest()[:32], settings)
 
 
+def longrope_settings(longest: int, original: int, max_positions: int) -> dict[str, str]:
+    """What tells a LongRoPE's short factors from its long ones, which config.json alone stands for:
+    the setting of the short ones, or none.
+
+    Args:
+        longest: sequence that the instance serves, in tokens.
+        original: context of the pre-training, for which the short ones are.
+        max_positions: context of the model.
+    """
+    return {"LongRoPE": "short factors"} if longest <= original < max_positions else {}
+
+
 def sample_offsets(num_bytes: int) -> list[int]:
     """Where the samples of a tensor of that size begin; one that is hardly larger than its samples
     is read whole, in pieces."""

@@ -26,7 +26,6 @@ from mooncake_engine.models.catalog import kv_geometry, read_model_config
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.parallel_context import share_heads
 from mooncake_engine.models.quantization_config import FP8_ON_LOAD
-from mooncake_engine.models.rope import LongRopeScaling
 from mooncake_hal.backend import Backend, Capabilities, DeviceInfo
 from mooncake_hal.deployment import BlockSize, default_block_size
 from mooncake_hal.fused_experts import ExpertShape
@@ -123,8 +122,6 @@ class EnginePlan:
         if self.kv_scales:
             digest = hashlib.sha256(repr(self.kv_scales).encode()).hexdigest()[:12]
             meaning["scales of narrow types"] = f"one per layer and plane, {digest}"
-        if isinstance(self.model.rope.scaling, LongRopeScaling):
-            meaning["rope factors"] = "short" if self.model.rope.scaling.is_short else "long"
         return meaning
 
     @property

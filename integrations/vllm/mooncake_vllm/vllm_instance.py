@@ -20,7 +20,11 @@ from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGroup
 from mooncake_kv.connector_worker import TurnRope
 from mooncake_kv.errors import KVConfigError
-from mooncake_kv.model_fingerprint import ModelFingerprint, model_fingerprint
+from mooncake_kv.model_fingerprint import (
+    ModelFingerprint,
+    longrope_settings,
+    model_fingerprint,
+)
 from mooncake_vllm.errors import UnsupportedByVllmConnector
 from mooncake_vllm.rank_link import socket_paths
 from mooncake_vllm.vllm_memory import ModelKV, RankPosition, layer_index
@@ -88,7 +92,7 @@ def fingerprint(model_config: Any, download_dir: str | None = None) -> ModelFing
         download_dir: where vLLM keeps weights from the hub, if not in the hub's own cache.
     """
     dtype = str(model_config.dtype).removeprefix("torch.")
-    changed = {"LongRoPE by vLLM": _longrope(model_config)}
+    changed = _longrope(model_config)
     try:
         folder = _checkpoint_folder(model_config)  # vLLM has the configuration there in any case
         weights = _checkpoint_folder(model_config, download_dir) if download_dir else folder
@@ -121,17 +125,16 @@ def _overrides(model_config: Any, folder: Path) -> str:
     return _canonical(changed) if changed else ""
 
 
-def _longrope(model_config: Any) -> str:
-    """Which of a LongRoPE's factors vLLM takes, if not those of the model's longest context, as our
-    engine does. It goes by its own --max-model-len, which by default is that of the short ones."""
+def _longrope(model_config: Any) -> dict[str, str]:
+    """Which of a LongRoPE's factors vLLM takes, by --max-model-len, which by default is that of the
+    short ones."""
     text = model_config.hf_text_config
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
-        return ""
+        return {}
     beside_it = getattr(text, "original_max_position_embeddings", 0)  # as Phi-3 has it
     original = rope.get("original_max_position_embeddings", beside_it)
-    takes_short = model_config.max_model_len <= original < text.max_position_embeddings
-    return "short factors" if takes_short else ""
+    return longrope_settings(model_config.max_model_len, original, text.max_position_embeddings)
 
 
 def _canonical(value: Mapping[str, Any]) -> str:

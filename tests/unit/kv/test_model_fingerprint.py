@@ -15,6 +15,7 @@ from mooncake_kv.model_fingerprint import (
     INDEX_NAME,
     SAMPLE_BYTES,
     ModelFingerprint,
+    longrope_settings,
     model_fingerprint,
     sample_offsets,
 )
@@ -247,3 +248,14 @@ def test_a_gguf_model_is_told_by_the_tensors_of_its_index(tmp_path: Path) -> Non
     del index["b"]["stop"]
     with pytest.raises(KVConfigError, match=r"is damaged: KeyError\('stop'\)"):
         fingerprint_of(data)
+
+
+@pytest.mark.parametrize(
+    ("longest", "max_positions", "is_said"),
+    [(4096, 131_072, True), (4097, 131_072, False), (4096, 4096, False)],
+)
+def test_short_factors_are_said_where_the_model_has_long_ones(
+    longest: int, max_positions: int, is_said: bool
+) -> None:
+    """Our engine and our connector in vLLM say the same."""
+    assert bool(longrope_settings(longest, 4096, max_positions)) == is_said
