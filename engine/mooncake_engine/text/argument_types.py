@@ -19,7 +19,7 @@ _KINDS: dict[type, str] = {
 }
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 """Also as Python writes them, in which models think."""
-_MAX_PARTS = 64
+_MAX_PARTS = 1024
 """Schemas that one parameter's is made of; the rest is not looked at."""
 
 

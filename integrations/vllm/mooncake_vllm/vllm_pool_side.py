@@ -333,7 +333,9 @@ class PoolSchedulerSide:
     def _on_event(self, event: PoolEvent) -> None:
         """What the pool's client has to say. Its own thread."""
         if isinstance(event, ChunksFound):
-            if (found := self._by_name(event.load_id)) is not None:
+            with self._lock:
+                found = self._by_name(event.load_id)
+            if found is not None:
                 self._found(found[1], event.sources)
                 self._ranks.wake_up()  # vLLM asked too early, and asks again with its next step
         elif isinstance(event, PoolLoadEnded):
@@ -342,30 +344,31 @@ class PoolSchedulerSide:
             self._saves.copied(event)
 
     def _load_ended(self, event: PoolLoadEnded) -> None:
-        found = self._by_name(event.load_id)
-        if found is None:
-            return
-        key, pooled = found
-        is_failed = event.num_chunks < len(pooled.sources)
+        request_id = event.load_id.rpartition(" ")[0]
         with self._lock:
+            found = self._by_name(event.load_id)
+            if found is None:
+                return
+            key, pooled = found
+            has_ended = key != request_id
+            is_failed = event.num_chunks < len(pooled.sources)
             pooled.state = PoolState.OVER
             if is_failed:
                 pooled.has_failed, pooled.sources = True, pooled.sources[: event.num_chunks]
-            if key.startswith("ended "):
+            if has_ended:
                 del self._prompts[key]
         if is_failed:
             logger.info("%s: the pool's KV did not come: %s", event.load_id, event.error)
-        request_id = event.load_id.rpartition(" ")[0]
-        if is_failed:
+        if is_failed and not has_ended:
             self._saves.note_known(request_id, event.num_chunks)
         self._ranks.report(ReportLoad(request_id, event.load_id, is_failed))
 
     def _by_name(self, name: str) -> tuple[str, PooledPrompt] | None:
-        with self._lock:
-            for key in (name.rpartition(" ")[0], f"ended {name}"):
-                pooled = self._prompts.get(key)
-                if pooled is not None and pooled.name == name:
-                    return key, pooled
+        """Under the lock."""
+        for key in (name.rpartition(" ")[0], f"ended {name}"):
+            pooled = self._prompts.get(key)
+            if pooled is not None and pooled.name == name:
+                return key, pooled
         return None
 
     def _warn_of_policy(self, request_id: str) -> None:

@@ -83,7 +83,9 @@ def test_finished_on_prefill() -> None:
     case = golden("pull_finished_on_prefill")
     context = context_of(case["client"])
     answer = openai_bodies.answer_decoder.decode(json.dumps(case["prefill_answer"]).encode())
-    events = openai_bodies.final_answer_events(context.endpoint, answer, context.parsed)
+    events = openai_bodies.final_answer_events(
+        context.endpoint, answer, context.parsed, shows_ids=False
+    )
     assert events_of(events) == case["events"]
 
 

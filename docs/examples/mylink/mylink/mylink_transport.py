@@ -29,9 +29,8 @@ from mooncake_hal.transports.spans import cut
 from mooncake_hal.transports.transfers import DONE, RunningTransfer, deadline_after
 
 NAME, VERSION, PIECE_BYTES = "mylink", 1, 1 << 20
-encode = msgspec.msgpack.encode
 # The one request: (address, nbytes, content), to read a piece of memory or, with content, write it.
-Copy = msgspec.msgpack.Decoder(tuple[int, int, bytes])
+encode, Copy = msgspec.msgpack.encode, msgspec.msgpack.Decoder(tuple[int, int, bytes])
 
 
 class MyLinkDataPath(DataPath):
@@ -98,9 +97,10 @@ class MyLinkPeer(DataPathPeer):  # whose lost does nothing: what waits has faile
             raise PeerLost("mylink: this side closed the connection")
         self._local.locate(spans.local, spans.nbytes)  # raises here, as the contract says
         stop = threading.Event()
-        transfer = RunningTransfer(1, deadline_after(timeout), stop.set)
-        self._pool.submit(self._run, transfer, spans, stop, is_read=is_read)
-        return transfer
+        transfer = RunningTransfer(1, deadline_after(timeout), lambda: (stop.set(), work.cancel()))
+        work = self._pool.submit(self._run, transfer, spans, stop, is_read=is_read)
+        work.add_done_callback(lambda work: work.cancelled() and transfer.part_ended(None))
+        return transfer  # which ends at once if it is cancelled before a thread has it
 
     def _run(
         self, transfer: RunningTransfer, spans: Spans, stop: threading.Event, *, is_read: bool
