@@ -361,6 +361,10 @@ class StoreClient:
             if session is not None:
                 session.close("the store did not introduce itself")
             return None
+        except asyncio.CancelledError:
+            if session is not None:
+                session.abort(PeerLost("this side left"))
+            raise
         self._index = ResidenceView.open(arena.index, arena.epoch) if arena.index else None
         self._arena, self._session = arena, session
         if self._writers is not writers:  # they were named meanwhile, when nobody could be told

@@ -311,6 +311,23 @@ def test_writers_that_are_named_while_the_client_connects_are_told(served, monke
     client.close()
 
 
+def test_a_client_that_is_closed_while_it_introduces_itself_leaves_no_connection(
+    served, monkeypatch
+):
+    sessions, has_begun = [], threading.Event()
+
+    async def introduce(client, session):
+        sessions.append(session)
+        has_begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(StoreClient, "_introduce", introduce)
+    client = StoreClient(served.address)
+    assert has_begun.wait(WAIT_S)
+    client.close()
+    assert sessions[0].closed.done()
+
+
 @pytest.mark.parametrize("timeout_s", [float("nan"), 0.0, 4000.0])
 def test_a_user_whose_transfers_take_for_ever_is_refused_and_told_so(served, caplog, timeout_s):
     client = StoreClient(served.address, transfer_timeout_s=timeout_s)
