@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
 from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
-from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys
-from mooncake_kv.store.chunk_store import MAX_TENANT_BYTES
+from mooncake_kv.store.chunk_keys import KVIdentity, extend_keys
 from mooncake_vllm.vllm_interface import Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import expand_blocks
 
@@ -74,10 +73,17 @@ class SavedRequest:
         """Of its leading chunks, all of whose tokens are known. No more of them are kept: when the
         client of a session goes on, vLLM puts its new tokens in the place of the last one said."""
         if num_chunks > len(self.keys):
-            tokens = [*(self.request.prompt_token_ids or []), *self.request.output_token_ids]
-            known, salt = tokens[: num_chunks * self.identity.chunk_tokens], self.request.cache_salt
-            self.keys = chunk_keys(self.identity, known, tenant_salt=salt or "")
+            root = self.identity.root(self.request.cache_salt or "")
+            parent = self.keys[-1] if self.keys else root
+            new = self.tokens_of(len(self.keys), num_chunks)
+            self.keys += extend_keys(self.identity, parent, new)
         return self.keys[:num_chunks]
+
+    def tokens_of(self, first: int, stop: int) -> list[int]:
+        """The tokens of its chunks from ``first`` to ``stop``."""
+        size = self.identity.chunk_tokens
+        tokens = [*(self.request.prompt_token_ids or []), *self.request.output_token_ids]
+        return tokens[first * size : stop * size]
 
     @property
     def num_prompt_chunks(self) -> int:
@@ -230,15 +236,12 @@ class PoolSaves:
         if stop <= first:
             return True
         request = saved.request
-        salt = request.cache_salt or ""
-        tenant = salt if len(salt.encode()) <= MAX_TENANT_BYTES else ""
         blocks = expand_blocks(table, self._pages)
         save_id = f"{request.request_id} {next(self._ids)}"
-        save = SaveRequest(save_id, saved.first_keys(stop), first, blocks, tenant)
-        if self._tells_tokens and tenant == salt:
-            size = saved.identity.chunk_tokens
-            tokens = [*(request.prompt_token_ids or []), *request.output_token_ids]
-            save = replace(save, token_ids=tokens[first * size : stop * size])
+        save = SaveRequest(
+            *(save_id, saved.first_keys(stop), first, blocks, request.cache_salt or ""),
+            token_ids=saved.tokens_of(first, stop) if self._tells_tokens else (),
+        )
         with self._lock:
             self._copies[save_id] = _Copy(saved, request.num_preemptions)
         if self._client.save(save):
@@ -268,7 +271,7 @@ def num_certain_tokens(request: Request, first_step: FirstStep | None) -> int:
         first_step: its last one; None: it never ran.
     """
     if request.status.name in SAVED:
-        return min(request.num_computed_tokens, _num_tokens(request) - 1)
+        return min(request.num_computed_tokens, count_tokens(request) - 1)
     return num_computed_so_far(request, first_step) if request.status.name == CUT_OFF else 0
 
 
@@ -286,9 +289,10 @@ def num_computed_so_far(request: Request, first_step: FirstStep | None) -> int:
     has_run = num_ended > first_step.num_had
     if not has_run or request.num_preemptions != first_step.num_preemptions:
         return 0
-    return min(num_ended, _num_tokens(request) - 1)
+    return min(num_ended, count_tokens(request) - 1)
 
 
-def _num_tokens(request: Request) -> int:
-    """The last one's own KV may not be computed, or by a step that has yet to end."""
+def count_tokens(request: Request) -> int:
+    """Of its prompt, and said so far. The last one's own KV may not be computed, or by a step that
+    has yet to end."""
     return len(request.prompt_token_ids or []) + len(request.output_token_ids)

@@ -39,7 +39,7 @@ from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.rank_link import Ranks, ReportLoad, ReportSend
 from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import expand_blocks
-from mooncake_vllm.vllm_pool_saves import PoolSaves, is_plain
+from mooncake_vllm.vllm_pool_saves import PoolSaves, count_tokens, is_plain
 from mooncake_vllm.vllm_scheduler_side import Instance, rope_order
 from mooncake_vllm.vllm_worker_side import LoadOrder, WorkerKind
 
@@ -309,8 +309,7 @@ class PoolSchedulerSide:
 
     def _look_up(self, request: Request) -> PooledPrompt | None:
         """Ask the stores for what a request has; None: nothing of it could be loaded."""
-        num_tokens = len(request.prompt_token_ids or []) + len(request.output_token_ids)
-        num_keys = num_loadable_chunks(num_tokens, self._chunk_tokens)
+        num_keys = num_loadable_chunks(count_tokens(request), self._chunk_tokens)
         keys = self._saves.first_keys(request.request_id, num_keys)
         if not keys:
             return None
