@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.kv_cache.block_pool import BlockPool
@@ -69,12 +69,11 @@ class PoolSaves:
         size, running = self._pool.chunk_tokens, iter(requests)
         for sequence in plan.sequences:
             request, stop = next(running), sequence.start + sequence.count
-            siblings = list(islice(running, len(sequence.siblings)))
+            for _ in sequence.siblings:
+                next(running)
             is_known = stop <= len(request.token_ids) and not request.is_unproven
             if is_known and completes_chunks(sequence.start, stop, size):
                 self.offer(request, stop, plan.step)
-                for sibling in siblings:
-                    sibling.share_offers(request)
 
     def offer(self, request: Request, num_tokens: int, step: int | None = None) -> None:
         """So many tokens of the request are computed, or will be by a step that is planned; a chunk
