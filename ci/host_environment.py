@@ -80,7 +80,7 @@ def is_there(name: str, environment: Mapping[str, str]) -> bool:
     """Whether a program, or a module of this interpreter, is found with these variables."""
     if shutil.which(name, path=environment.get("PATH")) is not None:
         return True
+    if "-" in name:  # a program's name: no module is called so
+        return False
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return (
-        "-" not in name and importlib.machinery.PathFinder.find_spec(name, paths + sys.path)
-    ) is not None
+    return importlib.machinery.PathFinder.find_spec(name, paths + sys.path) is not None

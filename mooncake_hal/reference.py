@@ -263,7 +263,8 @@ def _through_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
     """Quantised by the scale, or by each row's largest element, and back: float32."""
     limit = torch.finfo(torch.float8_e4m3fn).max
     if scale is None:
-        scale = x.abs().amax(-1, keepdim=True).clamp(min=FP8_TINY) / limit
+        largest = x.abs().amax(-1, keepdim=True).clamp(min=FP8_TINY)
+        scale = largest / largest.new_tensor(limit)  # by a number CUDA multiplies by its reciprocal
     return (x / scale).clamp(-limit, limit).to(torch.float8_e4m3fn).float() * scale
 
 

@@ -101,15 +101,18 @@ def multiply_rows(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:  # [rows, out]
-    """By torch. Other types than bfloat16 get their scales after the product."""
-    scaled_mm: Callable[..., Tensor] = torch._scaled_mm
+    """By torch. Other types than bfloat16 get their scales after the product, which for float32 is
+    of float32 numbers: matrix units leave out bits of sums of e4m3, see ``fp8_kernels``."""
     columns = weight.scales.unsqueeze(0)
-    if dtype is torch.bfloat16:
-        return scaled_mm(
-            values, weight.values.t(), scales, columns, bias=bias, out_dtype=torch.bfloat16
-        )
-    one = scales.new_ones(())
-    wide = scaled_mm(values, weight.values.t(), one, one, out_dtype=torch.float32)
+    if dtype is torch.float32:
+        wide = values.float() @ weight.values.float().t()
+    else:
+        scaled_mm: Callable[..., Tensor] = torch._scaled_mm
+        right = weight.values.t()
+        if dtype is torch.bfloat16:
+            return scaled_mm(values, right, scales, columns, bias=bias, out_dtype=dtype)
+        one = scales.new_ones(())
+        wide = scaled_mm(values, right, one, one, out_dtype=torch.float32)
     wide = wide.mul_(scales).mul_(columns)
     return (wide if bias is None else wide.add_(bias)).to(dtype)
 
@@ -134,6 +137,7 @@ def _multiply_blocks(
         out if bias is None else bias,
         rows,
         HAS_BIAS=bias is not None,
+        IS_EXACT=dtype is torch.float32,
         IN=fan_in,
         OUT=fan_out,
         ROWS=tile.rows,
@@ -173,6 +177,7 @@ def multiply_experts(
         grouping.tile_rows,
         tiles,
         IS_BLOCKWISE=weights.is_blockwise,
+        IS_EXACT=x.dtype is torch.float32,
         IN=fan_in,
         OUT=fan_out,
         PER_ROW=per_row,
