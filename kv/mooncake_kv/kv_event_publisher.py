@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_QUESTION = b"snapshot"
 
 _POLL_S = 0.05
+_BATCH_BYTES = 128
+"""What a batch that is kept takes besides its payload: its pair, its number, its place."""
 _SNAPSHOT_EVENTS = 64
 """Of one message; each event tells of many blocks where prompts are long."""
 _REPLAY_END = (-1).to_bytes(8, "big", signed=True)
@@ -43,6 +46,32 @@ class _Batch(NamedTuple):
     sequence: int
     published_at: float
     events: list[KVEvent]
+
+
+class ReplayBuffer:
+    """The last batches, the oldest dropped first.
+
+    Args:
+        max_batches: how many there are at most.
+        max_bytes: what all of them take in memory at most; what is larger alone is not kept.
+    """
+
+    def __init__(self, max_batches: int, max_bytes: int) -> None:
+        self._batches: deque[tuple[int, bytes]] = deque()
+        self._max_batches = max_batches
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def append(self, sequence: int, payload: bytes) -> None:
+        """Keep a batch; each comes with a higher number than the one before."""
+        self._batches.append((sequence, payload))
+        self.num_bytes += _kept_bytes(payload)
+        while len(self._batches) > self._max_batches or self.num_bytes > self._max_bytes:
+            self.num_bytes -= _kept_bytes(self._batches.popleft()[1])
+
+    def since(self, first: int) -> Iterator[tuple[int, bytes]]:
+        """What is there of a number and those above."""
+        return (sent for sent in self._batches if sent[0] >= first)
 
 
 class KVEventPublisher:
@@ -70,7 +99,7 @@ class KVEventPublisher:
         self._topic = config.topic.encode()
         self._clock = clock
         self._queue: queue.Queue[_Batch] = queue.Queue(config.max_queue_size)
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._buffer = ReplayBuffer(config.buffer_steps, config.buffer_bytes)
         self._sequence = 0
         # of the thread: what subscribers know that is held, and which number comes next
         self._held = PublishedState()
@@ -149,7 +178,7 @@ class KVEventPublisher:
                     continue
                 payload = encode_batch(batch.events, batch.published_at, self._dp_rank)
                 if self._replay is not None:
-                    self._buffer.append((batch.sequence, payload))
+                    self._buffer.append(batch.sequence, payload)
                     self._held.apply(batch.events)
                 self._next_sequence = batch.sequence + 1
                 self._last_published = batch.published_at
@@ -168,15 +197,13 @@ class KVEventPublisher:
             logger.warning("a question for KV events that is none: %d frames", len(frames))
             return
         client, wanted = frames[0], frames[2]
-        found = self._snapshot() if wanted == SNAPSHOT_QUESTION else self._replayed(wanted)
+        if wanted == SNAPSHOT_QUESTION:
+            found = self._snapshot()
+        else:
+            found = self._buffer.since(int.from_bytes(wanted, "big"))
         for number, payload in found:
             replay.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
         replay.send_multipart((client, b"", b"", _REPLAY_END, b""))
-
-    def _replayed(self, start: bytes) -> Iterator[tuple[int, bytes]]:
-        """The last batches from a number on."""
-        first = int.from_bytes(start, "big")
-        return (sent for sent in self._buffer if sent[0] >= first)
 
     def _snapshot(self) -> Iterator[tuple[int, bytes]]:
         """All that is held, in batches under the number that comes next and of the time of the one
@@ -186,6 +213,10 @@ class KVEventPublisher:
         held = self._held.snapshot()
         while events := list(islice(held, _SNAPSHOT_EVENTS)):
             yield self._next_sequence, encode_batch(events, self._last_published, self._dp_rank)
+
+
+def _kept_bytes(payload: bytes) -> int:
+    return sys.getsizeof(payload) + _BATCH_BYTES
 
 
 def _is_bound(endpoint: str) -> bool:

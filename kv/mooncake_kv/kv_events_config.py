@@ -25,7 +25,7 @@ class EventPublisherKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """What is published, and where; fields and defaults are vLLM's.
+    """What is published, and where; fields and defaults are vLLM's, but for ``buffer_bytes``.
 
     Args:
         enable_kv_cache_events: whether there are events at all.
@@ -37,6 +37,8 @@ class KVEventsConfig:
         max_queue_size: batches that wait for the publisher's thread before some are dropped, which
             subscribers see as a gap.
         topic: of the first frame.
+        buffer_bytes: what the batches that are kept for a replay take in memory at most: those of a
+            store that restarts with a million chunks on its SSDs are a gigabyte.
     """
 
     enable_kv_cache_events: bool = False
@@ -47,9 +49,10 @@ class KVEventsConfig:
     hwm: int = 100_000
     max_queue_size: int = 100_000
     topic: str = ""
+    buffer_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
+        for name in ("buffer_steps", "hwm", "max_queue_size", "buffer_bytes"):
             if getattr(self, name) < 1:
                 raise KVConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 

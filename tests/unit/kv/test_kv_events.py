@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,7 +25,7 @@ from mooncake_conductor.index.kv_event_messages import (
 )
 from mooncake_kv import kv_event_publisher
 from mooncake_kv.errors import KVConfigError
-from mooncake_kv.kv_event_publisher import KVEventPublisher
+from mooncake_kv.kv_event_publisher import KVEventPublisher, ReplayBuffer
 from mooncake_kv.kv_events import KVEventLog, event_key
 from mooncake_kv.kv_events_config import KVEventsConfig
 
@@ -108,6 +109,35 @@ def test_a_lost_batch_is_replayed() -> None:
             stream.receive(sequence, batch)
         stream.replay_ended()
     assert index.match(KEYS, now=0.0).local[0] == 5
+
+
+def test_what_is_kept_for_a_replay_is_bounded_in_bytes() -> None:
+    """Prompts' tokens are kilobytes; the oldest batches go first."""
+    with published(buffer_bytes=64_000) as (publisher, subscriber):
+        log = KVEventLog(publisher.publish, 1000)
+        for _ in range(40):
+            log.stored(DIGESTS[:1], None, [100_000] * 1000)  # of five bytes each
+            log.flush()
+        sent = [receive(subscriber)[1] for _ in range(40)]
+        kept = [n for n, _ in ask_events(publisher.endpoints.replay_endpoint, bytes(8))]
+        dropped = ask_events(publisher.endpoints.replay_endpoint, sent[3].to_bytes(8, "big"))
+    assert kept == sent[-12:]
+    assert [sequence for sequence, _ in dropped] == kept, "from the first one that is there"
+
+
+def test_the_bound_is_on_what_batches_take() -> None:
+    buffer = ReplayBuffer(max_batches=100_000, max_bytes=1 << 20)
+    tracemalloc.start()
+    try:
+        for sequence in range(1000, 21_000):
+            buffer.append(sequence, bytes(sequence % 200))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(list(buffer.since(0))) > 3000
+    assert 0.8 * taken < buffer.num_bytes <= 1 << 20
+    buffer.append(21_000, bytes(1 << 20))
+    assert (list(buffer.since(0)), buffer.num_bytes) == ([], 0)
 
 
 def ask_for_snapshot(publisher: KVEventPublisher) -> list:

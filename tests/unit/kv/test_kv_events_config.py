@@ -12,10 +12,11 @@ from mooncake_kv.kv_events_config import (
 )
 
 
-def test_the_config_has_vllm_s_fields_and_defaults() -> None:
+def test_the_config_has_vllm_s_fields_and_defaults_and_a_bound_in_bytes() -> None:
     config = read_kv_events_config('{"enable_kv_cache_events": true}')
     assert config == KVEventsConfig(True)
     assert config.is_published
+    assert config.buffer_bytes == 64 << 20
     assert (config.endpoint, config.buffer_steps, config.hwm) == ("tcp://*:5557", 10_000, 100_000)
     assert not read_kv_events_config("{}").is_published
     nowhere = '{"enable_kv_cache_events": true, "publisher": "null"}'
@@ -55,6 +56,7 @@ def test_ports_that_ranks_would_share_are_refused() -> None:
         ('{"port": 3}', "no field port"),
         ('{"hwm": "many"}', "wants JSON like"),
         ('{"buffer_steps": 0}', "buffer_steps must be at least 1, got 0"),
+        ('{"buffer_bytes": 0}', "buffer_bytes must be at least 1, got 0"),
         ('{"publisher": "kafka"}', "wants JSON like"),
     ],
 )
