@@ -202,6 +202,7 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
         has_fp8_experts={"fp8", "fp8_experts"} <= {*capabilities.quantization},
     )
     _warn_of_dequantised(plan)
+    _warn_of_window(plan)
     for rank in range(config.tp_size):  # refuse more ranks than heads before anything is started
         for shared in plan.models:
             share_heads(shared.num_heads, shared.num_kv_heads, config.tp_size, rank)
@@ -407,6 +408,17 @@ def _warn_of_dequantised(plan: EnginePlan) -> None:
             )
 
 
+def _warn_of_window(plan: EnginePlan) -> None:
+    """A context that is shorter than the model's, if nobody asked for that."""
+    window = plan.model.sliding_window
+    if window is not None and plan.config.max_model_len is None:
+        logger.warning(
+            "prompt and answer together are limited to the %d tokens of the model's sliding "
+            "window, which is not computed: within it attention is the same without one",
+            window,
+        )
+
+
 def _keeps_native_latents(
     config: EngineConfig, geometry: KVGeometry, capabilities: Capabilities
 ) -> bool:
@@ -457,6 +469,12 @@ def _choose_length(config: EngineConfig, model: ModelConfig, pool_tokens: int) -
     wanted = config.max_model_len
     if wanted is None:
         return min(model.max_positions, pool_tokens)
+    if model.sliding_window is not None and wanted > model.sliding_window:
+        raise ConfigError(
+            f"max_model_len {wanted} was asked for, the model has a sliding window of "
+            f"{model.sliding_window} tokens, which is not computed: use --max-model-len "
+            f"{model.sliding_window} or less, within which attention is the same without one"
+        )
     for limit, owner in ((model.max_positions, "model was made for"), (pool_tokens, "pool holds")):
         if wanted > limit:
             raise ConfigError(

@@ -7,7 +7,7 @@ transformers 5), and ``rope_parameters`` and ``dtype`` (since).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,7 +88,7 @@ class ModelConfig:
         num_heads, num_kv_heads: query heads, and the key/value heads that they share.
         head_dim: elements per head.
         rms_norm_eps: of every norm.
-        max_positions: longest sequence the model was made for.
+        max_positions: longest sequence that it is run with.
         rope: its rotation.
         tie_embeddings: whether the output head is the embedding.
         dtype: what the checkpoint says its weights are, such as ``"bfloat16"``.
@@ -98,6 +98,8 @@ class ModelConfig:
         moe: its mixture of experts, if it has one.
         mla: its latent attention, if it has that instead of grouped queries.
         quantization: of its weights, if they are quantised.
+        sliding_window: tokens that its attention sees, where that is what ``max_positions`` is: no
+            window is computed, and within it none is needed.
     """
 
     architecture: str
@@ -121,6 +123,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     quantization: Fp8Config | None = None
+    sliding_window: int | None = None
 
 
 class RawConfig:
@@ -202,19 +205,25 @@ def read_llama(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> Model
 
 
 def read_mistral(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    """MistralForCausalLM: Llama's arithmetic; a window as long as the context is none, and one is
-    4,096 tokens where the file leaves it out."""
+    """MistralForCausalLM: Llama's arithmetic; a window is 4,096 tokens where the file leaves it
+    out."""
     raw = RawConfig({"sliding_window": 4096, **raw.fields}, raw.source)
-    config = read_decoder(raw, architecture, eos, {})
-    refuse_window(raw, config)
-    return config
+    return within_window(raw, read_decoder(raw, architecture, eos, {}))
 
 
-def refuse_window(raw: RawConfig, config: ModelConfig) -> None:
-    """Raises CheckpointError for a sliding window that is shorter than the context."""
-    window = raw.get("sliding_window", int)
-    if window is not None and window < config.max_positions:
-        raise raw.refuse("sliding_window", window, "attention to the whole context")
+def within_window(raw: RawConfig, config: ModelConfig) -> ModelConfig:
+    """The model with sequences that are no longer than its sliding window, if it has one: every
+    token of them sees all tokens before it.
+
+    Raises:
+        CheckpointError: a window of no token.
+    """
+    if raw.fields.get("sliding_window") is None:
+        return config
+    window = raw.count("sliding_window")
+    if window >= config.max_positions:
+        return config
+    return replace(config, max_positions=window, sliding_window=window)
 
 
 def read_seed_oss(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
@@ -237,11 +246,8 @@ def read_internlm3(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> M
 
 
 def read_phi3(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    """Phi3ForCausalLM (Phi-3, 3.5, 4): Llama's arithmetic, a part of each head rotated; a window
-    as long as the context is none."""
-    config = read_decoder(raw, architecture, eos, {})
-    refuse_window(raw, config)
-    return config
+    """Phi3ForCausalLM (Phi-3, 3.5, 4): Llama's arithmetic, a part of each head rotated."""
+    return within_window(raw, read_decoder(raw, architecture, eos, {}))
 
 
 def read_qwen2(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:

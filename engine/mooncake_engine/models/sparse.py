@@ -15,7 +15,7 @@ from mooncake_engine.models.hf_config import (
     RawConfig,
     read_decoder,
     read_qwen3,
-    refuse_window,
+    within_window,
 )
 from mooncake_engine.models.layers import ParallelContext
 from mooncake_engine.models.mlp import (
@@ -136,9 +136,7 @@ class MixtralDecoder(SparseDecoder):
 def read_mixtral(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
     """MixtralForCausalLM: experts in every layer, weights of the chosen ones add up to one."""
     moe = MoeConfig(read_routing(raw, ("num_local_experts",)), raw.count("intermediate_size"))
-    config = read_decoder(raw, architecture, eos, {"moe": moe})
-    refuse_window(raw, config)
-    return config
+    return within_window(raw, read_decoder(raw, architecture, eos, {"moe": moe}))
 
 
 def read_qwen3_moe(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:

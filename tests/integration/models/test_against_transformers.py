@@ -19,6 +19,8 @@ from mooncake_hal.registry import Registry
 
 PROMPT_LENGTHS = (1, 5, 16, 17, 33, 130)
 NEW_TOKENS = 12
+LONGEST = max(PROMPT_LENGTHS) + NEW_TOKENS - 1
+"""Tokens that the model is given of the longest sequence: its last one sees a window of as many."""
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -71,6 +73,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True}),
     ("qwen3", {"num_key_value_heads": 8}),
     ("mistral", {"sliding_window": None, "head_dim": 24}),
+    ("mistral", {"sliding_window": LONGEST}),
+    ("phi3", {"sliding_window": LONGEST}),
+    ("mixtral", {"sliding_window": LONGEST}),
     ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
     ("mixtral", {}),
     ("mixtral", {"num_experts_per_tok": 1, "num_local_experts": 3}),

@@ -153,6 +153,20 @@ def test_a_length_that_the_model_lacks_is_refused_before_anything_is_measured(
         make_plan(config, backend)
 
 
+def test_a_model_with_a_sliding_window_is_served_within_it(
+    tmp_path: Path, backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Phi-3-mini-4k and Mistral-7B-v0.1, as vLLM with --disable-sliding-window."""
+    model = write_checkpoint(random_model("phi3", sliding_window=64), tmp_path)
+    config = EngineConfig(model, num_kv_blocks=10)
+    assert make_plan(replace(config, max_model_len=64), backend).max_model_len == 64
+    assert not caplog.records
+    with pytest.raises(ConfigError, match=r"a sliding window of 64 tokens.*--max-model-len 64 or"):
+        make_plan(replace(config, max_model_len=65), backend)
+    assert make_plan(config, backend).max_model_len == 64
+    assert "limited to the 64 tokens of the model's sliding window" in caplog.text
+
+
 def test_a_pool_to_be_measured_has_no_size_in_the_plan(model: Path, backend: Backend) -> None:
     config = EngineConfig(model, memory_utilization=0.5, max_num_batched_tokens=64, max_num_seqs=2)
     plan = make_plan(config, backend)

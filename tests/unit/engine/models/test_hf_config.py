@@ -26,6 +26,8 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": [7, 9],
 }
 
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
 
 def write(directory: Path, **changes: Any) -> Path:
     fields = {**LLAMA, **changes}
@@ -70,6 +72,32 @@ def test_a_sequence_is_no_longer_than_a_chunk_of_dual_chunk_attention(tmp_path: 
     assert read_model_config(write(tmp_path, **fields)).max_positions == 262144
     with pytest.raises(CheckpointError, match="dual_chunk_attention_config lacks 'chunk_size'"):
         read_model_config(write(tmp_path, dual_chunk_attention_config={"local_size": 8192}))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "window"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 64}, 64),
+        ("Phi3ForCausalLM", {"sliding_window": 64}, 64),
+        ("MixtralForCausalLM", {"sliding_window": 64, **EXPERTS}, 64),
+        ("MistralForCausalLM", {"max_position_embeddings": 32768}, 4096),
+        ("MistralForCausalLM", {"sliding_window": 256}, None),
+        ("MistralForCausalLM", {"sliding_window": None}, None),
+        ("Phi3ForCausalLM", {}, None),
+    ],
+)
+def test_a_sequence_is_no_longer_than_a_sliding_window(
+    architecture: str, fields: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
+    config = read_model_config(write(tmp_path, architectures=[architecture], **fields))
+    assert config.sliding_window == window
+    assert config.max_positions == (window or LLAMA["max_position_embeddings"])
+
+
+def test_a_window_has_tokens(tmp_path: Path) -> None:
+    directory = write(tmp_path, architectures=["MistralForCausalLM"], sliding_window=0)
+    with pytest.raises(CheckpointError, match="'sliding_window' must be at least 1, found 0"):
+        read_model_config(directory)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
