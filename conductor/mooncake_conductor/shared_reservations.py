@@ -8,7 +8,7 @@ or with its owner, once that is gone.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
@@ -19,6 +19,9 @@ from mooncake_conductor.reservations import (
     ReservationEvent,
     Stage,
 )
+
+# What a snapshot tells at once: with the keys of usual prompts less than 200 kB.
+PORTION = 64
 
 
 class Reserved(Struct, tag="reserved", frozen=True):
@@ -90,13 +93,24 @@ class ReservationExchange:
 
     def snapshot(self, now: float) -> list[ReservationChange]:
         """All that this conductor has reserved, and how far it has come."""
-        told: list[ReservationChange] = []
-        for made in self._book.of_owner(self._owner):
-            told.append(self._reserved(made, now))
-            if made.stage is not Stage.PREFILLING:
-                is_decoding = made.stage is Stage.DECODING
-                event = ReservationEvent.JOINED if is_decoding else ReservationEvent.PREFILLED
-                told.append(self._moved(event, made))
+        return [change for portion in self.portions(lambda: now) for change in portion]
+
+    def portions(self, now: Callable[[], float]) -> Iterator[list[ReservationChange]]:
+        """The same, little by little: each portion is as things are when it is asked for."""
+        mine = self._book.of_owner(self._owner)
+        for start in range(0, len(mine), PORTION):
+            told: list[ReservationChange] = []
+            for made in mine[start : start + PORTION]:
+                if self._book.get(made.request.request_id) is made:
+                    told += self._told_whole(made, now())
+            yield told
+
+    def _told_whole(self, made: Reservation, now: float) -> list[ReservationChange]:
+        told: list[ReservationChange] = [self._reserved(made, now)]
+        if made.stage is not Stage.PREFILLING:
+            is_decoding = made.stage is Stage.DECODING
+            event = ReservationEvent.JOINED if is_decoding else ReservationEvent.PREFILLED
+            told.append(self._moved(event, made))
         return told
 
     def follow(
@@ -109,14 +123,14 @@ class ReservationExchange:
     ) -> list[tuple[Reservation, ReservationEvent]]:
         """Apply what another conductor has told; returns whose prefill, or decoding, has begun or
         ended, for who believes instances to hold what they worked on. Of a snapshot much is known
-        already."""
+        already; what is known to be elsewhere is placed anew, as news of that was lost."""
         applied = []
         for change in changes:
             made = self._book.get(change.request_id)
             if made is not None and made.request.owner != owner:
                 continue
             if isinstance(change, Reserved):
-                if made is None or not is_snapshot:
+                if made is None or not (is_snapshot and self._is_where(made, change)):
                     self._reserve(owner, change, now)
             elif made is not None and not (is_snapshot and _has_come_to(made, change.event)):
                 applied.append((made, change.event))
@@ -181,6 +195,10 @@ class ReservationExchange:
         )
         made = Reservation(request, choice, decode, now + told.lifetime_s, now + told.ttft)
         self._book.reserve(made, now)
+
+    def _is_where(self, made: Reservation, told: Reserved) -> bool:
+        slots = self._slot_of(told.prefill), self._slot_of(told.decode)
+        return slots == (made.choice.slot, made.decode_slot)
 
     def _move(self, change: Moved, now: float) -> None:
         book, request_id = self._book, change.request_id

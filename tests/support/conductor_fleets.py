@@ -9,9 +9,11 @@ from mooncake_conductor.cost.latency_model import LatencyModel
 from mooncake_conductor.fleet import Fleet, InstanceSpec, Role
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.policies.situation import RoutingRequest, Situation
+from mooncake_conductor.shared_reservations import ReservationExchange
 
 LATENCY = LatencyModel(0.1, 1e-4, 1e-9, 0.02, 1e-4, 3e-8)
 CHUNK = 512
+NAMES = ["p0", "p1", "p2", "d0", "d1"]
 
 
 def make_fleet(num_prefill: int, num_decode: int = 1, link_gb_s: float = 10.0, **spec) -> Fleet:
@@ -44,3 +46,35 @@ def situation(conductor: Conductor, request: RoutingRequest, now: float) -> Situ
 
 def hold(conductor: Conductor, slot: int, num_chunks: int, tier: Tier = Tier.DEVICE) -> None:
     conductor.index.stored(slot, tier, range(num_chunks))
+
+
+class Member:
+    """One conductor of several, with its own numbers of the same instances."""
+
+    def __init__(self, owner: str, names: list[str]) -> None:
+        fleet = Fleet(8, chunk_tokens=CHUNK, kv_bytes_per_token=327_680, num_layers=80)
+        self.conductor = Conductor(fleet, ConductorSettings(), random.Random(1))
+        self.slots = {
+            name: self.conductor.add(
+                InstanceSpec(name, Role.PREFILL if name[0] == "p" else Role.DECODE, LATENCY)
+            )
+            for name in names
+        }
+        self.owner = owner
+        self.exchange = ReservationExchange(self.conductor.book, owner, fleet.names, self.slots.get)
+
+    def loads(self, now: float) -> dict[str, tuple[float, float]]:
+        """Seconds of queue, or sequences, by name."""
+        fleet, ledger = self.conductor.fleet, self.conductor.ledger
+        seconds = dict(
+            zip(
+                fleet.prefill_slots.tolist(),
+                fleet.queues.seconds(fleet.prefill_slots, now),
+                strict=True,
+            )
+        )
+        bound = dict(zip(fleet.decode_slots.tolist(), ledger.reserved().num_sequences, strict=True))
+        return {
+            name: (round(float(seconds.get(slot, 0.0)), 6), float(bound.get(slot, 0.0)))
+            for name, slot in self.slots.items()
+        }

@@ -2,7 +2,8 @@
 
 Each worker has the whole view: its own numbers exactly, those of the others at most PUBLISH_S old
 (power-of-two choice keeps them from all choosing the same idle instance meanwhile). Messages go
-through the parent, one datagram each, in order.
+through the parent, one datagram each, in order. A worker that does not read in time misses some;
+so loads, counters and what is reserved are told again and again.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from mooncake_proxy.routing.model_routers import ModelRouters
 from mooncake_proxy.routing.retries import SuspectBodies
 
 if TYPE_CHECKING:
-    from mooncake_proxy.routing.reservation_sharing import ReservationNews, ReservationSharing
+    from mooncake_proxy.routing.reservation_sharing import ReservationSharing, WorkerReports
 
 logger = logging.getLogger(__name__)
 PUBLISH_S = 0.02
 COUNTS_EVERY = 25
+SNAPSHOT_EVERY = 100
 MAX_MESSAGE_BYTES = 200_000
 # Rows of metrics in one message: with long labels and all numbers of a histogram they fit.
 ROWS_PER_MESSAGE = 200
@@ -54,10 +56,11 @@ class WorkerLoads(Struct, tag="loads"):
 
 
 class WorkerCounts(Struct, tag="counts"):
-    """Counters of one worker since its start, in as many messages as they need."""
+    """Counters of one worker since its start, in as many messages as they need, from part 0."""
 
     worker: int
     counts: MetricsSnapshot
+    part: int
     is_last: bool
 
 
@@ -91,11 +94,11 @@ class UsageMessage(Struct, tag="usage"):
 
 
 class ReservationMessage(Struct, tag="reservations"):
-    """What one worker has reserved: `ReservationNews`, unread."""
+    """What one worker has reserved: `ReservationReport`, unread."""
 
     worker: int
     owner: str
-    news: Raw
+    report: Raw
 
 
 class PeerNews(Struct, tag="peer"):
@@ -140,6 +143,7 @@ class WorkerLink:
         self._admission: AdmissionQueue | None = None
         self._limits: RateLimits | None = None
         self._sharing: ReservationSharing | None = None
+        self._reports: WorkerReports | None = None
         # Takes what other workers were told by proxies on other hosts.
         self.on_peer_news: Callable[[bytes], None] = _ignore
         # Takes what instances have announced to other workers.
@@ -150,8 +154,8 @@ class WorkerLink:
         self._parent = os.getppid()
         self._loads: dict[int, WorkerLoads] = {}
         self._counts: dict[int, MetricsSnapshot] = {}
-        # Of which the last message has not come yet.
-        self._partial_counts: dict[int, MetricsSnapshot] = {}
+        # Of which the last message has not come yet, and how many have.
+        self._partial_counts: dict[int, tuple[MetricsSnapshot, int]] = {}
         self._published = WorkerLoads(worker, {}, 0, 0)
 
     def open(self, routers: ModelRouters, admission: AdmissionQueue, limits: RateLimits) -> None:
@@ -164,7 +168,7 @@ class WorkerLink:
         routers.first.suspects.publish = self._publish_loss
         self._sharing = routers.share_reservations()
         if self._sharing is not None:
-            self._sharing.tell(self._send_news)
+            self._reports = self._sharing.report_to(self._send_report)
         self._link.setblocking(False)
         asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
         self._read()  # what was changed before this worker started
@@ -175,19 +179,23 @@ class WorkerLink:
         self._link.close()
 
     async def run(self) -> None:
-        """Publish loads when they change, counts now and then."""
+        """Publish loads when they change, and all that counts now and then."""
         for turn in range(2**62):
             await asyncio.sleep(PUBLISH_S)
-            self._publish_loads()
+            self._publish_loads(is_due=turn % COUNTS_EVERY == 0)
             if self._limits is not None and (usage := self._limits.spent()):
                 self._send(UsageMessage(usage))
             if turn % COUNTS_EVERY == 0 and self._metrics is not None:
                 self._check_parent()
-                for part, is_last in split_snapshot(self._metrics.snapshot()):
-                    self._send(WorkerCounts(self.worker, part, is_last))
+                for number, (part, is_last) in enumerate(split_snapshot(self._metrics.snapshot())):
+                    self._send(WorkerCounts(self.worker, part, number, is_last))
+            if self._reports is not None:
+                if turn % SNAPSHOT_EVERY == 0:
+                    self._reports.begin_snapshot()
+                self._reports.send_portion()
 
-    def _send_news(self, news: ReservationNews) -> None:
-        self._send(ReservationMessage(self.worker, news.owner, Raw(encode_message(news))))
+    def _send_report(self, owner: str, report: bytes) -> None:
+        self._send(ReservationMessage(self.worker, owner, Raw(report)))
 
     def send_peer_news(self, body: bytes) -> None:
         """Have the other workers take what a proxy on another host has told this one."""
@@ -224,7 +232,7 @@ class WorkerLink:
         """Requests in the other workers' queues."""
         return sum(loads.waiting for loads in self._loads.values())
 
-    def _publish_loads(self) -> None:
+    def _publish_loads(self, *, is_due: bool) -> None:
         assert self._pools is not None
         assert self._admission is not None
         busy = [i for i in self._pools if i.num_running]
@@ -233,7 +241,7 @@ class WorkerLink:
             own[rank.name] = (rank.num_running, rank.num_prompt_tokens)
         admission = self._admission
         loads = WorkerLoads(self.worker, own, admission.num_running, admission.num_waiting)
-        if loads != self._published:
+        if is_due or loads != self._published:
             self._published = loads
             self._send(loads)
 
@@ -288,7 +296,7 @@ class WorkerLink:
             self.on_peer_news(bytes(message.body))
         elif self._sharing is not None:
             self._owners[message.worker] = message.owner
-            self._sharing.take(message.news)
+            self._sharing.take(message.report)
 
     def _forget(self, worker: int) -> None:
         """Its load is gone, and what it had reserved; its counters stay."""
@@ -299,11 +307,17 @@ class WorkerLink:
             self._sharing.forget(owner)
 
     def _take_counts(self, message: WorkerCounts) -> None:
-        found = self._partial_counts.setdefault(message.worker, {})
+        found, num_parts = self._partial_counts.pop(message.worker, ({}, 0))
+        if message.part == 0:
+            found = {}
+        elif message.part != num_parts:
+            return  # one was lost: the next ones have all
         for name, rows in message.counts.items():
             found.setdefault(name, []).extend(rows)
         if message.is_last:
-            self._counts[message.worker] = self._partial_counts.pop(message.worker)
+            self._counts[message.worker] = found
+        else:
+            self._partial_counts[message.worker] = (found, message.part + 1)
 
     def _follow(self, change: MembershipChange) -> None:
         assert self._pools is not None

@@ -171,6 +171,12 @@ class ConductorRouting:
         fleets = ((False, self.pairs), (True, self.whole))
         return [(is_whole, fleet.exchange.snapshot(now)) for is_whole, fleet in fleets]
 
+    def portions(self) -> Iterator[tuple[bool, list[ReservationChange]]]:
+        """The same, little by little, each portion as things are when it is asked for."""
+        for is_whole, fleet in ((False, self.pairs), (True, self.whole)):
+            for changes in fleet.exchange.portions(self._now):
+                yield is_whole, changes
+
     def retain(self, owner: str, request_ids: Collection[str]) -> None:
         """Another proxy process has reserved this, and nothing else."""
         for fleet in (self.pairs, self.whole):

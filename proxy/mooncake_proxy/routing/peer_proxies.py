@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
-from msgspec import Struct
 
 from mooncake_proxy.api.admin_routes import RESERVATIONS_PATH
 from mooncake_proxy.errors import UNREADABLE, BadRequest, Forbidden, UpstreamError
@@ -25,7 +24,12 @@ from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.signed_head import is_signed, signed_digest, signed_head
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.routing.conductor_fleet import OWNER
-from mooncake_proxy.routing.reservation_sharing import ReservationNews, ReservationSharing
+from mooncake_proxy.routing.reservation_sharing import (
+    HeardReports,
+    ReservationNews,
+    ReservationReport,
+    ReservationSharing,
+)
 
 logger = logging.getLogger(__name__)
 # `OWNER.NUMBER.SHA256-OF-BODY.HMAC`, all but the owner as hex.
@@ -41,30 +45,16 @@ MAX_MESSAGE_BYTES = 120_000
 MAX_OWNERS = 4096
 
 
-class PeerMessage(Struct):
-    """What one process tells, `number` by number. A snapshot may take several messages; what is not
-    in it has ended."""
-
-    owner: str
-    number: int
-    begins_snapshot: bool = False
-    ends_snapshot: bool = False
-    news: list[ReservationNews] = []
-
-
 _encode = msgspec.json.Encoder().encode
-_decoder = msgspec.json.Decoder(PeerMessage)
+_decoder = msgspec.json.Decoder(ReservationReport)
 
 
 @dataclass(slots=True)
-class _Owner:
+class _Owner(HeardReports):
     """A process of another proxy."""
 
-    number: int = -1
     heard_at: float = 0.0
     is_gone: bool = False
-    # Of the snapshot that it is sending.
-    named: set[str] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +124,7 @@ class PeerProxies:
                     await asyncio.sleep(HEARTBEAT_S)
                     break
 
-    def _messages(self, peer: _Peer) -> Iterator[PeerMessage]:
+    def _messages(self, peer: _Peer) -> Iterator[ReservationReport]:
         pending, peer.pending = peer.pending, []
         is_snapshot = peer.wants_snapshot or self._now() - peer.told_at > SNAPSHOT_S
         if is_snapshot:  # which has what was pending
@@ -142,13 +132,13 @@ class PeerProxies:
             pending = self._sharing.snapshot()
         parts = list(_in_parts(pending))
         for position, part in enumerate(parts):
-            message = PeerMessage(OWNER, peer.number, news=part)
+            message = ReservationReport(OWNER, peer.number, is_snapshot=is_snapshot, news=part)
             message.begins_snapshot = is_snapshot and position == 0
             message.ends_snapshot = is_snapshot and position == len(parts) - 1
             peer.number += 1
             yield message
 
-    async def _post(self, peer: _Peer, message: PeerMessage) -> bool:
+    async def _post(self, peer: _Peer, message: ReservationReport) -> bool:
         body = _encode(message)
         origin = peer.origin
         signed = signed_head(self._secret, f"{message.owner}.{message.number:x}", body)
@@ -191,22 +181,12 @@ class PeerProxies:
         except UNREADABLE as exc:
             raise BadRequest(f"reservations: {exc}") from exc
         owner = self._owners.setdefault(message.owner, _Owner())
-        if message.owner == OWNER or message.number <= owner.number:
+        if message.owner == OWNER or not owner.take(message, self._sharing):
             return  # its own, or one that was taken before
-        owner.number, owner.heard_at, owner.is_gone = message.number, self._now(), False
+        owner.heard_at, owner.is_gone = self._now(), False
         self._owners.move_to_end(message.owner)
         while len(self._owners) > MAX_OWNERS:
             self._sharing.forget(self._owners.popitem(last=False)[0])
-        if message.begins_snapshot:
-            owner.named = set()
-        for news in message.news:
-            if news.owner == message.owner:
-                named = self._sharing.follow(news, is_snapshot=owner.named is not None)
-                if owner.named is not None:
-                    owner.named |= named
-        if message.ends_snapshot and owner.named is not None:
-            self._sharing.retain(message.owner, owner.named)
-            owner.named = None
 
     async def _expire(self) -> None:
         while True:

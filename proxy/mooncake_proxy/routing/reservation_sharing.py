@@ -1,14 +1,17 @@
 """Reservations of this proxy process, told to the others that serve the same instances.
 
-Imported only where there is a conductor: it needs numpy.
+A report may be lost: they are numbered, and now and then all that is reserved is told. What a
+snapshot does not name has ended, unless a report was lost since it began. Imported only where there
+is a conductor: it needs numpy.
 """
 
 from __future__ import annotations
 
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Raw, Struct
@@ -34,8 +37,48 @@ class ReservationNews(Struct, tag="reservations"):
     changes: Raw
 
 
+class ReservationReport(Struct):
+    """What one process tells, `number` by number. A snapshot may take several reports, with others
+    between them; what is in none of them has ended."""
+
+    owner: str
+    number: int
+    begins_snapshot: bool = False
+    is_snapshot: bool = False
+    ends_snapshot: bool = False
+    news: list[ReservationNews] = []
+
+
+@dataclass(slots=True)
+class HeardReports:
+    """What has come of another process's reports."""
+
+    number: int = -1
+    # By the snapshot that it is sending, and since that began.
+    named: set[str] | None = None
+
+    def take(self, report: ReservationReport, sharing: ReservationSharing) -> bool:
+        """Apply one; False for one that is no news."""
+        if report.number <= self.number:
+            return False
+        if report.number != self.number + 1:
+            self.named = None  # what was lost may have named more
+        self.number = report.number
+        if report.begins_snapshot:
+            self.named = set()
+        for news in report.news:
+            if news.owner == report.owner:
+                named = sharing.follow(news, is_snapshot=report.is_snapshot)
+                if self.named is not None:
+                    self.named |= named
+        if report.ends_snapshot and self.named is not None:
+            sharing.retain(report.owner, self.named)
+            self.named = None
+        return True
+
+
 _encode = msgspec.json.Encoder().encode
-_news_decoder = msgspec.json.Decoder(ReservationNews)
+_report_decoder = msgspec.json.Decoder(ReservationReport)
 _decoder = msgspec.json.Decoder(list[ReservationChange])
 
 
@@ -47,15 +90,22 @@ class ReservationSharing:
         self._loop = loop
         self._listeners: list[Callable[[ReservationNews], None]] = []
         self._pending: dict[tuple[str, bool], list[ReservationChange]] = {}
+        # By owner: the other workers of this proxy.
+        self._heard: dict[str, HeardReports] = {}
         routers.on_router(self._join)
 
     def tell(self, send: Callable[[ReservationNews], None]) -> None:
         """One more that takes messages for others."""
         self._listeners.append(send)
 
+    def report_to(self, send: Callable[[str, bytes], None]) -> WorkerReports:
+        """Other workers of this proxy, to whom `send` takes an owner's reports."""
+        return WorkerReports(self, send)
+
     def take(self, message: Raw) -> None:
-        """What another process has sent."""
-        self.follow(_news_decoder.decode(message))
+        """A report of another worker."""
+        report = _report_decoder.decode(message)
+        self._heard.setdefault(report.owner, HeardReports()).take(report, self)
 
     def follow(self, news: ReservationNews, *, is_snapshot: bool = False) -> set[str]:
         """What another process has reserved; the requests' ids. Of a model without instances here,
@@ -76,6 +126,14 @@ class ReservationSharing:
             for news in _in_parts(router.model, is_whole, changes)
         ]
 
+    def portions(self) -> Iterator[list[ReservationNews]]:
+        """The same, little by little; what was told before a portion is not told after it."""
+        for router in self._routers:
+            if router.conductor is not None:
+                for is_whole, changes in router.conductor.portions():
+                    self._flush()
+                    yield list(_in_parts(router.model, is_whole, changes))
+
     def retain(self, owner: str, request_ids: Collection[str]) -> None:
         """Another process has reserved this, and nothing else."""
         for router in self._routers:
@@ -84,6 +142,7 @@ class ReservationSharing:
 
     def forget(self, owner: str) -> None:
         """Another process is gone."""
+        self._heard.pop(owner, None)
         for router in self._routers:
             if router.conductor is not None:
                 router.conductor.forget(owner)
@@ -103,6 +162,50 @@ class ReservationSharing:
             for news in _in_parts(model, is_whole, changes):
                 for send in self._listeners:
                     send(news)
+
+
+class WorkerReports:
+    """What this process reserves, as reports for other workers, each as JSON; sent at once.
+
+    `send_portion` sends a part of a snapshot, of which one after the other is begun: as much as
+    the others can read meanwhile."""
+
+    def __init__(self, sharing: ReservationSharing, send: Callable[[str, bytes], None]) -> None:
+        self._sharing = sharing
+        self._send = send
+        self._number = 0
+        self._portions: Iterator[list[ReservationNews]] | None = None
+        sharing.tell(self._add)
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether a snapshot has begun and is not over."""
+        return self._portions is not None
+
+    def begin_snapshot(self) -> None:
+        """Unless the one before still lasts."""
+        if not self.is_telling:
+            self._portions = self._sharing.portions()
+            self._report(begins_snapshot=True)
+
+    def send_portion(self) -> None:
+        """Of the snapshot, if one has begun."""
+        if self._portions is None:
+            return
+        portion = next(self._portions, None)
+        if portion is None:
+            self._portions = None
+            self._report(ends_snapshot=True)
+            return
+        for news in portion:
+            self._report(is_snapshot=True, news=[news])
+
+    def _add(self, news: ReservationNews) -> None:
+        self._report(news=[news])
+
+    def _report(self, **fields: Any) -> None:
+        self._send(OWNER, _encode(ReservationReport(OWNER, self._number, **fields)))
+        self._number += 1
 
 
 def _in_parts(

@@ -26,7 +26,8 @@ from mooncake_proxy.ops.worker_link import PeerNews, WorkerLink, decode_message,
 from mooncake_proxy.proxy_options import build_parser, config_from
 from mooncake_proxy.routing import peer_proxies
 from mooncake_proxy.routing.conductor_fleet import OWNER
-from mooncake_proxy.routing.peer_proxies import HEADER, PeerMessage, PeerProxies
+from mooncake_proxy.routing.peer_proxies import HEADER, PeerProxies
+from mooncake_proxy.routing.reservation_sharing import ReservationReport
 
 SECRET = "what these proxies share"
 PATIENCE_S = 60.0
@@ -141,17 +142,19 @@ def test_what_is_told_late_is_told_whole(secret: Path) -> None:
     uvloop.run(main())
 
 
-async def _told(s: Stand) -> PeerMessage:
+async def _told(s: Stand) -> ReservationReport:
     """A message of another process that has reserved what this one has."""
     sharing = s.app.routers.share_reservations()
     assert sharing is not None
     [news] = sharing.snapshot()
     changes = bytes(news.changes).replace(OWNER.encode(), b"another")
     told = type(news)("another", news.model, news.is_whole, msgspec.Raw(changes))
-    return PeerMessage("another", 0, news=[told])
+    return ReservationReport("another", 0, news=[told])
 
 
-async def _send(s: Stand, message: PeerMessage, *, secret: str = SECRET, body: bytes = b"") -> int:
+async def _send(
+    s: Stand, message: ReservationReport, *, secret: str = SECRET, body: bytes = b""
+) -> int:
     encoded = msgspec.json.encode(message)
     signed = signed_head(secret.encode(), f"{message.owner}.{message.number:x}", encoded)
     async with httpx.AsyncClient(base_url=s.url) as client:
@@ -181,7 +184,7 @@ def test_strangers_changed_messages_and_old_ones_change_nothing() -> None:
             told.number = 5
             assert await _send(s, told) == 200
             assert len(book) == 2
-            ended = PeerMessage("another", 6, begins_snapshot=True, ends_snapshot=True)
+            ended = ReservationReport("another", 6, begins_snapshot=True, ends_snapshot=True)
             assert await _send(s, ended) == 200
             assert len(book) == 1
             assert await _send(s, told) == 200, "an old message is no error"
@@ -204,12 +207,14 @@ def test_a_snapshot_keeps_what_is_in_it_and_ends_the_rest() -> None:
             news = told.news[0]
             more = bytes(news.changes).replace(b"another-", b"another-more-")
             second = type(news)("another", news.model, news.is_whole, msgspec.Raw(more))
-            peers.take(msgspec.json.encode(PeerMessage("another", 1, news=[second])))
+            peers.take(msgspec.json.encode(ReservationReport("another", 1, news=[second])))
             assert len(book) == 3
-            whole = PeerMessage("another", 2, begins_snapshot=True, news=[news])
+            whole = ReservationReport(
+                "another", 2, begins_snapshot=True, is_snapshot=True, news=[news]
+            )
             peers.take(msgspec.json.encode(whole))
             assert len(book) == 3, "the snapshot is not over"
-            peers.take(msgspec.json.encode(PeerMessage("another", 3, ends_snapshot=True)))
+            peers.take(msgspec.json.encode(ReservationReport("another", 3, ends_snapshot=True)))
             assert len(book) == 2
             assert book.get(kept.request.request_id) is kept, "it was not made anew"
             own.cancel()
@@ -283,7 +288,7 @@ def test_workers_pass_on_what_one_of_them_was_told() -> None:
             await until(lambda: len(book) == 2)
             passed_on = decode_message(ours.recv(1 << 20))
             assert isinstance(passed_on, PeerNews)
-            again = msgspec.json.decode(bytes(passed_on.body), type=PeerMessage)
+            again = msgspec.json.decode(bytes(passed_on.body), type=ReservationReport)
             again.number, again.begins_snapshot, again.ends_snapshot, again.news = 9, True, True, []
             ours.send(encode_message(PeerNews(msgspec.Raw(msgspec.json.encode(again)))))
             await until(lambda: len(book) == 1)

@@ -6,15 +6,18 @@ import asyncio
 import socket
 from contextlib import AsyncExitStack
 
+import pytest
 import uvloop
 from support.proxy_conductor import conductor_of, settings
 from support.proxy_fakes import Stand, stand
 from support.proxy_fakes_client import BODY, post
 
+from mooncake_proxy.ops import worker_link
 from mooncake_proxy.ops.worker_link import (
     ReservationMessage,
     WorkerGone,
     WorkerLink,
+    WorkerLoads,
     decode_message,
     encode_message,
 )
@@ -37,8 +40,8 @@ async def received(link: socket.socket, s: Stand) -> list[ReservationMessage]:
 
 def as_other(message: ReservationMessage) -> bytes:
     """The same as if another process had sent it."""
-    told = bytes(message.news).replace(message.owner.encode(), b"another")
-    return encode_message(ReservationMessage(7, "another", type(message.news)(told)))
+    told = bytes(message.report).replace(message.owner.encode(), b"another")
+    return encode_message(ReservationMessage(7, "another", type(message.report)(told)))
 
 
 def test_reservations_reach_the_others_and_theirs_count_here() -> None:
@@ -60,12 +63,47 @@ def test_reservations_reach_the_others_and_theirs_count_here() -> None:
             await asyncio.sleep(0.05)
             assert len(fleet.book) == 2
             assert (await asked).status_code == 200
-            told = b"".join(bytes(each.news) for each in await received(ours, s))
+            told = b"".join(bytes(each.report) for each in await received(ours, s))
             assert b'"finished"' in told
             assert b"another" not in told, "what others reserve is told by them alone"
             assert len(fleet.book) == 1
             ours.send(encode_message(WorkerGone(7)))
             await asyncio.sleep(0.05)
             assert len(fleet.book) == 0
+
+    uvloop.run(main())
+
+
+def test_loads_and_reservations_are_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was lost on the way, as a worker did not read in time, is known soon."""
+    monkeypatch.setattr(worker_link, "COUNTS_EVERY", 2)
+    monkeypatch.setattr(worker_link, "SNAPSHOT_EVERY", 3)
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as stack:
+            s = await stack.enter_async_context(stand(1, 1, **settings("cost")))
+            link = WorkerLink(0, theirs)
+            link.open(s.app.routers, s.app.admission, s.app.process.tenants.limits)
+            stack.callback(ours.close)
+            stack.callback(link.close)
+            s.prefill.behaviour.hangs = True
+            asked = asyncio.ensure_future(post(s, BODY | {"prompt": list(range(640))}))
+            await received(ours, s)
+            telling = asyncio.ensure_future(link.run())
+            loads: list[WorkerLoads] = []
+            snapshot = b""
+            while len(loads) < 3 or b'"reserved"' not in snapshot:
+                message = decode_message(await loop.sock_recv(ours, 1 << 20))
+                if isinstance(message, WorkerLoads):
+                    loads.append(message)
+                elif isinstance(message, ReservationMessage):
+                    snapshot += bytes(message.report)
+            assert loads[-1] == loads[-2]
+            assert b'"begins_snapshot":true' in snapshot
+            telling.cancel()
+            asked.cancel()
 
     uvloop.run(main())

@@ -2,55 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
-from support.conductor_fleets import CHUNK, LATENCY, ask
+from support.conductor_fleets import NAMES, Member, ask
 
-from mooncake_conductor.conductor import Conductor, ConductorSettings
-from mooncake_conductor.fleet import Fleet, InstanceSpec, Role
-from mooncake_conductor.shared_reservations import (
-    Moved,
-    ReservationChange,
-    ReservationExchange,
-    Reserved,
-)
-
-NAMES = ["p0", "p1", "p2", "d0", "d1"]
-
-
-class Member:
-    """One conductor of several, with its own numbers of the same instances."""
-
-    def __init__(self, owner: str, names: list[str]) -> None:
-        fleet = Fleet(8, chunk_tokens=CHUNK, kv_bytes_per_token=327_680, num_layers=80)
-        self.conductor = Conductor(fleet, ConductorSettings(), random.Random(1))
-        self.slots = {
-            name: self.conductor.add(
-                InstanceSpec(name, Role.PREFILL if name[0] == "p" else Role.DECODE, LATENCY)
-            )
-            for name in names
-        }
-        self.owner = owner
-        self.exchange = ReservationExchange(self.conductor.book, owner, fleet.names, self.slots.get)
-
-    def loads(self, now: float) -> dict[str, tuple[float, float]]:
-        """Seconds of queue, or sequences, by name."""
-        fleet, ledger = self.conductor.fleet, self.conductor.ledger
-        seconds = dict(
-            zip(
-                fleet.prefill_slots.tolist(),
-                fleet.queues.seconds(fleet.prefill_slots, now),
-                strict=True,
-            )
-        )
-        bound = dict(zip(fleet.decode_slots.tolist(), ledger.reserved().num_sequences, strict=True))
-        return {
-            name: (round(float(seconds.get(slot, 0.0)), 6), float(bound.get(slot, 0.0)))
-            for name, slot in self.slots.items()
-        }
+from mooncake_conductor.shared_reservations import Moved, ReservationChange, Reserved
 
 
 def connect(first: Member, second: Member, clock: list[float]) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+
+import pytest
+
 from mooncake_proxy.ops.proxy_metrics import ProxyMetrics
 from mooncake_proxy.ops.worker_link import (
     MAX_MESSAGE_BYTES,
     ChangeLog,
     WorkerCounts,
+    WorkerLink,
     encode_message,
     split_snapshot,
 )
@@ -22,7 +27,10 @@ def test_counters_of_many_instances_fit_into_messages() -> None:
         metrics.stage_seconds.observe(0.123456789, "prefill", name)
     parts = list(split_snapshot(metrics.snapshot()))
     assert [is_last for _, is_last in parts] == [False] * (len(parts) - 1) + [True]
-    assert max(len(encode_message(WorkerCounts(1, *part))) for part in parts) < MAX_MESSAGE_BYTES
+    assert (
+        max(len(encode_message(WorkerCounts(1, part[0], 0, part[1]))) for part in parts)
+        < MAX_MESSAGE_BYTES
+    )
     total = ProxyMetrics.sum_of([part for part, _ in parts])
     assert len(total.attempts.values) == len(total.stage_seconds.series) == 2000
 
@@ -63,3 +71,26 @@ def test_counts_of_instances_that_are_gone_are_dropped_after_a_while() -> None:
     metrics.forget_instances({"kept"}, now=301.0)
     assert [values[0] for values in metrics.attempts.values] == ["kept"]
     assert [values[1] for values in metrics.stage_seconds.series] == ["kept"]
+
+
+@pytest.mark.parametrize("lost", [{0}, {1}, {2}, {0, 2}])
+def test_counters_of_which_a_message_is_lost_stay_as_they_were(lost: set[int]) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    link = WorkerLink(0, ours)
+
+    def told(round_: int, without: set[int]) -> None:
+        for part in range(3):
+            if part not in without:
+                counts = {"total": [[[f"i{part}"], round_]]}
+                link._take(WorkerCounts(1, counts, part, part == 2))
+
+    def rows(round_: int) -> list[object]:
+        return [{"total": [[[f"i{part}"], round_] for part in range(3)]}]
+
+    told(1, set())
+    told(2, lost)
+    assert link.counts_of_others() == rows(1)
+    told(3, set())
+    assert link.counts_of_others() == rows(3)
+    ours.close()
+    theirs.close()
