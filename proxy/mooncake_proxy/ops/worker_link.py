@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import socket
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -148,6 +148,8 @@ class WorkerLink:
         self.on_peer_news: Callable[[bytes], None] = _ignore
         # Takes what instances have announced to other workers.
         self.on_registration: Callable[[MembershipChange], object] = _ignore
+        # Changes of the pool that the parent had no room for yet, in order.
+        self._unsent: deque[ChangeMessage] = deque(maxlen=MAX_CHANGED_URLS)
         # Of the other workers' reservations.
         self._owners: dict[int, str] = {}
         self._suspects: SuspectBodies | None = None
@@ -182,6 +184,7 @@ class WorkerLink:
         """Publish loads when they change, and all that counts now and then."""
         for turn in range(2**62):
             await asyncio.sleep(PUBLISH_S)
+            self._send_changes()
             self._publish_loads(is_due=turn % COUNTS_EVERY == 0)
             if self._limits is not None and (usage := self._limits.spent()):
                 self._send(UsageMessage(usage))
@@ -213,7 +216,13 @@ class WorkerLink:
 
     def broadcast(self, change: MembershipChange) -> None:
         """Have the other workers repeat this change."""
-        self._send(ChangeMessage(change))
+        self._unsent.append(ChangeMessage(change))
+        self._send_changes()
+
+    def _send_changes(self) -> None:
+        """Until all are sent: nothing else tells the others of them."""
+        while self._unsent and self._send(self._unsent[0]):
+            self._unsent.popleft()
 
     @property
     def leads(self) -> bool:
@@ -245,17 +254,20 @@ class WorkerLink:
             self._published = loads
             self._send(loads)
 
-    def _send(self, message: WorkerMessage) -> None:
+    def _send(self, message: WorkerMessage) -> bool:
+        """False where there is no room for it."""
         data = encode_message(message)
         if len(data) > MAX_MESSAGE_BYTES:
             logger.warning("message of %d bytes to other workers is too long, dropped", len(data))
-            return
+            return True
         try:
             self._link.send(data)
         except BlockingIOError:
-            logger.warning("other workers read too slowly, %s dropped", type(message).__name__)
+            logger.warning("other workers read too slowly, %s not sent", type(message).__name__)
+            return False
         except OSError as exc:
             logger.warning("cannot send to other workers: %s", exc)
+        return True
 
     def _read(self) -> None:
         while True:

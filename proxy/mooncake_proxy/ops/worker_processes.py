@@ -74,8 +74,10 @@ class WorkerSupervisor:
         self._links: dict[int, socket.socket] = {}
         self._pids: dict[int, int] = {}
         self._num_started = 0
-        # For workers that are started later.
+        # For workers that are started later, or have missed something.
         self._changes = ChangeLog()
+        # Workers that did not read in time, and who has ended since.
+        self._behind: dict[int, set[int]] = {}
         self._is_stopping = False
         self._selector = selectors.DefaultSelector()
 
@@ -89,6 +91,7 @@ class WorkerSupervisor:
             for key, _ in self._selector.select(POLL_S):
                 self._relay(key.data)
             self._reap_workers()
+            self._catch_up()
         self._reserved.close()
         return 0
 
@@ -147,11 +150,15 @@ class WorkerSupervisor:
         except (BlockingIOError, ConnectionError):
             return
         message = decode_message(data) if data else None
+        missed_by = self._send_to_others(sender, data)
         if isinstance(message, ChangeMessage):
             self._changes.note(message.change)
-        self._send_to_others(sender, data)
+            for worker in missed_by:
+                self._behind.setdefault(worker, set())
 
-    def _send_to_others(self, sender: int, data: bytes) -> None:
+    def _send_to_others(self, sender: int, data: bytes) -> list[int]:
+        """Returns who misses it."""
+        missed_by = []
         for worker, link in self._links.items():
             if worker == sender:
                 continue
@@ -159,6 +166,23 @@ class WorkerSupervisor:
                 link.send(data)
             except OSError as exc:
                 logger.warning("cannot send to worker %d: %s", worker, exc)
+                missed_by.append(worker)
+        return missed_by
+
+    def _tell_gone(self, ended: int) -> None:
+        for worker in self._send_to_others(ended, encode_message(WorkerGone(ended))):
+            self._behind.setdefault(worker, set()).add(ended)
+
+    def _catch_up(self) -> None:
+        """Tell who has missed changes of the pool, or that a worker ended: nothing else does."""
+        for worker, ended in tuple(self._behind.items()):
+            messages = [*self._changes.messages(), *map(WorkerGone, ended)]
+            try:
+                for message in messages:
+                    self._links[worker].send(encode_message(message))
+            except OSError:
+                continue  # it does not read yet
+            del self._behind[worker]
 
     def _reap_workers(self) -> None:
         """Reap ended workers; start new ones unless the proxy stops."""
@@ -170,7 +194,8 @@ class WorkerSupervisor:
             link = self._links.pop(worker)
             self._selector.unregister(link)
             link.close()
-            self._send_to_others(worker, encode_message(WorkerGone(worker)))
+            self._behind.pop(worker, None)
+            self._tell_gone(worker)
             if not self._is_stopping:
                 how = describe_exit(os.waitstatus_to_exitcode(status))
                 logger.error("worker %d died, %s: starting a new one", worker, how)
