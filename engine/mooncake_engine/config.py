@@ -133,7 +133,8 @@ class EngineConfig:
             metavar="TYPE",
             parse=read_dtype,
             help="data type of weights and activations: float32 (float), bfloat16, float16 (half); "
-            "auto: the checkpoint's if the backend has it",
+            "auto: the checkpoint's if the backend has it, for a float32 one the backend's best "
+            "where the device is not the host",
         ),
     )
     quantization: str | None = field(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,8 @@ from mooncake_engine.errors import CheckpointError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _SHOWN_NAMES = 5
+_FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+"""Types of unquantised weights, as safetensors calls them and as torch does."""
 
 
 class TensorFile(Protocol):
@@ -86,9 +90,15 @@ def open_tensors(path: Path, scales: Fp8Scales) -> Iterator[TensorFile]:
     if path.suffix == ".gguf":
         yield GGUFTensors(path)
         return
+    with _opened(path) as handle:
+        yield SafetensorsFile(handle, path, scales)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
     try:
         with safe_open(path, framework="pt") as handle:
-            yield SafetensorsFile(handle, path, scales)
+            yield handle
     except (SafetensorError, OSError) as exc:
         raise CheckpointError(f"{path} is damaged or not safetensors: {exc}") from exc
 
@@ -116,6 +126,23 @@ def locate_tensors(model_dir: Path) -> dict[str, Path]:
         f"{model_dir} holds no *.safetensors and no *.gguf; convert the checkpoint with "
         "transformers' save_pretrained, other formats are not read"
     )
+
+
+def prevailing_dtype(model_dir: Path) -> str | None:
+    """The type that most elements of the unquantised weights have, which a norm or scales kept in
+    another one don't change; None if there are none. Reads the headers of all safetensors files.
+
+    Raises:
+        CheckpointError: as ``locate_tensors``, or a file is damaged.
+    """
+    num_elements: Counter[str] = Counter()
+    for path in sorted(set(locate_tensors(model_dir).values())):
+        with _opened(path) as handle:
+            for name in _names(handle):
+                found = handle.get_slice(name)  # type: ignore[no-untyped-call]  # in Rust
+                if (dtype := _FLOATS.get(found.get_dtype())) is not None:
+                    num_elements[dtype] += math.prod(found.get_shape())
+    return max(num_elements, key=num_elements.__getitem__, default=None)
 
 
 def _without_index(paths: list[Path]) -> dict[str, Path]:
@@ -149,11 +176,12 @@ def _require_files(index: Path, paths: Iterable[Path]) -> None:
 
 
 def _tensor_names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, framework="pt") as handle:
-            return list(handle.keys())
-    except (SafetensorError, OSError) as exc:
-        raise CheckpointError(f"{path} is damaged or not safetensors: {exc}") from exc
+    with _opened(path) as handle:
+        return _names(handle)
+
+
+def _names(handle: safe_open) -> list[str]:
+    return list(handle.keys())  # type: ignore[no-untyped-call]  # in Rust
 
 
 def some_of(names: list[str]) -> str:

@@ -176,7 +176,7 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
     config = _choose_scheduling(config, backend)
     block_size = choose_block_size(config, backend)
     model = _quantise(config, read_model_config(config.model), backend)
-    dtype = _choose_dtype(config, model, capabilities)
+    dtype = _choose_dtype(config, model, backend)
     kv_dtype = _choose_kv_dtype(config, backend)
     max_model_len = _choose_length(config, model, model.max_positions)
     model = replace(model, rope=model.rope.for_length(max_model_len))
@@ -222,8 +222,13 @@ def _choose_scheduling(config: EngineConfig, backend: Backend) -> EngineConfig:
     """Steps overlap where the device computes while the host plans: a CPU does both by itself."""
     if config.async_scheduling is not None:
         return config
-    is_apart = backend.runtime.device(config.device).type != "cpu"
-    return replace(config, async_scheduling=is_apart and config.allows_async_scheduling)
+    overlaps = is_apart(config, backend) and config.allows_async_scheduling
+    return replace(config, async_scheduling=overlaps)
+
+
+def is_apart(config: EngineConfig, backend: Backend) -> bool:
+    """Whether the device is not the host."""
+    return backend.runtime.device(config.device).type != "cpu"
 
 
 def choose_block_size(config: EngineConfig, backend: Backend) -> BlockSize:
@@ -309,7 +314,7 @@ def is_profiled(config: EngineConfig, backend: Backend) -> bool:
         return False
     if config.memory_utilization is not None:
         return True
-    return backend.runtime.device(config.device).type != "cpu"
+    return is_apart(config, backend)
 
 
 def _plan_draft(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> DraftPlan | None:
@@ -433,20 +438,26 @@ def _keeps_native_latents(
     return is_latent and is_free and capabilities.native_latents
 
 
-def _choose_dtype(
-    config: EngineConfig, model: ModelConfig, capabilities: Capabilities
-) -> torch.dtype:
+def _choose_dtype(config: EngineConfig, model: ModelConfig, backend: Backend) -> torch.dtype:
+    possible = backend.capabilities.dtypes
     if config.dtype != "auto":
-        if config.dtype not in capabilities.dtypes:
+        if config.dtype not in possible:
             raise ConfigError(
-                f"dtype {config.dtype!r} was asked for, the backend has {list(capabilities.dtypes)}"
+                f"dtype {config.dtype!r} was asked for, the backend has {list(possible)}"
             )
         return torch_dtype(config.dtype)
-    if model.dtype in capabilities.dtypes:
-        return torch_dtype(model.dtype)
-    best = capabilities.dtypes[0]
-    logger.warning("checkpoint is %s, which the backend lacks: running in %s", model.dtype, best)
-    return torch_dtype(best)
+    best = possible[0]
+    if model.dtype not in possible:
+        logger.warning(
+            "checkpoint is %s, which the backend lacks: running in %s", model.dtype, best
+        )
+        return torch_dtype(best)
+    if model.dtype == "float32" and is_apart(config, backend) and best != "float32":
+        logger.warning(
+            "checkpoint is float32: running in %s, as vLLM does; --dtype float32 keeps it", best
+        )
+        return torch_dtype(best)
+    return torch_dtype(model.dtype)
 
 
 def _choose_kv_dtype(config: EngineConfig, backend: Backend) -> torch.dtype | None:

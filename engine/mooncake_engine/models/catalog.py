@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mooncake_engine.checkpoints.tensor_files import prevailing_dtype
 from mooncake_engine.models.decoder import Decoder, FusedDecoder, IntermediateTensors
 from mooncake_engine.models.deepseek import (
     DeepseekDecoder,
@@ -184,7 +185,10 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     if not known:
         raise raw.refuse("architectures", names, ", ".join(sorted(ARCHITECTURES)))
     eos = read_eos_token_ids(model_dir, raw)
-    return ARCHITECTURES[known[0]].read_config(raw, known[0], eos)
+    config = ARCHITECTURES[known[0]].read_config(raw, known[0], eos)
+    if raw.fields.get("dtype") is None and raw.fields.get("torch_dtype") is None:
+        return replace(config, dtype=prevailing_dtype(model_dir) or config.dtype)
+    return config
 
 
 def build_model(config: ModelConfig, parallel: ParallelContext, max_positions: int) -> Model:

@@ -91,7 +91,8 @@ class ModelConfig:
         max_positions: longest sequence that it is run with.
         rope: its rotation.
         tie_embeddings: whether the output head is the embedding.
-        dtype: what the checkpoint says its weights are, such as ``"bfloat16"``.
+        dtype: of the checkpoint's weights, such as ``"bfloat16"``: what config.json says, or else
+            what most of them are.
         eos_token_ids: tokens that end a request.
         qkv_bias, output_bias, mlp_bias: which linear layers carry a bias.
         has_qk_norm: whether queries and keys are normalised per head (Qwen3).

@@ -69,6 +69,37 @@ def test_what_is_left_open_follows_from_model_and_backend(
     assert setup.pool_size.num_host_blocks == 10
 
 
+@pytest.mark.parametrize(
+    ("device", "stored", "asked", "served"),
+    [
+        ("cpu", "float32", "auto", "float32"),
+        ("meta", "float32", "auto", "bfloat16"),
+        ("meta", "float32", "float32", "float32"),
+        ("meta", "bfloat16", "auto", "bfloat16"),
+        ("meta", "float16", "auto", "float16"),
+    ],
+)
+def test_a_float32_checkpoint_takes_16_bits_where_the_device_is_not_the_host(
+    model: Path,
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: str,
+    stored: str,
+    asked: str,
+    served: str,
+) -> None:
+    """As vLLM's ``--dtype auto``: users of it have sized their devices for 16 bits."""
+    edit_config(model, lambda config: config.update(dtype=stored))
+    all_types = replace(backend.capabilities, dtypes=("bfloat16", "float16", "float32"))
+    monkeypatch.setattr(backend, "capabilities", all_types)
+    monkeypatch.setattr(backend.runtime, "device", lambda _index: torch.device(device))
+    plan = make_plan(EngineConfig(model, num_kv_blocks=10, dtype=asked), backend)
+    assert str(plan.dtype) == f"torch.{served}"
+    is_narrowed = "checkpoint is float32: running in bfloat16, as vLLM does" in caplog.text
+    assert is_narrowed == (served != stored)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 5}, "block_size 5 was asked for"),
     ({"kv_cache_dtype": "fp4"}, r"must be one of \['auto', 'fp8', 'fp8_e4m3'\], got 'fp4'"),

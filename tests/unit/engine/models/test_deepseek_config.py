@@ -36,6 +36,7 @@ V2: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
     "topk_method": "greedy",
+    "torch_dtype": "bfloat16",
 }
 V3: dict[str, Any] = {
     **V2,

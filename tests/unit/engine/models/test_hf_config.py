@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mooncake_engine.errors import CheckpointError
 from mooncake_engine.models.catalog import read_model_config
@@ -42,6 +44,19 @@ def test_a_config_of_the_older_spelling_is_read(tmp_path: Path) -> None:
     assert (config.head_dim, config.dtype) == (8, "bfloat16")
     assert config.eos_token_ids == (3, 7, 9)
     assert not config.tie_embeddings
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_config_without_a_dtype_has_that_of_the_weights(
+    stored: torch.dtype, tmp_path: Path
+) -> None:
+    """Of most of their elements: routers and norms may be wider, scales of fp8 are."""
+    directory = write(tmp_path, torch_dtype=...)
+    narrow = torch.zeros(1000, dtype=torch.float8_e4m3fn)
+    save_file({"a": torch.zeros(30, dtype=stored), "b": narrow}, directory / "1.safetensors")
+    save_file({"c": torch.zeros(4, 5), "d": torch.zeros(9).int()}, directory / "2.safetensors")
+    assert read_model_config(directory).dtype == str(stored).removeprefix("torch.")
+    assert read_model_config(write(tmp_path, torch_dtype="float64")).dtype == "float64"
 
 
 def test_explicit_head_dim_wins_over_the_derived_one(tmp_path: Path) -> None:
