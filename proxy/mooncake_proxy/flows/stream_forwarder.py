@@ -121,6 +121,8 @@ class StreamForwarder:
                 is_given_back = isinstance(problem, Recomputed)
                 if good and (self._context.is_committed or is_given_back):
                     self._forward(good)
+                if is_given_back:
+                    self._forward_last(data)
                 raise problem
             good += event
         self._forward(good)
@@ -138,11 +140,12 @@ class StreamForwarder:
         if not is_null(facts.error):
             return FailedStream(self._instance, event, bytes(facts.error), _status_in(facts.error))
         if any(choice.stop_reason == "recomputed" for choice in facts.choices):
-            return self._given_back(data)
+            return Recomputed(self._instance, "gave the request back for recomputation")
         return None
 
-    def _given_back(self, data: bytes) -> Recomputed:
-        return Recomputed(self._instance, "gave the request back for recomputation")
+    def _forward_last(self, data: bytes) -> None:
+        """What the event that gives a request back says besides; a client whose request can't go
+        on gets an error instead."""
 
 
 def _ignore() -> None:

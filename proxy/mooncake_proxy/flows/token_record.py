@@ -51,6 +51,12 @@ class TokenRecord:
         self._num_repeated = 0
         # Of whole answers that were given back.
         self._text = ""
+        self._logprobs: dict[str, Any] = {}
+        # Characters of the answer so far, of those the ones that go with `num_shown`, and those of
+        # earlier passes: an instance counts the offsets of its tokens from its own beginning.
+        self._num_chars = self._num_chars_shown = self._num_chars_before = 0
+        # Events whose tokens are no whole characters yet.
+        self._held = b""
         # What every chunk of the answer begins with; empty before the first one.
         self.chunk_head: dict[str, Any] = {}
         self.num_passes = 0
@@ -94,9 +100,14 @@ class TokenRecord:
             for event, data in split_events(events)
         )
 
-    def take_event(self, data: bytes) -> bytes:
+    def take_event(self, data: bytes, *, may_hold: bool = False) -> bytes:
         """Note the token ids of a chunk; returns the event for the client, nothing if it has heard
-        that."""
+        that.
+
+        Args:
+            may_hold: keep an event whose tokens are half a character until that is whole: the next
+                pass would make those tokens again, and the client would see them twice.
+        """
         chunk = msgspec.json.decode(data)
         if self.chunk_head and chunk.get("choices") and only_begins(chunk["choices"][0]):
             return b""
@@ -104,18 +115,34 @@ class TokenRecord:
             self.chunk_head = {
                 name: chunk.get(name) for name in ("id", "object", "created", "model")
             }
+        is_held = False
         for choice in chunk.get("choices", ()):
-            self._take_choice(chunk, choice)
-            delta = choice.get("delta") or {}
-            self._note_text(choice.get("text") or delta.get("content") or "")
-            if self.shows_ids:
-                self.num_shown = len(self.generated)
-            # what a parser has made of the text can't be told from the text's beginning
-            self.may_migrate &= not any(v for k, v in delta.items() if k not in ("role", "content"))
-            is_given_back = choice.get("stop_reason") == "recomputed"
-            self.has_finished |= choice.get("finish_reason") is not None and not is_given_back
+            is_held |= self._take_chunk_choice(chunk, choice) and may_hold
+            if not is_held and (self.shows_ids or choice.get("logprobs")):
+                self._note_shown()
         self._normalize(chunk, "chat.completion.chunk")
-        return b"data: %b\n\n" % encode(chunk)
+        self._held += b"data: %b\n\n" % encode(chunk)
+        if is_held:
+            return b""
+        events, self._held = self._held, b""
+        return events
+
+    def _take_chunk_choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> bool:
+        """Note what it says; whether that is no whole character, and the answer goes on."""
+        num_before = len(self.generated)
+        self._take_choice(chunk, choice)
+        delta = choice.get("delta") or {}
+        is_whole = self._note_text(choice.get("text") or delta.get("content") or "")
+        # what a parser has made of the text can't be told from the text's beginning
+        is_parsed = any(v for k, v in delta.items() if k not in ("role", "content"))
+        self.may_migrate &= not is_parsed
+        is_given_back = choice.get("stop_reason") == "recomputed"
+        if is_given_back:  # the answer goes on elsewhere
+            choice["finish_reason"] = choice["stop_reason"] = None
+        has_ended = choice.get("finish_reason") is not None
+        self.has_finished |= has_ended
+        says_nothing = len(self.generated) == num_before and not is_given_back
+        return not (is_whole or is_parsed or has_ended or says_nothing)
 
     def take_answer(self, body: bytes, instance: str) -> bytes:
         """The same for a whole answer; Recomputed when D gave the request back."""
@@ -133,7 +160,10 @@ class TokenRecord:
         if is_given_back:
             if self._note_text(piece or ""):
                 self._text += piece
+                self._logprobs = choice.get("logprobs") or {}
             raise Recomputed(instance, "gave the request back for recomputation")
+        if self._logprobs and not choice.get("logprobs"):
+            choice["logprobs"] = self._logprobs  # the last pass had no token to say
         text = self._text + (piece or "")
         if self.endpoint is OpenAIEndpoint.CHAT:
             choice.pop("text", None)
@@ -150,6 +180,8 @@ class TokenRecord:
         self.num_passes += 1
         self.is_joined = True
         self._num_repeated = 0
+        self._held = b""
+        self._num_chars = self._num_chars_before = self._num_chars_shown
         del self.generated[self.num_shown :]
 
     def closing_events(self, *, includes_usage: bool) -> bytes:
@@ -171,6 +203,8 @@ class TokenRecord:
         self.generated += token_ids[num_repeated:]
         if not self.shows_ids:
             choice.pop("token_ids", None)
+        if self.num_passes and choice.get("logprobs"):
+            self._join_logprobs(choice["logprobs"])
         for part in (answer, choice):
             # a later pass has what was generated before in its prompt
             if part.pop("prompt_token_ids", None) and self.shows_ids:
@@ -178,10 +212,24 @@ class TokenRecord:
 
     def _note_text(self, piece: str) -> bool:
         """Whether it ends with a whole character, and all tokens so far are shown with it."""
+        self._num_chars += len(piece)
         is_whole = bool(piece) and not piece.endswith(HALF_A_CHARACTER)
         if is_whole:
-            self.num_shown = len(self.generated)
+            self._note_shown()
         return is_whole
+
+    def _note_shown(self) -> None:
+        self.num_shown, self._num_chars_shown = len(self.generated), self._num_chars
+
+    def _join_logprobs(self, logprobs: dict[str, Any]) -> None:
+        """Of a later pass of a completion: behind those of the answers that were given back, with
+        offsets in the whole text."""
+        num_chars = self._num_chars_before
+        offsets = logprobs.get("text_offset") or []
+        logprobs["text_offset"] = [num_chars + offset for offset in offsets]
+        for name, earlier in self._logprobs.items():
+            if earlier and name in logprobs:
+                logprobs[name] = earlier + logprobs[name]
 
     def _normalize(self, answer: dict[str, Any], chat_object: str) -> None:
         """Make all passes one answer: the first id, the endpoint's own form, the total usage."""
@@ -225,14 +273,19 @@ class RecordingForwarder(StreamForwarder):
         if not data or data == b"[DONE]":
             return event
         try:
-            return self._record.take_event(data)
+            # One that commits the request to an instance goes out: until then another may begin.
+            return self._record.take_event(data, may_hold=self._context.is_committed)
         except NO_ANSWER as exc:
             raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
 
-    def _given_back(self, data: bytes) -> Recomputed:
-        """The event that gives the request back may still carry tokens."""
-        self._recorded(b"", data)
-        return super()._given_back(data)
+    def _forward_last(self, data: bytes) -> None:
+        """It may still carry text, and tokens."""
+        try:
+            event = self._record.take_event(data, may_hold=True)
+        except NO_ANSWER as exc:
+            raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
+        if event:
+            super()._forward(event)
 
 
 def only_begins(choice: dict[str, Any]) -> bool:

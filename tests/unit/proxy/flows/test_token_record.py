@@ -74,6 +74,115 @@ def test_a_whole_answer_says_nothing_twice(
     assert {name: choice[name] for name in shown if name in choice} == (shown if shows_ids else {})
 
 
+def logprobs_of(*tokens: str) -> dict[str, Any]:
+    offsets = [len("".join(tokens[:i])) for i in range(len(tokens))]
+    return {
+        "tokens": list(tokens),
+        "token_logprobs": [-ord(token[0]) / 10 for token in tokens],
+        "top_logprobs": [{token: -1.0} for token in tokens],
+        "text_offset": offsets,
+    }
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_logprobs_of_a_whole_answer_are_those_of_all_passes(is_torn: bool) -> None:
+    found = record()
+    passes = [("ab", ["a", "b"], 2), ("cd", ["cd"], 1)]
+    if is_torn:  # made again, so what it said of them is forgotten
+        passes.insert(1, ("x\ufffd", ["x", "\ufffd"], 2))
+    for text, tokens, num in passes:
+        more = {"stop_reason": "recomputed", "logprobs": logprobs_of(*tokens)}
+        with pytest.raises(Recomputed):
+            found.take_answer(chunk(text, [10] * num, **more), "d")
+        found.begin_next_pass()
+    last = chunk("ef", [11, 12], finish_reason="stop", logprobs=logprobs_of("e", "f"))
+    [choice] = json.loads(found.take_answer(last, "d"))["choices"]
+    assert choice["text"] == "abcdef"
+    assert choice["logprobs"] == logprobs_of("a", "b", "cd", "e", "f")
+
+
+def test_logprobs_of_a_whole_answer_stay_where_the_last_pass_says_nothing() -> None:
+    found = record()
+    more = {"stop_reason": "recomputed", "logprobs": logprobs_of("a")}
+    with pytest.raises(Recomputed):
+        found.take_answer(chunk("a", [10], **more), "d")
+    found.begin_next_pass()
+    last = chunk("", [11], finish_reason="stop", logprobs=None)
+    [choice] = json.loads(found.take_answer(last, "d"))["choices"]
+    assert (choice["text"], choice["logprobs"]) == ("a", logprobs_of("a"))
+
+
+class Client:
+    """What a forwarder sees of the request, and what the client is sent."""
+
+    def __init__(self) -> None:
+        self.is_committed, self.tenant, self.answer_id = False, None, None
+        self.reply_headers: list[object] = []
+        self.request, self.has_started, self.sent = self, False, b""
+
+    def start_stream(self, kind: str, headers: object, data: bytes) -> None:
+        self.has_started = True
+        self.write(data)
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def choices(self) -> list[dict[str, Any]]:
+        events = self.sent.decode().split("\n\n")[:-1]
+        return [each for event in events for each in json.loads(event[6:])["choices"]]
+
+
+def feed_pass(client: Any, found: TokenRecord, *chunks: bytes) -> None:
+    """One instance's stream, all of it in one piece behind its first event."""
+    client.is_committed = False
+    forwarder = RecordingForwarder(client, "d", lambda: None, found)
+    first, *rest = [b"data: %b\n\n" % each for each in chunks]
+    forwarder.feed(first)
+    forwarder.feed(b"".join(rest))
+
+
+@pytest.mark.parametrize("shows_ids", [False, True])
+@pytest.mark.parametrize("last", ["", "b", "\ufffd"])
+def test_a_stream_that_is_given_back_within_a_character_says_each_token_once(
+    last: str, shows_ids: bool
+) -> None:
+    """The event that gives it back may have text, as what a stop string might have begun with."""
+    found, client = record(shows_ids=shows_ids), Client()
+    kept = [10, 11, 12] if last == "b" else [10]
+    with pytest.raises(Recomputed):
+        feed_pass(
+            client,
+            found,
+            chunk("a", [10], logprobs=logprobs_of("a")),
+            chunk("", [11], logprobs=logprobs_of("\ufffd")),
+            chunk(
+                last, [12], stop_reason="recomputed", finish_reason="stop",
+                logprobs=logprobs_of(last or "\ufffd"),
+            ),
+        )  # fmt: skip
+    found.begin_next_pass()
+    assert found.generated == kept
+    feed_pass(
+        client,
+        found,
+        chunk("é", [20], logprobs=logprobs_of("é")),
+        chunk("", [21], logprobs=logprobs_of("z")),
+        chunk("z", [22], logprobs=logprobs_of("z")),
+        chunk("", [], finish_reason="stop"),
+    )
+    choices = client.choices()
+    assert "".join(each["text"] for each in choices) == "a" + last.strip("\ufffd") + "éz"
+    tokens = [
+        token for each in choices for token in (each.get("logprobs") or {"tokens": []})["tokens"]
+    ]
+    assert len(tokens) == len(found.generated) == len(kept) + 3
+    assert [each["finish_reason"] for each in choices if each["finish_reason"]] == ["stop"]
+    ids = [each for choice in choices for each in choice.get("token_ids", ())]
+    assert ids == (found.generated if shows_ids else [])
+    [first] = [each for each in choices if each["text"] == "é"]
+    assert first["logprobs"]["text_offset"] == [2 if last == "b" else 1]
+
+
 @pytest.mark.parametrize("stop_reason", [None, "recomputed"])
 def test_what_is_given_back_has_not_finished(stop_reason: str | None) -> None:
     found = record()
