@@ -30,6 +30,7 @@ from mooncake_engine.assembly import RunningEngine, build_engine
 from mooncake_engine.core_messages import (
     OTHER,
     UPDATES,
+    AbortRequest,
     AddRequest,
     Ask,
     Command,
@@ -47,7 +48,7 @@ from mooncake_engine.core_messages import (
 )
 from mooncake_engine.errors import EngineDead, EngineError
 from mooncake_engine.execution.rank_launcher import Rank, fork_local_ranks, has_local_ranks
-from mooncake_engine.messages import TokenUpdate
+from mooncake_engine.messages import FinishReason, TokenUpdate
 from mooncake_engine.process.queued_stderr import queued_stderr
 from mooncake_engine.step_watchdog import STATE_BYTES, StepWatch, StepWatchdog
 
@@ -59,12 +60,16 @@ PARENT_GONE = 3
 REPORT_PAUSE_S = 0.1
 MAX_UNSENT_BYTES = 64 << 20
 """Of updates that one front end does not read, behind the message that it is being sent: at a
-token's 60 bytes, a million of them. One message may have more: log probabilities of prompts do."""
+token's 60 bytes, a million of them. One message may have more: log probabilities of prompts do.
+Last updates of its requests come on top, of which there are as many as may run and wait."""
+BEHIND = (
+    "the API process of this request reads tokens slower than they are made, and is too far behind"
+)
 
 
 class FrontEnd:
     """A process that serves requests, as the core sees it. Nothing waits for it: what it does not
-    read at once is sent by a thread of its own, up to a bound.
+    read at once is sent by a thread of its own.
 
     Args:
         connection: to it.
@@ -86,12 +91,7 @@ class FrontEnd:
         self.send(OTHER, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def send(self, kind: int, encoded: bytes) -> None:
-        """Send a message, as ``Connection.send_bytes`` frames it. Any thread.
-
-        Raises:
-            EngineDead: too much waits already. What comes while nothing waits is taken, however
-                large it is.
-        """
+        """Send a message, as ``Connection.send_bytes`` frames it. Any thread."""
         frame = struct.pack("!iB", len(encoded) + 1, kind) + encoded
         with self._lock:
             if self._is_gone:
@@ -102,14 +102,14 @@ class FrontEnd:
                     self._unsent.append(memoryview(frame)[num_sent:])
                     threading.Thread(target=self._flush, name="unsent", daemon=True).start()
                 return
-            num_waiting = self._num_waiting_bytes
-            if num_waiting and num_waiting + len(frame) > MAX_UNSENT_BYTES:
-                raise EngineDead(
-                    f"{self.name} does not read: {num_waiting >> 10} KiB of tokens wait for it, "
-                    f"and {len(frame) >> 10} KiB more have come"
-                )
             self._unsent.append(memoryview(frame))
             self._num_waiting_bytes += len(frame)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many may be sent without too much waiting: what comes while nothing waits may
+        be of any size."""
+        waiting = self._num_waiting_bytes
+        return not waiting or waiting + num_bytes <= MAX_UNSENT_BYTES
 
     def report(self, report: Report) -> None:
         """Send figures that have changed; not after others that wait yet."""
@@ -160,6 +160,7 @@ class CoreProcess:
         self._core: Core | None = None
         self._stopping = threading.Event()
         self._served_by: dict[str, FrontEnd] = {}
+        self._given_up: set[str] = set()  # requests that end for ``BEHIND``; the last update is due
 
     def run(self, start: Start, ranks: Sequence[Rank] = ()) -> None:
         """Load a model and step until told to stop.
@@ -212,7 +213,31 @@ class CoreProcess:
             for front in ended:
                 front.report(report)
         for front, batch in batches.items():
-            front.send(UPDATES, encode_updates(batch))
+            encoded = encode_updates(batch)
+            if not self._given_up and front.has_room(len(encoded)):
+                front.send(UPDATES, encoded)
+            else:
+                self._publish_behind(core, front, batch)
+
+    def _publish_behind(self, core: Core, front: FrontEnd, updates: list[TokenUpdate]) -> None:
+        """Send updates to a front end that has no room for them, or had none. Requests whose tokens
+        it can't be told end, with that as their last update; all others go on."""
+        rest = [update for update in updates if update.request_id not in self._given_up]
+        if not front.has_room(len(encode_updates(rest))):
+            logger.warning(
+                "%s is more than %d MiB of tokens behind: %d of its requests end",
+                *(front.name, MAX_UNSENT_BYTES >> 20, len(rest)),
+            )
+            for update in rest:
+                self._given_up.add(update.request_id)
+                core.post(AbortRequest(update.request_id))  # or what its end has left for a peer
+            rest = []
+        ended = {update.request_id for update in updates if update.finish is not None}
+        ended &= self._given_up
+        self._given_up -= ended
+        rest += [TokenUpdate(name, finish=FinishReason.ERROR, error=BEHIND) for name in ended]
+        if rest:
+            front.send(UPDATES, encode_updates(rest))
 
     def _by_front(self, updates: list[TokenUpdate]) -> dict[FrontEnd, list[TokenUpdate]]:
         batches: dict[FrontEnd, list[TokenUpdate]] = defaultdict(list)
