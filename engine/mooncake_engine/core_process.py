@@ -223,7 +223,7 @@ class CoreProcess:
         """Send updates to a front end that has no room for them, or had none. Requests whose tokens
         it can't be told end, with that as their last update; all others go on."""
         rest = [update for update in updates if update.request_id not in self._given_up]
-        if not front.has_room(len(encode_updates(rest))):
+        if rest and not front.has_room(len(encode_updates(rest))):
             logger.warning(
                 "%s is more than %d MiB of tokens behind: %d of its requests end",
                 *(front.name, MAX_UNSENT_BYTES >> 20, len(rest)),
