@@ -13,22 +13,20 @@ A peer is not bound to that order: it sees only what completed steps have writte
 from __future__ import annotations
 
 from itertools import islice, takewhile
-from math import ceil
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import FinishReason, TokenUpdate
-from mooncake_engine.scheduling.batch_work import BatchWork, is_batch
+from mooncake_engine.scheduling.batch_work import is_batch
 from mooncake_engine.scheduling.draft_scheduling import DraftScheduler
 from mooncake_engine.scheduling.kv_residency import HeldBlocks, count_held
 from mooncake_engine.scheduling.output_processor import OutputProcessor
-from mooncake_engine.scheduling.pool_loads import Turn
 from mooncake_engine.scheduling.pool_use import PoolUse
 from mooncake_engine.scheduling.preemption import Preemption
 from mooncake_engine.scheduling.remote_kv_queue import RemoteKVQueue
 from mooncake_engine.scheduling.request import Request, RequestStatus, SequenceGroup
+from mooncake_engine.scheduling.request_admission import RequestAdmission
 from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
 from mooncake_engine.scheduling.scheduler_interface import ChunkPool, KVConnector, SchedulerLimits
-from mooncake_engine.scheduling.step_budget import AdmissionDelay, StepBudget
 from mooncake_engine.scheduling.step_plan import (
     ScheduledSequence,
     StepBuilder,
@@ -41,7 +39,8 @@ from mooncake_kv.pool.pool_events import PoolEvent
 
 
 class Scheduler:
-    """Admission, growth and budgets; the parts beside it hold queues, outputs, loads, preemption.
+    """The next tokens of requests that run; the parts beside it hold queues, outputs, loads,
+    admission, preemption.
 
     Args:
         limits: bounds.
@@ -66,13 +65,13 @@ class Scheduler:
         self._wait = queues.wait if self._pool is None else self._pool.loads.look_up
         self._remote_kv = RemoteKVQueue(limits, queues, blocks, outputs, connector, self._wait)
         self._preemption = Preemption(queues, blocks, self._wait)
-        self._batch = BatchWork(queues, blocks)
         self.speculation = DraftScheduler(limits, blocks)
-        self._budget = StepBudget(limits)
-        self._delay = AdmissionDelay(limits.delay_factor)
-        self._watermark_blocks = ceil(limits.watermark * blocks.pool.num_blocks)
         self._step = 0
         self._in_flight = StepsInFlight(blocks, is_pipeline=limits.num_stages > 1)
+        self._admission = RequestAdmission(
+            limits, queues, blocks, self._preemption, self._in_flight, self._pool
+        )
+        self._budget = self._admission.budget
         self._waits_for_steps = False
 
     @property
@@ -217,50 +216,25 @@ class Scheduler:
         return plan
 
     def _schedule_requests(self, step: StepBuilder) -> None:
-        self._delay.begin_step(self._queues.now)
+        self._admission.begin_step(self._queues.now)
         before = self._preemption.num_preemptions
-        goes_on = self._make_room(step) and self._schedule_running(step)
-        if not goes_on or self._preemption.num_preemptions != before:
+        if not self._admission.make_room(step):
+            self._waits_for_steps = True
             return
-        self._schedule_new(step)
-        if self._may_write():
-            self._remote_kv.start(self._watermark_blocks, before=self._highest_priority())
+        if not self._schedule_running(step) or self._preemption.num_preemptions != before:
+            return
+        self._admission.schedule_new(step)
+        if self._admission.may_write():
+            reserve = self._admission.watermark_blocks
+            self._remote_kv.start(reserve, before=self._admission.highest_priority())
             if self._pool is not None:
-                is_awaited = self._batch.find_waiting() is not None
-                self._pool.loads.start_early(self._watermark_blocks, has_batch=not is_awaited)
-
-    def _may_write(self) -> bool:
-        """Whether peers may write to free blocks, before what was in them is copied, too."""
-        return self._preemption.copies.are_over and not self._in_flight.reach_freed_blocks
-
-    @property
-    def _is_unsettled(self) -> bool:
-        """Whether steps are in flight, or a load that steps ran on."""
-        return bool(self._in_flight) or (self._pool is not None and self._pool.has_unproven)
+                is_awaited = self._admission.batch.find_waiting() is not None
+                self._pool.loads.start_early(reserve, has_batch=not is_awaited)
 
     @property
     def chunk_pool(self) -> ChunkPool | None:
         """The KVCache pool that it uses."""
         return None if self._pool is None else self._pool.chunk_pool
-
-    def _make_room(self, step: StepBuilder) -> bool:
-        """Preempt batch work for the interactive request that waits first; False if steps in
-        flight have to complete before."""
-        waiting = self._batch.find_waiting()
-        if waiting is None:
-            return True
-        limits = self._budget.max_num_seqs, self._watermark_blocks
-        while not self._batch.has_room(waiting, *limits):
-            victim = self._batch.find_victim()
-            if victim is None:
-                break
-            if self._in_flight:
-                self._waits_for_steps = True
-                return False
-            self._preemption.preempt(victim.group, step)
-        if self._pool is not None and self._batch.lacks_blocks(waiting, self._watermark_blocks):
-            self._pool.loads.give_up_batch()
-        return True
 
     def update(
         self, plan: StepPlan, result: StepResult, now: float | None = None
@@ -366,7 +340,7 @@ class Scheduler:
         if self._preemption.num_preemptions == before:
             self._schedule_loaded(step, len(prompts))
         step.budget = min(step.budget, self._budget.beside_decodes(len(step.decodes)))
-        is_awaited = self._batch.find_waiting() is not None
+        is_awaited = self._admission.batch.find_waiting() is not None
         for request in prompts:
             if is_awaited and is_batch(request):
                 continue
@@ -384,7 +358,7 @@ class Scheduler:
             if num_missing + num_prompts > self.blocks.pool.num_free:
                 return
             if request.num_pending == 1:
-                self._schedule_ready(request, step)
+                self._admission.schedule_ready(request, step)
 
     def _schedule_single(self, request: Request, step: StepBuilder, prompts: list[Request]) -> None:
         """Schedule a request without siblings if it decodes; else put it off to ``prompts``."""
@@ -427,7 +401,7 @@ class Scheduler:
             self.blocks.pool.num_free
         ):
             return bool(step.requests) or self._preempt_for(request.group, step)
-        self._schedule_tokens(request, count, step)
+        self._admission.schedule_tokens(request, count, step)
         return True
 
     def _count(self, request: Request, budget: int) -> int:
@@ -474,7 +448,7 @@ class Scheduler:
             if not self._preempt_for(group, step):
                 return
         for request, count in shares:
-            self._schedule_tokens(request, count, step)
+            self._admission.schedule_tokens(request, count, step)
 
     def _shares(self, members: list[Request], budget: int) -> tuple[list[tuple[Request, int]], int]:
         """How many tokens each running member gets, and how many blocks that takes."""
@@ -485,115 +459,3 @@ class Scheduler:
                 wanted += self.blocks.num_missing(request, request.most_scheduled + count)
                 budget -= count
         return shares, wanted
-
-    def _schedule_tokens(self, request: Request, count: int, step: StepBuilder) -> None:
-        growth = self.blocks.grow(request, request.most_scheduled + count)
-        assert growth is not None, "blocks were counted before they were taken"
-        followers: list[Request] = []
-        is_last = count == request.num_pending and not request.is_unproven
-        if is_last and request.shares_first_token:
-            followers = self._schedule_followers(request, step)
-        step.add(request, count, growth, followers)
-
-    def _schedule_followers(self, leader: Request, step: StepBuilder) -> list[Request]:
-        """Siblings that get the prompt's blocks and sample from its logits, while there is room."""
-        followers = self._queues.followers(leader)
-        taken = followers[: self._budget.max_num_seqs - len(self._queues.running)]
-        for follower in taken:
-            self._queues.dequeue(follower)
-            self.blocks.fork(follower, leader)
-            self._queues.run(follower)
-            step.add_new_request(follower)
-        self._queues.release_followers(leader)
-        return taken
-
-    def _schedule_new(self, step: StepBuilder) -> None:
-        """Those with blocks go first; then the most urgent one, swapped out or without blocks."""
-        queues = self._queues
-        may_start = not queues.running or self._delay.has_passed(queues.waiting)
-        while step.budget and len(queues.running) < self._budget.max_num_seqs:
-            if request := queues.ready.peek():
-                is_scheduled = self._schedule_ready(request, step)
-            elif request := self._highest_priority():
-                if is_batch(request) and self._batch.find_waiting() is not None:
-                    return
-                is_scheduled = self._schedule_waiting(request, step, may_start=may_start)
-            else:
-                return
-            if not is_scheduled:
-                return
-
-    def _highest_priority(self) -> Request | None:
-        heads = (self._queues.swapped.peek(), self._queues.waiting.peek())
-        return min((head for head in heads if head is not None), key=priority_key, default=None)
-
-    def _schedule_ready(self, request: Request, step: StepBuilder) -> bool:
-        copies_go_on = request.awaits_copies and not self._preemption.copies.seem_over
-        if not self._budget.chunk(request, step.budget) or (copies_go_on and self._queues.running):
-            return False
-        request.awaits_copies = False
-        growth = self.blocks.grow(request, len(request.token_ids))
-        if growth is not None:
-            step.copy(growth)
-            if request.shares_first_token:  # its siblings waited without it while it was swapped
-                self._queues.follow_leader(request)
-            self._run(request, step)
-        elif not self._queues.running and not self._is_unsettled:
-            self._preemption.recompute(self._queues.ready.lowest_priority() or request)
-        else:
-            return False
-        return True
-
-    def _schedule_waiting(self, request: Request, step: StepBuilder, *, may_start: bool) -> bool:
-        """Swap a group in, or begin a request if new ones may start; False if it has to wait."""
-        is_alone = not self._queues.running
-        # room for those that run, and for the request's siblings to part from it
-        reserve = 0 if is_alone else self._watermark_blocks + len(request.group.members) - 1
-        if request.state is RequestStatus.SWAPPED:
-            return self._preemption.resume(request, step, reserve)
-        if not may_start or not self._budget.may_begin(request, step.budget):
-            return False
-        if self._pool is not None and self._pool.loads.has_hit(request):
-            turn = self._pool.loads.take_turn(request, reserve) if self._may_write() else None
-            if turn is not Turn.COMPUTE:
-                return turn is Turn.LOADS
-        if not self._allocate(request, reserve, step):
-            return False
-        self._delay.note_prefill()
-        if request.shares_first_token:
-            self._queues.follow_leader(request)
-        self._run(request, step)
-        return True
-
-    def _allocate(self, request: Request, reserve: int, step: StepBuilder) -> bool:
-        """Blocks for all the tokens that the request has now, a sibling's where it has the same."""
-        sibling = request.group.find_prompt()
-        if sibling is not None and request.shares_prompt:
-            return self._fork(request, sibling, reserve, step)
-        num_tokens = len(request.token_ids)
-        cacheable = 0 if request.awaits_scores else num_tokens - 1
-        if not self.blocks.allocate(request, num_tokens, cacheable=cacheable, reserve=reserve):
-            return False
-        if not request.num_output_tokens:
-            request.num_cached_tokens = request.num_computed
-        return True
-
-    def _fork(self, request: Request, sibling: Request, reserve: int, step: StepBuilder) -> bool:
-        """Continue from a sibling's prompt; its last token runs again if there is no later one."""
-        num_tokens, prompt = len(request.token_ids), request.num_prompt_tokens
-        wanted = self.blocks.blocks_for(num_tokens) - self.blocks.blocks_for(prompt) + 1
-        if wanted + reserve > self.blocks.pool.num_free:
-            return False
-        self.blocks.fork(request, sibling)
-        request.num_computed = min(prompt, num_tokens - 1)
-        growth = self.blocks.grow(request, num_tokens)
-        assert growth is not None, "blocks were counted before they were taken"
-        step.copy(growth)
-        return True
-
-    def _run(self, request: Request, step: StepBuilder) -> None:
-        """A request that has all its blocks takes part from now on."""
-        self._queues.dequeue(request)
-        self._queues.run(request)
-        step.add_new_request(request)
-        self._schedule_tokens(request, self._budget.chunk(request, step.budget), step)
