@@ -302,7 +302,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._owner.forget(self)
         if not self.is_busy:
             return
-        if self._has_head and self._ends_with_connection():
+        if exc is None and self._has_head and self._ends_with_connection():
             self.on_message_complete()
             self._wake()
             return
@@ -344,10 +344,17 @@ class UpstreamConnection(asyncio.Protocol):
 
     # ------------------------------------------------ parser events
 
+    def on_message_begin(self) -> None:
+        """An answer begins. One without a request is nobody's: its rest would be taken for the next
+        request's answer."""
+        if self._is_complete:
+            self.reusable = False
+            self.close()
+
     def on_headers_complete(self) -> None:
         """The head is whole; 1xx heads are no answer yet."""
         status = self._parser.get_status_code()
-        if status < 200:
+        if status < 200 or self._is_complete:
             return
         self.status = status
         self._has_head = True
@@ -355,14 +362,12 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         """A piece of the body."""
-        self._parts.append(data)
+        if not self._is_complete:
+            self._parts.append(data)
 
     def on_message_complete(self) -> None:
         """The answer is whole."""
-        if not self._has_head:
-            return
-        if self._is_complete:
-            self.close()  # a response without a request
+        if not self._has_head or self._is_complete:
             return
         self.reusable = self._parser.should_keep_alive() and self._transport is not None
         self._is_complete = True

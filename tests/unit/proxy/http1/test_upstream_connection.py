@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
-from collections.abc import Callable, Coroutine
+import struct
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 import uvloop
 
-from mooncake_proxy.errors import ConnectFailed
+from mooncake_proxy.errors import ConnectFailed, ConnectionLost
 from mooncake_proxy.http1.connection_pool import ConnectionPool
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext, UpstreamConnection
@@ -64,6 +67,98 @@ def test_a_client_that_is_behind_at_the_end_of_an_answer_pauses_nothing_of_the_n
             server.close()
             for connection in connections:
                 connection.transport.abort()
+
+    run(main())
+
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+@asynccontextmanager
+async def pool_of(serve: Serve) -> AsyncIterator[ConnectionPool]:
+    """Connections to an instance that this serves."""
+    serving: set[asyncio.Task[Any]] = set()
+
+    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        serving.add(task)
+        try:
+            await serve(reader, writer)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve_one, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    pool = ConnectionPool(Origin("http", "127.0.0.1", port), ClientContext())
+    try:
+        yield pool
+    finally:
+        pool.close()
+        server.close()
+        await asyncio.wait(serving, timeout=10.0)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["with the answer", "behind it"])
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_what_nobody_asked_for_is_no_part_of_the_next_answer(
+    run: Callable[[Coroutine[Any, Any, None]], None], is_late: bool
+) -> None:
+    """A beginning of a second answer behind the first one: who asks next would get its rest."""
+    whole = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+    beginning = b"HTTP/1.1 200 OK\r\ncontent-length: 30\r\n\r\nof another"
+
+    async def main() -> None:
+        may_follow = asyncio.Event()
+        closed = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            if may_follow.is_set():
+                writer.write(whole)
+            elif is_late:
+                writer.write(whole)
+                await may_follow.wait()
+                writer.write(beginning)
+            else:
+                writer.write(whole + beginning)
+            with suppress(ConnectionError):
+                while await reader.read(4096):  # what else is asked here is not answered
+                    writer.write(whole)
+            closed.set()
+
+        async with pool_of(serve) as pool:
+            deadline = pool.context.loop.time() + 60.0
+            assert await asyncio.wait_for(pool.fetch(GET, deadline), 10.0) == b"ok"
+            may_follow.set()
+            await asyncio.wait_for(closed.wait(), 10.0)
+            assert await asyncio.wait_for(pool.fetch(GET, deadline), 10.0) == b"ok"
+
+    run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_an_answer_without_length_that_is_reset_is_not_whole(
+    run: Callable[[Coroutine[Any, Any, None]], None],
+) -> None:
+    async def main() -> None:
+        may_reset = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nhalf of it")
+            await may_reset.wait()
+            connection = writer.get_extra_info("socket")
+            linger = struct.pack("ii", 1, 0)  # closing sends a reset
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.transport.abort()
+
+        async with pool_of(serve) as pool:
+            deadline = pool.context.loop.time() + 60.0
+            with await pool.exchange(GET, deadline, whole=False) as answer:
+                may_reset.set()
+                with pytest.raises(ConnectionLost, match="connection lost after"):
+                    await asyncio.wait_for(answer.read(), 10.0)
 
     run(main())
 
