@@ -31,15 +31,23 @@ def parse_pool_file(data: bytes, path: str) -> list[InstanceSpec]:
     """The same for its content: JSON if the name ends in .json, else YAML."""
     try:
         if path.endswith(".json"):
-            return specs_of(msgspec.json.decode(data, type=PoolFile), SOURCE)
-        return specs_of(msgspec.yaml.decode(data, type=PoolFile), SOURCE)
+            specs = specs_of(msgspec.json.decode(data, type=PoolFile), SOURCE)
+        else:
+            specs = specs_of(msgspec.yaml.decode(data, type=PoolFile), SOURCE)
     except ImportError as exc:
         raise ConfigError(
             f"pool file {path}: YAML needs PyYAML (pip install mooncake-proxy[yaml]); "
             "a file that ends in .json needs nothing"
         ) from exc
-    except UNREADABLE as exc:
+    except (*UNREADABLE, AttributeError) as exc:  # of PyYAML, for `!!timestamp` before no time
         raise ConfigError(f"pool file {path}: {exc}") from exc
+    names = [spec.name for spec in specs]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(
+            f"pool file {path}: {', '.join(sorted(twice))} given twice: an instance has one role "
+            "(`both` for one that does both) and one model"
+        )
+    return specs
 
 
 class PoolFileWatch:

@@ -19,6 +19,9 @@ from mooncake_proxy.pool.pool_file import parse_pool_file
         (b"decode: ['ftp://h']", "ftp://h"),
         (b"decode: ['http://.svc:1']", "label empty"),
         (b"decode: [2001-99-99]", "month must be in"),
+        (b"decode: [!!timestamp soon]", "pools.yaml: "),
+        (b"prefill: ['http://h:1']\ndecode: ['http://g:1', 'h:1']", "http://h:1 given twice"),
+        (b"both: ['h:1']\nmodels: {m: {both: ['h:1']}}", "http://h:1 given twice"),
     ],
 )
 def test_bad_pool_files_are_explained(content: bytes, message: str) -> None:
