@@ -259,8 +259,9 @@ class StoreStats:
         num_ssd_errors: reads and writes that the system refused, and segments whose headers it did
             not read at start.
         num_ssd_hung_reads, num_ssd_hung_writes: drives that don't end a read, or a write (levels).
+        num_ssd_unscanned: drives of which it is not known yet all that is there (level).
         num_ssd_skipped: chunks not written, by reason: ``first_touch``, ``budget``, ``busy``,
-            ``hung``, ``full``, ``too_large``.
+            ``unscanned``, ``hung``, ``full``, ``too_large``.
     """
 
     capacity_bytes: int = 0
@@ -293,6 +294,7 @@ class StoreStats:
     num_ssd_errors: int = 0
     num_ssd_hung_reads: int = 0
     num_ssd_hung_writes: int = 0
+    num_ssd_unscanned: int = 0
     num_ssd_skipped: dict[str, int] = field(default_factory=dict)
 
 

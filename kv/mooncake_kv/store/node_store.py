@@ -47,10 +47,8 @@ from mooncake_kv.store.tier_moves import TierMoves
 
 TIMER_S = 0.25
 """How often pins that wait for SSDs are looked at."""
-TOLD_AT_ONCE = 256
-"""Chunks of one batch of KV events, of those that SSDs have at start."""
 MAX_UNSENT = 8
-"""Such batches that wait to be published: some ten megabytes."""
+"""Batches of chunks that SSDs had at start that wait to be published: some ten megabytes."""
 PUBLISH_PATIENCE_S = 5.0
 DROPPED_AT_ONCE = 256
 """Chunks that are dropped under one hold of the lock: some milliseconds."""
@@ -118,6 +116,7 @@ class NodeStore:
             shared_index = ResidenceIndex(_capacity(config), self.epoch)
             undo.callback(shared_index.close)
             self._publisher = None
+            self._is_publishing = True  # until it does not for a while: it has died
             if config.kv_events is not None and config.kv_events.is_published:
                 self._publisher = KVEventPublisher(config.kv_events)
                 undo.callback(self._publisher.close)
@@ -320,20 +319,20 @@ class NodeStore:
     # -- SSDs -----------------------------------------------------------------------------------
 
     def _open_ssds(self, config: SsdConfig) -> None:
-        tier = SsdTier(config, self.memory.view, self._clock, self._ssd_removed)
+        tier = SsdTier(config, self.memory.view, self._clock, self._ssd_removed, self._ssd_found)
         self._moves.tier = tier
-        self._tell_of_ssds(tier.chunks())
+        tier.start()
         self._timer = threading.Thread(target=self._keep_time, name="store-timer", daemon=True)
         self._timer.start()
 
-    def _tell_of_ssds(self, chunks: Sequence[Chunk]) -> None:
-        """Say what SSDs have at start; some chunks at a time, and no faster than it is published:
-        events of millions of chunks are gigabytes."""
-        publisher = self._publisher
-        for start in range(0, len(chunks), TOLD_AT_ONCE):
-            self._table.observer.stored(Tier.SSD, chunks[start : start + TOLD_AT_ONCE])
-            if publisher is not None and not publisher.await_sent(MAX_UNSENT, PUBLISH_PATIENCE_S):
-                publisher = None  # it has died
+    def _ssd_found(self, chunks: Sequence[Chunk]) -> None:
+        """Say what SSDs have since before the start; no faster than it is published: events of
+        millions of chunks are gigabytes."""
+        with self._lock:  # one that was given up in between was said to be gone before
+            there = [chunk for chunk in chunks if self._moves.has(chunk.key)]
+            self._table.observer.stored(Tier.SSD, there)
+        if self._publisher is not None and self._is_publishing:
+            self._is_publishing = self._publisher.await_sent(MAX_UNSENT, PUBLISH_PATIENCE_S)
 
     def _ssd_removed(self, keys: Sequence[bytes]) -> None:
         with self._lock:  # one that was written again in between is there, and was said to be

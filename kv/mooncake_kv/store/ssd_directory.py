@@ -108,14 +108,14 @@ class ScannedRecord:
 
 
 class SsdDirectory:
-    """Segments in one directory. Any thread.
+    """Segments in one directory. Any thread, once it is open.
 
     Args:
         config: see there.
         clock: seconds.
 
     Raises:
-        KVConfigError: it can't be used, or another store uses it.
+        KVConfigError: its capacity makes too few segments.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SsdDirectory:
         self._begun = threading.Condition(self._lock)
         self._is_beginning = False  # by one thread at a time
         self._refused_until: float | None = None  # what the file system did not give last time
-        self._lock_file = _lock_directory(config.path)
+        self._lock_file = -1
         self._is_direct = True
         self._current: Segment | None = None
         self._sealed: dict[int, Segment] = {}  # by sequence, the oldest first
@@ -143,11 +143,19 @@ class SsdDirectory:
         self._last_number = -1
         self.num_unreadable = 0
         """Segments whose headers could not be read at start: they are left alone."""
+
+    def open(self) -> None:
+        """Lock the directory and open its segments. Once, before all else; ``close`` must follow.
+
+        Raises:
+            KVConfigError: it can't be used, or another store uses it.
+        """
+        self._lock_file = _lock_directory(self.config.path)
         try:
             self._open_segments()
         except OSError as exc:
             self.close()
-            raise KVConfigError(f"{config.path} can't be used for a store: {exc}") from exc
+            raise KVConfigError(f"{self.config.path} can't be used for a store: {exc}") from exc
 
     @property
     def max_chunk_bytes(self) -> int:
@@ -156,6 +164,7 @@ class SsdDirectory:
 
     def scan(self) -> Iterator[ScannedRecord]:
         """All records that were written completely, as far as their headers tell; the oldest first.
+        Before anything is appended.
 
         The bytes of the last one of each segment are the reader's to check, as all others'.
         """

@@ -3,6 +3,8 @@
 What a drive that hangs was asked to do stays in the kernel, and nothing ends it. So its threads are
 daemons, what is queued for them can be taken back, and who closes leaves them behind after a while.
 Reads and writes are watched apart: some drives are read when nothing can be written any more.
+A directory is opened and scanned on a thread of its own: a drive that hangs then, or has millions
+of records, keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -13,14 +15,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mooncake_kv.store.chunk_store import Chunk
-from mooncake_kv.store.ssd_directory import RecordLocation, Segment, SsdDirectory
+from mooncake_kv.store.ssd_directory import (
+    RecordLocation,
+    ScannedRecord,
+    Segment,
+    SsdDirectory,
+)
 from mooncake_kv.store.ssd_reads import RecordRead
+from mooncake_kv.store.ssd_records import PAGE
 
 if TYPE_CHECKING:
     from mooncake_kv.store.ssd_tier import SsdConfig
@@ -163,11 +173,12 @@ class Drive:
     """A directory with its threads.
 
     Args:
-        directory: on the drive; closed with it.
+        directory: on the drive; opened and closed with it.
         config: of the tier.
         number: among the tier's.
         clock: seconds.
         write: writes a chunk; top of a writing thread.
+        scan: takes what ``scanned`` finds, on the scanning thread.
     """
 
     def __init__(
@@ -177,9 +188,15 @@ class Drive:
         number: int,
         clock: Callable[[], float],
         write: Callable[[ChunkWrite], None],
+        scan: Callable[[Drive], None],
     ) -> None:
         path = directory.config.path
         self.directory = directory
+        self._scan = scan
+        self._known: Future[None] = Future()
+        self._scanner = threading.Thread(
+            target=self._open_and_scan, name=f"ssd-scan-{number}", daemon=True
+        )
         self.reading = HangWatch(
             path,
             config.patience_s,
@@ -204,7 +221,28 @@ class Drive:
         self.num_queued_writes = 0
         self.keys_of_use: dict[bytes, dict[bytes, None]] = {}
         self.collecting = threading.Lock()
+        self.is_scanned = False
+        """Whether all that is there is known: nothing is written before."""
         self.is_stopping = False
+
+    def start(self) -> Future[None]:
+        """Open the directory and scan it, in the background. Once.
+
+        Returns:
+            Ends when all is known; has what ``SsdDirectory.open`` raises.
+        """
+        self._scanner.start()
+        return self._known
+
+    def scanned(self) -> Iterator[ScannedRecord]:
+        """``SsdDirectory.scan``, watched, until the drive is stopped."""
+        records = self.directory.scan()
+        while not self.is_stopping:
+            with self.reading.watched(PAGE):
+                found = next(records, None)
+            if found is None:
+                return
+            yield found
 
     def hangs(self) -> bool:
         """Whether nothing more is to be written: who writes reads, too, to collect a segment."""
@@ -237,7 +275,10 @@ class Drive:
         """Let what runs end, and give the directory to others; a drive that does not end it by
         then, a time of ``time.monotonic``, keeps both as long as this process lives."""
         self.stop()
-        if all([self.readers.join(until), self.writers.join(until)]):
+        if self._scanner.ident is not None:  # it was started
+            self._scanner.join(max(0.0, until - time.monotonic()))
+        joined = [self.readers.join(until), self.writers.join(until)]
+        if all(joined) and not self._scanner.is_alive():
             self.directory.close()
         else:
             logger.warning(
@@ -246,9 +287,43 @@ class Drive:
                 self.directory.config.path,
             )
 
+    def _open_and_scan(self) -> None:
+        """Top of the scanning thread."""
+        try:
+            with self.reading.watched(PAGE):
+                self.directory.open()
+            self._scan(self)
+            self.is_scanned = not self.is_stopping
+        except Exception as exc:  # noqa: BLE001  # thread top: who started it has it
+            self._known.set_exception(exc)
+        else:
+            self._known.set_result(None)
+
     def _read(self, part: tuple[RecordRead, int]) -> None:
         """Top of a reading thread."""
         read, index = part
         start, stop = read.parts[index]
         with self.reading.watched(stop - start):
             read.run(index)
+
+
+def start_drives(drives: Sequence[Drive], wait_s: float) -> None:
+    """Start them at once, and wait so long until all is known that they have.
+
+    Raises:
+        KVConfigError: a directory can't be used, and that was known in time; else the log has it.
+    """
+    known = [drive.start() for drive in drives]
+    wait(known, wait_s)
+    for drive, future in zip(drives, known, strict=True):
+        if future.done():
+            future.result()
+        else:
+            path = drive.directory.config.path
+            logger.info("%s: what is there is found in the background", path)
+            future.add_done_callback(partial(_log_failure, path))
+
+
+def _log_failure(path: Path, known: Future[None]) -> None:
+    if (error := known.exception()) is not None:
+        logger.warning("%s: nothing is written there: %s", path, error, exc_info=error)

@@ -5,6 +5,7 @@ What does not fit the day's budget, or finds the queue full, is not written; not
 Chunks of one prompt are read layer by layer: the beginning of all of them first.
 A drive that has not ended a read for a while hangs: its chunks are not there until it does. One
 that does not end a write is read on, and nothing more is written there until it does.
+What is there at start is found in the background, drive by drive; nothing is written there before.
 Whole segments are collected, the oldest first; records that were read since they were written are
 written again before.
 """
@@ -27,12 +28,13 @@ from mooncake_kv.store.arena_allocator import rounded_up
 from mooncake_kv.store.chunk_store import Chunk, StoreStats
 from mooncake_kv.store.ssd_directory import (
     RecordLocation,
+    ScannedRecord,
     SsdBudget,
     SsdDirectory,
     SsdDirectoryConfig,
     aligned_buffer,
 )
-from mooncake_kv.store.ssd_drive import ChunkWrite, Drive
+from mooncake_kv.store.ssd_drive import ChunkWrite, Drive, start_drives
 from mooncake_kv.store.ssd_reads import ChunkRead, RecordRead, read_part, read_record
 from mooncake_kv.store.ssd_records import (
     PAGE,
@@ -46,8 +48,12 @@ from mooncake_kv.store.ssd_records import (
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED_PUTS = 1 << 18
+MAX_REMEMBERED_DROPS = 1 << 18
+"""While drives are scanned; more are found again, as after a restart."""
 CLOSE_S = 5.0
 """How long a close waits for what drives were asked to do."""
+TOLD_AT_ONCE = 256
+"""Chunks that are found at start and told of at once."""
 COLLECTED_FRACTION = 0.5
 """How much of a segment may be written again when it is collected."""
 
@@ -62,7 +68,8 @@ class SsdConfig:
         read_threads, write_threads: of each directory: how many requests its drive sees at once.
         max_queued_writes: per directory; what comes when it is full is not written.
         patience_s: a drive that takes longer to read a part of a chunk, beyond what the slowest
-            would take for its bytes, is taken to hang.
+            would take for its bytes, or to open its directory, is taken to hang; and for as long a
+            start waits until it is known what is there.
         write_patience_s: the same of writes: drives pause to make room.
     """
 
@@ -102,9 +109,11 @@ class SsdTier:
         view: the memory that chunks are read to and written from: a piece by offset and length.
         clock: seconds.
         removed: told of chunks that the tier gave up by itself; on a thread of the tier.
+        found: told of chunks that are there since before the start; on a thread of the tier, which
+            it may keep waiting.
 
     Raises:
-        KVConfigError: a directory can't be used.
+        KVConfigError: a directory is too small.
     """
 
     def __init__(
@@ -113,35 +122,38 @@ class SsdTier:
         view: Callable[[int, int], memoryview],
         clock: Callable[[], float],
         removed: Callable[[Sequence[bytes]], None],
+        found: Callable[[Sequence[Chunk]], None],
     ) -> None:
         self._config = config
         self._view = view
         self._clock = clock
         self._removed = removed
+        self._found = found
         self._lock = threading.Lock()
         self._stats = StoreStats()
         self._records: dict[bytes, _Record] = {}
         self._writing: dict[bytes, Chunk] = {}
         self._put_before: OrderedDict[bytes, None] = OrderedDict()
         self._budget = SsdBudget(config.write_bytes_per_day)
-        self._drives: list[Drive] = []
+        self._dropped_unscanned: dict[bytes, None] = {}
+        directories = [SsdDirectory(each, clock) for each in config.directories]
+        self._drives = [
+            Drive(directory, config, number, clock, self._run_write, self._scan)
+            for number, directory in enumerate(directories)
+        ]
+
+    def start(self) -> None:
+        """Open all directories, and find what is there; large ones, and drives that hang, go on in
+        the background.
+
+        Raises:
+            KVConfigError: a directory can't be used; the tier is closed.
+        """
         try:
-            for number, each in enumerate(config.directories):
-                directory = SsdDirectory(each, clock)
-                self._drives.append(Drive(directory, config, number, clock, self._run_write))
+            start_drives(self._drives, self._config.patience_s)
         except BaseException:
             self.close()
             raise
-        for drive in self._drives:
-            self._stats.num_ssd_errors += drive.directory.num_unreadable
-            for found in drive.directory.scan():
-                try:
-                    chunk = found.header.chunk()
-                except ValueError as exc:  # of a release that took more
-                    logger.warning("%s: a record is no chunk: %s", drive.directory.config.path, exc)
-                    self._stats.num_ssd_corrupt += 1
-                else:
-                    self._index(_Record(chunk, drive, found.location, found.header))
 
     def chunk(self, key: bytes) -> Chunk | None:
         """What is stored under a key."""
@@ -186,6 +198,9 @@ class SsdTier:
                 return False
             if drive.hangs():
                 self._skip("hung")
+                return False
+            if not drive.is_scanned:
+                self._skip("unscanned")
                 return False
             if drive.num_queued_writes >= self._config.max_queued_writes:
                 self._skip("busy")
@@ -259,7 +274,13 @@ class SsdTier:
             forgotten = list(keys)
             for key in forgotten:
                 self._writing.pop(key, None)
-            return [key for key in forgotten if self._unindex(key)]
+            gone = [key for key in forgotten if self._unindex(key)]
+            if all(drive.is_scanned for drive in self._drives):
+                self._dropped_unscanned.clear()
+            else:
+                left = MAX_REMEMBERED_DROPS - len(self._dropped_unscanned)
+                self._dropped_unscanned.update(dict.fromkeys(forgotten[: max(0, left)]))
+            return gone
 
     def verify(self) -> tuple[int, int]:
         """Read every record; returns how many were right, and how many not, which are forgotten.
@@ -291,6 +312,7 @@ class SsdTier:
             stats.num_ssd_skipped = dict(own.num_ssd_skipped)
             stats.num_ssd_hung_reads = sum(drive.reading.hangs() for drive in self._drives)
             stats.num_ssd_hung_writes = sum(drive.writing.hangs() for drive in self._drives)
+            stats.num_ssd_unscanned = sum(not drive.is_scanned for drive in self._drives)
 
     def close(self) -> None:
         """Let what runs end, and give the directories to others; a drive that hangs is left behind
@@ -302,6 +324,34 @@ class SsdTier:
             drive.close(until)
 
     # -- on the tier's threads ------------------------------------------------------------------
+
+    def _scan(self, drive: Drive) -> None:
+        """Find what is on a drive; on its scanning thread."""
+        with self._lock:
+            self._stats.num_ssd_errors += drive.directory.num_unreadable
+        found: list[Chunk] = []
+        for record in drive.scanned():
+            found += self._index_scanned(drive, record)
+            if len(found) >= TOLD_AT_ONCE:
+                self._found(found)
+                found = []
+        self._found(found)
+
+    def _index_scanned(self, drive: Drive, found: ScannedRecord) -> list[Chunk]:
+        """The chunk of a record that was found, unless it was known."""
+        try:
+            chunk = found.header.chunk()
+        except ValueError as exc:  # of a release that took more
+            logger.warning("%s: a record is no chunk: %s", drive.directory.config.path, exc)
+            with self._lock:
+                self._stats.num_ssd_corrupt += 1
+            return []
+        with self._lock:
+            if chunk.key in self._dropped_unscanned:
+                return []
+            is_new = chunk.key not in self._records
+            self._index(_Record(chunk, drive, found.location, found.header))
+        return [chunk] if is_new else []
 
     def _run_write(self, write: ChunkWrite) -> None:
         """Top of a writing thread."""

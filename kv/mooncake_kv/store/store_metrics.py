@@ -97,6 +97,7 @@ def families(stats: StoreStats) -> list[Family]:
         Family("ssd_corrupt_total", "Records that were damaged.", one(stats.num_ssd_corrupt)),
         Family("ssd_errors_total", "Refused by the system.", one(stats.num_ssd_errors)),
         Family("ssd_hung_drives", "Drives that don't end reads, or writes.", hung),
+        Family("ssd_unscanned_drives", "Not known yet in full.", one(stats.num_ssd_unscanned)),
         Family("ssd_skipped_total", "Not written, by reason.", reasons(stats.num_ssd_skipped)),
     ]
 

@@ -134,7 +134,8 @@ def test_ssds_beside_fio(benchmark, tmp_path):
     np.frombuffer(memory.view(0, TOTAL), np.uint8)[:] = 3
     directory = SsdDirectoryConfig(tmp_path, 4 * TOTAL, TOTAL + (4 << 20), min_free_bytes=0)
     config = SsdConfig((directory,), 0, DEPTH, DEPTH, max_queued_writes=COUNT)
-    tier = SsdTier(config, memory.view, time.monotonic, lambda keys: None)
+    tier = SsdTier(config, memory.view, time.monotonic, lambda keys: None, lambda chunks: None)
+    tier.start()
     file = tmp_path / "fio"
     fio(file, "write", TOTAL)
     found = {"write": [], "read": [], "read, layer by layer": []}

@@ -31,6 +31,12 @@ WAIT_S = 60
 SEGMENT = PAGE + 4 * record_bytes(NBYTES)
 
 
+def opened(config, *clock):
+    directory = SsdDirectory(config, *clock)
+    directory.open()
+    return directory
+
+
 def config(path, segments=3, **changes):
     return SsdDirectoryConfig(path, segments * SEGMENT, SEGMENT, min_free_bytes=0, **changes)
 
@@ -51,18 +57,18 @@ def store(directory, number):
 
 
 def found(path, **changes):
-    directory = SsdDirectory(config(path, **changes))
+    directory = opened(config(path, **changes))
     numbers = [record.header.position for record in directory.scan()]
     directory.close()
     return numbers
 
 
 def test_records_are_found_again_with_all_that_they_say(tmp_path):
-    directory = SsdDirectory(config(tmp_path))
+    directory = opened(config(tmp_path))
     for number in range(6):
         store(directory, number)
     directory.close()
-    again = SsdDirectory(config(tmp_path))
+    again = opened(config(tmp_path))
     records = list(again.scan())
     assert [record.header.chunk() for record in records] == [chunk(n) for n in range(6)]
     page, payload = aligned_buffer(PAGE), aligned_buffer(NBYTES)
@@ -76,7 +82,7 @@ def test_records_are_found_again_with_all_that_they_say(tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncated", "header flipped", "segment header flipped"])
 def test_a_torn_end_is_dropped(tmp_path, damage):
-    directory = SsdDirectory(config(tmp_path))
+    directory = opened(config(tmp_path))
     for number in range(6):
         last = store(directory, number)
     directory.close()
@@ -93,7 +99,7 @@ def test_a_torn_end_is_dropped(tmp_path, damage):
 
 
 def test_a_recycled_segment_forgets_what_it_had(tmp_path):
-    directory = SsdDirectory(config(tmp_path))
+    directory = opened(config(tmp_path))
     first = store(directory, 0)
     for number in range(1, 12):
         store(directory, number)
@@ -115,7 +121,7 @@ def test_files_of_another_version_or_no_store_are_recycled(tmp_path):
     page = aligned_buffer(PAGE)
     fill_page(page, SegmentHeader(b"12345678", 1, version=99))
     (tmp_path / "segment-00000005.kv").write_bytes(bytes(page) + bytes(SEGMENT - PAGE))
-    directory = SsdDirectory(config(tmp_path))
+    directory = opened(config(tmp_path))
     assert list(directory.scan()) == []
     store(directory, 1)
     directory.close()
@@ -123,7 +129,7 @@ def test_files_of_another_version_or_no_store_are_recycled(tmp_path):
 
 
 def test_a_segment_whose_header_can_not_be_read_is_left_alone(tmp_path, monkeypatch, caplog):
-    directory = SsdDirectory(config(tmp_path))
+    directory = opened(config(tmp_path))
     for number in range(8):
         store(directory, number)
     directory.close()
@@ -136,7 +142,7 @@ def test_a_segment_whose_header_can_not_be_read_is_left_alone(tmp_path, monkeypa
         return read(file, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", fails)
-    directory = SsdDirectory(config(tmp_path))
+    directory = opened(config(tmp_path))
     assert directory.num_unreadable == 1
     assert "segment-00000000.kv is left alone" in caplog.text
     others = [record.header.position for record in directory.scan()]
@@ -151,7 +157,7 @@ def test_a_segment_whose_header_can_not_be_read_is_left_alone(tmp_path, monkeypa
 
 
 def test_segments_of_an_earlier_format_are_dropped_with_one_line(tmp_path, caplog):
-    directory = SsdDirectory(config(tmp_path))
+    directory = opened(config(tmp_path))
     for number in range(6):
         store(directory, number)
     directory.close()
@@ -167,7 +173,7 @@ def test_segments_of_an_earlier_format_are_dropped_with_one_line(tmp_path, caplo
 
 
 def test_a_smaller_capacity_gives_up_the_oldest(tmp_path):
-    directory = SsdDirectory(config(tmp_path, segments=5))
+    directory = opened(config(tmp_path, segments=5))
     for number in range(20):
         store(directory, number)
     directory.close()
@@ -176,11 +182,11 @@ def test_a_smaller_capacity_gives_up_the_oldest(tmp_path):
 
 
 def test_smaller_segments_keep_to_the_capacity(tmp_path, caplog):
-    larger = SsdDirectory(SsdDirectoryConfig(tmp_path, 6 * SEGMENT, 2 * SEGMENT, min_free_bytes=0))
+    larger = opened(SsdDirectoryConfig(tmp_path, 6 * SEGMENT, 2 * SEGMENT, min_free_bytes=0))
     for number in range(6):
         store(larger, number)
     larger.close()
-    directory = SsdDirectory(config(tmp_path, segments=6))
+    directory = opened(config(tmp_path, segments=6))
     assert list(directory.scan()) == []
     for number in range(24):
         store(directory, number)
@@ -191,35 +197,33 @@ def test_smaller_segments_keep_to_the_capacity(tmp_path, caplog):
 
 
 def test_larger_segments_keep_what_the_smaller_ones_have(tmp_path):
-    smaller = SsdDirectory(config(tmp_path, segments=6))
+    smaller = opened(config(tmp_path, segments=6))
     for number in range(6):
         store(smaller, number)
     smaller.close()
     wider = SsdDirectoryConfig(tmp_path, 6 * SEGMENT, 2 * SEGMENT, min_free_bytes=0)
-    larger = SsdDirectory(wider)
+    larger = opened(wider)
     assert [record.header.position for record in larger.scan()] == list(range(6))
     larger.close()
 
 
 def test_a_directory_serves_one_store(tmp_path):
-    directory = SsdDirectory(config(tmp_path))
+    directory = opened(config(tmp_path))
     with pytest.raises(KVConfigError, match="in use by another store"):
-        SsdDirectory(config(tmp_path))
+        opened(config(tmp_path))
     directory.close()
-    SsdDirectory(config(tmp_path)).close()
+    opened(config(tmp_path)).close()
 
 
 def test_a_directory_that_can_not_be_used_is_refused(tmp_path):
     with pytest.raises(KVConfigError, match="there is no such directory"):
-        SsdDirectory(config(tmp_path / "absent"))
+        opened(config(tmp_path / "absent"))
     with pytest.raises(KVConfigError, match="wanted are 3 or more"):
-        SsdDirectory(config(tmp_path, segments=2))
+        opened(config(tmp_path, segments=2))
 
 
 def test_the_file_system_keeps_what_others_need(tmp_path):
-    directory = SsdDirectory(
-        SsdDirectoryConfig(tmp_path, 3 * SEGMENT, SEGMENT, min_free_bytes=1 << 60)
-    )
+    directory = opened(SsdDirectoryConfig(tmp_path, 3 * SEGMENT, SEGMENT, min_free_bytes=1 << 60))
     assert directory.append(NBYTES) is None
     directory.close()
 
@@ -228,7 +232,7 @@ def test_a_full_disk_is_an_error_of_that_write_and_leaves_no_file(tmp_path, monk
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    directory = SsdDirectory(config(tmp_path))
+    directory = opened(config(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StoreIOError, match="No space left"):
         directory.append(NBYTES)
@@ -246,7 +250,7 @@ def test_a_full_disk_is_an_error_of_that_write_and_leaves_no_file(tmp_path, monk
 @pytest.mark.parametrize("what", ["pwritev", "posix_fallocate", "statvfs"])
 def test_who_reads_does_not_wait_for_a_segment_that_is_begun(tmp_path, monkeypatch, what):
     """Users' pins hold records: were it under the same lock, a drive that hangs would stop all."""
-    directory = SsdDirectory(config(tmp_path))
+    directory = opened(config(tmp_path))
     for number in range(4):
         location = store(directory, number)
     hangs, over = threading.Event(), threading.Event()
@@ -275,7 +279,7 @@ def test_who_reads_does_not_wait_for_a_segment_that_is_begun(tmp_path, monkeypat
 
 def test_a_collection_waits_for_a_segment_that_is_begun_in_vain(tmp_path, monkeypatch):
     """Else writes that find a full drive at once take each other for the one that has room."""
-    directory = SsdDirectory(config(tmp_path))
+    directory = opened(config(tmp_path))
     for number in range(12):
         last = store(directory, number)
     begins, over = threading.Event(), threading.Event()
@@ -310,7 +314,7 @@ def test_a_file_system_that_refused_a_segment_is_asked_again_after_a_while(tmp_p
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     now = 0.0
-    directory = SsdDirectory(config(tmp_path, segments=9), lambda: now)
+    directory = opened(config(tmp_path, segments=9), lambda: now)
     for number in range(8):
         store(directory, number)
     with monkeypatch.context() as patch:
@@ -331,7 +335,7 @@ def test_a_file_system_that_refused_a_segment_is_asked_again_after_a_while(tmp_p
 def test_a_segment_that_is_refused_does_not_end_direct_input_and_output(
     tmp_path, monkeypatch, caplog
 ):
-    directory = SsdDirectory(config(tmp_path))
+    directory = opened(config(tmp_path))
     is_direct = directory._is_direct
 
     def refuse(*_):

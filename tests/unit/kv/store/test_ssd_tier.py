@@ -605,6 +605,110 @@ def test_a_record_of_no_chunk_is_passed_over(opened, monkeypatch):
     assert (stats.ssd_chunks, stats.num_ssd_corrupt) == (2, 1)
 
 
+class HungStart:
+    """A drive that hangs as its directory is opened, or as it is scanned behind the first record,
+    until ``over``."""
+
+    def __init__(self, monkeypatch, path, what):
+        self.over = threading.Event()
+        opens, scans = SsdDirectory.open, SsdDirectory.scan
+
+        def hung_open(directory):
+            assert directory.config.path != path or self.over.wait(WAIT_S)
+            opens(directory)
+
+        def hung_scan(directory):
+            for number, record in enumerate(scans(directory)):
+                assert directory.config.path != path or number == 0 or self.over.wait(WAIT_S)
+                yield record
+
+        hung = hung_open if what == "open" else hung_scan
+        monkeypatch.setattr(SsdDirectory, what, hung)
+
+
+@pytest.mark.parametrize("what", ["open", "scan"])
+def test_a_drive_that_hangs_at_start_costs_that_drive(opened, tmp_path, monkeypatch, what):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    of_hung, of_other = [on_drive(0, 0), on_drive(100, 0)], on_drive(200, 1)
+    first = opened(*paths)
+    first.save([*of_hung, of_other])
+    first.close()
+    start = HungStart(monkeypatch, paths[0], what)
+    store = opened(*paths, patience_s=0.2)
+    await_level(store, lambda stats: stats.num_ssd_hung_reads == 1)
+    assert store.store.stats().num_ssd_unscanned == 1
+    assert store.user.probe(keys(of_hung)).result() == [Residence.ABSENT] * 2
+    assert store.get([*of_hung, of_other]) == [None, None, Tier.SSD]
+    store.put(300)
+    assert store.get([300]) == [Tier.DRAM]
+    store.save([on_drive(400, 1)])
+    start.over.set()
+    for number in of_hung:
+        store.await_event("stored", Tier.SSD, chunk(number).key)
+    await_level(store, lambda stats: not stats.num_ssd_unscanned and not stats.num_ssd_hung_reads)
+    assert store.get(of_hung) == [Tier.SSD] * 2
+    store.save([on_drive(500, 0)])
+
+
+def test_while_a_drive_is_scanned_what_was_found_is_read_and_nothing_is_written(
+    opened, tmp_path, monkeypatch
+):
+    first = opened()
+    first.save([0, 10, 20])
+    first.close()
+    start = HungStart(monkeypatch, tmp_path, "scan")
+    store = opened(patience_s=0.2)
+    [drive] = store.store._moves.tier._drives
+    monkeypatch.setattr(drive.reading, "hangs", lambda: False)  # it is slow
+    found = store.user.probe(keys([0, 10, 20])).result()
+    assert found == [Residence.SSD, Residence.ABSENT, Residence.ABSENT]
+    assert store.get([0]) == [Tier.SSD]
+    store.put(30)
+    store.get([30])
+    assert store.store.stats().num_ssd_skipped["unscanned"] == 1
+    assert store.user.drop(keys([10])).result() == 0
+    start.over.set()
+    await_level(store, lambda stats: not stats.num_ssd_unscanned)
+    assert store.get([0, 10, 20]) == [Tier.DRAM, None, Tier.SSD], "what was dropped stays so"
+    store.save([10])
+
+
+@pytest.mark.parametrize("what", ["open", "scan"])
+def test_a_store_whose_drive_hangs_at_start_is_closed_in_bounded_time(
+    opened, tmp_path, monkeypatch, caplog, what
+):
+    first = opened()
+    first.save([0, 10])
+    first.close()
+    monkeypatch.setattr(ssd_tier, "CLOSE_S", 0.2)
+    start = HungStart(monkeypatch, tmp_path, what)
+    store = opened(patience_s=0.2)
+    [drive] = store.store._moves.tier._drives
+    store.store.close()
+    assert f"{tmp_path}: the drive hangs" in caplog.text
+    start.over.set()
+    drive._scanner.join(WAIT_S)
+    drive.directory.close()
+
+
+def test_a_directory_that_can_not_be_used_after_all_is_logged(
+    opened, tmp_path, monkeypatch, caplog
+):
+    other = SsdDirectory(SsdDirectoryConfig(tmp_path, 4 * SEGMENT, SEGMENT, min_free_bytes=0))
+    other.open()
+    start = HungStart(monkeypatch, tmp_path, "open")
+    store = opened(patience_s=0.2)
+    start.over.set()
+    store.store._moves.tier._drives[0]._scanner.join(WAIT_S)
+    assert "in use by another store" in caplog.text
+    store.put(0)
+    assert store.get([0]) == [Tier.DRAM]
+    assert store.store.stats().num_ssd_unscanned == 1
+    other.close()
+
+
 class HungWrites:
     """What is written to one directory does not end until ``over``; at the beginning of a segment
     only, if that is said."""

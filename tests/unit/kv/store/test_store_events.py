@@ -22,7 +22,7 @@ from mooncake_kv.errors import KVConfigError
 from mooncake_kv.kv_event_publisher import KVEventPublisher
 from mooncake_kv.kv_events import BlockRemoved, BlockStored, event_key
 from mooncake_kv.kv_events_config import KVEventsConfig
-from mooncake_kv.store import node_store
+from mooncake_kv.store import ssd_tier
 from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys
 from mooncake_kv.store.chunk_store import Chunk, ChunkContent, Tier, WriteHandle
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
@@ -143,7 +143,7 @@ def test_a_restarted_store_says_what_its_ssds_hold_a_little_at_a_time(
         log.append(await_sent(publisher, num_left, timeout))
         return log[-1]
 
-    monkeypatch.setattr(node_store, "TOLD_AT_ONCE", 3)
+    monkeypatch.setattr(ssd_tier, "TOLD_AT_ONCE", 3)
     monkeypatch.setattr(KVEventPublisher, "publish", noted)
     monkeypatch.setattr(KVEventPublisher, "await_sent", waited)
     store = NodeStore(wanted)
