@@ -29,6 +29,7 @@ from mooncake_hal_cpu.cpu_backend import CpuBackend, GlooCommunicator
 from mooncake_hal_cpu.cpu_device import CpuRuntime
 from mooncake_hal_cuda.cuda_backend import ROUNDING, TRANSPORTS, OneShotCommunicator
 from mooncake_hal_cuda.cuda_ops import CudaOps
+from mooncake_hal_cuda.kernels import gemv
 from mooncake_hal_cuda.launch_tuning import Tuning
 from mooncake_hal_cuda.libcuda import CudaDriver
 from mooncake_hal_cuda.memory.cuda_memory import CudaMemory
@@ -44,6 +45,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 DEVICE = DeviceInfo(0, "emulated", "sm_90", 4 << 30)
 INTERPRETED_PIECES = 256
 INTERPRETED_BYTES = 1 << 20
+INTERPRETED_COLUMNS = 256
+"""Of a layer of one row, to a program: the interpreter takes a millisecond for each."""
 
 
 class EmulatedRuntime(CpuRuntime):
@@ -74,6 +77,7 @@ class EmulatedBackend(CpuBackend):
 def emulated_backend(processors: int = 132) -> EmulatedBackend:
     """A CPU backend whose ops and memory are those of CUDA, launched as on an sm_90."""
     backend = device_without_kernels()
+    gemv.COLUMNS = INTERPRETED_COLUMNS
     tuning = Tuning(DEVICE.generation, processors)
     backend.ops = CudaOps(tuning)
     backend._groups = GroupFactory(EmulatedCommunicator)

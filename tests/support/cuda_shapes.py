@@ -103,6 +103,12 @@ class Shapes:
         table = self.new(4096, heads.dim, dtype=torch.float32)
         self.ops.rope(query, key, self.new(4, dtype=torch.int64), table)
 
+    def lone_rows(self, heads: Heads) -> None:
+        """Linear layers of a lone stream's decode, with a bias and without."""
+        weight = self.new(heads.query * heads.dim, heads.hidden)
+        for bias in (None, self.new(len(weight))):
+            self.ops.linear(self.new(1, heads.hidden), weight, bias)
+
     def fp8_linears(self, fan_in: int, fan_out: int) -> None:
         """Linear layers on e4m3 weights, of decodes and prompts, scales of rows and of blocks."""
         weight = self.new(fan_out, fan_in, dtype=torch.float8_e4m3fn)

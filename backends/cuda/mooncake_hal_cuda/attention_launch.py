@@ -176,6 +176,7 @@ def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
         DIM=dim,
         DIM_PADDED=max(_MIN_DOT, power_of_two(dim)),
         MERGED_ROWS=min(launch.tile.rows, power_of_two(group)),
+        IS_AHEAD=tuning.has_early_launches,
         **launch.options(call),
     )
     return out

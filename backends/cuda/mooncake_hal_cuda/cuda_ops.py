@@ -1,4 +1,4 @@
-"""The ops of the CUDA backend: Triton kernels, and cuBLAS through torch for ``linear``.
+"""The ops of the CUDA backend: Triton kernels, and cuBLAS through torch for most ``linear``.
 
 Nothing here waits for the device. Outputs come from torch's caching allocator, which a captured
 graph may use too.
@@ -20,6 +20,7 @@ from mooncake_hal_cuda import fp8_launch, moe_launch
 from mooncake_hal_cuda.attention_launch import AttentionCall, attend_latent, dense_rows
 from mooncake_hal_cuda.attention_libraries import OURS, GroupedAttention, LibraryChooser
 from mooncake_hal_cuda.kernels.copy_kernels import move_blocks
+from mooncake_hal_cuda.kernels.gemv import is_faster, multiply_row
 from mooncake_hal_cuda.kernels.norm_rope_silu import rms_norm, rope, silu_mul
 from mooncake_hal_cuda.kernels.paged_cache import write_kv, write_latents
 from mooncake_hal_cuda.kernels.sampling_kernel import GROUP, sample_tokens, summarise_slices
@@ -191,7 +192,7 @@ class CudaOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x if x.dim() <= 3 and x.stride(-1) == 1 else x.contiguous().view(-1, x.shape[-1])
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _normalise(out, rows, None, weight, eps)
+        _normalise(out, rows, None, weight, eps, self._tuning)
         return out
 
     def add_rms_norm(
@@ -199,7 +200,7 @@ class CudaOps:
     ) -> tuple[Tensor, Tensor]:
         # in place: the norm takes x's memory, the sum the residual's
         x, residual = x.contiguous(), residual.contiguous()
-        _normalise(x, x.view(-1, x.shape[-1]), residual, weight, eps)
+        _normalise(x, x.view(-1, x.shape[-1]), residual, weight, eps, self._tuning)
         return x, residual
 
     def rope(
@@ -231,6 +232,8 @@ class CudaOps:
         return weight.contiguous()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if is_faster(x, weight, self._tuning):
+            return multiply_row(x, weight, bias)
         return functional.linear(x, weight, bias)
 
     def pack_fp8_weight(self, weight: Fp8Weight) -> Fp8Weight:
@@ -246,7 +249,13 @@ class CudaOps:
         out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
         if len(rows):
             silu_mul[(len(rows), -(-half // WIDTH))](
-                out, rows, rows.stride(0), HALF=half, WIDTH=WIDTH, num_warps=4
+                out,
+                rows,
+                rows.stride(0),
+                IS_AHEAD=self._tuning.has_early_launches,
+                HALF=half,
+                WIDTH=WIDTH,
+                num_warps=4,
             )
         return out
 
@@ -356,6 +365,7 @@ def _normalise(
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
+    tuning: Tuning,
 ) -> None:
     dim = x.shape[-1]
     rows = x.numel() // dim
@@ -376,6 +386,7 @@ def _normalise(
         DIM=dim,
         DIM_PADDED=padded,
         HAS_RESIDUAL=residual is not None,
+        IS_AHEAD=tuning.has_early_launches,
         num_warps=min(16, max(1, padded // 512)),
     )
 

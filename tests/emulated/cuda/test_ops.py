@@ -15,12 +15,13 @@ from mooncake_hal.testing.backends_data import Shape
 from mooncake_hal.testing.backends_experts import ExpertsSuite
 from mooncake_hal.testing.backends_fp8 import Fp8ExpertsSuite, Fp8LinearSuite
 from mooncake_hal.testing.backends_latent import LatentSuite, latent_shape
-from mooncake_hal.testing.backends_ops import MakeCase, OpsSuite
+from mooncake_hal.testing.backends_ops import MakeCase, OpsSuite, assert_same, oracle
 from mooncake_hal.testing.backends_rope_writes import RopeWritesSuite
-from mooncake_hal.testing.backends_rows import RowsSuite
+from mooncake_hal.testing.backends_rows import RowsSuite, random
 from mooncake_hal.testing.backends_sampling import SamplingSuite
 from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
 from mooncake_hal_cuda import attention_launch
+from mooncake_hal_cuda.kernels import gemv
 from mooncake_hal_cuda.launch_tuning import Splitting, Tuning
 
 
@@ -52,6 +53,18 @@ class TestKernels(
         made.batch = replace(made.batch, num_decodes=1)
         self.check_decode(backend, made)
         self.check_prefill(backend, made)
+
+    @pytest.mark.parametrize("dims", [(64, 30), (1500, 7)])
+    def test_a_lone_row_by_programs_as_small_as_a_devices(
+        self, backend: Backend, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Inputs of one step and of several; others in this suite have larger ones."""
+        monkeypatch.setattr(gemv, "COLUMNS", 2)
+        x = random(backend, 1, dims[0], dtype="bfloat16")
+        weight = random(backend, *reversed(dims), dtype="bfloat16", seed=1) * dims[0] ** -0.5
+        bias = random(backend, dims[1], dtype="bfloat16", seed=2)
+        found = backend.ops.linear(x, backend.ops.pack_weight(weight), bias)
+        assert_same(found, oracle.linear(x, weight, bias), "bfloat16")
 
     @pytest.mark.parametrize("programs", [1, 3])
     def test_programs_that_take_several_splits_say_the_same(

@@ -157,8 +157,7 @@ def fp8_grouped_matmul(
     GROUP: tl.constexpr,
 ):
     """One program: a tile of one expert's rows by COLUMNS columns. Each BLOCK's products are added
-    up in float32, see ``fp8_block_matmul``; of blocks they are scaled before, of rows at the end.
-    """
+    up in float32, see ``fp8_block_matmul``; scales of rows come at the end."""
     blocks: tl.constexpr = (IN + BLOCK - 1) // BLOCK
     tile, column_block = tiles_of_program(num_tiles, (OUT + COLUMNS - 1) // COLUMNS, GROUP)
     expert = tl.load(tile_experts + tile).to(tl.int64)

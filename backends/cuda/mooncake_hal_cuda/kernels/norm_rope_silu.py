@@ -17,8 +17,11 @@ def rms_norm(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    IS_AHEAD: tl.constexpr,  # of a kernel that may begin meanwhile, see ``kernels.gemv``
 ):
     """One program: one row. ``out`` may be ``x``."""
+    if IS_AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIM_PADDED)
     is_dim = dims < DIM
@@ -105,10 +108,13 @@ def silu_mul(
     out,  # [rows, HALF] dense
     x,  # [rows, 2 * HALF], gate then up
     row_stride,
+    IS_AHEAD: tl.constexpr,  # see ``rms_norm``
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """One program: WIDTH elements of one row."""
+    if IS_AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_dim = dims < HALF

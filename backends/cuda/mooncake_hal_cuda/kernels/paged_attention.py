@@ -40,7 +40,7 @@ def paged_attention(
     table_stride,
     scale,  # with log2(e) and the keys' own
     splits,  # that the partial results have room for
-    programs,  # per row block; each takes one split in so many
+    programs,  # per row block; each takes some splits that lie behind each other
     value_scale,
     query_strides,  # of tokens and heads
     key_strides,  # of blocks, tokens and heads
@@ -57,12 +57,15 @@ def paged_attention(
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_AHEAD: tl.constexpr,  # of a kernel that may begin meanwhile, see ``kernels.gemv``
 ):
     """One program: some rows of one sequence and kv head, over all it sees or some splits of it.
 
     Of decodes, which begin with the first sequence and have one token each, the last program to be
     done with its splits merges those of all. A launch of its own would follow in every layer.
     """
+    if IS_AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
     # the last rows see most, and begin first: else the longest programs would end the launch alone
     row_block = (tl.num_programs(0) - 1 - tl.program_id(0)) // programs
     if IS_SPLIT and GROUP <= ROWS:
@@ -73,7 +76,9 @@ def paged_attention(
         query_start, context_lens, first, sequence, row_block, GROUP, ROWS
     )
     share, count = split_plan(context, seen, MIN_SPLIT, MAX_SPLITS, TOKENS, IS_SPLIT)
-    if turn >= count:
+    each = tl.cdiv(count, programs)
+    split = turn * each
+    if split >= count:
         return
     heads += kv_head * GROUP
     q = load_rows(query, is_row, tokens, heads, query_strides, DIM, DIM_PADDED)
@@ -81,19 +86,24 @@ def paged_attention(
     table = block_tables + sequence.to(tl.int64) * table_stride
     strides = (key_strides[0], key_strides[1], value_strides[0], value_strides[1])
     if IS_SPLIT:
-        for split in tl.range(turn, count, programs, disable_licm=True):
-            running = _attend_split(
-                q, scale, caches, strides, table, split * share,
-                tl.minimum(seen, (split + 1) * share),
-                DIM, DIM_PADDED, BLOCK_SIZE, ROWS, TOKENS, PRECISION,
+        # in one loop: a split that had its own would begin with empty buffers
+        running = empty_softmax(ROWS, DIM_PADDED)
+        stop = tl.minimum(seen, (split + each) * share)
+        for begin in tl.range(split * share, stop, TOKENS, disable_licm=True):
+            running = _attend_few(
+                q, scale, caches, strides, table, begin, stop, running,
+                DIM, DIM_PADDED, BLOCK_SIZE, TOKENS, PRECISION,
             )  # fmt: skip
-            # which rows these are is computed anew; see _merge
-            at = (tl.program_id(2).to(tl.int64) * splits + split) * HEADS
-            at += kv_head * GROUP + row_block * ROWS
-            rows = tl.arange(0, ROWS)
-            is_head = rows < GROUP - row_block * ROWS
-            store_rows(parts + at * DIM, running, rows, is_head, value_scale, DIM, DIM_PADDED)
-            store_weights(weights + at, running, rows, is_head)
+            if begin + TOKENS >= tl.minimum((split + 1) * share, stop):
+                # which rows these are is computed anew; see _merge
+                at = (tl.program_id(2).to(tl.int64) * splits + split) * HEADS
+                at += kv_head * GROUP + row_block * ROWS
+                rows = tl.arange(0, ROWS)
+                is_head = rows < GROUP - row_block * ROWS
+                store_rows(parts + at * DIM, running, rows, is_head, value_scale, DIM, DIM_PADDED)
+                store_weights(weights + at, running, rows, is_head)
+                running = empty_softmax(ROWS, DIM_PADDED)
+                split += 1
         _merge(
             out, parts, weights, arrivals, context_lens, splits, programs,
             HEADS, GROUP, DIM, DIM_PADDED, MERGED_ROWS, ROWS, TOKENS, MIN_SPLIT, MAX_SPLITS,
@@ -136,7 +146,8 @@ def _merge(
     context = tl.load(context_lens + sequence)
     _, count = split_plan(context, context, MIN_SPLIT, MAX_SPLITS, TOKENS, True)
     counted = (sequence * tl.num_programs(1) + kv_head) * row_blocks + row_block
-    if is_last_to_arrive(arrivals + counted, tl.minimum(count, programs)):
+    busy = tl.cdiv(count, tl.cdiv(count, programs))  # programs that have splits
+    if is_last_to_arrive(arrivals + counted, busy):
         head = kv_head * GROUP + row_block * ROWS
         row = sequence.to(tl.int64) * HEADS + head
         part = sequence.to(tl.int64) * splits * HEADS + head
@@ -145,32 +156,6 @@ def _merge(
             out + row * DIM, parts + part * DIM, weights + part, count, is_row,
             HEADS, DIM, DIM_PADDED, MERGED_ROWS,
         )  # fmt: skip
-
-
-@triton.jit
-def _attend_split(
-    q,  # of the sequence's last token, which sees all of it
-    scale,
-    caches,
-    strides,
-    table,
-    start,
-    stop,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The rows' softmax over the tokens [start, stop)."""
-    running = empty_softmax(ROWS, DIM_PADDED)
-    for begin in range(start, stop, TOKENS):
-        running = _attend_few(
-            q, scale, caches, strides, table, begin, stop, running,
-            DIM, DIM_PADDED, BLOCK_SIZE, TOKENS, PRECISION,
-        )  # fmt: skip
-    return running
 
 
 @triton.jit
