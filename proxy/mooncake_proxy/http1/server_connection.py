@@ -31,6 +31,8 @@ class ServerLimits:
     """Bounds on what a client may send, in bytes and seconds."""
 
     max_body_bytes: int = 64 * 1024 * 1024
+    # Of all connections: bodies that are not whole yet, or wait behind another request.
+    max_held_bytes: int = 1024 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
     max_headers: int = 200
     max_pipelined: int = 16
@@ -57,6 +59,7 @@ class ServerContext:
     connections: set[ServerProtocol] = field(default_factory=set)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     is_closing: bool = False
+    num_held_bytes: int = 0
 
 
 class ServerProtocol(asyncio.Protocol):
@@ -71,6 +74,8 @@ class ServerProtocol(asyncio.Protocol):
         self._body: bytes | bytearray = b""
         self._num_body_bytes = 0
         self._max_body_bytes = 0
+        # Of this connection, as `ServerContext` counts them.
+        self._num_held_bytes = 0
         self._num_head_bytes = 0
         self._has_two_hosts = False
         self._is_head_open = False
@@ -109,7 +114,7 @@ class ServerProtocol(asyncio.Protocol):
         """The client is gone: what runs for it is cancelled now, unless it has its answer."""
         self._context.connections.discard(self)
         self._transport = None
-        self._waiting.clear()
+        self._drop_bodies()
         if self._task is not None and self._current is not None and not self._current.ended:
             self._task.cancel()
 
@@ -223,9 +228,16 @@ class ServerProtocol(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         """A piece of the body."""
-        self._num_body_bytes += len(data)
+        if self._is_refused:
+            return
+        context, num_bytes = self._context, len(data)
+        self._num_body_bytes += num_bytes
+        self._num_held_bytes += num_bytes
+        context.num_held_bytes += num_bytes
         if self._num_body_bytes > self._max_body_bytes:
             self._refuse(413, f"body of {self._num_body_bytes} bytes or more: at most ")
+        elif context.num_held_bytes > max(context.limits.max_held_bytes, self._max_body_bytes):
+            self._refuse(503, "too many request bodies are on their way: try again later")
         elif not self._body:
             self._body = data  # nearly always the whole
         else:  # one buffer: pieces of two bytes would cost twenty times what they say
@@ -255,6 +267,9 @@ class ServerProtocol(asyncio.Protocol):
         if self._current is not None or not self._waiting or self.is_write_paused:
             return
         request = self._current = self._waiting.popleft()
+        num_bytes = len(request.body)
+        self._num_held_bytes -= num_bytes
+        self._context.num_held_bytes -= num_bytes
         self._task = _new_task(self._run(request), loop=self._context.loop, name="request")
 
     async def _run(self, request: HttpRequest) -> None:
@@ -401,19 +416,27 @@ class ServerProtocol(asyncio.Protocol):
         except httptools.HttpParserError as exc:
             self._refuse(400, f"malformed HTTP request: {exc}")
 
+    def _drop_bodies(self) -> None:
+        """Of requests that will not run."""
+        self._waiting.clear()
+        self._body = b""
+        self._context.num_held_bytes -= self._num_held_bytes
+        self._num_held_bytes = 0
+
     def _refuse(self, status: int, message: str) -> None:
         """Refuse what is not a complete valid request, and close."""
         if self._is_refused:
             return
         self._is_refused = True
-        self._waiting.clear()
+        self._drop_bodies()
         if status == 413:
             message += f"{self._max_body_bytes} are accepted (--max-body-bytes)"
         request = self._incoming or HttpRequest(self)
         request.keep_alive = False
         if self._current is None:
             code = {413: "body_too_large", 431: "headers_too_large", 408: "timeout"}.get(status)
-            body = error_body(message, "invalid_request_error", code=code, param=None)
+            kind = "invalid_request_error" if status < 500 else "service_unavailable"
+            body = error_body(message, kind, code=code, param=None)
             request.respond(status, body, "application/json")
         self.close()
 

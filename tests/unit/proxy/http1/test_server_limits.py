@@ -166,6 +166,62 @@ def test_a_body_in_tiny_pieces_costs_what_it_says() -> None:
     talk(check)
 
 
+def posted(num_bytes: int, num_sent: int) -> bytes:
+    head = b"POST /x HTTP/1.1\r\nhost: proxy\r\ncontent-length: %d\r\n\r\n" % num_bytes
+    return head + b"x" * num_sent
+
+
+HELD = ServerLimits(max_body_bytes=1000, max_held_bytes=2500)
+
+
+def test_bodies_that_are_not_whole_are_bounded_over_all_connections() -> None:
+    async def check(line: Line) -> None:
+        loop, context = asyncio.get_running_loop(), line.context
+        others = []
+        for _ in range(2):
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            await loop.connect_accepted_socket(lambda: ServerProtocol(context), theirs)
+            await loop.sock_sendall(ours, posted(1000, 999))
+            others.append(ours)
+        while context.num_held_bytes < 1998:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await line.send(posted(1000, 600))
+        assert b"HTTP/1.1 503 " in await line.read()
+        assert context.num_held_bytes == 1998, "what was refused is not kept"
+        await loop.sock_sendall(others[0], b"x")
+        assert b" 200 " in await loop.sock_recv(others[0], 4096)
+        assert context.num_held_bytes == 999
+        for each in others:
+            each.close()
+        while context.num_held_bytes:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    talk(check, HELD)
+
+
+def test_bodies_that_wait_behind_a_running_request_are_bounded() -> None:
+    async def check(line: Line) -> None:
+        await line.send(GET + posted(1000, 1000) * 3)
+        said = await line.read()
+        assert line.context.num_held_bytes == 0
+        assert said.startswith(b"HTTP/1.1 503 ")
+        assert line.seen == []
+
+    talk(check, HELD)
+
+
+@pytest.mark.parametrize("num_sent", [3, 0])
+def test_what_has_run_is_not_counted_any_more(num_sent: int) -> None:
+    async def check(line: Line) -> None:
+        for _ in range(5):
+            await line.send(posted(num_sent, num_sent))
+            assert b" 200 " in await line.read(b"ok")
+            assert line.context.num_held_bytes == 0
+
+    talk(check, HELD)
+
+
 CHUNKED = b"POST /x HTTP/1.1\r\nhost: proxy\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n"
 
 
