@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from mooncake_hal.errors import HalError, PeerLost
 from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
@@ -35,7 +37,8 @@ class PullWorker(ConnectorWorker):
     """One rank's half of MooncakeConnector; see ``ConnectorWorker``."""
 
     def __init__(self, context: RankContext) -> None:
-        self._endings = lone_thread(f"kv-end-{context.rank}")  # never behind a load
+        self._endings_name = f"kv-end-{context.rank}"
+        self._endings = lone_thread(self._endings_name)  # never behind a load
         super().__init__(context)
         self._placement = KVShardSpec(context.memory.shard, context.memory.layout)
         self._connections = PeerConnections(self._transports.forget)
@@ -51,12 +54,12 @@ class PullWorker(ConnectorWorker):
         elif isinstance(command, CancelLoad):
             running = self._loads.get(command.request_id)
             if running is not None:
-                self._endings.submit(running.cancel)
+                self._end(running.command.engine_id, running.cancel)
         elif isinstance(command, ConnectPeer):
             self._dismiss(command.engine_id)
-            threads = self._make_threads()
+            threads, endings = self._make_threads(), ThreadPoolExecutor(1, self._endings_name)
             self._sources[command.engine_id] = _Source(
-                command.engine_id, command.ranks, threads, command.rope_order
+                command.engine_id, command.ranks, threads, endings, command.rope_order
             )
         elif isinstance(command, ForgetPeer):
             self._forget(command.engine_id)
@@ -66,6 +69,7 @@ class PullWorker(ConnectorWorker):
             load.cancel()
         for source in (*self._former, *self._sources.values()):
             source.threads.shutdown(wait=True)
+            source.endings.shutdown(wait=True)
         self._endings.shutdown(wait=True)
 
     def _begin(self, command: Load) -> None:
@@ -150,7 +154,18 @@ class PullWorker(ConnectorWorker):
     def _forget(self, engine_id: str) -> None:
         if self._dismiss(engine_id):
             self._connections.forget(engine_id)
-            self._endings.submit(self._transports.forget, engine_id)
+            self._end(engine_id, partial(self._transports.forget, engine_id))
+
+    def _end(self, engine_id: str, end: Callable[[], None]) -> None:
+        """Have a load or the connections of an instance ended: by a thread of that instance's, for
+        what is slow to drain may take seconds, or by the one that is there if the host has no other
+        left."""
+        sources = (*self._former, *self._sources.values())
+        own = next((s.endings for s in reversed(sources) if s.engine_id == engine_id), None)
+        try:
+            (own or self._endings).submit(end)
+        except RuntimeError:
+            self._endings.submit(end)
 
     def _dismiss(self, engine_id: str) -> bool:
         """No new loads from there; returns whether there could have been any."""
@@ -159,6 +174,9 @@ class PullWorker(ConnectorWorker):
             return False
         source.threads.shutdown(wait=False)
         busy = {load.command.engine_id for load in list(self._loads.values())}
+        for former in self._former:
+            if former.engine_id not in busy:
+                former.endings.shutdown(wait=False)  # when it has done what it was given
         self._former = [former for former in self._former if former.engine_id in busy]
         self._former.append(source)
         return True
@@ -170,11 +188,13 @@ class PullWorker(ConnectorWorker):
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """An instance to read from; with threads of its own, so that one that hangs delays no other."""
+    """An instance to read from; with threads of its own, so that one that hangs delays no other:
+    ``threads`` read, ``endings`` is one that ends reads and connections."""
 
     engine_id: str
     ranks: tuple[RankMetadata, ...]
     threads: ThreadPoolExecutor
+    endings: ThreadPoolExecutor
     rope_order: str
 
 

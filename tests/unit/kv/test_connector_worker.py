@@ -163,6 +163,47 @@ def test_what_ends_loads_and_peers_needs_no_thread_that_may_not_come(
     assert (forgotten, rank.failures) == (["p"], [])
 
 
+class SlowToDrain:
+    """A transfer whose end is waited for until the other side lets go."""
+
+    def __init__(self) -> None:
+        self.is_ending = threading.Event()
+        self.lets_go = threading.Event()
+
+    def cancel(self) -> None:
+        self.is_ending.set()
+        assert self.lets_go.wait(PATIENCE_S)
+
+
+def test_an_instance_whose_loads_are_slow_to_end_delays_no_other(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, connect = opened(rank, PullWorker)
+    assert isinstance(running, PullWorker)
+    [facts] = msgspec.msgpack.decode(connect, type=ConnectPeer).ranks
+    transfers = {}
+    for name in ("slow", "other"):
+        running.receive(msgspec.msgpack.encode(ConnectPeer(name, (facts,))))
+        command = msgspec.structs.replace(LOAD, request_id=f"of {name}", engine_id=name)
+        load = running._loads[command.request_id] = _RunningLoad(command, 1e12)
+        transfers[name] = SlowToDrain()
+        load.add(transfers[name], 0)
+    forgotten: list[str] = []
+    monkeypatch.setattr(running._transports, "forget", forgotten.append)
+    running.receive(msgspec.msgpack.encode(CancelLoad("of slow")))
+    assert transfers["slow"].is_ending.wait(PATIENCE_S)
+    running.receive(msgspec.msgpack.encode(ForgetPeer("slow")))
+    running.receive(msgspec.msgpack.encode(CancelLoad("of other")))
+    assert transfers["other"].is_ending.wait(PATIENCE_S)
+    transfers["other"].lets_go.set()
+    running.receive(msgspec.msgpack.encode(ForgetPeer("other")))
+    wait_for(lambda: forgotten == ["other"])
+    transfers["slow"].lets_go.set()
+    wait_for(lambda: forgotten == ["other", "slow"])
+    running._loads.clear()
+    running.close()
+
+
 def test_moves_of_the_pool_that_get_no_thread_fail_and_hold_up_no_step(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
