@@ -11,7 +11,8 @@ survivors are healthy, nobody holds a lease, and all blocks are free.
 
 With ``--pool`` both have the pool's connector, too, in vLLM's MultiConnector, and a store in a
 process of its own, which is killed and stopped like the others. What P has computed for every
-second prompt before is in that store, and D is asked for those directly.
+second prompt before is in that store, and D is asked for those directly. After each row D loads
+what P saves.
 
 Then leases that have lapsed, with P's blocks written over, beside vLLM's own NIXL connector, which
 is only shown.
@@ -22,7 +23,6 @@ Exit 0: all as wanted; 1: something was not; 77: "skipped: ..." and why vLLM can
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import socket
@@ -30,8 +30,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -42,8 +40,17 @@ from pathlib import Path
 from vllm_environment import CACHE, DidNotStart, Skip, exit_status, install_connector
 from vllm_multi_check import NOTHING_LEFT, POOL_LOADS, SAVING, multi_config
 from vllm_pairs import answers_alone
-from vllm_pool_check import CHUNK, hook_errors
-from vllm_requests import COMPLETIONS, completion, figure, post, tokens, until_zero
+from vllm_pool_check import CHUNK, LOADED, hook_errors
+from vllm_requests import (
+    COMPLETIONS,
+    Stream,
+    completion,
+    figure,
+    follow,
+    post,
+    tokens,
+    until_zero,
+)
 from vllm_serving import (
     PROXY_LOG,
     Json,
@@ -283,50 +290,7 @@ def start_pool(parts: dict[str, Part]) -> str:
     return f"connect=127.0.0.1:{port},chunk={CHUNK}"
 
 
-# ---------------------------------------------------------------- streams
-
-
-@dataclass
-class Stream:
-    """What a client has got."""
-
-    text: str = ""
-    has_ended: bool = False
-    error: str = ""
-
-
-def follow(url: str, body: Json, stream: Stream, started: threading.Event) -> Stream:
-    """Ask for a stream, and read it to whatever end it has."""
-    request = urllib.request.Request(
-        url + COMPLETIONS,
-        json.dumps(body | {"stream": True}).encode(),
-        {"content-type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=END_S) as answer:
-            for line in answer:
-                take_line(line, stream)
-                started.set()
-    except (OSError, ValueError, urllib.error.HTTPError) as exc:
-        stream.error = stream.error or repr(exc)
-    if not stream.has_ended and not stream.error:
-        stream.error = "the stream was cut off"
-    return stream
-
-
-def take_line(line: bytes, stream: Stream) -> None:
-    """A line of server-sent events."""
-    data = line.removeprefix(b"data: ").strip()
-    if data == b"[DONE]":
-        stream.has_ended = True
-    elif data.startswith(b"{"):
-        event = json.loads(data)
-        if "error" in event:
-            stream.error = str(event["error"])
-        for choice in event.get("choices", ()):
-            stream.text += choice.get("text") or ""
-            if choice.get("finish_reason") in ("error", "abort"):
-                stream.error = str(choice["finish_reason"])
+# ---------------------------------------------------------------- rows
 
 
 def bodies(pair: Pair) -> dict[str, Json]:
@@ -334,9 +298,6 @@ def bodies(pair: Pair) -> dict[str, Json]:
     pair.salt += 1
     salt = f"{pair.flow} row {pair.salt}"
     return {name: body | {"cache_salt": salt} for name, (_, body) in questions().items()}
-
-
-# ---------------------------------------------------------------- rows
 
 
 def break_everything(
@@ -402,7 +363,7 @@ def send(
     ended = []
     for prompt, body in asked.items():
         asks = pair.url("D") if prompt in stored else url
-        ended.append(threads.submit(follow, asks, body, streams[prompt], started))
+        ended.append(threads.submit(follow, asks, body, streams[prompt], started, END_S))
         if phase == "transfer":
             time.sleep(APART_S)
     if phase == "decode":
@@ -475,20 +436,27 @@ def look_after(pair: Pair, name: str) -> None:
         except Skip as exc:
             pair.problems.append(f"{name}: {exc}")
             return
-    for who in ("P", "D"):
-        for gauge in NOTHING_LEFT:
-            if value := until_zero(pair.url(who), gauge):
-                pair.problems.append(f"{name}: {who} has {gauge} {value}")
-        if errors := figure(pair.url(who), "vllm:mooncake_hal_hook_errors_total"):
-            pair.problems.append(f"{name}: {errors:g} hooks of {who} have failed")
-        if pair.has_pool:
-            pair.problems += [f"{name}: {each}" for each in hook_errors(pair.url(who))]
+    pair.problems += [f"{name}: {each}" for each in what_is_left(pair)]
     prompt, body = next(iter(bodies(pair).items()))
     text, is_split = until_split(pair.url("proxy"), body)
     if text != pair.wanted[prompt]:
         pair.problems.append(f"{name}: afterwards {text!r:.120}")
     if not is_split:
         pair.problems.append(f"{name}: afterwards D computes prompts itself")
+    if pair.has_pool and (wrong := until_loaded(pair)):
+        pair.problems.append(f"{name}: afterwards {wrong}")
+
+
+def what_is_left(pair: Pair) -> Iterator[str]:
+    """Whatever P and D still hold, and hooks of theirs that have failed."""
+    for who in ("P", "D"):
+        for gauge in NOTHING_LEFT:
+            if value := until_zero(pair.url(who), gauge):
+                yield f"{who} has {gauge} {value}"
+        if errors := figure(pair.url(who), "vllm:mooncake_hal_hook_errors_total"):
+            yield f"{errors:g} hooks of {who} have failed"
+        if pair.has_pool:
+            yield from hook_errors(pair.url(who))
 
 
 def until_split(proxy: str, body: Json) -> tuple[object, bool]:
@@ -502,6 +470,25 @@ def until_split(proxy: str, body: Json) -> tuple[object, bool]:
         is_split = "choices" in answer and figure(proxy, FALLBACKS) == before
         if is_split or time.monotonic() > deadline:
             return answer["choices"][0]["text"] if "choices" in answer else answer, is_split
+        time.sleep(1)
+
+
+def until_loaded(pair: Pair) -> str:
+    """P saves and D loads what others ask for, or what was wrong. Who has lost a store looks for it
+    once in a while, and until then all is a miss, which no answer shows."""
+    deadline = time.monotonic() + HEALTHY_S
+    while True:
+        prompt, body = next(iter(bodies(pair).items()))
+        before = figure(pair.url("D"), LOADED)
+        post(pair.url("P"), COMPLETIONS, body | {"max_tokens": 1})
+        until_zero(pair.url("P"), SAVING)
+        answer = post(pair.url("D"), COMPLETIONS, body)
+        if "choices" not in answer or answer["choices"][0]["text"] != pair.wanted[prompt]:
+            return f"D says {answer!r:.120} with the store"
+        if figure(pair.url("D"), LOADED) > before:
+            return ""
+        if time.monotonic() > deadline:
+            return "D loads nothing from the store"
         time.sleep(1)
 
 

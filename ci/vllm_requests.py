@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from vllm_serving import Json
 
@@ -91,6 +93,51 @@ def joined(chunks: list[Json]) -> tuple[str, str]:
         text += piece or ""
         finish = choice.get("finish_reason") or finish
     return text, finish
+
+
+@dataclass
+class Stream:
+    """What a client has got."""
+
+    text: str = ""
+    has_ended: bool = False
+    error: str = ""
+
+
+def follow(
+    url: str, body: Json, stream: Stream, started: threading.Event, timeout_s: float
+) -> Stream:
+    """Ask for a stream of completions, and read it to whatever end it has."""
+    request = urllib.request.Request(
+        url + COMPLETIONS,
+        json.dumps(body | {"stream": True}).encode(),
+        {"content-type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            for line in answer:
+                take_line(line, stream)
+                started.set()
+    except (OSError, ValueError, urllib.error.HTTPError) as exc:
+        stream.error = stream.error or repr(exc)
+    if not stream.has_ended and not stream.error:
+        stream.error = "the stream was cut off"
+    return stream
+
+
+def take_line(line: bytes, stream: Stream) -> None:
+    """A line of server-sent events."""
+    data = line.removeprefix(b"data: ").strip()
+    if data == b"[DONE]":
+        stream.has_ended = True
+    elif data.startswith(b"{"):
+        event = json.loads(data)
+        if "error" in event:
+            stream.error = str(event["error"])
+        for choice in event.get("choices", ()):
+            stream.text += choice.get("text") or ""
+            if choice.get("finish_reason") in ("error", "abort"):
+                stream.error = str(choice["finish_reason"])
 
 
 def figure(url: str, name: str) -> float:
