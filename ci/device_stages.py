@@ -2,6 +2,7 @@
 
 python ci/device_stages.py test-cuda --list
 python ci/device_stages.py test-cuda --host --stage conformance --stage kernels --limit 300
+python ci/device_stages.py test-cuda --host --together   # where cores are many, and time is short
 python ci/device_stages.py bench-cuda --host --wheels wheels
 python ci/device_stages.py bench-cuda --backend cpu --shape tiny --stage alone   # a try without one
 
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     print(machine.description, flush=True)
     runner = StageRunner(machine, args.out, environment, args.limit)
     chosen = [stage for stage in stages if not args.stage or stage.name in args.stage]
-    verdicts = [runner.run(stage) for stage in chosen]
+    verdicts = runner.run_together(chosen) if args.together else list(map(runner.run, chosen))
     return 1 if False in verdicts or True not in verdicts else 0
 
 
@@ -117,6 +119,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the stages")
     parser.add_argument("--stage", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--limit", type=int, help="seconds of each stage, in place of its own")
+    parser.add_argument(
+        "--together", action="store_true", help="side by side, but those that measure or are alone"
+    )
     parser.add_argument("--host", action="store_true", help="with what this interpreter has")
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what it lacks")
     parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "stages")
@@ -221,6 +226,13 @@ class StageRunner:
             table.write_text(f"{self._machine.description}\n\n{as_markdown(ended.figures)}")
             print(f"the table is in {table}", flush=True)
         return passed
+
+    def run_together(self, stages: Sequence[Stage]) -> list[bool | None]:
+        """Run them side by side, and then one by one those that want the device for themselves."""
+        shared = [stage for stage in stages if not (stage.measures or stage.is_alone)]
+        rest = [stage for stage in stages if stage not in shared]
+        with ThreadPoolExecutor(max(1, len(shared))) as pool:
+            return [*pool.map(self.run, shared), *map(self.run, rest)]
 
     def _lacks(self, stage: Stage) -> str:
         """What this machine lacks; empty if nothing."""

@@ -27,6 +27,7 @@ class Stage:
         processes: at most so many run its tests, where pytest-xdist is there.
         dist: how pytest-xdist divides them.
         measures: it records figures, and fails without one.
+        is_alone: it looks at the whole device's memory.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Stage:
     processes: int = 1
     dist: str = "worksteal"
     measures: bool = False
+    is_alone: bool = False
 
 
 _SUITE = "tests/conformance/test_backends.py"
@@ -57,6 +59,7 @@ _CONFORMANCE = (
         "memory",
         "what is free and what was taken: alone on the device",
         (_SUITE, "-k", f"{{backend}} and {_MEMORY}"),
+        is_alone=True,
     ),
 )
 _OWN_KERNELS = {
@@ -124,6 +127,7 @@ RUNS: Mapping[str, tuple[Stage, ...]] = {
             "soak",
             "memory is flat over 120,000 steps (--soak-steps)",
             (*_cuda("engine_step"), "-k", "over_an_hour"),
+            is_alone=True,
         ),
         Stage("pairs", "prefill and decode apart", _cuda("pd"), processes=6),
         Stage(

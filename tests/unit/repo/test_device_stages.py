@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,30 @@ def run_of(
     own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT / "tests")}
     passed = stages.StageRunner(MACHINE, tmp_path / "out", os.environ | own).run(stage)
     return passed, (tmp_path / "out" / "summary.md").read_text()
+
+
+def test_stages_run_side_by_side_but_those_that_want_the_device_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two wait for each other; figures and memory come behind them, one by one."""
+    met, order = threading.Barrier(2, timeout=30), []
+    runner = stages.StageRunner(MACHINE, tmp_path / "out", os.environ)
+
+    def run(stage: stages.Stage) -> bool:
+        if not (stage.measures or stage.is_alone):
+            met.wait()
+        order.append(stage.name)
+        return stage.name != "fails"
+
+    monkeypatch.setattr(runner, "run", run)
+    made = [
+        stages.Stage("figures", "", (), measures=True),
+        stages.Stage("fails", "", ()),
+        stages.Stage("memory", "", (), is_alone=True),
+        stages.Stage("passes", "", ()),
+    ]
+    assert runner.run_together(made) == [False, True, True, True]
+    assert order[2:] == ["figures", "memory"]
 
 
 def measured(tmp_path: Path, content: str, **options: object) -> tuple[bool | None, str]:
@@ -277,4 +302,5 @@ def test_the_project_is_found_without_being_installed(tmp_path: Path) -> None:
     assert value == 7
     assert stages.is_there("carried", environment)
     assert not stages.is_there("carried", {})
+    assert not stages.is_there("no-such-program", environment)  # nor a module of that name
     assert not (tmp_path / "out" / "host" / "site" / "pytest.py").exists()
