@@ -200,6 +200,13 @@ class ProxyConfig:
                 f"--otlp-endpoint {self.otlp_endpoint!r}: wanted the URL of a collector such as "
                 "http://collector:4318"
             )
+        if self.advertise_url is not None and not _is_http_url(self.advertise_url):
+            raise ConfigError(
+                f"--advertise-url {self.advertise_url!r}: wanted where decode instances reach this "
+                "proxy, such as http://THIS_HOST:8000"
+            )
+        if not self.health.path.startswith("/"):
+            raise ConfigError(f"--health-path {self.health.path!r}: wanted a path such as /health")
         names = [spec.name for spec in self.instances]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
@@ -219,11 +226,39 @@ class ProxyConfig:
         is_early = self.flow == "pull" and self.early_pull_tokens > 0 and self.is_reachable
         return is_early or self.flow == "push"
 
+    def _check_counts_and_times(self) -> None:
+        health, client, waiting = self.health, self.client, self.admission
+        for flag, number in (
+            ("--max-attempts", self.max_attempts),
+            ("--workers", self.workers),
+            ("--health-rise", health.rise),
+            ("--health-fall", health.fall),
+            ("--max-body-bytes", self.server.max_body_bytes),
+        ):
+            if number < 1:
+                raise ConfigError(f"{flag} {number}: wanted 1 or more")
+        for flag, value in (
+            ("--eject-after", self.eject_after),
+            ("--max-running", waiting.max_running),
+            ("--max-waiting", waiting.max_waiting),
+            ("--max-wait", waiting.max_wait_s),
+            ("--retry-ratio", self.retry_ratio),
+            ("--health-interval", health.interval_s),
+        ):
+            if math.isnan(value) or value < 0:
+                raise ConfigError(f"{flag} {value:g}: wanted 0 or more")
+        for flag, seconds in (
+            ("--health-timeout", health.timeout_s),
+            ("--request-timeout", self.request_timeout_s),
+            ("--connect-timeout", client.connect_timeout_s),
+            ("--first-byte-timeout", client.first_byte_timeout_s),
+            ("--stall-timeout", client.stall_timeout_s),
+        ):
+            if math.isnan(seconds) or seconds <= 0:
+                raise ConfigError(f"{flag} {seconds:g}: wanted more than 0 seconds")
+
     def _check_numbers(self) -> None:
-        if self.max_attempts < 1:
-            raise ConfigError(f"--max-attempts {self.max_attempts}: wanted 1 or more")
-        if self.workers < 1:
-            raise ConfigError(f"--workers {self.workers}: wanted 1 or more")
+        self._check_counts_and_times()
         if not 0.0 <= self.shutdown_timeout_s < math.inf:
             raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout_s:g}: wanted 0 or more")
         if self.short_prompt_tokens is not None and self.short_prompt_tokens < 0:

@@ -34,6 +34,7 @@ from mooncake_proxy.api.proxied_request import (
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import (
     INTERNAL_ERROR,
+    ConfigError,
     MethodNotAllowed,
     NotFound,
     ProxyError,
@@ -516,7 +517,12 @@ def _server_tls(config: ProxyConfig) -> ssl.SSLContext | None:
     if config.tls.certificate is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(config.tls.certificate, config.tls.key)
+    key = config.tls.key
+    named = f"--tls-cert {config.tls.certificate}" + (f", --tls-key {key}" if key else "")
+    try:
+        context.load_cert_chain(config.tls.certificate, key)
+    except OSError as exc:  # of ssl, too; neither says which file it is about
+        raise ConfigError(f"{named}: wanted a certificate and its key as PEM: {exc}") from exc
     return context
 
 
@@ -526,6 +532,9 @@ def _upstream_tls(config: ProxyConfig) -> ssl.SSLContext | None:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         return context
-    if config.tls.upstream_ca is not None:
-        return ssl.create_default_context(cafile=config.tls.upstream_ca)
+    if (ca := config.tls.upstream_ca) is not None:
+        try:
+            return ssl.create_default_context(cafile=ca)
+        except OSError as exc:  # of ssl, too
+            raise ConfigError(f"--upstream-ca {ca}: wanted certificates as PEM: {exc}") from exc
     return None

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import pytest
 
-from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.cli import main
+from mooncake_proxy.config import AdmissionConfig, ProxyConfig
 from mooncake_proxy.errors import (
     ConfigError,
 )
 from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.server_connection import ServerLimits
+from mooncake_proxy.http1.upstream_connection import ClientLimits
+from mooncake_proxy.pool.health_checks import HealthConfig
 from mooncake_proxy.pool.instances import InstanceSpec, Role
 
 
@@ -30,9 +37,42 @@ def spec(port: int, source: str, role: Role = Role.DECODE) -> InstanceSpec:
         ({"otlp_endpoint": "collector:4318"}, "such as http://collector:4318"),
         ({"otlp_endpoint": "http://collector:port"}, "--otlp-endpoint"),
         ({"flow": "push", "host": "::"}, "--advertise-url"),
+        ({"advertise_url": "xyz"}, "--advertise-url 'xyz': wanted where decode instances"),
+        ({"health": HealthConfig(path="health")}, "--health-path 'health': wanted a path"),
+        ({"health": HealthConfig(interval_s=-1)}, "--health-interval -1: wanted 0 or more"),
+        ({"health": HealthConfig(interval_s=math.nan)}, "--health-interval nan: wanted 0"),
+        ({"health": HealthConfig(timeout_s=0)}, "--health-timeout 0: wanted more than 0"),
+        ({"health": HealthConfig(rise=0)}, "--health-rise 0: wanted 1 or more"),
+        ({"health": HealthConfig(fall=0)}, "--health-fall 0: wanted 1 or more"),
+        ({"client": ClientLimits(connect_timeout_s=-2)}, "--connect-timeout -2: wanted more"),
+        ({"client": ClientLimits(first_byte_timeout_s=0)}, "--first-byte-timeout 0: wanted"),
+        ({"client": ClientLimits(stall_timeout_s=0)}, "--stall-timeout 0: wanted more than 0"),
+        ({"request_timeout_s": -1}, "--request-timeout -1: wanted more than 0 seconds"),
+        ({"server": ServerLimits(max_body_bytes=-1)}, "--max-body-bytes -1: wanted 1 or more"),
+        ({"admission": AdmissionConfig(max_running=-1)}, "--max-running -1: wanted 0 or more"),
+        ({"admission": AdmissionConfig(max_waiting=-1)}, "--max-waiting -1: wanted 0 or more"),
+        ({"admission": AdmissionConfig(max_wait_s=-1)}, "--max-wait -1: wanted 0 or more"),
+        ({"eject_after": -1}, "--eject-after -1: wanted 0 or more"),
+        ({"retry_ratio": -0.1}, "--retry-ratio -0.1: wanted 0 or more"),
         ({"instances": (spec(1, "a"), spec(1, "b", Role.PREFILL))}, "http://h:1 given twice"),
     ],
 )
 def test_bad_configurations_are_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ProxyConfig(**settings)  # type: ignore[arg-type]  # wrong on purpose
+
+
+@pytest.mark.parametrize("flag", ["--tls-cert", "--upstream-ca"])
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_certificates_that_are_none_are_named(
+    flag: str, content: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "certificate.pem"
+    if content is not None:
+        path.write_text(content)
+    pair = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2")
+    unchecked = ("--health-interval", "0", "--log-level", "error")
+    assert main(["--port", "0", *pair, *unchecked, flag, str(path)]) == 2
+    said = capfd.readouterr().err
+    assert f"mooncake-proxy: {flag} {path}: wanted" in said
+    assert "Traceback" not in said
