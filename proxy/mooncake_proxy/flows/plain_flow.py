@@ -11,6 +11,7 @@ from mooncake_proxy.api.tenants import used_tokens
 from mooncake_proxy.errors import (
     NO_PREFILL,
     UNREADABLE,
+    ConnectionLost,
     MalformedAnswer,
     NoInstance,
     OutOfSockets,
@@ -87,6 +88,9 @@ async def _stream(
         context.request.attach(answer)
         try:
             await answer.forward(forwarder)
+        except ConnectionLost:
+            if not forwarder.is_finished:  # else the client has all of it
+                raise
         finally:
             context.request.attach(None)
     forwarder.check_end()

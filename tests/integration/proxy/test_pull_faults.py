@@ -23,8 +23,10 @@ from support.proxy_fakes_client import (
     streamed_text,
 )
 
+from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientLimits
 from mooncake_proxy.pool.health_checks import HealthConfig
+from mooncake_proxy.pool.instances import InstanceSpec, Role
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -331,5 +333,32 @@ def test_the_proxys_own_lack_of_descriptors_is_no_fault_of_instances() -> None:
             assert all(instance.is_up for instance in states.values())
             s.app.client.loop = loop
             assert (await post(s, BODY)).status_code == 200
+
+    uvloop.run(main())
+
+
+def test_a_stream_that_is_cut_behind_its_end_is_whole() -> None:
+    """The client has all of it: an error event behind [DONE] says nothing, and blames an instance
+    for what it did not do."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        events = b'data: {"id":"x","choices":[{"index":0,"text":"a"}]}\n\ndata: [DONE]\n\n'
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+        writer.write(b"%btransfer-encoding: chunked\r\n\r\n%x\r\n" % (head, len(events)))
+        writer.write(events + b"\r\n")  # and no last chunk
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        spec = InstanceSpec(Origin("http", "127.0.0.1", port), Role.BOTH)
+        async with stand(1, 1, instances=(spec,)) as s:
+            answer = await post(s, STREAM)
+            assert streamed_text(events_of(answer.text)) == "a"
+            assert answer.text.endswith("data: [DONE]\n\n")
+            attempts = s.app.router.metrics.attempts.values
+            assert [outcome for _, _, outcome in attempts] == ["ok"]
+        server.close()
 
     uvloop.run(main())
