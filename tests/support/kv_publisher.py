@@ -72,6 +72,15 @@ class FaultyPublisher:
                     self._publish([_stored(name, ids[:end], parent)])
             parent = name
 
+    def store_for(self, adapter: str, ids: list[int]) -> None:
+        """A prompt was prefilled with an adapter; it is held for good, beside what ``held`` has."""
+        parent: int | None = None
+        for end in range(BLOCK, len(ids) + 1, BLOCK):
+            name = _name(ids[:end]) ^ 1
+            event = _stored(name, ids[:end], parent)
+            self._publish([event | {"lora_id": 1, "lora_name": adapter, "extra_keys": [[adapter]]}])
+            parent = name
+
     def evict(self, count: int) -> None:
         """Blocks that no other one follows make room."""
         for _ in range(count):

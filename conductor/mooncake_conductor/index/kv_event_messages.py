@@ -181,6 +181,7 @@ def _fields(raw: Any) -> tuple[str, Mapping[str, Any]]:
 def _stored(fields: Mapping[str, Any]) -> BlocksStored:
     parent = fields.get("parent_block_hash")
     lora_name = fields.get("lora_name")
+    is_nameless = lora_name is None and fields.get("lora_id") is not None
     salt = _salt_in(fields.get("extra_keys"), lora_name)
     kind = fields.get("kv_cache_spec_kind")
     block_size = fields["block_size"]
@@ -191,8 +192,9 @@ def _stored(fields: Mapping[str, Any]) -> BlocksStored:
         None if parent is None else normalise_key(parent),
         block_size,
         _tier(fields),
-        # Blocks that depend on more than tokens, adapter and salt have no name here.
-        () if salt is None else tuple(fields.get("token_ids") or ()),
+        # Blocks that depend on more than tokens, adapter and salt have no name here, nor those of
+        # an adapter that has only a number, as older publishers say it: requests have its name.
+        () if salt is None or is_nameless else tuple(fields.get("token_ids") or ()),
         lora_name,
         fields.get("group_idx"),
         kind is None or kind in ("full_attention", "mla_attention"),
@@ -206,7 +208,9 @@ def _salt_in(extra_keys: Any, lora_name: str | None) -> str | None:
     they depend on anything else, such as an image."""
     salt = ""
     for block, extras in enumerate(extra_keys or ()):
-        others = [extra for extra in extras or () if extra != lora_name]
+        others = list(extras or ())
+        if lora_name in others:
+            others.remove(lora_name)  # a salt may be the same word
         if not others:
             continue
         if block or len(others) > 1 or not isinstance(others[0], str):

@@ -58,6 +58,8 @@ PORTION_BLOCKS = 256
 """What is said of many more blocks is applied in portions of about so many, of a few milliseconds
 each: who routes requests between two of them does not wait for all."""
 MAX_NAMES = 1 << 20
+MAX_ADAPTERS = 1 << 12
+"""Whose names are kept."""
 MAX_ORPHAN_TOKENS = 1 << 21
 """Of one publisher; 8 bytes each. What is beyond that is left out."""
 
@@ -118,12 +120,14 @@ class PublishedBlocks:
 
     Args:
         names: of blocks that other publishers may have said; None: nobody calls blocks alike.
+        adapters: names of those that blocks were computed with are added to it.
     """
 
-    def __init__(self, names: BlockNames | None = None) -> None:
+    def __init__(self, names: BlockNames | None = None, adapters: set[str] | None = None) -> None:
         self.placed: Callable[[Tier, Keys], None] = lambda tier, keys: None
         """Told of chunks that are complete in a tier since the parent of a block became known."""
         self._names = names
+        self._adapters: set[str] = set() if adapters is None else adapters
         self._num_left_out = 0
         self._orphans: dict[int, _Orphan] = {}
         self._orphans_behind: dict[int, dict[int, None]] = {}  # by their parent
@@ -145,6 +149,8 @@ class PublishedBlocks:
 
     def stored(self, event: BlocksStored) -> Keys:
         """Keys of the chunks that are complete in that tier now."""
+        if event.lora_name and len(self._adapters) < MAX_ADAPTERS:
+            self._adapters.add(event.lora_name)
         if event.token_ids:
             self._name(event)
         bit, complete = 1 << event.tier, []

@@ -30,13 +30,19 @@ MAX_RECORDS = 2048
 class ConductorRouting:
     """Asks the conductor whom to send requests to, and tells it what happened.
 
-    `now` gives loop time in seconds.
+    `now` gives loop time in seconds; `model` is the first name of the pool's model.
     """
 
     def __init__(
-        self, pool: InstancePool, config: ConductorConfig, rng: Random, now: Callable[[], float]
+        self,
+        pool: InstancePool,
+        config: ConductorConfig,
+        rng: Random,
+        now: Callable[[], float],
+        model: str = "",
     ) -> None:
         self._pool = pool
+        self._model = model
         self._now = now
         self._classes = frozenset(each.name for each in config.classes)
         # Then nothing goes to a client before its decode instance has accepted the request.
@@ -66,7 +72,7 @@ class ConductorRouting:
             context.routed = None
         routed = fleet.place(
             num_tokens=context.prompt_tokens,
-            keys=keys_of(context),
+            keys=keys_of(context, self._adapter_of(context.parsed.model)),
             token_limit=context.parsed.token_limit,
             request_class=self._class_of(context),
             now=self._now(),
@@ -232,6 +238,17 @@ class ConductorRouting:
         if self._feed is not None:
             self._feed.close()
 
+    def _adapter_of(self, name: str | None) -> str:
+        """The adapter that a request means by its `model`, empty for the model itself, which may
+        have more names than the first. Instances that publish tell which ones are adapters: those
+        that they have anything of. Where nobody does, each further name is one."""
+        if not name or name == self._model:
+            return ""
+        if self._feed is None:
+            return name
+        is_adapter = any(name in fleet.holdings.adapters for fleet in (self.pairs, self.whole))
+        return name if is_adapter else ""
+
     def _open_feed(self) -> KVEventFeed:
         """With the first instance that publishes: pyzmq is imported then."""
         if self._feed is None:
@@ -257,10 +274,10 @@ class ConductorRouting:
             raise SloRefused(verdict.refusal.value, verdict.retry_after_s)
 
 
-def keys_of(context: RequestContext) -> Keys:
+def keys_of(context: RequestContext, adapter: str) -> Keys:
     """Keys of the prompt's chunks: of its token ids where they are known, else of its bytes."""
     parsed = context.parsed
-    root = chain_root("", parsed.cache_salt or "")
+    root = chain_root(adapter, parsed.cache_salt or "")
     ids = context.token_ids if context.token_ids is not None else given_token_ids(parsed)
     if ids is not None:
         return token_keys(ids, root)

@@ -66,6 +66,8 @@ class FleetHoldings:
         self._publishers: dict[str, int] = {}
         # Stores of one model call their chunks alike.
         self._store_blocks = BlockNames()
+        # Names of adapters that anything is published of.
+        self.adapters: set[str] = set()
 
     def join(self, slot: int, instance: Instance) -> None:
         """An instance has got a slot."""
@@ -102,9 +104,9 @@ class FleetHoldings:
         held.on_devices = publishers[0]
         for number, endpoints in enumerate(ranks):
             name = f"{held.instance.name}#{number}" if number else held.instance.name
-            self._begin(slot, name, endpoints, publishers[number], PublishedBlocks())
+            self._begin(slot, name, endpoints, publishers[number], self._new_blocks())
         if store is not None:
-            blocks = PublishedBlocks(self._store_blocks)
+            blocks = self._new_blocks(self._store_blocks)
             self._begin(slot, held.store_name, store, publishers[-1], blocks)
             held.ask_again_at = now + ASK_AGAIN_S
 
@@ -163,6 +165,9 @@ class FleetHoldings:
                 stream = held.streams[held.store_name]
                 if stream.num_orphans:
                     self._ask(held.store_name, stream.ask_snapshot())
+
+    def _new_blocks(self, names: BlockNames | None = None) -> PublishedBlocks:
+        return PublishedBlocks(names, self.adapters)
 
     def _begin(
         self,

@@ -162,7 +162,7 @@ class RequestRouter:
             return None
         from mooncake_proxy.routing.conductor_routing import ConductorRouting
 
-        return ConductorRouting(self.pool, config.of_model(model), self._rng, self.now)
+        return ConductorRouting(self.pool, config.of_model(model), self._rng, self.now, model)
 
     def prepare(self, context: RequestContext) -> None:
         """Session, prefix hashes and span of a request, as far as this proxy uses them."""

@@ -19,7 +19,7 @@ from support.proxy_fakes import Stand, stand
 from support.proxy_fakes_client import BODY, post
 
 from mooncake_conductor.index.holder_sets import Tier
-from mooncake_conductor.index.prompt_keys import token_keys
+from mooncake_conductor.index.prompt_keys import chain_root, token_keys
 from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.store.chunk_store import Chunk, ChunkContent, WriteHandle
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
@@ -211,6 +211,45 @@ def test_a_prompt_goes_to_whom_published_it_though_another_proxy_sent_it_there()
                 for _ in range(4):
                     assert (await post(s, BODY | {"prompt": ids})).status_code == 200
                 assert [len(fake.generated) for fake in s.prefills] == [0, 0, 4]
+
+    uvloop.run(main())
+
+
+def test_an_adapters_prompts_are_told_from_its_models() -> None:
+    """The same tokens: what one instance has of the adapter, another has of the model."""
+
+    async def main() -> None:
+        with (
+            closing(FaultyPublisher(11, loss=0.0)) as of_adapter,
+            closing(FaultyPublisher(12, loss=0.0)) as of_model,
+        ):
+            async with stand(3, 1, **settings()) as s:
+                ids, urls = list(range(640)), [each.url for each in s.prefills]
+                of_adapter.store_for("sql", ids)
+                of_model.store(ids)
+                keys = set(token_keys(ids, chain_root("sql")))
+                fleet = follow(s, urls[1], of_adapter)
+                await until(lambda: claimed(fleet, urls[1], keys) == keys)
+                follow(s, urls[2], of_model)
+                held = of_model.keys()
+                await until(lambda: claimed(fleet, urls[2], held) == held)
+                for name in ("sql", "m", "another name of m", "sql"):
+                    body = BODY | {"prompt": ids, "model": name}
+                    assert (await post(s, body)).status_code == 200
+                assert [len(fake.generated) for fake in s.prefills] == [0, 2, 2]
+
+    uvloop.run(main())
+
+
+def test_where_nobody_publishes_another_name_may_be_an_adapter() -> None:
+    async def main() -> None:
+        async with stand(1, 1, **settings()) as s:
+            ids = list(range(640))
+            for name in ("sql", "m", "sql"):
+                body = BODY | {"prompt": ids, "model": name}
+                assert (await post(s, body)).status_code == 200
+                routed = [*conductor_of(s)._records.values()][-1]
+                assert routed.request.keys == token_keys(ids, chain_root(name))
 
     uvloop.run(main())
 

@@ -19,7 +19,11 @@ from mooncake_conductor.index.kv_event_messages import (
     decode_batch,
 )
 from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, chain_root, token_keys
-from mooncake_conductor.index.published_blocks import BlockNames, PublishedBlocks
+from mooncake_conductor.index.published_blocks import (
+    MAX_ADAPTERS,
+    BlockNames,
+    PublishedBlocks,
+)
 
 
 class Cache:
@@ -235,13 +239,34 @@ def published(**fields) -> bytes:
             {"lora_name": "a", "extra_keys": [["a", "tenant"], ["a"], ["a"], ["a"]]},
             chain_root("a", "tenant"),
         ),
+        (
+            {"lora_name": "a", "extra_keys": [["a", "a"], ["a"], ["a"], ["a"]]},
+            chain_root("a", "a"),
+        ),
     ],
-    ids=["plain", "salt", "adapter", "both"],
+    ids=["plain", "salt", "adapter", "both", "both of one name"],
 )
 def test_tenants_and_adapters_have_their_own_keys(fields, root) -> None:
     [event] = decode_batch(published(**fields)).events
     assert isinstance(event, BlocksStored)
     assert PublishedBlocks().stored(event) == token_keys(list(range(CHUNK_TOKENS)), root)
+
+
+def test_blocks_of_an_adapter_without_a_name_are_not_the_models() -> None:
+    """Older publishers say a number only; requests have a name."""
+    [event] = decode_batch(published(lora_id=1)).events
+    assert isinstance(event, BlocksStored)
+    assert PublishedBlocks().stored(event) == ()
+
+
+def test_the_names_of_adapters_are_kept_as_far_as_there_is_room() -> None:
+    adapters: set[str] = set()
+    blocks = PublishedBlocks(None, adapters)
+    for number in range(MAX_ADAPTERS + 1):
+        [event] = decode_batch(published(lora_name=f"a{number}")).events
+        assert isinstance(event, BlocksStored)
+        blocks.stored(event)
+    assert len(adapters) == MAX_ADAPTERS
 
 
 def test_blocks_with_an_image_are_not_named_by_their_tokens() -> None:
