@@ -58,7 +58,8 @@ def read_trace(
     """All requests, by time; turns of a session in their order.
 
     Args:
-        path: a file of JSON lines, times in milliseconds.
+        path: a file of JSON lines, times in milliseconds, from whenever: the first request comes at
+            the trace's beginning. A turn without one comes behind its session's turn before.
         chunk_tokens: that one of the trace's hash ids stands for.
         is_delta: later turns of a session carry only what is new; their prompt is all that was
             said before and that.
@@ -70,13 +71,18 @@ def read_trace(
         lines = path.read_bytes().splitlines()
     except OSError as exc:
         raise InvalidTrace(f"can't read the trace {path}: {exc.strerror}") from exc
-    found = [
-        _request(path, number, line, chunk_tokens)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    found: list[TraceRequest] = []
+    latest: dict[str, float] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            request = _request(path, number, line, chunk_tokens, latest)
+            found.append(request)
+            if request.session is not None:
+                latest[request.session] = request.at_s
     if not found:
         raise InvalidTrace(f"the trace {path} holds no request")
+    begin = min(request.at_s for request in found)
+    found = [replace(request, at_s=request.at_s - begin) for request in found]
     found.sort(key=lambda request: request.at_s)
     return _accumulated(found, chunk_tokens) if is_delta else found
 
@@ -98,7 +104,9 @@ def at_random(
     return found
 
 
-def _request(path: Path, number: int, line: bytes, chunk_tokens: int) -> TraceRequest:
+def _request(
+    path: Path, number: int, line: bytes, chunk_tokens: int, latest: dict[str, float]
+) -> TraceRequest:
     try:
         entry = msgspec.json.decode(line, type=_Line)
     except (msgspec.ValidationError, msgspec.DecodeError) as exc:
@@ -107,11 +115,12 @@ def _request(path: Path, number: int, line: bytes, chunk_tokens: int) -> TraceRe
     num_output = entry.output_length or entry.output_tokens
     if num_input is None or num_output is None:
         raise InvalidTrace(f"{path}:{number} lacks input_length or output_length")
-    at_ms = entry.timestamp if entry.timestamp is not None else entry.created_time or 0.0
+    at_ms = entry.timestamp if entry.timestamp is not None else entry.created_time
     delay_ms = entry.delay if entry.delay is not None else entry.delay_ms or 0.0
     session = None if entry.session_id is None else str(entry.session_id)
+    at_s = latest.get(session or "", 0.0) if at_ms is None else at_ms / 1000
     keys = entry.hash_ids[: num_input // chunk_tokens]
-    return TraceRequest(at_ms / 1000, num_input, num_output, keys, session, delay_ms / 1000)
+    return TraceRequest(at_s, num_input, num_output, keys, session, delay_ms / 1000)
 
 
 def replicated(

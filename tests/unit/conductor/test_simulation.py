@@ -132,6 +132,22 @@ def test_turns_of_a_session_follow_each_other(tmp_path: Path) -> None:
     assert records[1].arrived_at == pytest.approx(records[0].ended_at + 2.0, abs=0.1)
 
 
+def test_times_count_from_the_first_request_and_turns_follow_their_session(
+    tmp_path: Path,
+) -> None:
+    """Times since 1970 would have the simulator wait for half a century, sample by sample."""
+    lines: list[dict[str, object]] = [
+        {"timestamp": 1_760_000_002_000, "session_id": "a", "input_length": 1, "output_length": 1},
+        {"session_id": "a", "delay": 50, "input_length": 2, "output_length": 1},
+        {"timestamp": 1_760_000_000_000, "input_length": 3, "output_length": 1},
+        {"session_id": "a", "delay": 50, "input_length": 4, "output_length": 1},
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found = read_trace(path)
+    assert [(each.at_s, each.num_input) for each in found] == [(0, 3), (2, 1), (2, 2), (2, 4)]
+
+
 def test_copies_of_a_trace_are_as_many_users_of_their_own(trace: Path) -> None:
     once = read_trace(trace)[:50]
     thrice = replicated(once, 3, random.Random(0))
