@@ -29,7 +29,8 @@ def run(config: ProxyConfig) -> int:
     """Serve until a signal ends it; the exit status.
 
     Raises:
-        ConfigError: the address is taken, or a file that the configuration names is of no use.
+        ConfigError: the address is taken, or a file that the configuration names is of no use;
+            workers log that themselves, and the status is that of the error.
     """
     _raise_descriptor_limit()
     with background_stderr():
@@ -89,5 +90,4 @@ def _raise_descriptor_limit() -> None:
 
 
 def _run_worker(config: ProxyConfig, link: WorkerLink) -> None:
-    with background_stderr():  # of its own: threads end where a process forks
-        uvloop.run(serve(config, link))
+    uvloop.run(serve(config, link))

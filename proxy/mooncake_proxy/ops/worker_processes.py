@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import AddressTaken, ConfigError
+from mooncake_proxy.ops.background_stderr import background_stderr
 from mooncake_proxy.ops.worker_link import (
     MAX_MESSAGE_BYTES,
     ChangeLog,
@@ -52,6 +53,8 @@ POLL_S = 0.2
 # A worker that dies sooner than this after its start is not started again at once.
 RESTART_PAUSE_S = 1.0
 STOPS = (signal.SIGINT, signal.SIGTERM)
+# How a worker ends that can't serve what is configured, and the proxy's own status for it.
+UNUSABLE = {os.EX_CONFIG: 2, os.EX_UNAVAILABLE: 1}
 BUFFER_BYTES = 4 * 1024 * 1024
 
 # Runs one worker to its end.
@@ -79,10 +82,12 @@ class WorkerSupervisor:
         # Workers that did not read in time, and who has ended since.
         self._behind: dict[int, set[int]] = {}
         self._is_stopping = False
+        self._status = 0
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """Until SIGINT or SIGTERM; 0 when all workers ended well."""
+        """Until SIGINT or SIGTERM: 0. Until one of the first workers can't serve as configured,
+        which none can then: 1 for a port that is taken, else 2."""
         for number in STOPS:
             signal.signal(number, self._stop)
         for _ in range(self.config.workers):
@@ -93,7 +98,7 @@ class WorkerSupervisor:
             self._reap_workers()
             self._catch_up()
         self._reserved.close()
-        return 0
+        return self._status
 
     def _start(self) -> None:
         """Start a worker unless the proxy stops. Stop signals are held until its pid is known, so
@@ -135,13 +140,23 @@ class WorkerSupervisor:
             parents.close()
             for other in self._links.values():
                 other.close()
-            self._run_worker(self.config, WorkerLink(worker, link))
-            status = 0
-        except BaseException:
-            logger.exception("worker %d failed", worker)
+            with background_stderr():  # of its own: threads end where a process forks
+                status = self._serve(worker, WorkerLink(worker, link))
         finally:
             logging.shutdown()
             os._exit(status)
+
+    def _serve(self, worker: int, link: WorkerLink) -> int:
+        """Run the child's part; its exit status."""
+        try:
+            self._run_worker(self.config, link)
+        except ConfigError as exc:
+            logger.error("worker %d can't serve: %s", worker, exc)  # noqa: TRY400  # that says all
+            return os.EX_UNAVAILABLE if isinstance(exc, AddressTaken) else os.EX_CONFIG
+        except BaseException:
+            logger.exception("worker %d failed", worker)
+            return 1
+        return 0
 
     def _relay(self, sender: int) -> None:
         """Forward one message of a worker to all others."""
@@ -196,8 +211,13 @@ class WorkerSupervisor:
             link.close()
             self._behind.pop(worker, None)
             self._tell_gone(worker)
+            code = os.waitstatus_to_exitcode(status)
+            is_first = worker < self.config.workers  # later ones find files that may come back
+            if is_first and code in UNUSABLE and not self._is_stopping:
+                self._status = UNUSABLE[code]
+                self._stop(signal.SIGTERM, None)
             if not self._is_stopping:
-                how = describe_exit(os.waitstatus_to_exitcode(status))
+                how = describe_exit(code)
                 logger.error("worker %d died, %s: starting a new one", worker, how)
                 time.sleep(RESTART_PAUSE_S)
                 self._start()

@@ -426,6 +426,23 @@ def test_a_taken_port_is_another_status_than_a_bad_flag(workers: str) -> None:
     assert f"can't listen on 127.0.0.1:{port}".encode() in done.stderr
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("flag", ["--upstream-ca", "--tls-cert", "--pool-file", "--admin-port"])
+def test_what_no_worker_can_serve_with_ends_the_proxy(
+    flag: str, workers: str, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        value = port if flag == "--admin-port" else str(tmp_path / "absent")
+        command = [sys.executable, "-m", "mooncake_proxy", "--backend-url", "http://127.0.0.1:1"]
+        command += ["--port", "0", "--workers", workers, flag, value]
+        done = subprocess.run(command, capture_output=True, timeout=20)
+    assert done.returncode == (1 if flag == "--admin-port" else 2)
+    assert value.encode() in done.stderr
+    assert b"starting a new one" not in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
 def test_workers_share_what_they_know_of_deadly_requests() -> None:
     async def main() -> None:
         drops = FakeInstance(behaviour=Behaviour(drops=True))
