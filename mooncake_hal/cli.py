@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from mooncake_hal.command_line import DefaultsInHelp, load_development_module
+from mooncake_hal import __version__
+from mooncake_hal.command_line import CommandParser, DefaultsInHelp, load_development_module
 from mooncake_hal.errors import HalError, PluginError
 from mooncake_hal.registry import PluginStatus, Registry, TableRow
 
@@ -26,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HalError as exc:
         print(f"mooncake-hal: {exc}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # as shells have it; what was being done needs no traceback
     except BrokenPipeError:
         # the reader has closed the pipe, as `head` does; the interpreter flushes again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -35,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of ``mooncake-hal``."""
-    parser = argparse.ArgumentParser(prog="mooncake-hal", description=__doc__)
+    parser = CommandParser(prog="mooncake-hal", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
     devices = commands.add_parser(
         "devices", help="backends, devices and transports, and why one is unavailable"
@@ -65,7 +70,7 @@ def run_doctor(_: argparse.Namespace, rest: list[str]) -> int:
     """Check a deployment; ``rest`` are the arguments that ``mooncake_hal.doctor`` declares."""
     from mooncake_hal import doctor
 
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="mooncake-hal doctor", description=doctor.__doc__, formatter_class=DefaultsInHelp
     )
     doctor.add_arguments(parser)
@@ -75,9 +80,7 @@ def run_doctor(_: argparse.Namespace, rest: list[str]) -> int:
 def run_transfer(_: argparse.Namespace, rest: list[str]) -> int:
     """Measure KV transfer; ``rest`` are the arguments that ``mooncake_hal.bench`` declares."""
     bench = load_development_module("mooncake_hal.bench")
-    parser = argparse.ArgumentParser(
-        prog="mooncake-hal bench transfer", formatter_class=DefaultsInHelp
-    )
+    parser = CommandParser(prog="mooncake-hal bench transfer", formatter_class=DefaultsInHelp)
     bench.add_arguments(parser)
     return int(bench.run(parser.parse_args(rest)))
 

@@ -11,13 +11,20 @@ import signal
 import sys
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from mooncake_hal.errors import DevelopmentToolsMissing
 
 LOG_FORMATS = ("text", "json")
 _TEXT_START, _TEXT_END = "%(asctime)s %(levelname)s", "%(name)s: %(message)s"
 _TEXT_LINE = f"{_TEXT_START} {_TEXT_END}"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """One whose errors are a line: the usage of a command with 80 options would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 class DefaultsInHelp(argparse.HelpFormatter):

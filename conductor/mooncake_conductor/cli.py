@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TextIO, TypeVar
 
+from mooncake_conductor import __version__
 from mooncake_conductor.calibration.live_instance import LiveInstance
 from mooncake_conductor.calibration.measured_costs import (
     CalibrationPlan,
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         return int(options.run(options))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # as shells have it; what was being done needs no traceback
     except ConductorError as exc:
         print(f"mooncake-conductor: {exc}", file=sys.stderr)
         return 1
@@ -247,6 +251,7 @@ def _mean_ttft(summary: RunSummary) -> float:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mooncake-conductor", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("simulate", help="replay a trace on a modelled cluster")
     _add_common(one)

@@ -34,7 +34,9 @@ from mooncake_engine.process.queued_stderr import queued_stderr
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.speculative_config import SpeculativeConfig
 from mooncake_engine.vllm_flags import with_model_flag, without_vllm_flags
+from mooncake_hal import __version__  # one of all our packages
 from mooncake_hal.command_line import (
+    CommandParser,
     DefaultsInHelp,
     LogSettings,
     load_development_module,
@@ -145,7 +147,8 @@ def build_parser(words: Collection[str] | None = None) -> argparse.ArgumentParse
         words: of the command line; a command that is not among them is only listed, and modules
             that its options come from are not imported. None gives all of them their options.
     """
-    parser = argparse.ArgumentParser(prog="mooncake-engine", description=__doc__)
+    parser = CommandParser(prog="mooncake-engine", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
     parsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         of_command = parsers.add_parser(

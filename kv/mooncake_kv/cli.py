@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from mooncake_hal.command_line import LOG_FORMATS, DefaultsInHelp, LogSettings
+from mooncake_hal import __version__  # one of all our packages
+from mooncake_hal.command_line import LOG_FORMATS, CommandParser, DefaultsInHelp, LogSettings
 from mooncake_hal.errors import HalError
 from mooncake_hal.negotiation import AUTO, Transports
 from mooncake_hal.options import (
@@ -51,7 +52,14 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 7701
 CONNECT_TIMEOUT_S = 10.0
-NETWORK_FIELDS = ("host", "advertise_host", "port_range", "transports", "secret")
+NETWORK_FIELDS = (
+    "host",
+    "advertise_host",
+    "port_range",
+    "transports",
+    "secret",
+    "allow_no_secret",
+)
 
 Found = TypeVar("Found")
 
@@ -173,6 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         return int(options.run(options))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # as shells have it; what was being done needs no traceback
     except (HalError, KVError, OSError) as exc:
         if isinstance(exc, BrokenPipeError):  # as `head` does; the interpreter flushes at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -183,7 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of ``mooncake-kv``."""
-    parser = argparse.ArgumentParser(prog="mooncake-kv", description=__doc__)
+    parser = CommandParser(prog="mooncake-kv", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, text: str, run: object) -> argparse.ArgumentParser:
@@ -311,6 +322,7 @@ def _open_transports(network: KVTransferConfig, secret: bytes) -> Transports:
         advertise_host=network.advertise_host or None,
         port_range=network.port_range,
         secret=secret,
+        allow_no_secret=network.allow_no_secret,
     )
     forced = network.transports
     return Transports.open(

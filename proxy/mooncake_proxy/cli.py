@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ GC_THRESHOLD = 10_000
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. 2 for a configuration that can't be used, 1 for a port that is taken."""
     gc.set_threshold(GC_THRESHOLD)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it loads there is nothing to drain
     args = build_parser().parse_args(argv)
     begin_log(args.log_level, args.log_format)
     try:

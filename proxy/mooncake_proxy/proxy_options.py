@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     """All flags, in the groups they belong to."""
     parser = argparse.ArgumentParser(
         prog="mooncake-proxy",
+        usage="%(prog)s [options]",
         description="OpenAI-compatible proxy for prefill and decode instances.",
         formatter_class=DefaultsInHelp,
     )

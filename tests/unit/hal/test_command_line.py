@@ -9,12 +9,17 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from mooncake_conductor import cli as conductor_cli
 from mooncake_engine.cli import main as engine_main
+from mooncake_hal import __version__, cli as hal_cli
 from mooncake_hal.cli import main as hal_main
 from mooncake_hal.command_line import describe_exit as by_engine, load_development_module
+from mooncake_kv import cli as kv_cli
+from mooncake_proxy.cli import main as proxy_main
 from mooncake_proxy.ops.worker_processes import describe_exit as by_proxy
 
 
@@ -68,3 +73,67 @@ def test_a_development_module_that_lacks_something_else_is_broken(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
         load_development_module("broken_tool")
+
+
+Main = Callable[[Sequence[str]], int]
+
+
+@pytest.mark.parametrize(
+    ("main", "command", "wrong"),
+    [
+        (engine_main, "mooncake-engine serve", ["serve", "--model", "m", "--port", "a"]),
+        (kv_cli.main, "mooncake-kv store", ["store", "--dram", "a"]),
+        (hal_main, "mooncake-hal doctor", ["doctor", "--instance", "a"]),
+    ],
+)
+def test_a_wrong_option_is_a_line_not_the_usage_of_all(
+    main: Main, command: str, wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(wrong)
+    said = capsys.readouterr().err
+    assert said.startswith(f"{command}: error: argument {wrong[-2]}: ")
+    assert said.endswith(f"'a'; see {command} --help\n")
+    assert said.count("\n") == 1
+
+
+def test_the_proxys_usage_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        proxy_main(["--port", "a"])
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    "main", [engine_main, kv_cli.main, hal_main, conductor_cli.main, proxy_main]
+)
+def test_every_command_tells_its_version(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "words"),
+    [
+        (hal_cli, "show_devices", ["devices"]),
+        (kv_cli, "show_stats", ["stats"]),
+        (conductor_cli, "simulate", ["simulate", "trace.jsonl"]),
+    ],
+)
+def test_ctrl_c_is_a_status_and_no_traceback(
+    module: ModuleType, function: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, function, interrupted)
+    assert module.main(words) == 130
+
+
+def test_ctrl_c_while_the_proxy_loads_ends_it_at_once() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert proxy_main([]) == 2  # nothing to serve with
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)

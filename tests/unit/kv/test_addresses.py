@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import re
 import socket
 
 import pytest
 
 from mooncake_kv.addresses import resolve, settle_addresses
+from mooncake_kv.cli import main, store_options
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
 
@@ -94,3 +96,10 @@ def test_on_loopback_the_users_of_the_host_are_named(
 def test_with_a_secret_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     settle_addresses(KVTransferConfig(host="192.0.2.7", secret="s"))
     assert not caplog.records
+
+
+def test_a_store_takes_what_its_refusal_advises(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "--dram", "1MiB", "--port", "0", "--kv-host", "0.0.0.0"]) == 1
+    advised = re.findall("--[a-z-]+[a-z]", capsys.readouterr().err)
+    assert "--kv-allow-no-secret" in advised
+    assert set(advised) <= {option.flag for option in store_options()}
