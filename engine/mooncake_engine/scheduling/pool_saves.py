@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.kv_cache.block_pool import BlockPool
-from mooncake_engine.scheduling.request import Request
+from mooncake_engine.scheduling.request import Request, RequestStatus
 from mooncake_engine.scheduling.scheduler_interface import ChunkPool
 from mooncake_engine.scheduling.step_plan import StepPlan
 from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
@@ -17,6 +17,8 @@ from mooncake_kv.store.chunk_store import CopyTerms
 
 COPIED_AT_ONCE = 4
 """Chunks of a copy that others find at the same moment: those behind them are still copied."""
+MAX_REFUSED = 64
+"""Requests whose refused chunks are remembered behind their end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,23 @@ class HandedOut:
         return self.uses == pool.uses(self.block_ids)
 
 
+@dataclass(slots=True, eq=False)
+class _Refused:
+    """What the pool did not take, and no next chunk has brought along yet.
+
+    Args:
+        request: whose.
+        save: what was offered.
+        handed_out: the blocks of its table.
+        is_computed: whether they hold what they are said to.
+    """
+
+    request: Request
+    save: SaveRequest
+    handed_out: HandedOut
+    is_computed: bool
+
+
 class PoolSaves:
     """What of a sequence goes to the pool, and when: full chunks, prompts' and answers'.
 
@@ -48,7 +67,8 @@ class PoolSaves:
 
     Saving takes nothing away from anybody: blocks that are being copied may be given up and handed
     out again like all others. Blocks count how often they were handed out, so what was copied from
-    blocks that have been handed out since is known to be worthless, and is not stored.
+    blocks that have been handed out since is known to be worthless, and is not stored. For the same
+    reason what was refused as a request ended can be offered again while its blocks are cached.
 
     Args:
         blocks: the tables.
@@ -60,10 +80,12 @@ class PoolSaves:
         self._pool = pool
         self._ids = count()
         self._copying: dict[str, HandedOut] = {}
+        self._refused: dict[str, _Refused] = {}  # by request, the oldest first
 
     def offer_planned(self, plan: StepPlan, requests: Sequence[Request]) -> None:
         """A step is about to be run by these requests, in its order: its first sequence's, those of
         its siblings, the next sequence's."""
+        self._offer_refused()
         if not plan.sequences or plan.sequences[-1].count == 1:
             return
         size, running = self._pool.chunk_tokens, iter(requests)
@@ -94,8 +116,42 @@ class PoolSaves:
             is_use=(first + 1) * size > request.num_received,
             num_refused=num_refused,
         )
+        self._refused.pop(request.request_id, None)
         if self._begin(save, handed_out):
             request.num_saved = stop * size
+            return
+        is_computed = step is None
+        self._refused[request.request_id] = _Refused(request, save, handed_out, is_computed)
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+
+    def computed(self, request: Request) -> None:
+        """A step of the request is over: it may have completed a chunk, or computed one that was
+        refused when the step was planned."""
+        size, num_tokens = self._pool.chunk_tokens, request.num_computed
+        refused = self._refused.get(request.request_id)
+        if refused is not None and num_tokens >= len(refused.save.keys) * size:
+            refused.is_computed = True
+        if num_tokens >= request.num_offered + size:
+            self.offer(request, num_tokens)
+
+    def _offer_refused(self) -> None:
+        """Offer again what was refused to requests that have ended, as far as their blocks have not
+        been handed out since; no further than the pool takes it."""
+        for request_id, refused in list(self._refused.items()):
+            if refused.request.state is not RequestStatus.FINISHED:
+                continue  # with its next chunk
+            save = refused.save
+            again = replace(
+                save,
+                save_id=f"save#{next(self._ids)}",
+                step=None,
+                num_refused=len(save.keys) - save.first_chunk,
+            )
+            is_there = refused.is_computed and refused.handed_out.are_same(self._blocks.pool)
+            if is_there and not self._begin(again, refused.handed_out):
+                return
+            del self._refused[request_id]
 
     def offer_copies(
         self,
@@ -146,3 +202,4 @@ class PoolSaves:
         if event.is_complete:
             is_right = copied.are_same(self._blocks.pool)
             self._pool.end_save(event.save_id, is_right=is_right)
+        self._offer_refused()

@@ -304,8 +304,11 @@ class Scheduler:
             return
         if stop // self.blocks.block_size > request.num_published:
             self.blocks.publish(request)
-        if self._pool is not None and stop >= request.num_offered + self._pool.chunk_tokens:
-            self._pool.saves.offer(request, request.num_computed)
+        if self._pool is not None and (
+            stop >= request.num_offered + self._pool.chunk_tokens
+            or request.num_saved < request.num_offered
+        ):
+            self._pool.saves.computed(request)
         if result.prompt_logprobs:
             scores = result.prompt_logprobs.get(request.request_id, ())
             self._outputs.report_scores(request, sequence.start, scores)

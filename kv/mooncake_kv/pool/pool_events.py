@@ -235,7 +235,7 @@ class PoolStats:
         num_layerwise_saves: of num_saves, those that were copied layer by layer beside their steps.
         num_save_refusals: chunks that were not stored, by reason. Those of ``busy`` (too much is
             under way) and ``unreachable`` may have been stored later, as far as their request had
-            more to save.
+            more to save, or their blocks were still cached.
         loads_under_way, saves_under_way: now (levels).
     """
 

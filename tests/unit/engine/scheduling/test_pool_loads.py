@@ -8,6 +8,7 @@ import pytest
 from support.scheduling import Bench, token_of
 
 from mooncake_engine.messages import BATCH_PRIORITY
+from mooncake_engine.scheduling import pool_saves
 from mooncake_engine.scheduling.pool_loads import (
     MAX_HINT_PATIENCE_S,
     MIN_HINT_PATIENCE_S,
@@ -378,6 +379,71 @@ def test_what_the_pool_refuses_is_offered_again_with_the_next_chunk():
     ]
     bench.save_all()
     assert len(bench.pool.stored) == len(taken[-1].keys)
+
+
+def ended_with_refused_chunks(**options):
+    """A request has ended whose chunks the pool refused, while it saved another's."""
+    bench = PoolBench(num_blocks=32, **options)
+    bench.add("other", prompt_of(CHUNK + 1, seed=9), max_tokens=2)
+    bench.step()
+    bench.pool.refuses = True
+    bench.add("short", prompt_of(2 * CHUNK + 1), max_tokens=2)
+    bench.run()
+    first, *later = [(len(save.keys), save.num_refused) for save in bench.pool.refused]
+    assert first == (2, 0)
+    assert set(later) <= {(2, 2)}, "each chunk is counted once"
+    bench.pool.refuses = False
+    return bench
+
+
+def test_what_was_refused_as_a_request_ended_is_offered_again_when_a_save_ends():
+    bench = ended_with_refused_chunks()
+    assert bench.scheduler.blocks.pool.num_free == 32, "nothing is held for it"
+    bench.save_all()
+    [again] = bench.pool.saves.values()
+    assert (len(again.keys), again.first_chunk, again.num_refused, again.step) == (2, 0, 2, None)
+    bench.save_all()
+    assert bench.pool.stored.issuperset(again.keys)
+    bench.save_all()
+    assert not bench.pool.saves
+
+
+def test_what_was_refused_is_forgotten_with_its_blocks():
+    bench = ended_with_refused_chunks()
+    pool = bench.scheduler.blocks.pool
+    pool.release(pool.allocate(32))
+    bench.save_all()
+    assert not bench.pool.saves
+
+
+def test_what_was_refused_and_is_not_computed_is_not_offered_again():
+    """Its step was planned, and the request aborted before it was over."""
+    bench = PoolBench(num_blocks=32)
+    bench.add("other", prompt_of(CHUNK + 1, seed=9), max_tokens=1)
+    bench.run()
+    [other] = bench.pool.saves
+    bench.pool.refuses = True
+    bench.add("short", prompt_of(2 * CHUNK + 1), max_tokens=2)
+    bench.submit()
+    assert len(bench.pool.refused) == 1
+    bench.scheduler.abort("short")
+    bench.pool.refuses = False
+    bench.scheduler.take_pool_event(ChunksCopied(other))
+    assert not bench.pool.saves
+    bench.land()
+
+
+def test_few_requests_are_remembered_for_what_was_refused(monkeypatch):
+    monkeypatch.setattr(pool_saves, "MAX_REFUSED", 3)
+    bench = PoolBench(num_blocks=64)
+    bench.pool.refuses = True
+    for number in range(6):
+        bench.add(f"r{number}", prompt_of(CHUNK + 1, seed=number), max_tokens=1)
+        bench.run()
+    bench.pool.refuses = False
+    bench.add("next", prompt_of(CHUNK - 1, seed=50), max_tokens=1)
+    bench.run()
+    assert len(bench.pool.saves) == 3
 
 
 def test_copies_are_found_one_after_the_other():
