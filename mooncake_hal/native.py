@@ -164,6 +164,7 @@ def _compile(name: str, source: str, flags: Sequence[str], language: str, librar
         text.write_text(source)
         built = Path(folder) / "built.so"
         command = [compiler, str(text), "-shared", "-fPIC", "-o", str(built), *flags]
+        logger.info("compiling %s, once: it stays in %s", name, library.parent)  # may take 30 s
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False

@@ -20,9 +20,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(native.find_compiler() is None, reason="no C compiler on this machine")
-def test_compiles_once_and_calls(tmp_path: Path) -> None:
+def test_compiles_once_says_so_and_calls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = ADD % os.getpid()
-    library = native.compile_c("adder", source)
+    with caplog.at_level(logging.INFO):
+        library = native.compile_c("adder", source)
+        native.compile_c("adder", source)
+    folder = tmp_path / "mooncake-hal" / "native"
+    assert caplog.messages == [f"compiling adder, once: it stays in {folder}"]
     assert library.add(2, 3) == 5 + os.getpid()
     assert native.compile_c("adder", source) is library
     built = list((tmp_path / "mooncake-hal" / "native").iterdir())
