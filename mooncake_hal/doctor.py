@@ -159,6 +159,8 @@ def examine_transport(registry: Registry, name: str) -> list[Check]:
 
 def examine_peer(registry: Registry, url: str, secret: bytes) -> list[Check]:
     """Try the ports of a live instance, from its HTTP port to every rank's transports."""
+    if not url.startswith(("http://", "https://")):
+        return [Check(f"HTTP of {url}", "wanted --peer http://HOST:PORT, its --host and --port")]
     try:
         topology = _fetch(f"{url.rstrip('/')}/kv/topology")
     except (OSError, ValueError) as exc:

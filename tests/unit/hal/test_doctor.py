@@ -142,3 +142,10 @@ def test_a_pair_that_no_transport_joins_is_found_on_any_machine(
     )
     assert status == 1
     assert "p and d: hccs: it needs one device generation on both sides" in said
+
+
+def test_a_peer_that_is_no_url_is_told_the_form(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--peer", "p0"]) == 1
+    assert capsys.readouterr().out == (
+        "FAIL  HTTP of p0: wanted --peer http://HOST:PORT, its --host and --port\n"
+    )
