@@ -74,9 +74,14 @@ def find_model(wanted: str | Path, flag: str = "--model") -> LocalModel:
         return LocalModel(path, path.resolve().name)
     named = read_hub_name(str(wanted))
     if named is None or path.is_absolute():
+        found = (
+            f"{wanted} is a file of another kind"
+            if path.exists()
+            else f"no config.json in {wanted}, which does not exist"
+        )
         raise ConfigError(
             f"{flag} must be a Hugging Face model directory, a GGUF file, or ORG/NAME[@REVISION] "
-            f"of a hub: no config.json in {wanted}, which does not exist"
+            f"of a hub: {found}"
         )
     from mooncake_engine.checkpoints.hub_download import download
 

@@ -264,6 +264,16 @@ def test_a_missing_model_is_one_line_and_status_2(capsys: pytest.CaptureFixture[
     )
 
 
+def test_a_file_that_is_no_model_is_not_called_absent(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "notes.txt"
+    path.touch()
+    assert main(["serve", "--model", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"ORG/NAME[@REVISION] of a hub: {path} is a file of another kind\n")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
