@@ -5,7 +5,7 @@ python ci/docs_pages.py --check    # exit 1 if one is out of date; part of `make
 
 docs/code-map.md gets a table of files per folder, from the docstrings of packages and modules;
 docs/options.md the options of `mooncake-engine serve` and `mooncake-kv store`, from the fields that
-declare them.
+declare them, and those of `mooncake-proxy`, from its parser.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def tables() -> str:
 
 
 def options() -> str:
-    """What ``mooncake-engine serve`` takes, and ``mooncake-kv store``."""
+    """What ``mooncake-engine serve`` takes, ``mooncake-kv store`` and ``mooncake-proxy``."""
 
     def printed(*command: str) -> str:
         whole = [sys.executable, "-m", *command]
@@ -72,7 +72,39 @@ def options() -> str:
 
     engine = printed("mooncake_engine", "options", "serve")
     store = printed("mooncake_kv", "options")
-    return f"{engine.rstrip()}\n\n## `mooncake-kv store`\n\n{store.rstrip()}\n"
+    return (
+        f"{engine.rstrip()}\n\n## `mooncake-kv store`\n\n{store.rstrip()}\n\n"
+        f"## `mooncake-proxy`\n\n{proxy_options()}\n"
+    )
+
+
+def proxy_options() -> str:
+    """A table of the proxy's flags. Its parser is plain argparse: the proxy is alone, without the
+    hardware layer that declares the others' options."""
+    from mooncake_proxy.proxy_options import build_parser
+
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    for action in build_parser()._actions:
+        if action.nargs == 0 and action.dest in ("help", "version"):
+            continue
+        value = "\\|".join(action.choices) if action.choices else action.metavar
+        text, _, said = (action.help or "").partition(" (default: ")
+        default = said.rstrip(")") or ("off" if action.nargs == 0 else _plain(action.default))
+        flag, *aliases = action.option_strings
+        names = ", ".join([f"`{flag} {value}`" if value else f"`{flag}`", *map(_code, aliases)])
+        rows.append(f"| {names} | {default} | {text} |")
+    return "\n".join(rows)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _plain(default: object) -> str:
+    """A default as help shows it; nothing where there is none."""
+    if default is None or default == []:
+        return ""
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def main(arguments: list[str]) -> int:
