@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,6 +45,7 @@ class PullWorker(ConnectorWorker):
         self._sources: dict[str, _Source] = {}
         self._former: list[_Source] = []  # given up; their last loads may still be ending
         self._loads: dict[str, _RunningLoad] = {}
+        self._ends: set[Future[None]] = set()  # of loads and connections; those that are not over
         self._announce()
 
     def _obey(self, message: bytes) -> None:
@@ -71,6 +72,7 @@ class PullWorker(ConnectorWorker):
             source.threads.shutdown(wait=True)
             source.endings.shutdown(wait=True)
         self._endings.shutdown(wait=True)
+        wait(list(self._ends))  # those of instances that were given up long ago, too
 
     def _begin(self, command: Load) -> None:
         self._loads[command.request_id] = load = _RunningLoad(
@@ -163,9 +165,11 @@ class PullWorker(ConnectorWorker):
         sources = (*self._former, *self._sources.values())
         own = next((s.endings for s in reversed(sources) if s.engine_id == engine_id), None)
         try:
-            (own or self._endings).submit(end)
+            ending = (own or self._endings).submit(end)
         except RuntimeError:
-            self._endings.submit(end)
+            ending = self._endings.submit(end)
+        self._ends.add(ending)
+        ending.add_done_callback(self._ends.discard)
 
     def _dismiss(self, engine_id: str) -> bool:
         """No new loads from there; returns whether there could have been any."""

@@ -204,6 +204,41 @@ def test_an_instance_whose_loads_are_slow_to_end_delays_no_other(
     running.close()
 
 
+def test_an_end_waits_for_the_connections_of_all_that_were_given_up(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they are closed while the transport under them is."""
+    running, connect = opened(rank, PullWorker)
+    [facts] = msgspec.msgpack.decode(connect, type=ConnectPeer).ranks
+    slow = SlowToDrain()
+    ended: list[str] = []
+    close = running._transports.close
+
+    def forget(engine_id: str) -> None:
+        if engine_id == "slow":
+            slow.cancel()
+        ended.append(engine_id)
+
+    def note_close() -> None:
+        ended.append("transports")
+        close()
+
+    monkeypatch.setattr(running._transports, "forget", forget)
+    monkeypatch.setattr(running._transports, "close", note_close)
+    for name in ("slow", "other"):
+        running.receive(msgspec.msgpack.encode(ConnectPeer(name, (facts,))))
+    running.receive(msgspec.msgpack.encode(ForgetPeer("slow")))
+    assert slow.is_ending.wait(PATIENCE_S)
+    running.receive(msgspec.msgpack.encode(ForgetPeer("other")))
+    wait_for(lambda: ended == ["other"])
+    closing = threading.Thread(target=running.close)
+    closing.start()
+    closing.join(0.2)
+    slow.lets_go.set()
+    closing.join(PATIENCE_S)
+    assert ended == ["other", "slow", "transports"]
+
+
 def test_moves_of_the_pool_that_get_no_thread_fail_and_hold_up_no_step(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
