@@ -240,7 +240,7 @@ class Drive:
         while not self.is_stopping:
             with self.reading.watched(PAGE):
                 found = next(records, None)
-            if found is None:
+            if found is None or self.is_stopping:
                 return
             yield found
 

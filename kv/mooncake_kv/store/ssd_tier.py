@@ -335,7 +335,8 @@ class SsdTier:
             if len(found) >= TOLD_AT_ONCE:
                 self._found(found)
                 found = []
-        self._found(found)
+        if not drive.is_stopping:  # else whoever would be told may have closed
+            self._found(found)
 
     def _index_scanned(self, drive: Drive, found: ScannedRecord) -> list[Chunk]:
         """The chunk of a record that was found, unless it was known."""

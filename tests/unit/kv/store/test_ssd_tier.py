@@ -688,9 +688,11 @@ def test_a_store_whose_drive_hangs_at_start_is_closed_in_bounded_time(
     [drive] = store.store._moves.tier._drives
     store.store.close()
     assert f"{tmp_path}: the drive hangs" in caplog.text
+    caplog.clear()
     start.over.set()
     drive._scanner.join(WAIT_S)
     drive.directory.close()
+    assert not caplog.messages, "nobody is told of what it finds then"
 
 
 def test_a_directory_that_can_not_be_used_after_all_is_logged(
