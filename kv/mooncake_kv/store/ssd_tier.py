@@ -143,8 +143,7 @@ class SsdTier:
         ]
 
     def start(self) -> None:
-        """Open all directories, and find what is there; large ones, and drives that hang, go on in
-        the background.
+        """Open all directories, and find what is there; what takes long, in the background.
 
         Raises:
             KVConfigError: a directory can't be used; the tier is closed.
