@@ -20,8 +20,10 @@ from mooncake_conductor.reservations import (
     Stage,
 )
 
-# What a snapshot tells at once: with the keys of usual prompts less than 200 kB.
+# What a snapshot tells at once: so many requests, or fewer that have so many keys together. As JSON
+# that is less than 150 kB, also where prompts are long.
 PORTION = 64
+PORTION_KEYS = 4096
 
 
 class Reserved(Struct, tag="reserved", frozen=True):
@@ -97,12 +99,18 @@ class ReservationExchange:
 
     def portions(self, now: Callable[[], float]) -> Iterator[list[ReservationChange]]:
         """The same, little by little: each portion is as things are when it is asked for."""
-        mine = self._book.of_owner(self._owner)
-        for start in range(0, len(mine), PORTION):
-            told: list[ReservationChange] = []
-            for made in mine[start : start + PORTION]:
-                if self._book.get(made.request.request_id) is made:
-                    told += self._told_whole(made, now())
+        told: list[ReservationChange] = []
+        num_told = num_keys = 0
+        for made in self._book.of_owner(self._owner):
+            if self._book.get(made.request.request_id) is not made:
+                continue
+            told += self._told_whole(made, now())
+            num_told += 1
+            num_keys += len(made.request.keys)
+            if num_told >= PORTION or num_keys >= PORTION_KEYS:
+                yield told
+                told, num_told, num_keys = [], 0, 0
+        if told:
             yield told
 
     def _told_whole(self, made: Reservation, now: float) -> list[ReservationChange]:

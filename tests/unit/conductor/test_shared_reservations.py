@@ -120,3 +120,22 @@ def test_a_reservation_without_news_ends_with_its_deadline() -> None:
     assert made.deadline == pytest.approx(100 + 600, abs=10)
     second.conductor.book.sweep(1000.0)
     assert len(second.conductor.book) == 0
+
+
+@pytest.mark.parametrize(("num_requests", "num_keys"), [(200, 6), (60, 800), (30, 4096)])
+def test_a_portion_of_a_snapshot_is_small_however_long_the_prompts(
+    num_requests: int, num_keys: int
+) -> None:
+    """All of a portion goes through a socket at once, which holds ten messages for its reader."""
+    member = Member("a", NAMES)
+    for number in range(num_requests):
+        asked = ask(f"r{number}", num_keys, first=10_000 * number, owner="a")
+        member.conductor.route(asked, 0.0)
+        member.conductor.joined(f"r{number}", 0.0)
+    portions = list(member.exchange.portions(lambda: 0.0))
+    assert max(len(msgspec.json.encode(portion)) for portion in portions) < 150_000
+    told = [change for portion in portions for change in portion]
+    assert [change.request_id for change in told if isinstance(change, Reserved)] == [
+        f"r{number}" for number in range(num_requests)
+    ]
+    assert told == member.exchange.snapshot(0.0)
