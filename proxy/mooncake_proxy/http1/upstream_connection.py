@@ -317,8 +317,11 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            self.fail(MalformedAnswer(self.name, f"no HTTP answer: {exc}"))
-            return
+            if not self._is_complete:
+                self.fail(MalformedAnswer(self.name, f"no HTTP answer: {exc}"))
+                return
+            self.reusable = False  # what nobody asked for, behind an answer that is whole
+            self.close()
         if not self._is_complete:
             self.since = self._time()
         sink = self._sink

@@ -137,6 +137,43 @@ def test_what_nobody_asked_for_is_no_part_of_the_next_answer(
     run(main())
 
 
+class Gathered:
+    """What an answer's body is fed to."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def feed(self, data: bytes) -> None:
+        self.data += data
+
+
+@pytest.mark.parametrize("rest", [b"0\r\n\r\n", b"garbage"])
+def test_a_body_is_whole_whatever_comes_with_its_end(rest: bytes) -> None:
+    """What follows is no HTTP, in the same piece as the end of the body."""
+
+    async def main() -> None:
+        may_end = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            await may_end.wait()
+            writer.write(b"2\r\nok\r\n0\r\n\r\n" + rest)
+            with suppress(ConnectionError):
+                await reader.read()  # until it is closed, as it must not be used again
+
+        async with pool_of(serve) as pool:
+            deadline = pool.context.loop.time() + 60.0
+            gathered = Gathered()
+            with await pool.exchange(GET, deadline, whole=False) as answer:
+                may_end.set()
+                await asyncio.wait_for(answer.forward(gathered), 10.0)
+            assert gathered.data == b"ok"
+            assert not answer.reusable
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_an_answer_without_length_that_is_reset_is_not_whole(
     run: Callable[[Coroutine[Any, Any, None]], None],
