@@ -50,6 +50,21 @@ async def run_passes(
 ) -> None:
     """Prefill and decode until the answer is whole."""
     context.record = record = _start_record(router, context)
+    try:
+        await _run_passes(router, context, record, one_pass)
+    except UpstreamError:
+        # Kept for a next pass, and there is none.
+        if record is not None and context.request.has_started and (events := record.release()):
+            context.request.write(events)
+        raise
+
+
+async def _run_passes(
+    router: RequestRouter,
+    context: RequestContext,
+    record: TokenRecord | None,
+    one_pass: Callable[[RequestRouter, RequestContext], Awaitable[None]],
+) -> None:
     while True:
         try:
             await one_pass(router, context)

@@ -20,6 +20,9 @@ from mooncake_proxy.flows.stream_forwarder import StreamForwarder
 from mooncake_proxy.http1.sse import split_events
 
 HALF_A_CHARACTER = "\ufffd"
+# Of events that wait for a whole character. Many more than one needs: then these tokens have no
+# text at all, as special ones, or a stop string may have begun.
+MAX_HELD_BYTES = 64 * 1024
 # What reading an answer raises that is no OpenAI answer.
 NO_ANSWER = (*UNREADABLE, TypeError, AttributeError, LookupError)
 
@@ -116,14 +119,17 @@ class TokenRecord:
                 name: chunk.get(name) for name in ("id", "object", "created", "model")
             }
         is_held = False
+        may_hold &= len(self._held) < MAX_HELD_BYTES
         for choice in chunk.get("choices", ()):
             is_held |= self._take_chunk_choice(chunk, choice) and may_hold
             if not is_held and (self.shows_ids or choice.get("logprobs")):
                 self._note_shown()
         self._normalize(chunk, "chat.completion.chunk")
         self._held += b"data: %b\n\n" % encode(chunk)
-        if is_held:
-            return b""
+        return b"" if is_held else self.release()
+
+    def release(self) -> bytes:
+        """What was kept, where no more comes and no next pass makes it again."""
         events, self._held = self._held, b""
         return events
 
@@ -270,7 +276,9 @@ class RecordingForwarder(StreamForwarder):
             super()._forward(joined)
 
     def _recorded(self, event: bytes, data: bytes) -> bytes:
-        if not data or data == b"[DONE]":
+        if data == b"[DONE]":
+            return self._record.release() + event
+        if not data:
             return event
         try:
             # One that commits the request to an instance goes out: until then another may begin.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,15 @@ from typing import Any
 import pytest
 
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, answer_decoder
-from mooncake_proxy.errors import MalformedAnswer, Recomputed
+from mooncake_proxy.errors import ConnectionLost, MalformedAnswer, Recomputed
+from mooncake_proxy.flows import migration
 from mooncake_proxy.flows.continued_prompt import ContinuedForwarder
-from mooncake_proxy.flows.token_record import RecordingForwarder, TokenRecord, only_begins
+from mooncake_proxy.flows.token_record import (
+    MAX_HELD_BYTES,
+    RecordingForwarder,
+    TokenRecord,
+    only_begins,
+)
 
 
 def chunk(text: str, ids: list[int], **more: Any) -> bytes:
@@ -181,6 +188,46 @@ def test_a_stream_that_is_given_back_within_a_character_says_each_token_once(
     assert ids == (found.generated if shows_ids else [])
     [first] = [each for each in choices if each["text"] == "é"]
     assert first["logprobs"]["text_offset"] == [2 if last == "b" else 1]
+
+
+def test_what_is_kept_goes_out_before_an_error_that_ends_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, client = record(), Client()
+    monkeypatch.setattr(migration, "_start_record", lambda router, context: found)
+
+    async def one_pass(router: Any, context: Any) -> None:
+        feed_pass(context, found, chunk("a", [10]), chunk("b\ufffd", [11]))
+        raise ConnectionLost("d", "closed")
+
+    router: Any = None
+    context: Any = client
+    with pytest.raises(ConnectionLost):
+        asyncio.run(migration.run_passes(router, context, one_pass))
+    assert "".join(each["text"] for each in client.choices()) == "ab\ufffd"
+
+
+def test_what_is_kept_goes_out_with_the_end_of_the_stream() -> None:
+    """Of an instance that says no finish reason."""
+    found, client = record(), Client()
+    feed_pass(client, found, chunk("a", [10]), chunk("b\ufffd", [11]), b"[DONE]")
+    client.sent, end = client.sent.removesuffix(b"data: [DONE]\n\n"), client.sent[-14:]
+    assert end == b"data: [DONE]\n\n"
+    assert "".join(each["text"] for each in client.choices()) == "ab\ufffd"
+
+
+@pytest.mark.parametrize("shows_ids", [False, True])
+def test_tokens_without_text_are_not_kept_for_ever(shows_ids: bool) -> None:
+    """Ten thousand special ones; a character takes four at most."""
+    found, client = record(shows_ids=shows_ids), Client()
+    tokens = [chunk("", [token]) for token in range(10_000)]
+    feed_pass(client, found, chunk("a", [10]), *tokens)
+    size = len(b"data: %b\n\n" % tokens[0])
+    num_kept = 10_001 - len(client.choices())
+    assert num_kept * size < 2 * MAX_HELD_BYTES
+    found.begin_next_pass()
+    ids = [each for choice in client.choices() for each in choice.get("token_ids", ())]
+    assert ids == (found.generated if shows_ids else [])
 
 
 @pytest.mark.parametrize("stop_reason", [None, "recomputed"])
