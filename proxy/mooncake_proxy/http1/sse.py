@@ -7,10 +7,12 @@ broken stream (an error event) never lands inside a half-written one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 # Longest event that is waited for; a stream without event ends must not eat the memory.
 MAX_EVENT_BYTES = 16 * 1024 * 1024
+_EVENT_END = re.compile(rb"\n\r?\n")
 
 
 class EventTooLong(ValueError):
@@ -62,10 +64,8 @@ def split_events(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _first_event_end(block: bytes, start: int) -> int:
-    plain = block.find(b"\n\n", start)
-    crlf = block.find(b"\n\r\n", start)
-    ends = [position + size for position, size in ((plain, 2), (crlf, 3)) if position >= 0]
-    return min(ends, default=len(block))
+    found = _EVENT_END.search(block, start)
+    return len(block) if found is None else found.end()
 
 
 def event_data(event: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from time import process_time
 
 import pytest
 from hypothesis import given, strategies as st
@@ -48,3 +49,18 @@ def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 10)
     with pytest.raises(sse.EventTooLong, match="no event end in 11 bytes"):
         sse.EventFramer().feed(b"data: 12345")
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\n\r\n"])
+def test_an_event_of_a_large_block_costs_what_one_of_a_small_block_does(end: bytes) -> None:
+    """Sixteen times the events take about sixteen times as long, not its square."""
+    small = (b"data: {}" + end) * 2_000
+
+    def seconds(block: bytes) -> float:
+        begin = process_time()
+        for _ in sse.split_events(block):
+            pass
+        return process_time() - begin
+
+    once = min(seconds(small) for _ in range(5))
+    assert min(seconds(small * 16) for _ in range(3)) < 64 * once
