@@ -232,7 +232,7 @@ class CudaOps:
         return weight.contiguous()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if is_faster(x, weight, self._tuning):
+        if is_faster(x, weight, bias, self._tuning):
             return multiply_row(x, weight, bias)
         return functional.linear(x, weight, bias)
 

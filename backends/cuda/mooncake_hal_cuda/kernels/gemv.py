@@ -3,8 +3,11 @@
 Reading weights is all that matters there, and a step has a hundred such layers behind each other.
 Each begins with a few microseconds until its first weights are there. Ours is launched while the
 kernel before it still runs (CUDA Programming Guide, programmatic dependent launch): it asks for its
-first weights, which no kernel writes, and only then waits for what is before it. On an H200 the
-layers of an 8 B model read 4.1 TB/s so, 3.9 without, and 3.7 by cuBLAS. Of two rows it was slower.
+first weights, and only then waits for what is before it. So the kernel right before it must not
+have written them, as none of a step does: what a kernel that allows no early launch wrote may not
+be there yet, either. What earlier ones wrote is: none but this kernel begins before others end.
+On an H200 the layers of an 8 B model read 4.1 TB/s so, 3.9 without, and 3.7 by cuBLAS. Of two rows
+it was slower.
 """
 
 from __future__ import annotations
@@ -56,16 +59,20 @@ def gemv(
     tl.store(out + columns, result.to(out.dtype.element_ty), mask=is_column)
 
 
-def is_faster(x: Tensor, weight: Tensor, tuning: Tuning) -> bool:
-    """Whether ``multiply_row`` is for this layer: where it was measured to be."""
+def is_faster(x: Tensor, weight: Tensor, bias: Tensor | None, tuning: Tuning) -> bool:
+    """Whether ``multiply_row`` is for this layer: where it was measured to be. What does not fit
+    together is left to torch, which says so: the kernel would read what lies behind x."""
     return (
         tuning.has_early_launches
         and x.dim() == 2
         and len(x) == 1
         and x.element_size() == 2
         and x.stride(1) == 1
+        and x.dtype is weight.dtype
+        and x.shape[1] == weight.shape[1]
         and weight.is_contiguous()
         and weight.nbytes <= _MOST_WEIGHT_BYTES
+        and (bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:1]))
     )
 
 
