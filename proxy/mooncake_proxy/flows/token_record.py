@@ -157,12 +157,12 @@ class TokenRecord:
             [choice] = answer["choices"]
             is_chat_shaped = "message" in choice
             piece = choice["message"].get("content") if is_chat_shaped else choice.get("text")
+            answer.pop("kv_transfer_params", None)
+            self.chunk_head = self.chunk_head or {"id": answer.get("id")}
+            is_given_back = choice.get("stop_reason") == "recomputed"
+            self._take_choice(answer, choice)
         except NO_ANSWER as exc:
             raise MalformedAnswer(instance, f"no answer with one choice: {exc}") from exc
-        answer.pop("kv_transfer_params", None)
-        self.chunk_head = self.chunk_head or {"id": answer.get("id")}
-        is_given_back = choice.get("stop_reason") == "recomputed"
-        self._take_choice(answer, choice)
         if is_given_back:
             if self._note_text(piece or ""):
                 self._text += piece

@@ -119,6 +119,21 @@ def test_logprobs_of_a_whole_answer_stay_where_the_last_pass_says_nothing() -> N
     assert (choice["text"], choice["logprobs"]) == ("a", logprobs_of("a"))
 
 
+@pytest.mark.parametrize(
+    "logprobs", ["x", logprobs_of("b") | {"top_logprobs": None}, {"text_offset": [None]}]
+)
+def test_logprobs_that_can_t_be_joined_are_malformed(logprobs: object) -> None:
+    """Of an instance that says others than the one before."""
+    found = record()
+    more = {"stop_reason": "recomputed", "logprobs": logprobs_of("a")}
+    with pytest.raises(Recomputed):
+        found.take_answer(chunk("a", [10], **more), "d")
+    found.begin_next_pass()
+    last = chunk("b", [11], finish_reason="stop", logprobs=logprobs)
+    with pytest.raises(MalformedAnswer, match="d: no answer with one choice"):
+        found.take_answer(last, "d")
+
+
 class Client:
     """What a forwarder sees of the request, and what the client is sent."""
 
