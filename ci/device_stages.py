@@ -69,10 +69,16 @@ class Machine:
     devices: Sequence[Mapping[str, str | int]]
     description: str
 
-    def num_processes(self, stage: Stage) -> int:
-        """That run a stage's tests on the first device at once."""
-        room = int(self.devices[0]["total_bytes"]) // BYTES_PER_PROCESS
-        return max(1, min(stage.processes, os.cpu_count() or 1, room))
+    @property
+    def room(self) -> int:
+        """Processes that the first device's memory has room for."""
+        return max(1, int(self.devices[0]["total_bytes"]) // BYTES_PER_PROCESS)
+
+    def num_processes(self, stage: Stage, wanted: int = 0) -> int:
+        """That run a stage's tests on the first device at once, where it and those beside it want
+        so many; 0: it is alone."""
+        share = self.room * stage.processes // max(wanted, stage.processes)
+        return max(1, min(stage.processes, os.cpu_count() or 1, share))
 
 
 class Unusable(Exception):
@@ -193,7 +199,7 @@ class Ending:
 
 
 class StageRunner:
-    """Runs stages one after the other; what each came to is printed, and appended to the summary.
+    """Runs stages; what each came to is printed, and appended to the summary.
 
     Args:
         machine: that they run on.
@@ -209,6 +215,7 @@ class StageRunner:
         self._out = out
         self._environment = environment
         self._limit = limit
+        self._wanted = 0  # processes, of stages that run side by side
         out.mkdir(parents=True, exist_ok=True)
 
     def run(self, stage: Stage) -> bool | None:
@@ -231,8 +238,11 @@ class StageRunner:
         """Run them side by side, and then one by one those that want the device for themselves."""
         shared = [stage for stage in stages if not (stage.measures or stage.is_alone)]
         rest = [stage for stage in stages if stage not in shared]
-        with ThreadPoolExecutor(max(1, len(shared))) as pool:
-            return [*pool.map(self.run, shared), *map(self.run, rest)]
+        self._wanted = sum(stage.processes for stage in shared if not self._lacks(stage))
+        with ThreadPoolExecutor(max(1, min(len(shared), self._machine.room))) as pool:
+            verdicts = list(pool.map(self.run, shared))
+        self._wanted = 0
+        return [*verdicts, *map(self.run, rest)]
 
     def _lacks(self, stage: Stage) -> str:
         """What this machine lacks; empty if nothing."""
@@ -248,7 +258,7 @@ class StageRunner:
         options += ["-o", f"timeout={min(seconds, MOST_TEST_SECONDS)}"]
         if stage.measures:
             options += ["--benchmark-only", "--benchmark-quiet"]
-        processes = self._machine.num_processes(stage)
+        processes = self._machine.num_processes(stage, self._wanted)
         if processes > 1 and is_there("xdist", self._environment):
             options += ["-n", str(processes), "--dist", stage.dist]
         tests = [word.replace("{backend}", self._machine.backend) for word in stage.tests]

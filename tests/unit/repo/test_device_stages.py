@@ -138,6 +138,26 @@ def test_stages_run_side_by_side_but_those_that_want_the_device_alone(
     assert order[2:] == ["figures", "memory"]
 
 
+def test_stages_side_by_side_share_the_devices_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone each has as many processes as there is room for; together they have no more."""
+    machine = replace(MACHINE, devices=[{"total_bytes": 16 * stages.BYTES_PER_PROCESS}])
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(stages, "is_there", lambda *_: True)
+    runner, counts = stages.StageRunner(machine, tmp_path / "out", os.environ), {}
+
+    def run(stage: stages.Stage) -> bool:
+        command = runner._command(stage, 60)
+        counts[stage.name] = int(command[command.index("-n") + 1])
+        return True
+
+    monkeypatch.setattr(runner, "run", run)
+    many = [stages.Stage(name, "", (), processes=12) for name in ("a", "b")]
+    runner.run_together([*many, stages.Stage("c", "", (), processes=12, is_alone=True)])
+    assert counts == {"a": 8, "b": 8, "c": 12}
+
+
 def measured(tmp_path: Path, content: str, **options: object) -> tuple[bool | None, str]:
     """See ``run_of``; of a stage that records figures."""
     return run_of(tmp_path, content, "pytest_benchmark.plugin", measures=True, **options)
