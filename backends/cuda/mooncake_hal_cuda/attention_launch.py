@@ -146,7 +146,7 @@ def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
         launch = _Launch(tuning.prefill(dim, size, kv_size), Splitting(_MIN_SPLIT, 1), 1)
     row_blocks = -(-call.new_tokens * group // launch.tile.rows)
     shares = row_blocks * kv_heads * call.sequences
-    programs = tuning.programs(launch.splits, shares)
+    programs, least = tuning.programs(launch.splits, shares), tuning.least_splits(shares)
     parts, weights, arrivals = out, out, out
     if call.is_decode:
         parts, weights = _split_buffers(out, launch.splits)
@@ -167,6 +167,7 @@ def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
         call.scale * call.kv_scales[0] * _LOG2_E,
         launch.splits,
         programs,
+        least,
         call.kv_scales[1],
         call.query.stride()[:2],
         key.stride()[:3],

@@ -24,9 +24,12 @@ SHARED_BYTES = {
 
 _ROOMY_BYTES = 160_000
 _LEAST_PROGRAMS = 8
-_LEAST_OF_MANY = 1
-"""Where the others fill the device alone: on an H200, 128 contexts of 528 tokens took 92 us with
-one program each and 103 with two."""
+_LEAST_OF_MANY = 2
+"""Where the others fill the device alone: more would find nothing to do in contexts of usual
+length, and cost their launch."""
+_LEAST_SPLITS_OF_MANY = 8
+"""That a program takes there: on an H200, 128 contexts of three splits took 92 us where one program
+had all of each, and 103 where two shared them. A long context among them is shared as before."""
 _OVERLAPPED = 5
 """Stages with which Triton loads a tile while the one before it is worked on, where the addresses
 are loaded too (from the block table): those take two, and with less there is one buffer."""
@@ -222,9 +225,19 @@ class Tuning:
             splits: of the longest context.
             others: programs that there would be without splits.
         """
-        room = 4 * self.processors
-        least = _LEAST_PROGRAMS if others <= room else _LEAST_OF_MANY
-        return min(splits, max(least, power_of_two(room // others or 1)))
+        least = _LEAST_OF_MANY if self._is_full(others) else _LEAST_PROGRAMS
+        return min(splits, max(least, power_of_two(self._room // others or 1)))
+
+    def least_splits(self, others: int) -> int:
+        """How many splits a program takes at the least, with as many others as above."""
+        return _LEAST_SPLITS_OF_MANY if self._is_full(others) else 1
+
+    @property
+    def _room(self) -> int:
+        return 4 * self.processors
+
+    def _is_full(self, others: int) -> bool:
+        return others > self._room
 
 
 def power_of_two(value: int) -> int:

@@ -66,15 +66,21 @@ class TestKernels(
         found = backend.ops.linear(x, backend.ops.pack_weight(weight), bias)
         assert_same(found, oracle.linear(x, weight, bias), "bfloat16")
 
-    @pytest.mark.parametrize("programs", [1, 3])
+    @pytest.mark.parametrize(("programs", "least"), [(1, 1), (3, 1), (2, 8), (3, 2)])
     def test_programs_that_take_several_splits_say_the_same(
-        self, backend: Backend, case: MakeCase, programs: int, monkeypatch: pytest.MonkeyPatch
+        self,
+        backend: Backend,
+        case: MakeCase,
+        programs: int,
+        least: int,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """To the bit: how many there are depends on the batch."""
         made = case(Shape(), ((1, 700), (1, 33), (1, 1500)))
         arguments = (made.query, made.kv.key, made.kv.value, made.batch, 0.1)
         expected = backend.ops.decode_attention(*arguments)
         monkeypatch.setattr(Tuning, "programs", lambda *_: programs)
+        monkeypatch.setattr(Tuning, "least_splits", lambda *_: least)
         assert torch.equal(backend.ops.decode_attention(*arguments), expected)
 
     def test_whoever_comes_last_merges(

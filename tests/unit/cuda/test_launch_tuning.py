@@ -51,10 +51,12 @@ def test_many_heads_of_latents_take_the_widest_products() -> None:
 
 
 @pytest.mark.parametrize(
-    ("splits", "others", "programs"), [(64, 8, 64), (64, 256, 8), (64, 2048, 1), (4, 2048, 1)]
+    ("splits", "others", "programs"), [(64, 8, 64), (64, 256, 8), (64, 2048, 2), (4, 2048, 2)]
 )
 def test_large_batches_have_few_programs_per_sequence(
     splits: int, others: int, programs: int
 ) -> None:
     """Most of which would be idle where contexts are short."""
-    assert Tuning("sm_90", 132).programs(splits, others) == programs
+    tuning = Tuning("sm_90", 132)
+    assert tuning.programs(splits, others) == programs
+    assert tuning.least_splits(others) == (8 if programs == 2 else 1)

@@ -24,7 +24,7 @@ from mooncake_hal_cuda.kernels.attention_parts import (
 from mooncake_hal_cuda.kernels.paged_cache import clamped_token_offsets, token_offsets
 
 
-@triton.jit(do_not_specialize=["first", "splits", "programs", "table_stride"])
+@triton.jit(do_not_specialize=["first", "splits", "programs", "least", "table_stride"])
 def paged_attention(
     out,  # [tokens, heads, DIM], dense
     parts,  # of splits: float32 [tokens, splits, heads, DIM], dense
@@ -41,6 +41,7 @@ def paged_attention(
     scale,  # with log2(e) and the keys' own
     splits,  # that the partial results have room for
     programs,  # per row block; each takes some splits that lie behind each other
+    least,  # of which so many, if there are
     value_scale,
     query_strides,  # of tokens and heads
     key_strides,  # of blocks, tokens and heads
@@ -76,7 +77,7 @@ def paged_attention(
         query_start, context_lens, first, sequence, row_block, GROUP, ROWS
     )
     share, count = split_plan(context, seen, MIN_SPLIT, MAX_SPLITS, TOKENS, IS_SPLIT)
-    each = tl.cdiv(count, programs)
+    each = tl.maximum(tl.cdiv(count, programs), least)
     split = turn * each
     if split >= count:
         return
@@ -105,7 +106,7 @@ def paged_attention(
                 running = empty_softmax(ROWS, DIM_PADDED)
                 split += 1
         _merge(
-            out, parts, weights, arrivals, context_lens, splits, programs,
+            out, parts, weights, arrivals, context_lens, splits, programs, least,
             HEADS, GROUP, DIM, DIM_PADDED, MERGED_ROWS, ROWS, TOKENS, MIN_SPLIT, MAX_SPLITS,
         )  # fmt: skip
     else:
@@ -126,6 +127,7 @@ def _merge(
     context_lens,
     splits,
     programs,
+    least,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -146,7 +148,8 @@ def _merge(
     context = tl.load(context_lens + sequence)
     _, count = split_plan(context, context, MIN_SPLIT, MAX_SPLITS, TOKENS, True)
     counted = (sequence * tl.num_programs(1) + kv_head) * row_blocks + row_block
-    busy = tl.cdiv(count, tl.cdiv(count, programs))  # programs that have splits
+    # programs that have splits
+    busy = tl.cdiv(count, tl.maximum(tl.cdiv(count, programs), least))
     if is_last_to_arrive(arrivals + counted, busy):
         head = kv_head * GROUP + row_block * ROWS
         row = sequence.to(tl.int64) * HEADS + head
