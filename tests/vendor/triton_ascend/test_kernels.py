@@ -44,10 +44,12 @@ def pointers(*names: str, kind: str = "bf16") -> dict[str, str]:
 
 
 CASES = {
-    "silu_mul": Case(pointers("out", "x"), {"HALF": 14336, "WIDTH": 1024}, (256, 14)),
+    "silu_mul": Case(
+        pointers("out", "x"), {"IS_AHEAD": False, "HALF": 14336, "WIDTH": 1024}, (256, 14)
+    ),
     "rms_norm": Case(
         {**pointers("out", "x", "residual", "weight"), "eps": "fp32"},
-        {"DIM": 4096, "DIM_PADDED": 4096, "HAS_RESIDUAL": True},
+        {"DIM": 4096, "DIM_PADDED": 4096, "HAS_RESIDUAL": True, "IS_AHEAD": False},
         (256,),
     ),
     "rope": Case(
