@@ -140,9 +140,9 @@ class Tuning:
         if element_bytes == 4:
             return _EXACT
         tokens = 128 if dim <= 64 else 64 if dim <= 128 else 32
-        if self._is_wide and kv_bytes == element_bytes:
-            # an H200 has twice as many programs under way with smaller tiles: 92 us for 107; the
-            # assembler for sm_100 spills registers with larger ones rather than wait for loads
+        # an H200 has twice as many programs under way with smaller tiles: 92 us for 107; the
+        # assembler for sm_100 spills registers with larger ones rather than wait for loads
+        if self._is_wide and (self.generation != "sm_90" or kv_bytes == element_bytes):
             tokens = max(32, tokens // 2)
         rows, stages = max(16, power_of_two(group)), _OVERLAPPED if self._is_roomy else 2
         registers = 128 if rows == 16 and dim <= 128 else 168 if rows <= 32 else MOST_REGISTERS

@@ -26,6 +26,15 @@ def test_tiles_are_powers_of_two(generation: str, element_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("generation", "kv_bytes", "tokens"),
+    [("sm_80", 2, 64), ("sm_90", 2, 32), ("sm_90", 1, 64), ("sm_100", 2, 32), ("sm_100", 1, 32)],
+)
+def test_tokens_of_a_decodes_tile(generation: str, kv_bytes: int, tokens: int) -> None:
+    """Fewer where that was measured to be faster, or more spill."""
+    assert Tuning(generation, 132).decode(4, 128, 2, kv_bytes).tokens == tokens
+
+
+@pytest.mark.parametrize(
     ("capacity", "splits"), [(1, 1), (256, 1), (257, 2), (4096, 16), (10**6, 64)]
 )
 def test_splits_that_a_launch_needs(capacity: int, splits: int) -> None:
