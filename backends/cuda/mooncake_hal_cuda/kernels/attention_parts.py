@@ -133,6 +133,16 @@ def split_plan(
 
 
 @triton.jit
+def splits_each(
+    count,  # of splits
+    programs,  # that share them
+    least,  # that one takes, if there are so many
+):
+    """Splits of a program, which lie behind each other; the last that has any may have fewer."""
+    return tl.maximum(tl.cdiv(count, programs), least)
+
+
+@triton.jit
 def is_last_to_arrive(
     arrivals,  # int32, 0 before the first of them and behind the last
     programs,  # that share some rows, and all come here

@@ -17,6 +17,7 @@ from mooncake_hal_cuda.kernels.attention_parts import (
     merge_rows,
     rows_of,
     split_plan,
+    splits_each,
     store_rows,
     store_weights,
     update_softmax,
@@ -77,7 +78,7 @@ def paged_attention(
         query_start, context_lens, first, sequence, row_block, GROUP, ROWS
     )
     share, count = split_plan(context, seen, MIN_SPLIT, MAX_SPLITS, TOKENS, IS_SPLIT)
-    each = tl.maximum(tl.cdiv(count, programs), least)
+    each = splits_each(count, programs, least)
     split = turn * each
     if split >= count:
         return
@@ -96,13 +97,12 @@ def paged_attention(
                 DIM, DIM_PADDED, BLOCK_SIZE, TOKENS, PRECISION,
             )  # fmt: skip
             if begin + TOKENS >= tl.minimum((split + 1) * share, stop):
-                # which rows these are is computed anew; see _merge
                 at = (tl.program_id(2).to(tl.int64) * splits + split) * HEADS
                 at += kv_head * GROUP + row_block * ROWS
-                rows = tl.arange(0, ROWS)
-                is_head = rows < GROUP - row_block * ROWS
-                store_rows(parts + at * DIM, running, rows, is_head, value_scale, DIM, DIM_PADDED)
-                store_weights(weights + at, running, rows, is_head)
+                _store_split(
+                    parts + at * DIM, weights + at, running, GROUP - row_block * ROWS, value_scale,
+                    DIM, DIM_PADDED, ROWS,
+                )  # fmt: skip
                 running = empty_softmax(ROWS, DIM_PADDED)
                 split += 1
         _merge(
@@ -116,6 +116,23 @@ def paged_attention(
         )  # fmt: skip
         rows = tokens.to(tl.int64) * HEADS + heads
         store_rows(out, running, rows, is_row, value_scale, DIM, DIM_PADDED)
+
+
+@triton.jit
+def _store_split(
+    part,  # where the first of its rows is
+    weight,  # the same
+    running,  # of the softmax, done
+    num_heads,  # of which there are rows
+    value_scale,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Store a split's results. Which rows these are is computed anew; see ``_merge``."""
+    rows = tl.arange(0, ROWS)
+    store_rows(part, running, rows, rows < num_heads, value_scale, DIM, DIM_PADDED)
+    store_weights(weight, running, rows, rows < num_heads)
 
 
 @triton.jit
@@ -148,8 +165,7 @@ def _merge(
     context = tl.load(context_lens + sequence)
     _, count = split_plan(context, context, MIN_SPLIT, MAX_SPLITS, TOKENS, True)
     counted = (sequence * tl.num_programs(1) + kv_head) * row_blocks + row_block
-    # programs that have splits
-    busy = tl.cdiv(count, tl.maximum(tl.cdiv(count, programs), least))
+    busy = tl.cdiv(count, splits_each(count, programs, least))  # programs that have splits
     if is_last_to_arrive(arrivals + counted, busy):
         head = kv_head * GROUP + row_block * ROWS
         row = sequence.to(tl.int64) * HEADS + head
