@@ -12,7 +12,7 @@ from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
 from mooncake_proxy.pool.health_checks import HealthConfig
-from mooncake_proxy.pool.instances import InstanceSpec
+from mooncake_proxy.pool.instances import InstanceSpec, names_given_twice
 from mooncake_proxy.routing.policies import POLICIES
 
 FLOWS = ("pull", "push", "sglang")
@@ -207,11 +207,9 @@ class ProxyConfig:
             )
         if not self.health.path.startswith("/"):
             raise ConfigError(f"--health-path {self.health.path!r}: wanted a path such as /health")
-        names = [spec.name for spec in self.instances]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
+        if twice := names_given_twice(self.instances):
             raise ConfigError(
-                f"{', '.join(sorted(twice))} given twice: an instance has one role "
+                f"{twice} given twice: an instance has one role "
                 "(--backend-url for one that does both)"
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
@@ -82,6 +82,12 @@ class InstanceSpec:
     def model(self) -> str:
         """Of its pool; empty where it has no name."""
         return self.models[0] if self.models else ""
+
+
+def names_given_twice(specs: Iterable[InstanceSpec]) -> str:
+    """Of instances that are declared more than once: each has one role and one model."""
+    names = [spec.name for spec in specs]
+    return ", ".join(sorted({name for name in names if names.count(name) > 1}))
 
 
 class KVEventEndpoints(Struct, frozen=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from mooncake_proxy.errors import UNREADABLE, ConfigError
-from mooncake_proxy.pool.instances import InstanceSpec
+from mooncake_proxy.pool.instances import InstanceSpec, names_given_twice
 from mooncake_proxy.pool.membership import PoolFile, apply_plan, plan_membership, specs_of
 from mooncake_proxy.pool.model_pools import ModelPools
 
@@ -41,10 +41,9 @@ def parse_pool_file(data: bytes, path: str) -> list[InstanceSpec]:
         ) from exc
     except (*UNREADABLE, AttributeError) as exc:  # of PyYAML, for `!!timestamp` before no time
         raise ConfigError(f"pool file {path}: {exc}") from exc
-    names = [spec.name for spec in specs]
-    if twice := {name for name in names if names.count(name) > 1}:
+    if twice := names_given_twice(specs):
         raise ConfigError(
-            f"pool file {path}: {', '.join(sorted(twice))} given twice: an instance has one role "
+            f"pool file {path}: {twice} given twice: an instance has one role "
             "(`both` for one that does both) and one model"
         )
     return specs
