@@ -1,11 +1,11 @@
-"""The node store: memory, SSDs and the rules between them, for users of this process.
+"""The node store of one host: a memory arena, SSDs, and the movement of chunks between them.
 
     store = NodeStore(NodeStoreConfig(dram_bytes=4 << 30))
     store.offer(transports)              # ranks of this and other processes reach the arena
     user = store.open_user()             # a ChunkStore
 
-Users of other processes come through ``store_service``. One lock guards all bookkeeping; no byte
-moves and no file is touched under it.
+Other processes use it through ``store_service``. One lock guards all bookkeeping; no KV byte is
+copied and no file is accessed while it is held.
 """
 
 from __future__ import annotations
@@ -46,31 +46,36 @@ from mooncake_kv.store.store_events import StoreEventLog
 from mooncake_kv.store.tier_moves import TierMoves
 
 TIMER_S = 0.25
-"""How often pins that wait for SSDs are looked at."""
+"""Seconds between checks for pins and SSD writes past their deadlines."""
 MAX_UNSENT = 8
-"""Batches of chunks that SSDs had at start that wait to be published: some ten megabytes."""
+"""Upper bound of the batches of events about chunks found on SSDs at start that are queued for
+publishing: about ten megabytes. The scan blocks while the queue is longer."""
 PUBLISH_PATIENCE_S = 5.0
+"""Seconds that a scan waits for the publisher; past that, the publisher is considered dead and no
+scan waits for it again."""
 DROPPED_AT_ONCE = 256
-"""Chunks that are dropped under one hold of the lock: some milliseconds."""
+"""Chunks that ``drop`` removes under one hold of the lock, which takes a few milliseconds."""
 DROP_PAUSE_S = 0.001
-"""In which others get the lock: one that is taken again at once is taken before they wake."""
+"""Seconds between two such holds. Without a pause the same thread would take the lock again before
+waiting threads wake up."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStoreConfig:
-    """A store.
+    """Configuration of a node store.
 
     Args:
-        dram_bytes: of the arena.
+        dram_bytes: size of the arena.
         policy: name of the eviction policy, a key of ``eviction.POLICIES``.
-        quarantine_s: how long memory rests after a reader of it went silent or a writer ended;
-            longer for readers whose transfers may take longer.
-        quotas: bytes of memory by tenant.
-        ssd: the SSD tier, or None.
-        load_timeout_s: how long a pin waits for SSDs before what is missing is a miss.
-        kv_events: where it publishes what its tiers hold; None: nowhere.
+        quarantine_s: seconds before memory is reused after a reader missed its deadline or a
+            writer died; longer for readers with a longer transfer timeout.
+        quotas: upper bound of the memory in bytes, by tenant.
+        ssd: the SSD tier; None for a store without one.
+        load_timeout_s: seconds that a pin waits for SSD reads; chunks that are missing by then are
+            misses.
+        kv_events: where to publish what the tiers hold; None: not at all.
     """
 
     dram_bytes: int
@@ -83,15 +88,16 @@ class NodeStoreConfig:
 
 
 class NodeStore:
-    """What one host holds of the pool, and the only authority for it. Any thread.
+    """One host's share of the KVCache pool, and the only authority on what it holds. Thread-safe.
 
     Args:
-        config: see there.
-        observer: told what tiers hold, in place of those who read KV events.
-        clock: seconds, from any origin, never backwards.
+        config: size, policy, SSDs and timeouts.
+        observer: notified of what the tiers hold. Replaced by the publisher where ``config`` says
+            to publish KV events.
+        clock: monotonic seconds, from any origin.
 
     Raises:
-        KVConfigError: the host can't give what was asked for.
+        KVConfigError: the host lacks the memory or a directory that the configuration asks for.
     """
 
     def __init__(
@@ -116,7 +122,7 @@ class NodeStore:
             shared_index = ResidenceIndex(_capacity(config), self.epoch)
             undo.callback(shared_index.close)
             self._publisher = None
-            self._is_publishing = True  # until it does not for a while: it has died
+            self._is_publishing = True  # False once the publisher has timed out
             if config.kv_events is not None and config.kv_events.is_published:
                 self._publisher = KVEventPublisher(config.kv_events)
                 undo.callback(self._publisher.close)
@@ -134,17 +140,18 @@ class NodeStore:
         self._is_closed = False
 
     def offer(self, transports: Transports) -> None:
-        """Let peers reach the arena; to be closed before the store, by whoever opened them.
+        """Register the arena with transports, so that peers can reach it. The caller owns the
+        transports and closes them before the store.
 
         Raises:
-            TransportUnavailable: none of them takes host memory.
+            TransportUnavailable: none of them can register host memory.
         """
         transports.register(self.memory.region)
         self._endpoints = dict(transports.addresses)
 
     @property
     def arena(self) -> ArenaInfo:
-        """Where the memory is."""
+        """Where the arena is and how to reach it."""
         return ArenaInfo(
             self.epoch,
             self.memory.address,
@@ -155,13 +162,13 @@ class NodeStore:
         )
 
     def open_user(self) -> StoreUser:
-        """Access for one user: one instance, or one session of another process."""
+        """Open access for one user: an instance in this process, or a session of another one."""
         with self._lock:
             self._last_user += 1
             return StoreUser(self, self._last_user)
 
     def close(self) -> None:
-        """Give everything back. Users have ended, transports are closed. Idempotent."""
+        """Release memory, files and threads. Close users and transports first. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -175,7 +182,7 @@ class NodeStore:
         self._undo.close()
 
     def chunks(self) -> dict[Tier, list[Chunk]]:
-        """All that each tier has."""
+        """All chunks that can be read, by tier."""
         with self._lock:
             found = {Tier.DRAM: list(self._table.ready_chunks())}
         if self._moves.tier is not None:
@@ -183,7 +190,7 @@ class NodeStore:
         return found
 
     def verify(self) -> tuple[int, int]:
-        """Read all that SSDs have; how many were right, and how many not. See ``SsdTier``."""
+        """Read and check every SSD record; see ``SsdTier.verify``."""
         return (0, 0) if self._moves.tier is None else self._moves.tier.verify()
 
     def check_integrity(self) -> None:
@@ -264,7 +271,8 @@ class NodeStore:
             self._moves.touched(keys)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """As ``ChunkStore.drop``. Blocks for as long as that takes; others are let in between."""
+        """See ``ChunkStore.drop``. Blocks until all keys are dropped, and releases the lock in
+        between so that other users make progress."""
         keys = list(dict.fromkeys(keys))
         num_gone = 0
         for start in range(0, len(keys), DROPPED_AT_ONCE):
@@ -326,16 +334,16 @@ class NodeStore:
         self._timer.start()
 
     def _ssd_found(self, chunks: Sequence[Chunk]) -> None:
-        """Say what SSDs have since before the start; no faster than it is published: events of
-        millions of chunks are gigabytes."""
-        with self._lock:  # one that was given up in between was said to be gone before
+        """Report chunks that were on SSDs before the start. Blocks the scan until the publisher has
+        caught up: the events of millions of chunks are gigabytes."""
+        with self._lock:  # chunks dropped since the scan found them have been reported as removed
             there = [chunk for chunk in chunks if self._moves.has(chunk.key)]
             self._table.observer.stored(Tier.SSD, there)
         if self._publisher is not None and self._is_publishing:
             self._is_publishing = self._publisher.await_sent(MAX_UNSENT, PUBLISH_PATIENCE_S)
 
     def _ssd_removed(self, keys: Sequence[bytes]) -> None:
-        with self._lock:  # one that was written again in between is there, and was said to be
+        with self._lock:  # chunks written again in the meantime have been reported as stored
             gone = [key for key in keys if not self._moves.has(key)]
             self._table.observer.removed(Tier.SSD, gone)
 
@@ -408,35 +416,37 @@ class StoreUser:
         return done(self._store.stats())
 
     def set_transfer_timeout(self, timeout_s: float) -> None:
-        """No transfer of this user takes longer."""
+        """Declare the upper bound of this user's transfers, in seconds."""
         self._store.set_transfer_timeout(self._user, timeout_s)
 
     def abandon(self) -> bool:
-        """Nobody speaks for this user now: its reads end, its unfinished writes keep their memory.
-        Whether there are any: ``resume`` or ``close`` must follow then."""
+        """Handle the loss of this user's session: its reads end, and its unfinished writes keep
+        their memory. Returns whether there are any; if so, ``resume`` or ``close`` must follow."""
         return self._store.abandon_user(self._user)
 
     def resume(self, writing: Collection[int]) -> None:
-        """Somebody does again: of its writes nothing moves any more but of these handles."""
+        """The user is connected again: free the memory of its writes, except of the handles in
+        ``writing``, whose transfers are still in flight."""
         self._store.resume_user(self._user, writing)
 
     def close(self, *, is_drained: bool = True) -> None:
-        """End this user's handles.
+        """End this user and all of its handles.
 
         Args:
-            is_drained: nothing of it moves any more; else its memory rests for a while.
+            is_drained: True if none of its transfers is in flight any more. Otherwise the memory
+                that its handles covered is quarantined before it is reused.
         """
         self._store.end_user(self._user, is_drained=is_drained)
 
 
 def _capacity(config: NodeStoreConfig) -> int:
-    """Bytes of all tiers."""
+    """Bytes that all tiers together can hold."""
     directories = config.ssd.directories if config.ssd is not None else ()
     return config.dram_bytes + sum(each.capacity_bytes for each in directories)
 
 
 def done(result: Result) -> Future[Result]:
-    """A future that has its result already."""
+    """A future that is already resolved."""
     future: Future[Result] = Future()
     future.set_result(result)
     return future

@@ -2,14 +2,17 @@
 
     service = StoreService.start(store, transports, StoreAddress("0.0.0.0", 7701, secret))
 
-One thread with an asyncio loop takes the messages; bytes don't pass through it.
+``mooncake-kv serve`` runs one per host; engines connect to it with ``StoreClient``. One thread with
+an asyncio loop handles all messages. KV bytes don't pass through it: the engines' ranks read and
+write the arena themselves, with one-sided transfers.
 
-A user whose session ends without a word may have writes under way, and may be frozen in the middle
-of one. Their memory stays apart until
+A user whose session is lost (it did not send ``Leave``) may still have writes in flight, and its
+process may be frozen in the middle of one. The store does not reuse the memory of these writes
+until
 
-* the user has a new session, on which it says which of these writes still move;
-* or the processes that write for it have ended, which the kernel says of those of this host;
-* or, where some can't be seen from here, ``UNSEEN_WRITERS_S`` have passed.
+* the user opens a new session and names the writes that are still in flight;
+* or all processes that write for it have exited, which the kernel reports for those of this host;
+* or, where some of them can't be observed from this host, ``UNSEEN_WRITERS_S`` have passed.
 """
 
 from __future__ import annotations
@@ -78,22 +81,22 @@ Result = TypeVar("Result")
 
 START_TIMEOUT_S = 30.0
 SIGNAL_POLL_S = 0.5
-"""How often ``wait`` lets handlers of signals run."""
+"""How often ``wait`` wakes up so that Python can run signal handlers."""
 MAX_TICKETS = 1024
-"""Answers that one user may leave uncollected."""
+"""Upper bound of the pending answers that one user has not collected."""
 UNSEEN_WRITERS_S = 600.0
-"""How long memory stays apart whose writers are on other hosts or in other pid namespaces. A
-process that is frozen for longer than this in the middle of a copy, and then goes on, may write to
-another chunk."""
+"""Seconds before memory is reused whose writers can't be observed: processes on other hosts or in
+other pid namespaces. A process that is frozen in the middle of a copy for longer than this, and
+then resumes, may overwrite another chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where a store listens, or is found.
+    """Where a store listens for sessions, and the secret that authenticates them.
 
     Args:
-        host, port: of its sessions; port 0 takes a free one.
-        secret: of the deployment.
+        host, port: address of the listener; port 0 lets the system choose a free port.
+        secret: the deployment's secret.
     """
 
     host: str
@@ -102,34 +105,36 @@ class StoreAddress:
 
 
 class StoreService:
-    """Sessions in front of one store; see ``start``.
+    """The server that gives other processes access to one store; created by ``start``.
 
     Args:
-        store: that is served; its owner closes it after the service.
+        store: the store to serve. The caller owns it and closes it after the service.
     """
 
     def __init__(self, store: NodeStore) -> None:
         self._store = store
         self._failure: ConnectorDead | None = None
-        # not an Event: its lock is held for moments of ``wait``, and a handler would wait for it
+        # Not an Event: ``stop`` may run in a signal handler that interrupts ``wait`` while it holds
+        # the Event's lock, and would deadlock. SimpleQueue.put is reentrant.
         self._stops: SimpleQueue[None] = SimpleQueue()
         self._users: dict[AsyncSession, _SessionUser] = {}
-        self._clients: dict[bytes, _SessionUser] = {}  # those that have introduced themselves
-        self._departed: set[_SessionUser] = set()  # without a session, but with memory
+        self._clients: dict[bytes, _SessionUser] = {}  # by the client id of their ``Introduce``
+        self._departed: set[_SessionUser] = set()  # session lost, unfinished writes remain
         self._listener: AsyncListener | None = None
         self._loop = IoLoop("store-service", lambda *_: None, self._fail)
 
     @classmethod
     def start(cls, store: NodeStore, transports: Transports, address: StoreAddress) -> StoreService:
-        """Offer a store's memory over transports, and listen.
+        """Register a store's memory with transports and start to listen.
 
         Args:
-            store: to be served.
-            transports: that peers reach the memory by; their owner closes them after the service.
+            store: the store to serve.
+            transports: how peers reach the store's memory. The caller owns them and closes them
+                after the service.
             address: where to listen.
 
         Raises:
-            TransportUnavailable: no transport takes host memory.
+            TransportUnavailable: no transport can register host memory.
             OSError, PortsExhausted: the host or port can't be bound.
         """
         store.offer(transports)
@@ -143,13 +148,17 @@ class StoreService:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The TCP port of the listener."""
         assert self._listener is not None
         return self._listener.port
 
     def wait(self) -> None:
-        """Block until ``stop`` is called, or the service fails; raises its failure."""
-        while True:  # a signal may have come to another thread, which does not wake this one
+        """Block until ``stop`` is called or the service fails.
+
+        Raises:
+            ConnectorDead: the service's thread failed.
+        """
+        while True:  # with a timeout: a signal that another thread receives does not wake this one
             with contextlib.suppress(Empty):
                 self._stops.get(timeout=SIGNAL_POLL_S)
                 break
@@ -157,13 +166,13 @@ class StoreService:
             raise self._failure
 
     def stop(self) -> None:
-        """End ``wait``. From a signal's handler too."""
+        """Make ``wait`` return. Safe to call from a signal handler."""
         self._stops.put(None)
 
     def close(self) -> None:
-        """End all sessions. Idempotent."""
+        """Close the listener and all sessions. Idempotent."""
         if self._listener is not None:
-            with contextlib.suppress(FutureTimeout):  # the loop is stuck, and ends with the process
+            with contextlib.suppress(FutureTimeout):  # a stuck loop ends with the process
                 self._loop.run(self._hang_up(self._listener), CLOSE_TIMEOUT_S)
             self._listener = None
         self._loop.close()
@@ -177,7 +186,7 @@ class StoreService:
         for session in list(listener.sessions):
             session.abort(PeerLost("the store is shut down"))
         listener.close()
-        await asyncio.sleep(0.01)  # in which asyncio closes the sockets
+        await asyncio.sleep(0.01)  # lets asyncio close the sockets
 
     async def _listen(self, address: StoreAddress) -> None:
         credentials = store_credentials(address.secret)
@@ -201,7 +210,7 @@ class StoreService:
         return encode_message(user.answer(question))
 
     def _take_over(self, user: _SessionUser, question: Introduce) -> None:
-        """Give a user what a session of its before this one left behind."""
+        """Hand the state of a client's previous session over to its new one."""
         former = self._clients.get(question.client)
         if former is user:
             return
@@ -209,7 +218,7 @@ class StoreService:
         if former is None:
             return
         for session, other in list(self._users.items()):
-            if other is former:  # whose end was not noticed yet
+            if other is former:  # its loss has not been noticed yet
                 session.abort(PeerLost("its user has a new session"))
                 self._left(session)
         if former in self._departed:
@@ -239,7 +248,7 @@ class StoreService:
 
 
 class _SessionUser:
-    """One session's user: its handles, and the answers that it has not collected."""
+    """The user behind one session: its handles, and its pending answers (tickets)."""
 
     def __init__(self, store: NodeStore, peer: str) -> None:
         self._store = store
@@ -255,11 +264,11 @@ class _SessionUser:
         self._last_ticket = 0
 
     def end(self) -> None:
-        """The session is over, and nobody writes for the user any more."""
+        """End the user: its session is closed and none of its processes writes any more."""
         self._user.close(is_drained=self._is_drained)
 
     def abandons_writes(self) -> bool:
-        """The session is over; whether somebody may write for the user yet."""
+        """Handle the loss of the session; returns whether writes may still be in flight."""
         has_writes = not self._is_drained and self._user.abandon()
         if has_writes:
             logger.warning(
@@ -271,7 +280,12 @@ class _SessionUser:
         return has_writes
 
     def resume(self, former: _SessionUser, writing: Sequence[int]) -> None:
-        """Take over a departed user's memory; ``writing`` are the writes that still move."""
+        """Take over a departed user's handles.
+
+        Args:
+            former: the same client's user of its lost session.
+            writing: ids of the write handles whose transfers are still in flight.
+        """
         if former.waiting is not None:
             former.waiting.cancel()
         self._user.close()
@@ -279,14 +293,14 @@ class _SessionUser:
         self._user.resume(writing)
 
     def answer(self, question: StoreQuestion) -> StoreAnswer:
-        """Reply, without waiting for anything."""
+        """Answer at once: what takes time is answered with a ticket (``NotYet``)."""
         reply = self._answer_transfer(question) or self._answer_operator(question)
         if reply is None:
             raise RequestRefused(f"no answer to {type(question).__name__}")
         return reply
 
     def _answer_transfer(self, question: StoreQuestion) -> StoreAnswer | None:
-        """What those who move KV ask."""
+        """Answer the questions of an engine that loads and saves KV; None for other questions."""
         match question:
             case ProbeKeys(keys):
                 return Probed(tuple(self._store.probe(keys)))
@@ -311,7 +325,7 @@ class _SessionUser:
         return None
 
     def _answer_operator(self, question: StoreQuestion) -> StoreAnswer | None:
-        """What comes at the begin and the end, and what operators ask."""
+        """Answer session setup, teardown and operator commands; None for other questions."""
         match question:
             case Introduce(name, client, transfer_timeout_s, writers):
                 logger.info("%s at %s uses this store", name, self._peer)
@@ -336,7 +350,8 @@ class _SessionUser:
         return None
 
     def _page(self, tier: Tier, after: bytes) -> tuple[Chunk, ...]:
-        """Chunks of a tier, without what they are the KV of: that may not fit into a frame."""
+        """The PAGE_CHUNKS chunks of a tier with the smallest keys beyond ``after``. Their
+        ``content`` is left out: a page with it might exceed a frame."""
         behind = (c for c in self._store.chunks().get(tier, []) if c.key > after)
         page = heapq.nsmallest(PAGE_CHUNKS, behind, key=lambda c: c.key)
         return tuple(replace(chunk, content=None) for chunk in page)
@@ -376,14 +391,14 @@ class _SessionUser:
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """An answer that is collected later; it may be a refusal."""
+    """A pending answer, which the client collects later; ``answer`` may raise a refusal."""
 
     is_done: Callable[[], bool]
     answer: Callable[[], StoreAnswer]
 
 
 async def _end_of(writers: Sequence[ProcessName], unseen_s: float) -> None:
-    """Wait until processes have ended; where some can't be seen from here, ``unseen_s``, too."""
+    """Wait until processes have exited, and at least ``unseen_s`` if some can't be observed."""
     loop, descriptors = asyncio.get_running_loop(), []
     are_seen = bool(writers)
     try:
@@ -414,13 +429,13 @@ def _pinned(handles: list[ReadHandle | None]) -> StoreAnswer:
 
 
 def _on_a_thread(call: Callable[[], Result]) -> Future[Result]:
-    """Run a call that takes long."""
+    """Run a blocking call on a thread of its own."""
     future: Future[Result] = Future()
 
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as exc:  # noqa: BLE001  # thread top: whoever waits gets it
+        except BaseException as exc:  # noqa: BLE001  # thread top: the future carries it
             future.set_exception(exc)
 
     threading.Thread(target=run, name="store-operator", daemon=True).start()
