@@ -1,4 +1,8 @@
-"""Runs one instance: binds its port, loads the engine, serves the API, drains on SIGTERM."""
+"""Runs one instance: binds its port, loads the engine, serves the API and drains on SIGTERM.
+
+``api_workers`` uses the same parts (``bind``, ``run_server``, ``Draining``) where several processes
+serve the API.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +50,11 @@ StartEngine = Callable[[EngineConfig], EngineClient]
 """Loads an engine; blocks until it is ready."""
 _KEEP_ALIVE_S = 75
 _LAST_WORDS_S = 5
-"""How long clients may take to read the end of their responses."""
+"""Seconds that clients have to read the end of their responses when the server shuts down."""
 
 
 def check_kv_port(config: EngineConfig) -> None:
-    """Raises PortTaken or ConfigError if the side channel can't have the port that it was given."""
+    """Raises PortTaken or ConfigError if the configured port of the side channel is unusable."""
     kv_transfer = config.kv_transfer
     if kv_transfer is not None and kv_transfer.port:
         host = resolve(kv_transfer.host, "--kv-host")
@@ -58,10 +62,11 @@ def check_kv_port(config: EngineConfig) -> None:
 
 
 def check_before_loading(config: EngineConfig, host: str, options: ServerOptions) -> None:
-    """What would be found wrong only once the model is there.
+    """Check what would otherwise fail only after the model has been loaded.
 
     Raises:
-        PortTaken, ConfigError: it is.
+        PortTaken: the port of the side channel is in use.
+        ConfigError: the options can't be served.
     """
     check_kv_port(config)
     if str(defaults := read_sampling_defaults(config)):
@@ -70,13 +75,13 @@ def check_before_loading(config: EngineConfig, host: str, options: ServerOptions
 
 
 def url_of(host: str, port: int) -> str:
-    """Where requests from this machine reach a server that listens there."""
+    """The URL under which this machine reaches a server that listens on ``host`` and ``port``."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in host else f"http://{reachable}:{port}"
 
 
 def with_api_port(config: EngineConfig, port: int) -> EngineConfig:
-    """Tell the engine which port is its API's: transports leave it alone."""
+    """The configuration with the API's port, which transports must not use."""
     if config.kv_transfer is None:
         return config
     return replace(config, kv_transfer=replace(config.kv_transfer, api_port=port))
@@ -89,16 +94,23 @@ def serve(
     start_engine: StartEngine,
     options: ServerOptions | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then finish running requests within the time of ``options``;
-    a second signal ends it at once. To be called in the main thread.
+    """Serve until SIGTERM or SIGINT, then finish the running requests within
+    ``options.shutdown_timeout_s``. A second signal stops the server at once.
 
-    Prints ``ready http://HOST:PORT`` on standard output once requests are taken; ``port`` 0 takes
-    a free one.
+    Must be called in the main thread. Prints ``ready http://HOST:PORT`` to standard output once the
+    server accepts requests.
+
+    Args:
+        config: the engine's configuration.
+        host: the address to listen on.
+        port: the port to listen on; 0 picks a free one.
+        start_engine: loads the engine.
+        options: the server's options; None for the defaults.
 
     Raises:
-        PortTaken, ConfigError: before anything is loaded.
-        CheckpointError, or whatever else keeps the engine from starting.
-        EngineDead: it died while it served; every request has got an error.
+        PortTaken, ConfigError: raised before anything is loaded.
+        CheckpointError: the engine can't start; it may raise other errors, too.
+        EngineDead: the engine died while serving; every request has received an error.
     """
     options = options or ServerOptions()
     check_before_loading(config, host, options)
@@ -116,7 +128,8 @@ def serve(
             live = LiveRequests()
             app = create_app(engine, tokenizer, options, tracing, live)
             draining = Draining(options.shutdown_timeout_s, live, partial(_held_by, engine))
-            # What is loaded stays: full collections need not walk it while tokens wait.
+            # Loaded objects live as long as the process. Freezing them keeps full garbage
+            # collections from walking them, which would delay tokens.
             gc.collect()
             gc.freeze()
             with closing(registration_of(config.role, options, url)) as registration:
@@ -135,12 +148,12 @@ def _held_by(engine: EngineClient) -> int:
 
 
 def num_held(stats: EngineStats) -> int:
-    """Finished prefills whose KV a peer may still fetch."""
+    """The number of finished prefills whose KV a peer may still fetch."""
     return int(stats.kv_transfer.get("leases_held", 0))
 
 
 def is_dead(engine: EngineClient) -> bool:
-    """Whether it serves nothing any more."""
+    """Whether the engine has died."""
     try:
         engine.check_health()
     except EngineDead:
@@ -150,7 +163,7 @@ def is_dead(engine: EngineClient) -> bool:
 
 @contextmanager
 def open_tracing(config: EngineConfig, options: ServerOptions) -> Iterator[Tracing | None]:
-    """Where spans are sent; None if they are not recorded."""
+    """The tracing that the options ask for, closed at the end; None if they ask for none."""
     if options.otlp_endpoint is None:
         yield None
         return
@@ -159,20 +172,22 @@ def open_tracing(config: EngineConfig, options: ServerOptions) -> Iterator[Traci
 
 
 def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
-    """A socket that owns the port, and takes no connections before the server listens on it.
+    """Bind a socket that owns the port. It accepts no connections before the server listens on it.
 
     Args:
-        option: where the port came from, for the message.
+        option: the command-line option that set the port, for the error message.
 
     Raises:
-        PortTaken: the port is somebody else's.
-        ConfigError: the host is not an address of this machine, or the port is not ours to take.
+        PortTaken: another process uses the port.
+        ConfigError: the host is not an address of this machine, or binding the port is not
+            permitted.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        # Only now is the port exclusive: Linux lets others with the option bind it until we listen.
+        # Clearing the option makes the port exclusive. Linux would otherwise let other sockets
+        # with the option bind the same port until this one listens.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except (OSError, OverflowError) as exc:
         listener.close()
@@ -185,17 +200,15 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
 
 
 class Background(Protocol):
-    """What is looked at beside requests."""
+    """Periodic work of a server process, and the decision when to stop. Times are in seconds of
+    ``time.monotonic``."""
 
     def stop(self, now: float) -> None:
-        """A signal asks this process to end; in its handler.
-
-        Args:
-            now: in seconds of ``time.monotonic``, as below.
-        """
+        """Handle a signal that asks this process to stop. Runs in the signal handler."""
 
     def tick(self, now: float) -> bool:
-        """Whether it is time to end; asked ten times a second, in the event loop."""
+        """Do the periodic work; returns whether the server should stop. The event loop calls it ten
+        times per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +226,7 @@ class _InstanceBackground:
             self.registration.leave()
         if self.draining.is_over(now):
             return True
-        # Whoever started us starts a process that has ended; one that only says 503 stays as it is.
+        # A service manager restarts a process that exits, but not one that only responds with 503.
         if is_dead(self.engine):
             return True
         self.stats_log.tick(now)
@@ -221,8 +234,9 @@ class _InstanceBackground:
 
 
 class _Server(uvicorn.Server):
-    """Says when it takes requests, and takes none from the first signal on. It listens up to the
-    end all the same, so that those who come late are told."""
+    """A uvicorn server that calls ``on_ready`` once it accepts requests and leaves signals to its
+    background. It keeps listening until it stops, so that late clients receive an error response
+    rather than a refused connection."""
 
     def __init__(
         self, config: uvicorn.Config, background: Background, on_ready: Callable[[], None]
@@ -244,13 +258,14 @@ class _Server(uvicorn.Server):
 
 
 def announce(line: str) -> None:
-    """Tell whoever started us; that the disk under standard output is full keeps nobody from
-    being served."""
+    """Print a line for the parent process on standard output. A failed write, such as to a full
+    disk, is only logged: it must not keep the instance from serving."""
     try:
-        print(line, flush=True)  # noqa: T201  # that is what it is for
+        print(line, flush=True)  # noqa: T201  # the parent process reads it
     except OSError as exc:
         log.warning("can't write to standard output: %s", exc)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it is flushed again at the end
+        # The interpreter flushes standard output again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def run_server(
@@ -259,13 +274,13 @@ def run_server(
     background: Background,
     on_ready: Callable[[], None],
 ) -> None:
-    """Serve an application until its background says that it is time to end.
+    """Serve an application until ``background.tick`` returns true.
 
     Args:
-        app: what is served.
-        listener: of ``bind``.
-        background: looked at meanwhile.
-        on_ready: called once requests are taken.
+        app: the application.
+        listener: the socket that ``bind`` returned.
+        background: the periodic work and the decision when to stop.
+        on_ready: called once the server accepts requests.
     """
     GuardedConnection.limits = ConnectionLimits.for_process()
     config = uvicorn.Config(
@@ -276,23 +291,25 @@ def run_server(
         lifespan="off",
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # who sent a request says where its metaserver may be
+        proxy_headers=False,  # the peer's address says where its metaserver may be
         backlog=2048,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_LAST_WORDS_S,
     )
     server = _Server(config, background, on_ready)
-    # uvicorn puts its own in front of these while it runs.
+    # uvicorn replaces these handlers with its own while it runs.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)
-    # From here on listening keeps others off the port. Connections inherit the option: without it,
-    # those that end at this side would keep a restarted instance from its port for a minute.
+    # Once the socket listens, no other process can bind the port, so the option is safe again.
+    # Accepted connections inherit it. Without it, connections closed from this side (TIME_WAIT)
+    # would keep a restarted instance from binding its port for a minute.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     server.run(sockets=[listener])
 
 
 class Waiting(Protocol):
-    """The requests whose clients wait: one server's ``LiveRequests``, or those of all workers."""
+    """The requests that clients are waiting for: the ``LiveRequests`` of one server, or those of
+    all API workers."""
 
     def __len__(self) -> int: ...
 
@@ -302,12 +319,12 @@ class Waiting(Protocol):
 
 
 class Draining:
-    """Decides when an instance that was asked to stop may end.
+    """Decides when an instance that was asked to stop may exit.
 
     Args:
-        timeout_s: how long running requests may continue.
-        live: the requests whose clients wait.
-        num_held: how many finished prefills wait for a peer to fetch their KV.
+        timeout_s: how long running requests may continue, in seconds.
+        live: the requests that clients are waiting for.
+        num_held: returns the number of finished prefills whose KV a peer has yet to fetch.
     """
 
     def __init__(self, timeout_s: float, live: Waiting, num_held: Callable[[], int]) -> None:
@@ -319,24 +336,27 @@ class Draining:
         self._was_idle = False
 
     def stop(self, now: float) -> None:
-        """A signal came at ``now`` (``time.monotonic``): a second one wants the end at once. To be
-        called from a signal handler."""
+        """Note a signal received at ``now`` (seconds of ``time.monotonic``). The second signal
+        stops the instance at once. Safe to call from a signal handler."""
         if self._signals.note(now):
             self._live.close()
 
     @property
     def is_asked(self) -> bool:
-        """Whether a signal came."""
+        """Whether a signal was received."""
         return self._signals.asked_at is not None
 
     def is_over(self, now: float) -> bool:
-        """Whether there is nothing left to wait for, or no time left. What still runs is ended
-        with an error then; its clients have yet to be told. To be asked again and again."""
+        """Whether the instance may exit: nothing is left to wait for, or the timeout has passed.
+
+        At the timeout, requests that still run are failed; the server has yet to send their error
+        responses. Call this periodically."""
         asked_at = self._signals.asked_at
         if asked_at is None:
             return False
         num_live, num_held = len(self._live), self._num_held()
-        # Another thread counts the KV of a finished prefill, maybe after its response: look twice.
+        # The core's thread counts the KV of a finished prefill, possibly after its response was
+        # sent. Require two idle checks in a row.
         was_idle, self._was_idle = self._was_idle, not num_live and not num_held
         if self._was_idle:
             return was_idle

@@ -1,4 +1,5 @@
-"""The ASGI application: routes, middleware, and the endpoints that do not generate."""
+"""The ASGI application of one API server: routes, middleware, and the endpoints that do not
+generate. ``api_server`` and each API worker create one over their engine client."""
 
 from __future__ import annotations
 
@@ -92,9 +93,20 @@ def create_app(
     live: LiveRequests | None = None,
     cells: MetricCells | None = None,
 ) -> Starlette:
-    """OpenAI's API over an engine that has been started; closing engine and tracing is the
-    caller's, and so is closing ``live`` when no more requests shall be taken. ``cells`` are where
-    several API workers count."""
+    """Create the application that serves the OpenAI API over a started engine.
+
+    The caller owns engine and tracing and closes both. The caller also closes ``live`` when the
+    server should accept no more requests.
+
+    Args:
+        engine: a started engine client.
+        tokenizer: the model's tokenizer.
+        options: the server's options.
+        tracing: records a span per request; None records none.
+        live: the registry of requests in progress; None creates one.
+        cells: memory shared by several API workers in which they count metrics; None where this
+            process is the only one.
+    """
     tool_format = options.tool_format(tokenizer)
     names = (engine.config.model_name, *options.model_aliases)
     defaults = read_sampling_defaults(engine.config)
@@ -125,7 +137,7 @@ def _middleware(options: ServerOptions, metrics: ServerMetrics) -> list[Middlewa
 
 
 class _CountResponses:
-    """Counts responses by path and status; health checks and scrapes are left out."""
+    """Counts responses by path and status, except health checks and metric scrapes."""
 
     def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None]) -> None:
         self._app = app
@@ -212,7 +224,14 @@ async def _http_error(request: Request, exc: Exception) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class PlainEndpoints:
-    """Everything that does not generate."""
+    """The endpoints that do not generate text.
+
+    Args:
+        processor: the input processor; also holds the model names and the tokenizer.
+        handler: the generation handler, for its engine, metrics and body limit.
+        live: the requests in progress, for ``/abort`` and ``/health``.
+        started: when the server started, in Unix seconds: ``created`` of each model card.
+    """
 
     processor: InputProcessor
     handler: GenerationHandler
@@ -225,7 +244,7 @@ class PlainEndpoints:
         return _json({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        """``GET /v1/models/NAME``; names may hold slashes."""
+        """``GET /v1/models/NAME``; the name may contain slashes."""
         name = request.path_params["model"]
         self.processor.check_model(name)
         return _json(self._card(name))
@@ -235,12 +254,13 @@ class PlainEndpoints:
         return _json({"version": importlib.metadata.version("mooncake-engine")})
 
     async def refuse_adapter(self, _: Request) -> Response:
-        """``POST /v1/load_lora_adapter`` and its counterpart: 501."""
+        """``POST /v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``: always 501."""
         message = "LoRA adapters are not served: merge the adapter into the model's weights"
         return ApiError(501, message, "not_implemented_error", code="lora_not_served").response()
 
     async def topology(self, _: Request) -> Response:
-        """``GET /kv/topology``: where peers reach this instance; 404 if it works alone."""
+        """``GET /kv/topology``: the addresses at which peers reach this instance; 404 if it has no
+        KV connector."""
         topology = self.handler.engine.topology()
         if topology is None:
             message = "this instance works alone: it has no KV connector"
@@ -248,8 +268,9 @@ class PlainEndpoints:
         return Response(msgspec.json.encode(topology), media_type="application/json")
 
     async def expert_load(self, _: Request) -> Response:
-        """``GET /expert_load``: tokens by layer and expert, for ``--expert-load``; 404 where no
-        experts are divided over ranks, or none has got anything yet."""
+        """``GET /expert_load``: token counts by layer and expert, in the format that
+        ``--expert-load`` reads. 404 if experts are not divided over ranks, or if no expert has
+        received a token yet."""
         await self.handler.engine.refresh()
         load = self.handler.engine.stats().experts
         if load is None:
@@ -258,9 +279,11 @@ class PlainEndpoints:
         return Response(msgspec.json.encode(load), media_type="application/json")
 
     async def health(self, _: Request) -> Response:
-        """``GET /health``, ``GET /ready``: 200 while requests are taken, or 503 with the reason;
-        a proxy learns here which pairs of instances to leave alone, and what of prompts the KVCache
-        pool had, in chunks by tier."""
+        """``GET /health``, ``GET /ready``: 200 while the instance accepts requests, otherwise 503
+        with the reason.
+
+        The proxy polls this endpoint. It reads here which pairs of instances are incompatible, and
+        how much of the prompts the KVCache pool held, in chunks by tier."""
         try:
             self.handler.engine.check_ready()
             self.live.check_open()
@@ -293,7 +316,7 @@ class PlainEndpoints:
         return Response(exposition, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def abort(self, request: Request) -> Response:
-        """``POST /abort``: 200 whether or not anything was left to abort."""
+        """``POST /abort``: 200 whether or not the request was still running."""
         wanted = decode_request(await self._body(request), AbortBody)
         self.live.abort(wanted.request_id)
         self.handler.engine.abort(wanted.request_id)
@@ -311,7 +334,8 @@ class PlainEndpoints:
         return _json(await self._tokenize(await self._body(request)))
 
     async def count_tokens(self, request: Request) -> Response:
-        """``POST /v1/messages/count_tokens``: what ``/tokenize`` counts for that conversation."""
+        """``POST /v1/messages/count_tokens``: the token count that ``/tokenize`` reports for the
+        same conversation."""
         try:
             wanted = count_tokens_request(await self._body(request))
             counted = await self._tokenize(wanted)
@@ -370,8 +394,9 @@ class PlainEndpoints:
         }
 
     def _tokenising(self, wanted: TokenizeRequest) -> tuple[int, Callable[[], tuple[int, ...]]]:
-        """How many characters there are, and what turns them into tokens. Special tokens are added
-        by default, but not around a chat template."""
+        """The number of characters to tokenise, and a function that tokenises them.
+
+        Special tokens are added by default, except around a chat template, which contains them."""
         if (wanted.prompt is None) == (wanted.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         tokenizer, info = self.processor.tokenizer, self.processor.info
@@ -390,17 +415,17 @@ def _json(body: dict[str, Any]) -> Response:
 
 
 _CLIENT_LEFT = 499
-"""Status that is logged where the client left before a response began; as nginx does."""
+"""Status logged when the client disconnected before the response started, as nginx does."""
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
 
 class KeyCheck:
-    """Requires an API key to generate. Health, metrics and requests between instances and the proxy
-    need none, as in vLLM.
+    """Middleware that requires an API key to generate. As in vLLM, health checks, metrics and
+    requests between instances and the proxy need no key.
 
     Args:
-        app: what is behind it.
-        keys: that are good.
+        app: the wrapped application.
+        keys: the accepted API keys.
     """
 
     def __init__(self, app: ASGIApp, keys: frozenset[str]) -> None:
@@ -408,7 +433,7 @@ class KeyCheck:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or respond with 401."""
+        """Forward the request to the application, or respond with 401."""
         if not scope.get("path", "").startswith(_GUARDED) or self._is_known(HTTPConnection(scope)):
             await self._app(scope, receive, send)
             return
@@ -430,13 +455,13 @@ class KeyCheck:
 
 
 class AccessLog:
-    """One JSON line per request on standard error, when it is over; the proxy's have these fields,
-    too.
+    """Middleware that writes one JSON line per finished request to standard error. The proxy's
+    access log has the same fields.
 
     Args:
-        app: what is behind it.
-        level: ``errors``, which leaves statuses below 400 out, or ``all``.
-        named: fields of every line.
+        app: the wrapped application.
+        level: ``errors``, which omits statuses below 400, or ``all``.
+        named: extra fields to add to every line.
     """
 
     def __init__(self, app: ASGIApp, level: str, named: dict[str, str]) -> None:
@@ -445,7 +470,7 @@ class AccessLog:
         self._lowest = 400 if level == "errors" else 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and write down how it ended."""
+        """Forward the request to the application, and log its outcome."""
         began = time.monotonic()
         start: Message = {"status": _CLIENT_LEFT, "headers": []}
 

@@ -1,4 +1,5 @@
-"""Runs one request on the engine and sends its response: whole, or as a stream of events."""
+"""Runs one generation request on the engine and sends its response, complete or as a stream of
+events. ``app`` mounts a ``GenerationEndpoint`` at each of the two generating paths."""
 
 from __future__ import annotations
 
@@ -54,19 +55,20 @@ from mooncake_kv.params import KVTransferDict
 log = logging.getLogger(__name__)
 
 Headers = Mapping[str, str]
-"""By names in lower case."""
+"""HTTP headers by name, in lower case."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationHandler:
-    """Generates responses with one engine.
+    """Generates responses with one engine; all generation endpoints of a server share it.
 
     Args:
-        engine, tokenizer: where text comes from.
-        metrics: counts requests, tokens and times.
-        max_body_bytes: longer bodies are not read.
-        tracing: records spans; None for none.
-        step_writes: of all its streams.
+        engine: the engine client that generates tokens.
+        tokenizer: the model's tokenizer, for detokenising.
+        metrics: counts requests, tokens and latencies.
+        max_body_bytes: the largest request body that the server reads.
+        tracing: records spans; None records none.
+        step_writes: batches the writes of all streams that receive a token in the same step.
     """
 
     engine: EngineClient
@@ -77,16 +79,17 @@ class GenerationHandler:
     step_writes: StepWrites = field(default_factory=StepWrites)
 
     async def complete(self, context: RequestContext, builder: ResponseBuilder) -> bytes:
-        """The body of a response that is not streamed.
+        """Generate all choices and return the encoded body of a response that is not streamed.
 
         Raises:
-            EngineError: the engine does not take or can't finish the request; every choice of it is
+            EngineError: the engine rejects or can't finish the request; all its choices have been
                 aborted.
         """
         try:
             await self._generate(context, lambda choice, update: choice.output.add(update))
         except BaseException:
-            # The client has left, or another choice failed: no peer will fetch what is held.
+            # The client disconnected or another choice failed: no peer will fetch the KV that this
+            # choice still holds.
             for choice in context.choices:
                 if choice.output.kv_transfer_params is not None:
                     self.engine.abort(choice.output.kv_transfer_params["remote_request_id"])
@@ -108,9 +111,10 @@ class GenerationHandler:
     async def stream(
         self, context: RequestContext, builder: ResponseBuilder, sender: ResponseSender
     ) -> None:
-        """Send the events of a streamed response. The first one comes when the engine has
-        generated something, so that errors before it have a status of their own; raises like
-        ``complete``."""
+        """Generate all choices and send the events of a streamed response.
+
+        The first event is sent once the engine has generated something, so that an earlier error
+        can still have its own HTTP status. Raises the same errors as ``complete``."""
         writer = _ChunkWriter(context, builder, sender)
         await self._generate(context, writer.show, writer)
         sender.write(writer.closing())
@@ -121,10 +125,15 @@ class GenerationHandler:
         show: Callable[[GeneratedChoice, TextUpdate], None],
         writer: _ChunkWriter | None = None,
     ) -> None:
-        """Run every choice to its end; ``show`` gets what becomes certain, as it does, and
-        ``writer`` the plain tokens of a stream."""
+        """Run every choice to its end.
+
+        Args:
+            show: receives each update as soon as its text is final.
+            writer: receives the tokens of a stream that add nothing but text; None for a response
+                that is not streamed.
+        """
         running = _RunningChoices(context, self.metrics, show)
-        outcome = FinishReason.ABORT  # of choices that have not ended by themselves
+        outcome = FinishReason.ABORT  # for choices without a finish reason of their own
         streams: list[ChoiceStream] = []
         try:
             self.engine.check_room(len(context.choices))
@@ -175,19 +184,20 @@ class GenerationHandler:
     def _replay(
         self, context: RequestContext, choice: GeneratedChoice, finished: TokenUpdate
     ) -> TextUpdate:
-        """A choice that ended at the prefill instance with its first token."""
+        """The text of a choice that finished on the prefill instance with its first token."""
         update = self._processor(context, choice).advance(finished)
         return without_shown(update) if context.kv_transfer.is_first_delivered else update
 
     def _kv_transfer_response(self, context: RequestContext) -> KVTransferDict | None:
-        """What a decode instance needs to continue; None if every choice ended here."""
+        """The ``kv_transfer_params`` with which a decode instance continues; None if every choice
+        finished here."""
         facts: dict[str, Any] = {
             "created": context.created,
             "remote_cached_tokens": context.num_cached_tokens,
             "tokenizer_fingerprint": self.tokenizer.fingerprint,
         }
         [prompt, *others] = context.prompts
-        if prompt.text is not None and not others:  # who continues need not tokenise again
+        if prompt.text is not None and not others:  # saves the decode instance from tokenising
             facts["prompt_token_ids"] = prompt.token_ids
         updates = [
             _finished_update(choice)
@@ -199,12 +209,12 @@ class GenerationHandler:
 
 
 class _RunningChoices:
-    """The choices of one request while they are generated.
+    """Tracks the choices of one request while the engine generates them.
 
     Args:
-        context: whose.
-        metrics: counts their tokens and times.
-        show: gets each update.
+        context: the request's context.
+        metrics: counts tokens and latencies.
+        show: receives each update.
     """
 
     def __init__(
@@ -218,10 +228,10 @@ class _RunningChoices:
         self.metrics = metrics
         self._show = show
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when all have ended, or with the first error."""
+        """Resolves when all choices have finished; the first error is set on it."""
 
     def take(self, choice: GeneratedChoice, update: TextUpdate) -> None:
-        """What became certain about a choice."""
+        """Process an update of a choice."""
         if self.over.done():
             return
         self.metrics.advance(choice.stats, update, time.monotonic())
@@ -232,26 +242,30 @@ class _RunningChoices:
                 self.over.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """A choice can't be finished."""
+        """Fail the request with the error of one choice."""
         if not self.over.done():
             self.over.set_exception(error)
 
     def close(self) -> None:
-        """Nobody waits any more, and nothing comes; an error that nobody has seen is dropped."""
+        """Release the future: the handler no longer waits for it, and no update will follow. An
+        error that was never retrieved is dropped."""
         if not self.over.cancel() and not self.over.cancelled():
             self.over.exception()
-        del self.over  # it holds its error, that the frames that hold this: until the next gc
+        # Breaks a reference cycle (future, error, traceback frames, this object) that would
+        # otherwise live until the next garbage collection.
+        del self.over
 
 
 class _PlainTokens:
-    """The way of most streamed tokens: all that their client sees of them is text. It is short, as
-    there is one per token and stream.
+    """The fast path for streamed tokens of which the client sees nothing but text.
+
+    It does as little as possible, because it runs once per token and stream.
 
     Args:
-        choice: whose.
-        processor: makes text of them; it ``is_plain``.
-        running: the request's choices.
-        writer: of its stream.
+        choice: the choice that the tokens belong to.
+        processor: detokenises them; its ``is_plain`` is true.
+        running: the choices of the same request.
+        writer: the chunk writer of the stream.
     """
 
     __slots__ = (
@@ -282,7 +296,7 @@ class _PlainTokens:
         self._write = writer.sender.write_with_step
 
     def take(self, token_id: int) -> None:
-        """The next token of the choice."""
+        """Process the next token of the choice."""
         if self._over.done():
             return
         self._note_token(self._stats, time.monotonic())
@@ -292,12 +306,12 @@ class _PlainTokens:
 
 
 class _ChunkWriter:
-    """Encodes the updates of one streamed request as events.
+    """Encodes the updates of one streamed request as server-sent events.
 
     Args:
-        context: of the request.
-        builder: how they look.
-        sender: takes them.
+        context: the request's context.
+        builder: lays out the chunks of the endpoint.
+        sender: sends the encoded events.
     """
 
     def __init__(
@@ -308,27 +322,28 @@ class _ChunkWriter:
         self._context = context
         self._builder = builder
         self._is_opened = [False] * len(context.choices)
-        # what every chunk shows beside its text
+        # Whether each chunk has token ids or usage beside its text.
         self._has_details = context.returns_token_ids or context.has_usage_in_chunks
 
     @property
     def shows_text_only(self) -> bool:
-        """Whether a chunk within the stream shows nothing but text, as a template has it."""
+        """Whether the chunks between first and last hold nothing but text, so that a
+        ``ChunkTemplate`` can encode them."""
         return not (self._has_details or self._context.is_prompt_only)
 
     def show(self, choice: GeneratedChoice, update: TextUpdate) -> None:
-        """Write the events of one update, if anything is certain."""
+        """Write the events of one update, if it has anything to show."""
         if events := self._encode(choice, update):
             self.sender.write(events)
 
     def _encode(self, choice: GeneratedChoice, update: TextUpdate) -> bytes:
-        # Not output.add(): of what was streamed only the counts are needed again.
+        # Not output.add(): once text is streamed, only the counts are needed again.
         output = choice.output
         output.token_ids.extend(update.token_ids)
         output.num_cached_tokens = max(output.num_cached_tokens, update.num_cached_tokens)
         output.prompt_logprobs.extend(update.prompt_logprobs)
         if update.prompt_logprobs and update.finish is None:
-            return b""  # more of the prompt follows, or the first token
+            return b""  # more prompt log probabilities, or the first token, will follow
         if self._is_opened[choice.index]:
             return self._delta(choice, update, is_first=False)
         self._is_opened[choice.index] = True
@@ -336,7 +351,7 @@ class _ChunkWriter:
         return self._open(choice) + self._delta(choice, update, is_first=True)
 
     def closing(self) -> bytes:
-        """The events after the last update."""
+        """The events that follow the last update."""
         if not self._context.includes_usage:
             return DONE
         return sse(chunk(self._builder, self._context, [], usage=self._context.usage())) + DONE
@@ -371,7 +386,7 @@ class _ChunkWriter:
 
 
 def _without_output(update: TextUpdate) -> TextUpdate:
-    """What is left where no token was asked for."""
+    """The update without generated text and tokens, for a request that wants only its prompt."""
     return TextUpdate(
         "",
         finish=update.finish and FinishReason.LENGTH,
@@ -381,7 +396,7 @@ def _without_output(update: TextUpdate) -> TextUpdate:
 
 
 def _finished_update(choice: GeneratedChoice) -> TokenUpdate:
-    """A choice that is complete with its first token, in the form that a peer can replay."""
+    """A choice that finished with its first token, as an update that a decode instance replays."""
     output = choice.output
     ends_with_token = output.finish is FinishReason.STOP and not isinstance(output.stop_reason, str)
     logprobs: tuple[TokenLogprobs, ...] | None = tuple(output.logprobs) or None
@@ -396,10 +411,10 @@ def _finished_update(choice: GeneratedChoice) -> TokenUpdate:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """All of a request's body.
+    """Read the whole body of a request.
 
     Raises:
-        InvalidRequest: it has more than ``max_bytes`` (413); the rest of it is left unread.
+        InvalidRequest: the body is larger than ``max_bytes`` (413); the rest of it is not read.
     """
     pieces, num_bytes = [], 0
     async for piece in request.stream():
@@ -415,15 +430,15 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class GenerationEndpoint(Generic[RequestType]):
-    """``/v1/completions`` or ``/v1/chat/completions``: an ASGI application of its own, to watch for
-    clients that go away.
+    """``/v1/completions`` or ``/v1/chat/completions``, as an ASGI application of its own so that it
+    can watch for client disconnects.
 
     Args:
-        request_type: what the body holds.
-        prepare: checks a request with its id and headers, and makes its context.
-        builder: how responses look.
-        handler: generates them.
-        live: where requests are entered while they are served.
+        request_type: the type that the body is decoded to.
+        prepare: validates a request (with its id and headers) and creates its context.
+        builder: lays out the responses.
+        handler: generates the responses.
+        live: the registry that holds each request while it is served.
     """
 
     request_type: type[RequestType]
@@ -433,7 +448,7 @@ class GenerationEndpoint(Generic[RequestType]):
     live: LiveRequests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; a client that goes away ends its generation."""
+        """Serve one request. If the client disconnects, its generation is cancelled."""
         request = Request(scope, receive)
         request_id = request_id_from(request.headers.get("x-request-id"))
         write_chunk = scope.get("extensions", {}).get(WRITE_CHUNK)
@@ -447,7 +462,7 @@ class GenerationEndpoint(Generic[RequestType]):
             log.info("request %s: the client went away", request_id)
         except EngineError as exc:
             await sender.fail(to_api_error(exc))
-        except Exception as exc:  # the door of a request: nothing may take the server down
+        except Exception as exc:  # top of a request: no error may take the server down
             log.exception("request %s failed", request_id)
             await sender.fail(to_api_error(exc))
         finally:
