@@ -1,7 +1,8 @@
 """Launches the attention kernels.
 
-The number of programs depends on shapes, and for prompts on the host's copy of the lengths, but
-for decodes never on lengths: a captured decode step stays right as contexts grow.
+The number of programs in a launch depends on tensor shapes, and for prompts also on the host's copy
+of the sequence lengths. For decodes it never depends on lengths, so that a captured decode step
+stays correct as contexts grow.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from mooncake_hal_cuda.launch_tuning import (
 
 _LOG2_E = math.log2(math.e)
 _MIN_SPLIT = 256
-# a split of latents writes a row of sums for every head: the more heads, the longer it has to be
+# a split of latents writes a row of partial sums per head: with more heads, splits must be longer
+# for the reads to outweigh those writes
 _MIN_LATENT_SPLIT_PER_HEAD = 8
 _MIN_DOT = 16
 _LEAST_ARRIVALS = 4096
@@ -38,16 +40,17 @@ class AttentionCall:
     """One call of an attention op.
 
     Args:
-        query: [tokens, heads, dim] of the call's sequences.
-        caches: key and value, or latent and rope.
-        batch: all sequences.
-        scale: of the scores.
-        kv_scales: of the caches, in their order.
-        first: the call's first sequence in the batch; 0 for decodes.
-        new_tokens: the most that any of them has.
-        sequences: how many there are.
-        is_decode: whether it is the op for decodes. The last token of a prompt, alone in its
-            chunk, is none: its result would depend on whether longer prompts came with it.
+        query: [tokens, heads, dim] queries of the call's sequences.
+        caches: (key, value) or (latent, rope) caches.
+        batch: metadata of all sequences of the step.
+        scale: softmax scale of the scores.
+        kv_scales: quantisation scales of ``caches``, in the same order.
+        first: index in the batch of the call's first sequence; 0 for decodes.
+        new_tokens: the largest number of new tokens of any of the call's sequences.
+        sequences: number of sequences in the call.
+        is_decode: whether this is a call of the decode op. A prompt's last token that is alone in
+            its chunk is not a decode: its result would depend on whether longer prompts were
+            scheduled with it.
     """
 
     query: Tensor
@@ -69,7 +72,7 @@ class AttentionCall:
         scale: float,
         kv_scales: tuple[float, float],
     ) -> AttentionCall:
-        """The batch's leading sequences, of one new token each."""
+        """A call for the batch's leading sequences, which have one new token each."""
         query = dense_rows(query)
         return cls(query, caches, batch, scale, kv_scales, 0, 1, query.shape[0], True)
 
@@ -82,7 +85,7 @@ class AttentionCall:
         scale: float,
         kv_scales: tuple[float, float],
     ) -> AttentionCall:
-        """The sequences after the decodes."""
+        """A call for the sequences behind the batch's decodes."""
         query, first = dense_rows(query), batch.num_decodes
         lengths = batch.host_query_lens[first:]
         longest = max(lengths, default=0)
@@ -90,23 +93,23 @@ class AttentionCall:
 
     @property
     def capacity(self) -> int:
-        """The longest context that the block tables have room for."""
+        """The longest context that the block tables can describe, in tokens."""
         return int(self.batch.block_tables.shape[1]) * self.batch.block_size
 
     @property
     def precision(self) -> str:
-        """Of matrix products: float32 is not cut to tf32."""
+        """Precision of the matrix products: float32 is not rounded to tf32."""
         return "ieee" if self.query.dtype is torch.float32 else "tf32"
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """How a call is launched.
+    """Launch parameters of one call.
 
     Args:
-        tile: of a program.
-        splitting: how a context is cut.
-        splits: that the launch has room for.
+        tile: tile of one program.
+        splitting: how a context is divided into splits.
+        splits: number of splits per sequence for which the launch reserves programs and buffers.
     """
 
     tile: AttentionTile
@@ -114,12 +117,12 @@ class _Launch:
     splits: int
 
     def options(self, call: AttentionCall) -> dict[str, int | str | bool | None]:
-        """The kernel's compile-time arguments that do not depend on what is attended to."""
+        """The compile-time arguments that grouped and latent attention have in common."""
         return {
             "BLOCK_SIZE": call.batch.block_size,
             "ROWS": self.tile.rows,
             "TOKENS": self.tile.tokens,
-            "IS_SPLIT": call.is_decode,  # of short contexts, too: one kernel for all decodes
+            "IS_SPLIT": call.is_decode,  # even for short contexts: one kernel for all decodes
             "MIN_SPLIT": self.splitting.min_tokens,
             "MAX_SPLITS": self.splitting.most,
             "PRECISION": call.precision,
@@ -130,7 +133,7 @@ class _Launch:
 
 
 def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
-    """Attention with grouped heads: [tokens, heads, value dim]."""
+    """Grouped-head attention; returns [tokens, heads, value dim]."""
     key, value = call.caches
     tokens, heads, dim = call.query.shape
     out = torch.empty((tokens, heads, value.shape[3]), dtype=call.query.dtype, device=key.device)
@@ -184,7 +187,7 @@ def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
 
 
 def attend_latent(call: AttentionCall, tuning: Tuning) -> Tensor:
-    """Attention over latents: [tokens, heads, latent dim]."""
+    """Attention over MLA latents; returns [tokens, heads, latent dim]."""
     latent, rope = call.caches
     tokens, heads, _ = call.query.shape
     dim, rope_dim = latent.shape[3], rope.shape[3]
@@ -230,8 +233,11 @@ def attend_latent(call: AttentionCall, tuning: Tuning) -> Tensor:
 
 
 def _with_rope_scale(call: AttentionCall) -> Tensor:
-    """The queries, where planes have scales of their own: the kernel applies the latents' to all
-    scores, so what meets the rope rows is multiplied by the ratio of the two beforehand."""
+    """The call's queries, with their rope dimensions multiplied by the ratio of the two KV scales.
+
+    The kernel applies the latents' scale to whole scores. Where the rope plane has another scale,
+    this ratio corrects the rope part of each score.
+    """
     ratio, rope_dim = call.kv_scales[1] / call.kv_scales[0], call.caches[1].shape[3]
     if ratio == 1.0:
         return call.query
@@ -241,18 +247,19 @@ def _with_rope_scale(call: AttentionCall) -> Tensor:
 
 
 def _split_buffers(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Where decodes write what is merged: partial results and their weights."""
+    """Buffers for the partial results of a decode's splits and for their weights."""
     tokens, heads, dim = out.shape
     parts = torch.empty((tokens, splits, heads, dim), dtype=torch.float32, device=out.device)
     return parts, torch.empty(parts.shape[:3], dtype=torch.float32, device=out.device)
 
 
 def _arrivals(count: int, device: torch.device) -> Tensor:
-    """Zeros in which the programs of a launch count themselves, and which they leave as zeros.
+    """Zeroed counters with which the programs of a launch find out which of them is the last; the
+    launch leaves them zeroed.
 
-    Launches that run at the same time need their own, so each stream has; a graph has those of the
-    stream on which it was captured, which all of them share: no two are replayed at once, as they
-    share memory anyway.
+    Launches that run concurrently need separate counters, so each stream has its own. All graphs
+    captured on one stream share that stream's counters, which is safe because graphs that share a
+    memory pool are never replayed concurrently.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _zeros(max(_LEAST_ARRIVALS, power_of_two(count)), device, stream)
@@ -260,7 +267,7 @@ def _arrivals(count: int, device: torch.device) -> Tensor:
 
 @cache
 def _zeros(count: int, device: torch.device, stream: int) -> Tensor:
-    """Made once for good: a graph would fill what is made in its capture, at each replay."""
+    """Allocated once and kept: zeros allocated during a capture would be filled at each replay."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise DeviceError(
             f"attention of {count} programs was captured on a stream that has not run it: run a "
@@ -272,7 +279,7 @@ def _zeros(count: int, device: torch.device, stream: int) -> Tensor:
 def _merge(
     out: Tensor, parts: Tensor, weights: Tensor, call: AttentionCall, launch: _Launch
 ) -> Tensor:
-    """Sum the splits up in ``out``, which is returned; rows of one split are there already."""
+    """Merge the splits into ``out`` and return it; rows with a single split are already final."""
     tokens, heads, dim = out.shape
     merge_splits[(tokens, heads)](
         out,
@@ -292,5 +299,5 @@ def _merge(
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """The tensor, copied if its last dimension is not dense."""
+    """Return ``x``, or a contiguous copy if its last dimension is not dense."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Selects and calls external attention libraries in place of our kernels, by shape."""
+"""Selects, per op and shape, an attention library to call instead of our own kernel."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ AUTO = "auto"
 OURS = "triton"
 NAMES = (AUTO, OURS, "sdpa", "varlen", "flashinfer")
 MARGIN = 0.9
-"""Share of our kernel's time that a library may take at most: closer ones would be chosen by noise,
-and differently on two instances."""
+"""A library is chosen only if it takes less than this fraction of our kernel's time: with a smaller
+difference, noise would decide, and two instances might choose differently."""
 
 _WORKSPACE_BYTES = 128 << 20
 _TRIAL_TOKENS = 2048
@@ -34,10 +34,13 @@ _TRIAL_BLOCKS = 16
 _TRIAL_SEQUENCES = 16
 _LONG_TOKENS = 1024
 _TOLERANCE, _RELATIVE_TOLERANCE = 2e-2, 2e-2
-"""About two steps of bfloat16: above 4 one step is larger than the absolute tolerance."""
+"""About two units in the last place of bfloat16: above 4, one unit exceeds the absolute
+tolerance."""
 _WARM_UPS, _RUNS = 2, 5
 _SHORTER_TOKENS = 33
-"""By so many tokens timed lengths differ, an odd number, as those of prompts do."""
+"""Difference in tokens between the lengths of successive timed calls: odd, so that the lengths are
+as irregular as those of prompts."""
+
 Attend = Callable[[AttentionCall], Tensor]
 
 
@@ -46,9 +49,9 @@ class LibraryTrial:
     """The result of trying a candidate.
 
     Args:
-        name: its name.
-        milliseconds: of one call, or None if it can't be used.
-        refusal: why not.
+        name: name of the candidate, one of ``NAMES``.
+        milliseconds: duration of one call, or None if the candidate can't be used.
+        refusal: why it can't be used, or empty.
     """
 
     name: str
@@ -58,21 +61,22 @@ class LibraryTrial:
 
 @dataclass(frozen=True, slots=True)
 class LibraryChoice:
-    """The chosen implementation, and why."""
+    """The name of the chosen implementation, and the reason."""
 
     name: str
     reason: str
 
 
 def choose_library(wanted: str, trials: Sequence[LibraryTrial]) -> LibraryChoice:
-    """The fastest usable candidate, ours unless one is clearly faster; or the one asked for.
+    """Choose the requested candidate, or with AUTO the fastest: our kernel unless a library is
+    clearly faster.
 
     Args:
         wanted: the name of a trial, or AUTO.
-        trials: of all candidates, our kernel among them.
+        trials: results of all candidates, including our kernel.
 
     Raises:
-        CapabilityError: what was asked for can't be used; the message says why.
+        CapabilityError: the requested candidate can't be used; the message says why.
     """
     by_name = {trial.name: trial for trial in trials}
     if wanted != AUTO:
@@ -95,7 +99,7 @@ def _describe(trial: LibraryTrial) -> str:
 
 
 class LibraryChooser:
-    """Remembers what was chosen for each op and shape.
+    """Chooses an implementation for each op and shape once, and caches the choice.
 
     Args:
         wanted: one of NAMES.
@@ -108,12 +112,13 @@ class LibraryChooser:
     def pick(
         self, op: str, shape: object, tries: Callable[[], Sequence[LibraryTrial]] | None
     ) -> str:
-        """The name to use; the first call of a shape makes the trials, and logs the choice.
+        """Return the chosen name; the first call for a shape runs the trials and logs the choice.
 
         Args:
             op: name of the op.
-            shape: what the speed depends on.
-            tries: makes the trials; None during a capture, where our kernel runs for now.
+            shape: everything that the speed depends on.
+            tries: runs the trials. None during a graph capture: our kernel is then returned, and
+                the choice is left to a later call.
         """
         key = (op, shape)
         if key in self._chosen:
@@ -127,18 +132,18 @@ class LibraryChooser:
 
 
 def by_sdpa(call: AttentionCall) -> Tensor:
-    """Torch's attention over gathered KV: FlashAttention's, where it can be used."""
+    """Torch's attention over gathered KV, which uses FlashAttention where it can."""
     with _without_cudnn():
         return _attend_each(call)
 
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Have torch take the next library in its order.
+    """Exclude cuDNN from torch's choice of attention libraries.
 
-    On sm_90 cuDNN is the first in newer versions. It makes a plan for each length and thread, some
-    0.4 s for a new one, in which the device waits. The setting is the process's: two calls and a
-    microsecond, where ``sdpa_kernel`` sets all of them, in 18.
+    On sm_90, newer versions of torch prefer cuDNN. It builds a plan per length and thread, which
+    takes some 0.4 s for a new length, while the device idles. The setting is global to the process.
+    Changing it takes two calls and 1 us; ``sdpa_kernel``, which sets all libraries, takes 18 us.
     """
     was_enabled = cudnn_sdp_enabled()  # type: ignore[no-untyped-call]  # torch
     enable_cudnn_sdp(False)
@@ -175,7 +180,8 @@ def _attend_each(call: AttentionCall) -> Tensor:
 
 
 def by_varlen(call: AttentionCall) -> Tensor:
-    """Torch's paged FlashAttention; one split, so that a result does not depend on its batch."""
+    """Torch's paged FlashAttention, with one split, so that a sequence's result does not depend on
+    the rest of its batch."""
     from torch.nn.attention.varlen import varlen_attn
 
     batch, first, last = call.batch, call.first, call.first + call.sequences
@@ -198,7 +204,8 @@ def by_varlen(call: AttentionCall) -> Tensor:
 
 
 def by_flashinfer(call: AttentionCall) -> Tensor:
-    """FlashInfer's decode over paged KV, without a plan on the host."""
+    """FlashInfer's decode attention over paged KV, by the function that needs no plan on the
+    host."""
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
     key, value = call.caches
@@ -223,15 +230,15 @@ def _workspace(device: torch.device) -> Tensor:
 
 PREFILL = {"sdpa": by_sdpa, "varlen": by_varlen}
 DECODE = {"flashinfer": by_flashinfer}
-"""Never by ``auto``: a sequence's result depends on the others of its batch."""
+"""Never chosen by ``auto``: a sequence's result depends on the other sequences of its batch."""
 
 
 class GroupedAttention:
-    """Attention with grouped heads, by the implementation chosen for its shape.
+    """Grouped-head attention by the implementation that was chosen for its shape.
 
     Args:
-        tuning: of the device.
-        chooser: remembers.
+        tuning: launch parameters of the device.
+        chooser: chooses an implementation per shape, and caches the choices.
     """
 
     def __init__(self, tuning: Tuning, chooser: LibraryChooser) -> None:
@@ -242,7 +249,7 @@ class GroupedAttention:
         self._decode = {n: by for n, by in DECODE.items() if wanted == n}
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        """[tokens, heads, value dim]."""
+        """Compute attention; returns [tokens, heads, value dim]."""
         libraries = self._decode if call.is_decode else self._prefill
         name = OURS
         if libraries and _is_plain(call):
@@ -275,15 +282,19 @@ class GroupedAttention:
 
 
 def split_prompts(call: AttentionCall, least_tokens: int) -> Iterator[tuple[AttentionCall, bool]]:
-    """Cut a call for prompts into runs of sequences: (part, whether they are long and whole).
+    """Divide a prefill call into runs of consecutive sequences that are computed alike.
 
-    What was timed is one long prompt without a cached prefix. A library that is faster there takes
-    a launch per sequence, or another kernel, for short ones and for chunks. The rule looks at a
-    sequence's own lengths alone, so that its result does not depend on the others of its batch.
+    The trials time one long prompt without a cached prefix. A library that is faster there may be
+    slower for short prompts and for chunks, for which it needs a launch per sequence or another
+    kernel. The rule depends on a sequence's own lengths only, so that its result does not depend on
+    the rest of its batch.
 
     Args:
-        call: for prompts.
-        least_tokens: of a long one.
+        call: a call for prompts.
+        least_tokens: length from which on a prompt is long.
+
+    Yields:
+        (part of the call, whether its sequences are long prompts without a cached prefix).
     """
     new = call.batch.host_query_lens[call.first : call.first + call.sequences]
     contexts = call.batch.host_context_lens[call.first : call.first + call.sequences]
@@ -308,16 +319,16 @@ def split_prompts(call: AttentionCall, least_tokens: int) -> Iterator[tuple[Atte
 
 
 def _is_plain(call: AttentionCall) -> bool:
-    """Whether libraries have such attention: on a GPU, in 16 bits, KV of the queries' type."""
+    """Whether libraries support the call: on a GPU, in 16 bits, with KV of the queries' type."""
     query, (key, value) = call.query, call.caches
     is_plain = key.dtype == query.dtype != torch.float32 and key.shape == value.shape
     return query.device.type == "cuda" and is_plain and len(query) > 0
 
 
 def trial_call(call: AttentionCall) -> AttentionCall:
-    """A call of the same shapes and strides, of as many tokens as a busy step has.
+    """Make a call with the same head shapes and strides, and as many tokens as a busy step has.
 
-    Its block tables repeat a few blocks of random numbers, to take little memory.
+    Its block tables repeat a few blocks of random numbers, to save memory.
     """
     device, dtype = call.query.device, call.query.dtype
     num_blocks, block_size = min(_TRIAL_BLOCKS, len(call.caches[0])), call.batch.block_size
@@ -346,7 +357,7 @@ def trial_call(call: AttentionCall) -> AttentionCall:
 
 
 def shortened(trial: AttentionCall, tokens: int) -> AttentionCall:
-    """The same with contexts that are so many tokens shorter, and prompts, too."""
+    """Copy a trial call, with contexts (and for prefill also prompts) shorter by ``tokens``."""
     batch, sequences = trial.batch, trial.sequences
     new = 1 if trial.is_decode else trial.new_tokens - tokens
     shorter = replace(
@@ -360,7 +371,7 @@ def shortened(trial: AttentionCall, tokens: int) -> AttentionCall:
 
 
 def try_library(name: str, by: Attend, trial: AttentionCall, expected: Tensor) -> LibraryTrial:
-    """Run a library on a call whose result is known; what it raises is its refusal."""
+    """Run a library on a call whose result is known; an error that it raises is its refusal."""
     try:
         found = by(trial)
         torch.cuda.synchronize()
@@ -374,9 +385,10 @@ def try_library(name: str, by: Attend, trial: AttentionCall, expected: Tensor) -
 
 
 def mean_milliseconds(by: Attend, trial: AttentionCall) -> float:
-    """Of one call, each of a length that was not seen before, as prompts are.
+    """The mean duration of a call, over calls whose lengths were not seen before.
 
-    What a library prepares for a length, it would prepare in nearly every step.
+    Prompt lengths rarely repeat: whatever a library prepares per length, it would prepare in nearly
+    every step.
     """
     for _ in range(_WARM_UPS):
         by(trial)

@@ -1,4 +1,4 @@
-"""The CUDA backend: its parts put together, its devices and graphs, and collectives over NCCL."""
+"""The CUDA backend: assembles ops, memory, devices, graphs and NCCL collectives."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ DTYPES = ("bfloat16", "float16", "float32")
 BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
 TRANSPORTS = ("cuda_ipc", "rdma", "staged")
 ROUNDING = (("attention shares", "to the activations' type"),)
-"""The kernels multiply shares and values on tensor cores, which take one type for both."""
+"""The kernels multiply attention probabilities and values on tensor cores, which take one type for
+both operands."""
 
 
 class CudaBackend:
-    """Everything about the GPUs that this process sees.
+    """The ``Backend`` of the GPUs that are visible to this process.
 
     Raises:
-        BackendUnavailable: torch sees none, or one that is too old.
+        BackendUnavailable: torch sees no GPU, or the GPU is older than the kernels support.
     """
 
     name = "cuda"
@@ -81,7 +82,8 @@ class CudaBackend:
 
 
 class OneShotCommunicator(GroupCommunicator):
-    """What sums small tensors over shared memory where all ranks can, and else as it would."""
+    """A communicator that all-reduces small tensors over shared memory if all ranks can, and
+    everything else over its library."""
 
     small: SmallAllReduce
 
@@ -98,8 +100,8 @@ class NcclCommunicator(OneShotCommunicator, DeviceCommunicator):
 
     Args:
         group, generation: see ``GroupCommunicator``.
-        sharing: the hardware, and how its memory is shared.
-        way: how small all-reduces run, one of ``WAYS``.
+        sharing: the driver, and the memory kind of each device.
+        way: the implementation of small all-reduces, one of ``WAYS``.
     """
 
     def __init__(
@@ -117,13 +119,13 @@ def _join(store: Store, group: GroupSpec) -> ProcessGroup:
 
 
 class CudaGraph:
-    """A captured graph; it keeps the memory that its work uses."""
+    """A captured graph; it owns the memory that its kernels use."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graph = graph
 
     def replay(self, host_context_lens: Sequence[int] = ()) -> None:
-        self._graph.replay()  # the kernels read lengths from the tensors
+        self._graph.replay()  # the kernels read context lengths from device tensors
 
 
 class CudaRuntime(AcceleratorRuntime):

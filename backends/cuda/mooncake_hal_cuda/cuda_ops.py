@@ -1,7 +1,7 @@
-"""The ops of the CUDA backend: Triton kernels, and cuBLAS through torch for most ``linear``.
+"""The ops of the CUDA backend: Triton kernels, and cuBLAS through torch for most ``linear`` calls.
 
-Nothing here waits for the device. Outputs come from torch's caching allocator, which a captured
-graph may use too.
+No op synchronises with the device. Outputs come from torch's caching allocator, so that ops can be
+captured in a graph.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _MOVED_ELEMENTS = 4096
 
 class CudaOps:
     """``Ops``, ``ScaledKVOps``, ``RopeWriteOps``, ``Fp8LinearOps``, ``Fp8ExpertOps`` and
-    ``SamplingOps`` by Triton kernels.
+    ``SamplingOps``, implemented with Triton kernels.
 
     Args:
-        tuning: of the device that the process computes on.
-        attention: what attention with grouped heads runs on, one of ``attention_libraries.NAMES``.
+        tuning: launch parameters of this process's device.
+        attention: the implementation of grouped-head attention, one of
+            ``attention_libraries.NAMES``.
     """
 
     def __init__(self, tuning: Tuning, attention: str = OURS) -> None:
@@ -90,7 +91,7 @@ class CudaOps:
         value_cache: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        # queries are normed and rotated in place
+        # the queries are normalised and rotated in place
         query = dense_rows(query)
         if len(query):
             caches = (key_cache, value_cache)
@@ -132,7 +133,7 @@ class CudaOps:
         rope_cache: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        # queries are rotated in place
+        # the queries are rotated in place
         query, compressed = dense_rows(query), dense_rows(rows.compressed)
         tokens, heads, rope_dim = query.shape
         if tokens == 0:
@@ -198,7 +199,7 @@ class CudaOps:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        # in place: the norm takes x's memory, the sum the residual's
+        # in place: x's memory receives the norm, the residual's memory the sum
         x, residual = x.contiguous(), residual.contiguous()
         _normalise(x, x.view(-1, x.shape[-1]), residual, weight, eps, self._tuning)
         return x, residual
@@ -307,7 +308,8 @@ class CudaOps:
         return moe_launch.combine(parts, expert_weights, x.dtype)
 
     def sample(self, logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
-        # by the inverse of the cumulative distribution in token order; ties stay in together
+        # inverse transform sampling over the cumulative distribution in token order; tokens that
+        # tie at a top-k or top-p limit are all kept
         logits = dense_rows(logits)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         if len(tokens):
@@ -315,7 +317,7 @@ class CudaOps:
         return tokens
 
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
-        """No block may be both a source and a target."""
+        """Copy blocks within a cache; no block may be both a source and a target."""
         _move(cache, cache, source, target)
 
     def gather_blocks(self, cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Entry point of the CUDA backend; standard library only."""
+"""Plugin entry point of the CUDA backend; imports the standard library only."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from mooncake_hal.transport import Transport
 
 IPC_PRIORITY = 60
-"""Above what goes through a NIC or the host's memory."""
+"""Above the transports that go through a NIC or host memory."""
 
 
 @hookimpl
 def mooncake_hal_backend() -> BackendSpec:
-    """Offer NVIDIA GPUs."""
+    """Register the backend for NVIDIA GPUs."""
     return BackendSpec(
         name="cuda",
         api_version=API_VERSION,
@@ -37,12 +37,12 @@ def mooncake_hal_backend() -> BackendSpec:
 
 @hookimpl
 def mooncake_hal_transport() -> TransportSpec:
-    """Offer KV from GPU to GPU of one host."""
+    """Register the transport that moves KV between GPUs of one host."""
     return TransportSpec("cuda_ipc", API_VERSION, IPC_PRIORITY, probe, load_ipc)
 
 
 def probe() -> Availability:
-    """Look for the driver, the devices and a torch that can use them; initialises none of them."""
+    """Look for the driver, the devices and a torch that can use them, and initialise none."""
     return diagnose(look())
 
 
@@ -50,7 +50,7 @@ def load() -> Backend:
     """Import torch and the kernels, and construct the backend.
 
     Raises:
-        BackendUnavailable: something that the probe can't see is missing; the reason says what.
+        BackendUnavailable: something is missing that the probe can't detect; the reason names it.
     """
     keep_kernels_in_project_cache()
     try:
@@ -61,10 +61,10 @@ def load() -> Backend:
 
 
 def load_host_copies(index: int) -> HostCopies:
-    """Load the driver.
+    """Load the driver, and copy between device ``index`` and host memory.
 
     Raises:
-        DeviceError: it does not load, or has no such device.
+        DeviceError: the driver does not load, or has no such device.
     """
     keep_kernels_in_project_cache()
     from mooncake_hal_cuda.libcuda import CudaDriver
@@ -74,7 +74,7 @@ def load_host_copies(index: int) -> HostCopies:
 
 
 def load_ipc() -> Transport:
-    """Load the driver and construct the transport.
+    """Load the driver and construct the ``cuda_ipc`` transport.
 
     Raises:
         TransportUnavailable: the driver does not load.

@@ -1,9 +1,11 @@
-"""Linear layers and experts on fp8 weights: rows are quantised by our kernels. Linear layers with
-scales of rows are multiplied by torch, all else by our kernels.
+"""Linear layers and experts with fp8 weights.
 
-``torch._scaled_mm`` takes e4m3 whose dimensions are multiples of 16 (the contract's, too), x with
-dense rows and the weight with dense columns, and scales of rows in float32, [rows, 1] and
-[1, columns], for bfloat16 results only. Its scales of blocks are for sm_90 and CUDA 12.9 alone.
+Our kernels quantise the activations. Linear layers whose weights have scales of rows are multiplied
+by ``torch._scaled_mm``, everything else by our kernels.
+
+``torch._scaled_mm`` accepts e4m3 whose dimensions are multiples of 16 (as the contract requires), x
+with dense rows, the weight with dense columns, and float32 scales of rows, [rows, 1] and
+[1, columns], for bfloat16 results only. It supports scales of blocks on sm_90 with CUDA 12.9 only.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _E4M3 = torch.float8_e4m3fn
 
 
 def pack(weight: Fp8Weight) -> Fp8Weight:
-    """Dense, as every launch wants it."""
+    """Make values and scales contiguous and scales float32, as all launches expect."""
     return Fp8Weight(
         weight.values.contiguous(),
         weight.scales.float().contiguous(),
@@ -42,7 +44,7 @@ def pack(weight: Fp8Weight) -> Fp8Weight:
 
 
 def multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None, tuning: Tuning) -> Tensor:
-    """``fp8_linear``, by the kind of scales."""
+    """Compute ``fp8_linear``, dispatched by the kind of scales."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     if len(x) == 0:
         return x.new_empty(0, len(weight.values))
@@ -54,7 +56,11 @@ def multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None, tuning: Tuning) 
 def quantised_rows(
     x: Tensor, input_scale: Tensor | None = None, *, is_gated: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """x in e4m3, or ``silu_mul`` of a gated x, and the scale of each row: [rows, 1] float32."""
+    """Quantise x, or ``silu_mul`` of a gated x, per row.
+
+    Returns:
+        The values in e4m3 and the scale of each row, [rows, 1] float32.
+    """
     rows, dim = len(x), x.shape[1] // (2 if is_gated else 1)
     values = torch.empty((rows, dim), dtype=_E4M3, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
@@ -74,7 +80,11 @@ def quantised_rows(
 
 
 def quantised_blocks(x: Tensor, *, is_gated: bool = False) -> tuple[Tensor, Tensor]:
-    """The same with the scale of each 128 elements: [rows, blocks] float32."""
+    """Quantise x, or ``silu_mul`` of a gated x, per row and block of 128 elements.
+
+    Returns:
+        The values in e4m3 and the scale of each block, [rows, blocks] float32.
+    """
     rows, dim = len(x), x.shape[1] // (2 if is_gated else 1)
     blocks = -(-dim // FP8_BLOCK)
     values = torch.empty((rows, dim), dtype=_E4M3, device=x.device)
@@ -101,8 +111,12 @@ def multiply_rows(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:  # [rows, out]
-    """By torch. Other types than bfloat16 get their scales after the product, which for float32 is
-    of float32 numbers: matrix units leave out bits of sums of e4m3, see ``fp8_kernels``."""
+    """Multiply with torch.
+
+    For result types other than bfloat16, the scales are applied after the product. For float32 the
+    operands are converted to float32 first, because matrix units drop bits when they sum products
+    of e4m3; see ``fp8_kernels``.
+    """
     columns = weight.scales.unsqueeze(0)
     if dtype is torch.float32:
         wide = values.float() @ weight.values.float().t()
@@ -159,7 +173,8 @@ def multiply_experts(
     *,
     is_gated: bool = False,
 ) -> Tensor:  # [pairs, out]
-    """Every pair's row of x, or of ``silu_mul`` of a gated x, times its expert's weights."""
+    """Multiply the row of each (token, expert) pair, or ``silu_mul`` of a gated row, by the weights
+    of the pair's expert."""
     x = x if x.stride(1) == 1 else x.contiguous()
     quantised = quantised_blocks if weights.is_blockwise else quantised_rows
     values, scales = quantised(x, is_gated=is_gated)

@@ -1,4 +1,5 @@
-"""Launches the kernel between a layer's projection and its attention."""
+"""Launches the kernel that rotates queries and keys and writes KV, between a layer's QKV projection
+and its attention."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ _ROPE_ELEMENTS = 2048
 
 
 def heads_together(heads: int, half: int) -> int:
-    """Heads of one program that rotates them, a power of two.
+    """The number of heads that one program rotates, a power of two.
 
     Args:
-        heads: that there are.
-        half: of what is rotated of one.
+        heads: number of heads.
+        half: half the number of rotated elements per head.
     """
     return max(1, min(power_of_two(heads), _ROPE_ELEMENTS // power_of_two(half)))
 
@@ -29,7 +30,8 @@ def launch_rope_writes(
     slot_mapping: Tensor,
     kv_scales: tuple[float, float],
 ) -> None:
-    """Norm and rotate queries in place, keys on their way into the cache, and write values."""
+    """Normalise and rotate queries in place, and write normalised and rotated keys, and values, to
+    the cache."""
     key, value, norms = dense_rows(rows.key), dense_rows(rows.value), rows.norms
     (tokens, heads, dim), kv_heads = query.shape, key.shape[1]
     half, value_dim = rows.cos_sin.shape[1] // 2, value.shape[2]

@@ -1,7 +1,7 @@
-"""How kernels are launched on each generation: the one place where generations differ.
+"""Launch parameters of the kernels per GPU generation: the only module where generations differ.
 
-Tiles are as large as registers and shared memory allow without spilling; the compile proof
-(``make test-cuda-compile``) holds every one of them to that.
+Tiles are as large as registers and shared memory allow without spilling. The compile tests
+(``make test-cuda-compile``) check this for every tile.
 """
 
 from __future__ import annotations
@@ -20,40 +20,43 @@ SHARED_BYTES = {
     "sm_103": 232_448,
     "sm_120": 101_376,
 }
-"""Shared memory that one program may have, per generation (CUDA C Programming Guide)."""
+"""Shared memory available to one program, per generation, in bytes (CUDA C Programming Guide)."""
 
 _ROOMY_BYTES = 160_000
 _LEAST_PROGRAMS = 8
 _LEAST_OF_MANY = 2
-"""Where the others fill the device alone: more would find nothing to do in contexts of usual
-length, and cost their launch."""
+"""Used where the rows of all sequences fill the device without splits: for contexts of usual length
+further programs would find no split to compute, and would only cost their launch."""
 _LEAST_SPLITS_OF_MANY = 8
-"""That a program takes there: on an H200, 128 contexts of three splits took 92 us where one program
-had all of each, and 103 where two shared them. A long context among them is shared as before."""
+"""Splits that one program computes at least on a full device: on an H200, 128 contexts of three
+splits took 92 us with one program per context, and 103 us with two programs that shared them. The
+splits of a long context in such a batch are still divided among several programs."""
 _OVERLAPPED = 5
-"""Stages with which Triton loads a tile while the one before it is worked on, where the addresses
-are loaded too (from the block table): those take two, and with less there is one buffer."""
+"""Pipeline stages that Triton needs to overlap the load of a tile with the computation on the one
+before it, if the addresses are loaded too (from the block table): the loads of addresses take two
+stages, and with fewer than five stages the tile has a single buffer."""
 
 MOST_REGISTERS = 255
-"""Of a thread."""
+"""Registers per thread that the hardware can address."""
 
 NEIGHBOURS = 8
-"""Tiles of rows of a matrix product that run beside each other and share weights in the cache."""
+"""Row tiles of a matrix product that are scheduled next to each other, to share weights in L2."""
 
 WIDTH = 1024
-"""Elements per program of the kernels that work element by element."""
+"""Elements per program of the elementwise kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """How an attention kernel is launched.
+    """Launch parameters of an attention kernel.
 
     Args:
         rows: query rows per program.
-        tokens: KV tokens per step.
-        warps, stages: per program.
-        registers: per thread at most; None: the assembler's choice. It spills a few to make room
-            for another program, even where shared memory has none for it.
+        tokens: KV tokens per iteration of a program's loop.
+        warps, stages: warps and pipeline stages per program.
+        registers: upper limit of registers per thread; None: the assembler chooses. Left to choose,
+            it spills a few registers to fit another program on the processor, even if shared memory
+            has no space for that program.
     """
 
     rows: int
@@ -64,12 +67,13 @@ class AttentionTile:
 
 
 _EXACT = AttentionTile(32, 32, 8, 1, MOST_REGISTERS)
-"""For float32, whose products are made without matrix units; for checks, not for speed."""
+"""For float32, which is multiplied without matrix units: for correctness checks, not for speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulTile:
-    """How the grouped matrix product is launched: output tile, depth per step, warps, stages."""
+    """Launch parameters of a grouped matrix product: output tile (rows, columns), depth per
+    iteration, warps and stages per program."""
 
     rows: int
     columns: int
@@ -80,13 +84,14 @@ class MatmulTile:
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How a decode's context is cut: no split below ``min_tokens``, no more than ``most``."""
+    """How a decode's context is divided: no split is shorter than ``min_tokens``, and there are at
+    most ``most`` splits."""
 
     min_tokens: int
     most: int
 
     def count(self, capacity: int) -> int:
-        """Splits that a launch needs for contexts of up to ``capacity`` tokens."""
+        """The number of splits that a launch needs for contexts of up to ``capacity`` tokens."""
         return max(1, min(self.most, -(-capacity // self.min_tokens)))
 
 
@@ -95,11 +100,11 @@ class Tuning:
     """Launch parameters for one device.
 
     Args:
-        generation: such as ``"sm_90"``.
-        processors: streaming multiprocessors.
+        generation: the device's generation, such as ``"sm_90"``.
+        processors: number of streaming multiprocessors.
 
     Raises:
-        CapabilityError: the generation is unknown, or older than the kernels can be.
+        CapabilityError: the generation is unknown, or older than the kernels support.
     """
 
     generation: str
@@ -114,13 +119,13 @@ class Tuning:
 
     @property
     def kv_dtypes(self) -> tuple[str, ...]:
-        """Narrower types that KV may be kept in: e4m3 is converted from sm_89 on."""
+        """KV cache types narrower than the activations: hardware converts e4m3 from sm_89 on."""
         return () if self.generation in ("sm_80", "sm_86") else ("float8_e4m3fn",)
 
     @property
     def quantization(self) -> tuple[str, ...]:
-        """Quantised weights that are multiplied as they are: matrix units take e4m3 from sm_89
-        on."""
+        """Quantised weights that are multiplied without conversion: matrix units accept e4m3 from
+        sm_89 on."""
         return () if self.generation in ("sm_80", "sm_86") else ("fp8", "fp8_experts")
 
     @property
@@ -129,19 +134,19 @@ class Tuning:
 
     @property
     def _is_wide(self) -> bool:
-        """Whether four warps share a matrix product, its operands in shared memory."""
+        """Whether four warps share one matrix product, with its operands in shared memory."""
         return self.generation in ("sm_90", "sm_100", "sm_103")
 
     def decode(self, group: int, dim: int, element_bytes: int, kv_bytes: int) -> AttentionTile:
-        """For grouped heads with one new token per sequence: reading KV is all that matters.
+        """Tile of grouped-head attention with one new token per sequence, bound by KV reads.
 
-        KV of a narrower type takes registers to widen, hence more warps.
+        Widening KV of a narrower type takes registers, which is why its tiles have more warps.
         """
         if element_bytes == 4:
             return _EXACT
         tokens = 128 if dim <= 64 else 64 if dim <= 128 else 32
-        # an H200 has twice as many programs under way with smaller tiles: 92 us for 107; the
-        # assembler for sm_100 spills registers with larger ones rather than wait for loads
+        # smaller tiles let an H200 run twice as many programs concurrently: 92 us instead of 107;
+        # with larger ones, the assembler for sm_100 spills registers rather than wait for loads
         if self._is_wide and (self.generation != "sm_90" or kv_bytes == element_bytes):
             tokens = max(32, tokens // 2)
         rows, stages = max(16, power_of_two(group)), _OVERLAPPED if self._is_roomy else 2
@@ -151,21 +156,22 @@ class Tuning:
         return AttentionTile(rows, tokens, 4, stages, registers)
 
     def prefill(self, dim: int, element_bytes: int, kv_bytes: int) -> AttentionTile:
-        """For grouped heads over many new tokens: matrix products are all that matters."""
+        """Tile of grouped-head attention over many new tokens, bound by matrix products."""
         if element_bytes == 4:
             return _EXACT
         stages = 3
         if self._is_roomy and (kv_bytes < element_bytes or not self._is_wide):
             stages = _OVERLAPPED
         elif dim <= 64 and self.generation in ("sm_100", "sm_103"):
-            stages = 2  # with products in tensor memory and narrow heads, a third one spills
+            stages = 2  # with products in tensor memory and narrow heads, a third stage spills
         return AttentionTile(128, 64 if self._is_wide and dim <= 128 else 32, 8, stages)
 
     def latent(self, rows: int, element_bytes: int, kv_bytes: int) -> AttentionTile:
-        """For latents; ``rows`` is heads times new tokens, of which narrower KV allows fewer.
+        """Tile of attention over latents; ``rows`` is heads times new tokens.
 
-        64 rows are what the wide products begin at, and all that registers hold: half of the sums
-        per four warps, as in DeepSeek's FlashMLA. 128 heads read every latent twice, once from L2.
+        64 rows are the minimum of the four-warp products and the maximum that registers can hold:
+        each group of four warps has half of the sums, as in DeepSeek's FlashMLA. With 128 heads,
+        every latent is read twice, the second time from L2. Narrower KV allows fewer rows.
         """
         if element_bytes == 4:
             return AttentionTile(16, 16, 8, 1, MOST_REGISTERS)
@@ -175,12 +181,12 @@ class Tuning:
             return AttentionTile(64, 64 if self.generation == "sm_90" else 32, 8, 2)
         height = max(16, min(32, power_of_two(rows)))
         fits = self._is_roomy or height == 16
-        # shared memory holds two programs of 16 rows there, so registers must, too
+        # shared memory holds two programs of 16 rows there, so registers must hold two as well
         warps = 4 if self._is_wide and height == 16 else 8
         return AttentionTile(height, 32, warps, _OVERLAPPED if fits else 2)
 
     def matmul(self, rows: int, element_bytes: int) -> MatmulTile:
-        """For experts; ``rows`` is how many an expert has on average."""
+        """Tile of the experts' matrix products; ``rows`` is the mean number of rows per expert."""
         if element_bytes == 4:
             return MatmulTile(16, 64, 32, 4, 1)
         height = max(16, min(128, power_of_two(rows)))
@@ -189,7 +195,7 @@ class Tuning:
         return MatmulTile(height, 128, 64, 8, 3)
 
     def fp8_matmul(self, rows: int) -> MatmulTile:
-        """For e4m3 with scales of blocks, which are as deep as a step."""
+        """Tile of e4m3 products with block scales; one iteration is as deep as a block."""
         height = max(16, min(128 if self._is_wide else 64, power_of_two(rows)))
         if height <= 32:
             return MatmulTile(height, 64, FP8_BLOCK, 4, 5 if self._is_roomy else 4)
@@ -197,39 +203,41 @@ class Tuning:
 
     @property
     def has_early_launches(self) -> bool:
-        """Whether a kernel may be launched before the one in front of it is done, and waits for
-        that itself (from sm_90 on; measured there)."""
+        """Whether kernels use programmatic dependent launch: a kernel starts before the previous
+        one has finished, and waits for it itself. The hardware has it from sm_90 on; it is used on
+        sm_90 only, where it was measured."""
         return self.generation == "sm_90"
 
     @property
     def sampled_groups(self) -> int:
-        """Groups of logits that sampling looks at at once: what 16 warps keep in registers."""
+        """Groups of logits that sampling processes at once: as many as 16 warps keep in
+        registers."""
         return 128 if self._is_wide else 64
 
     def splitting(self, programs: int, min_tokens: int) -> Splitting:
-        """Cut so that one sequence alone fills the device.
+        """Divide a context into enough splits for a single sequence to fill the device.
 
         Args:
-            programs: that one sequence has without splits.
-            min_tokens: below which a split costs more to merge than it saves.
+            programs: number of programs of one sequence without splits.
+            min_tokens: shortest split; merging a shorter one costs more than it saves.
         """
         return Splitting(min_tokens, min(256, power_of_two(2 * self.processors // programs or 1)))
 
     def programs(self, splits: int, others: int) -> int:
-        """How many programs share the splits of one sequence's rows.
+        """The number of programs that share the splits of one sequence's rows.
 
-        A launch has room for the longest context there may be: a program per split would leave a
-        large batch of short ones with little but programs that have nothing to do.
+        A launch is sized for the longest possible context. With one program per split, most
+        programs of a large batch of short contexts would be idle.
 
         Args:
-            splits: of the longest context.
-            others: programs that there would be without splits.
+            splits: number of splits of the longest context.
+            others: number of programs in the launch without splits.
         """
         least = _LEAST_OF_MANY if self._is_full(others) else _LEAST_PROGRAMS
         return min(splits, max(least, power_of_two(self._room // others or 1)))
 
     def least_splits(self, others: int) -> int:
-        """How many splits a program takes at the least, with as many others as above."""
+        """The least number of splits per program; ``others`` as for ``programs``."""
         return _LEAST_SPLITS_OF_MANY if self._is_full(others) else 1
 
     @property
@@ -241,5 +249,5 @@ class Tuning:
 
 
 def power_of_two(value: int) -> int:
-    """The smallest power of two that is not below ``value``."""
+    """The smallest power of two that is at least ``value``."""
     return 1 << max(0, value - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Launches the kernels for mixtures of experts; no length is read back to the host."""
+"""Launches the mixture-of-experts kernels, without reading any length back to the host."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mooncake_hal_cuda.launch_tuning import NEIGHBOURS, WIDTH, MatmulTile, power
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Pairs in the order of their experts; buffers for the worst case.
+    """The (token, expert) pairs sorted by expert, in buffers that are sized for the worst case.
 
     Args:
-        order: [tiles * rows] int32, pairs.
-        tile_experts: [tiles] int32, -1 for unused tiles.
-        tile_rows: [tiles] int32, pairs in each tile.
-        tile: how the matrix products are launched.
+        order: [tiles * rows] int32, indices of the pairs.
+        tile_experts: [tiles] int32, expert of each tile, -1 for unused tiles.
+        tile_rows: [tiles] int32, number of pairs in each tile.
+        tile: launch parameters of the matrix products.
     """
 
     order: Tensor
@@ -38,7 +38,7 @@ def group_by_expert(
     experts: int,
     tile: MatmulTile,
 ) -> Grouping:
-    """Order the pairs by expert; each expert's pairs begin at a tile boundary."""
+    """Sort the pairs by expert; each expert's pairs begin at a tile boundary."""
     ids, pairs, device = expert_ids.contiguous(), expert_ids.numel(), expert_ids.device
     tiles = min(pairs, pairs // tile.rows + min(experts, pairs))
     counts = torch.empty(experts, dtype=torch.int32, device=device)
@@ -69,7 +69,7 @@ def multiply(
     per_row: int,
     dtype: torch.dtype,
 ) -> Tensor:  # [pairs, out]
-    """Every pair's row of x times its expert's weights."""
+    """Multiply the row of each pair by the weights of the pair's expert."""
     _, fan_out, fan_in = weights.shape
     tile, tiles = grouping.tile, len(grouping.tile_experts)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -102,7 +102,7 @@ def combine(
     expert_weights: Tensor,  # [tokens, chosen] float32
     dtype: torch.dtype,
 ) -> Tensor:  # [tokens, dim]
-    """The weighted sums."""
+    """Sum each token's expert outputs, weighted by ``expert_weights``."""
     tokens, chosen = expert_weights.shape
     dim = parts.shape[1]
     out = torch.empty((tokens, dim), dtype=dtype, device=parts.device)
@@ -113,5 +113,5 @@ def combine(
 
 
 def mean_rows(expert_ids: Tensor, experts: int) -> int:
-    """Pairs of an expert, on average."""
+    """The mean number of pairs per expert, rounded up."""
     return -(-expert_ids.numel() // experts)
