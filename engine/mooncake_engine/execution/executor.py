@@ -1,4 +1,8 @@
-"""What the engine's core drives: all ranks of an instance as one object."""
+"""The executor: all ranks of an instance as one object, which the engine's core drives.
+
+``InProcessExecutor`` runs a single rank in this process; ``ProcessExecutor`` runs one process per
+rank.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +36,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankKVInfo:
-    """One rank's KV memory.
+    """The KV memory of one rank.
 
     Args:
-        rank: which.
-        shard: the part of the KV that it holds.
-        layout: where it lies, in addresses of the rank's process.
-        region: all of it.
+        rank: number of the rank.
+        shard: the part of the model's KV that the rank holds.
+        layout: where each block is, in addresses of the rank's process.
+        region: the memory as a whole, for registration with transports.
     """
 
     rank: int
@@ -49,16 +53,17 @@ class RankKVInfo:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """What is fixed once an instance is loaded.
+    """The properties of an instance that are fixed once it is loaded.
 
     Args:
         model: the model's config.
-        geometry: its KV.
-        ranks: every rank's memory, in rank order.
-        num_blocks, block_size: the KV pool of each rank.
-        num_host_blocks: what each rank can swap out to.
+        geometry: the model's KV.
+        ranks: KV memory of every rank, in rank order.
+        num_blocks: blocks in the KV pool of each rank.
+        block_size: tokens per block.
+        num_host_blocks: blocks of host memory that each rank can swap out to.
         max_model_len: longest sequence, in tokens.
-        has_native_latents: whether the KV is in a layout that no peer reads; see
+        has_native_latents: whether the KV is in a layout that peers can't read; see
             ``ParallelContext``.
     """
 
@@ -84,14 +89,14 @@ class ExecutorInfo:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorOptions:
-    """How an executor reports and what it carries beside the model.
+    """The callbacks of an executor, and the extension that its ranks load.
 
     Args:
         extension: name of an ExtensionFactory, ``"package.module:factory"``.
-        on_message: takes what the extensions emit; called from any thread.
-        progress: told while weights are read (rank 0's share).
-        registry: backends and transports, for a rank in this process; other processes, and this one
-            without it, discover their own.
+        on_message: called with each message of an extension, from any thread.
+        progress: called while rank 0 reads its weights.
+        registry: backends and transports for a rank in this process; if None, they are discovered.
+            Ranks in other processes always discover their own.
     """
 
     extension: str | None = None
@@ -105,18 +110,19 @@ class Executor(Protocol):
 
     @property
     def info(self) -> ExecutorInfo:
-        """Fixed since loading."""
+        """The instance's fixed properties."""
         ...
 
     def warm_up(self) -> None:
-        """Run the model once on made-up tokens; before the first plan."""
+        """Run the model once on made-up tokens. Call before the first ``submit``."""
         ...
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Have every rank run a step behind those that were submitted before.
+        """Have every rank run a step after those that were submitted before.
 
-        Their results are asked for in the same order. ``EngineConfig.steps_in_flight`` says how
-        many may be under way at once; if it is one, the step may be over when this returns.
+        The caller must request the results in the order of submission, with at most
+        ``EngineConfig.steps_in_flight`` steps in flight. If that is one, the step may be complete
+        when this returns.
 
         Raises:
             EngineDead: as ``PendingStep.result``.
@@ -125,57 +131,59 @@ class Executor(Protocol):
 
     @property
     def answers(self) -> Sequence[Connection]:
-        """What becomes readable when the oldest step that was submitted is over on one of the
-        ranks, or a rank dies: for ``multiprocessing.connection.wait``. None where the rank is of
-        this process."""
+        """Connections to pass to ``multiprocessing.connection.wait``: one becomes readable when a
+        rank has finished the oldest submitted step, or has died. Empty if the rank runs in this
+        process."""
         return ()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step, with no other under way."""
+        """Run one step while no other is in flight."""
         return self.submit(plan).result()
 
     @property
     def expert_load(self) -> ExpertLoad | None:
-        """What experts got that are divided over ranks, a second ago or less; None if there are
-        none. Any thread."""
+        """The load of experts that are divided over ranks, at most a second old; None if there are
+        no such experts. Any thread."""
         return None
 
     @property
     def waited_s(self) -> Sequence[WaitedSeconds]:
-        """By rank, the seconds that its host has waited in collectives, a second ago or less; empty
-        where there is one rank. Any thread."""
+        """By rank, the seconds that its host has waited in collectives, at most a second old;
+        empty if there is a single rank. Any thread."""
         return ()
 
     @property
     def compiles_grammars(self) -> bool:
-        """Whether ranks compile grammars for themselves: those of this process are not theirs."""
+        """Whether ranks compile grammars in processes of their own, and so can't use those that
+        this process has compiled."""
         ...
 
     def prepare_grammar(self, grammar: Grammar, on_ready: Callable[[], None]) -> None:
-        """Have the ranks compile a grammar beside their steps, so that a request with it, submitted
-        afterwards, holds up no step. Where ``compiles_grammars``; in the thread that submits.
+        """Have the ranks compile a grammar while they run steps, so that a request that uses it
+        later delays no step. Used if ``compiles_grammars``; call it from the thread that submits.
 
         Args:
             grammar: one that is known to compile.
-            on_ready: called once all ranks have it or have refused it; any thread. Not called if a
-                rank dies.
+            on_ready: called from any thread once all ranks have compiled or rejected it. Not called
+                if a rank dies.
         """
         ...
 
     def send(self, message: bytes, rank: int | None = None) -> None:
-        """Hand a message to one rank's extension, or to all ranks'; see ``WorkerExtension``."""
+        """Send a message to the extension of one rank, or of every rank if ``rank`` is None; see
+        ``WorkerExtension``."""
         ...
 
     def check(self) -> None:
-        """Raise EngineDead if a rank or an extension's thread died; never blocks."""
+        """Raise EngineDead if a rank or a thread of an extension died. Never blocks."""
         ...
 
     def abandon(self, reason: str) -> EngineDead:
-        """A step does not return: end whatever it waits for, so that it fails. Any thread.
+        """Make a step that does not return fail, by ending whatever it waits for. Any thread.
 
         Returns:
-            The reason, with what is known of who holds the step up; EngineStuck if the step can't
-            be made to fail.
+            An error with ``reason`` and what is known of the rank that holds the step up;
+            EngineStuck if the step can't be made to fail.
         """
         ...
 
@@ -185,7 +193,7 @@ class Executor(Protocol):
 
 
 class FirstFailure:
-    """Keeps the first thing that killed an executor; any thread may record, one raises."""
+    """Keeps the first error that ended an executor. Any thread may record, one thread raises."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -193,25 +201,25 @@ class FirstFailure:
         self._what = ""
 
     def record(self, what: str, cause: BaseException) -> None:
-        """Remember what died of what, unless something died before."""
+        """Record what failed and why, unless a failure is recorded already."""
         with self._lock:
             if self._cause is None:
                 self._what, self._cause = what, cause
 
     def check(self) -> None:
-        """Raise EngineDead from the first cause, if there is one."""
+        """Raise EngineDead from the first failure, if one is recorded."""
         if self._cause is not None:
             raise EngineDead(f"{self._what}: {self._cause}") from self._cause
 
 
 class InProcessExecutor(Executor):
-    """A single rank in the caller's process; its steps run in the caller's thread, unless there may
-    be several in flight.
+    """Runs a single rank in the caller's process. Steps are launched in the caller's thread, or, if
+    several may be in flight, in a thread of the executor.
 
     Args:
-        plan: of one rank.
-        backend: its hardware.
-        options: extension and handlers.
+        plan: the plan of an instance with one rank.
+        backend: the backend of the rank's device.
+        options: extension and callbacks.
 
     Raises:
         CheckpointError, ConfigError, OutOfMemory: the model can't be loaded.
@@ -260,10 +268,10 @@ class InProcessExecutor(Executor):
         return self._steps.submit(plan, partial(self._attempt, plan.step))
 
     def prepare_grammar(self, grammar: Grammar, on_ready: Callable[[], None]) -> None:
-        on_ready()  # whoever checked it has compiled it, in this process
+        on_ready()  # the front end compiled it in this process when it checked the request
 
     def _bind_caller(self) -> None:
-        """Steps are seldom run by the thread that loaded the model."""
+        """Bind the calling thread to the device: it is seldom the one that loaded the model."""
         if not hasattr(self._caller, "is_bound"):
             self._worker.bind_thread()
             self._caller.is_bound = True
@@ -310,14 +318,14 @@ class InProcessExecutor(Executor):
 
 
 class _LaunchedStep:
-    """A step that the executor's own thread launches.
+    """A step that ``_LaunchThread`` launches.
 
-    Its result is told when the step behind it, if there is one by then, is launched: what is done
-    with it would hold up that launch, as one interpreter does both.
+    ``result`` returns only after the next step, if one is submitted by then, is launched too: both
+    threads share one interpreter, so the work on a result would delay that launch.
 
     Args:
-        plan: of it.
-        attempt: guards the wait for its end.
+        plan: the step's plan.
+        attempt: calls the wait for the step's end, and turns its errors into EngineDead.
     """
 
     __slots__ = ("_attempt", "_is_launched", "_pending", "following", "plan")
@@ -327,13 +335,13 @@ class _LaunchedStep:
     ) -> None:
         self.plan = plan
         self._attempt = attempt
-        self._is_launched = threading.Lock()  # at a tenth of what a Future's condition costs
+        self._is_launched = threading.Lock()  # a tenth of the cost of a Future's condition
         self._is_launched.acquire()
         self._pending: PendingStep | BaseException | None = None
         self.following: _LaunchedStep | None = None
 
     def launched(self, pending: PendingStep | BaseException) -> None:
-        """It was launched, or could not be."""
+        """Record that the step was launched, or the error that prevented it."""
         self._pending = pending
         self._is_launched.release()
 
@@ -350,11 +358,11 @@ class _LaunchedStep:
 
 
 class _LaunchThread:
-    """Launches steps one behind the other, while its caller plans the next ones.
+    """Launches steps one after another, while its caller plans the next ones.
 
     Args:
-        launch: does it.
-        bind: called first.
+        launch: launches one step.
+        bind: called once in the thread, before the first launch.
     """
 
     def __init__(self, launch: Callable[[StepPlan], PendingStep], bind: Callable[[], None]) -> None:
@@ -368,7 +376,7 @@ class _LaunchThread:
     def submit(
         self, plan: StepPlan, attempt: Callable[[Callable[[], StepResult]], StepResult]
     ) -> _LaunchedStep:
-        """Have it launch a step behind those before; see ``_LaunchedStep``."""
+        """Queue a step for launch; see ``_LaunchedStep``."""
         step = _LaunchedStep(plan, attempt)
         if self._newest is not None:
             self._newest.following = step
@@ -377,16 +385,16 @@ class _LaunchThread:
         return step
 
     def close(self) -> None:
-        """End the thread, after the steps that it has. Idempotent."""
+        """Launch the queued steps, then stop the thread. Idempotent."""
         self._steps.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        """Top of a thread."""
+        """The thread's main loop."""
         broken: BaseException | None = None
         try:
             self._bind()
-        except Exception as exc:  # noqa: BLE001  the top of a thread: every step says so
+        except Exception as exc:  # noqa: BLE001  the top of a thread: every step raises it
             broken = exc
         while (step := self._steps.get()) is not None:
             if broken is not None:
@@ -394,17 +402,18 @@ class _LaunchThread:
                 continue
             try:
                 step.launched(self._launch(step.plan))
-            except BaseException as exc:  # noqa: BLE001  whoever waits for the step raises it
+            except BaseException as exc:  # noqa: BLE001  the step's result() raises it
                 step.launched(exc)
 
 
 def rank_kv_info(rank: int, worker: Worker) -> RankKVInfo:
-    """What others may know of a rank's memory."""
+    """Describe the KV memory of a rank to other processes and instances."""
     return RankKVInfo(rank, worker.pool.shard, worker.pool.layout, worker.pool.region)
 
 
 def executor_info(plan: EnginePlan, ranks: tuple[RankKVInfo, ...]) -> ExecutorInfo:
-    """Put together what is fixed since loading; ranks that measured agree on their pool's size."""
+    """Collect the fixed properties of a loaded instance. If the ranks measured the size of their
+    pools, they agree on it."""
     if plan.pool_size is None:
         plan = plan.with_blocks(ranks[0].layout.num_blocks - plan.num_scratch_blocks)
     assert plan.pool_size is not None, "a plan with blocks has a pool size"

@@ -1,4 +1,4 @@
-"""What an executor and the processes of its ranks say to each other, as msgpack."""
+"""The messages between an executor and the processes of its ranks, encoded as msgpack."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from mooncake_hal.command_line import LogSettings
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """First message to a rank: load the model.
+    """The first message to a rank: load the model.
 
     Args:
-        plan: the instance's EnginePlan, as a pickle: the executor made the process, or proved
-            itself to it by a key.
-        info: which rank it is.
-        stage, pipeline, experts: its groups, those of more than one rank; see ``ParallelGroups``.
-        extension: name of its ExtensionFactory, if any.
-        threads: CPU threads to compute with.
-        log: how its log looks.
+        plan: the instance's EnginePlan, pickled. Unpickling is safe: the executor started the
+            process, or has authenticated itself to it by a key.
+        info: the rank's number and place in its groups.
+        stage, pipeline, experts: the groups of the rank that have more than one member; see
+            ``ParallelGroups``.
+        extension: name of the ExtensionFactory to load, or None.
+        threads: number of CPU threads to compute with.
+        log: format and level of the rank's log.
     """
 
     plan: bytes
@@ -45,7 +46,8 @@ class Execute(msgspec.Struct, frozen=True, tag=True):
 
     Args:
         plan: the step.
-        sampled: token ids by request, of earlier steps, that stages before the last don't know.
+        sampled: token ids by request that the last stage sampled in earlier steps: the other
+            stages don't have them.
     """
 
     plan: StepPlan
@@ -53,11 +55,11 @@ class Execute(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrepareGrammar(msgspec.Struct, frozen=True, tag=True):
-    """Compile a grammar beside steps; answered by GrammarReady, and not by OrderDone.
+    """Compile a grammar while steps run; answered by GrammarReady, not by OrderDone.
 
     Args:
-        number: of this order among those of its kind.
-        grammar: which.
+        number: sequence number of the order, which GrammarReady repeats.
+        grammar: the grammar to compile.
     """
 
     number: int
@@ -65,33 +67,33 @@ class PrepareGrammar(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Close everything and exit; answered by the process's end."""
+    """Close everything and exit; answered by the exit of the process."""
 
 
 Order = Start | WarmUp | Execute | PrepareGrammar | Stop
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0's weights so far, in bytes."""
+    """How many bytes of its weights rank 0 has loaded."""
 
     loaded_bytes: int
     total_bytes: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The rank is loaded."""
+    """The rank has loaded the model."""
 
     info: RankKVInfo
 
 
 class OrderDone(msgspec.Struct, frozen=True, tag=True):
-    """An order is carried out; the driver rank adds the step's result.
+    """The rank has completed an order.
 
     Args:
-        result: of the step.
-        expert_load: so far, now and then, of the first rank of each stage; see
+        result: the step's result, from the driver rank only.
+        expert_load: totals so far, from the first rank of each stage, in some of its messages; see
             ``Worker.expert_load``.
-        waited_s: so far, now and then; see ``Worker.waited_s``.
+        waited_s: totals so far, in some messages; see ``Worker.waited_s``.
     """
 
     result: StepResult | None = None
@@ -100,11 +102,11 @@ class OrderDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """The rank has failed, and exits.
+    """The rank has failed and exits.
 
     Args:
         kind: class name of the error.
-        reason: its message.
+        reason: message of the error.
     """
 
     kind: str
@@ -121,13 +123,21 @@ class Emitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class ExtensionFailed(msgspec.Struct, frozen=True, tag=True):
-    """A thread of the rank's extension died of this."""
+    """A thread of the rank's extension died.
+
+    Args:
+        reason: message of the error.
+    """
 
     reason: str
 
 
 class GrammarReady(msgspec.Struct, frozen=True, tag=True):
-    """A grammar is compiled, or refused: then each request with it will be."""
+    """The rank has compiled a grammar, or rejected it and will reject each request that uses it.
+
+    Args:
+        number: see ``PrepareGrammar``.
+    """
 
     number: int
 

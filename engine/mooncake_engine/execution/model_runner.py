@@ -1,4 +1,7 @@
-"""Runs step plans on one rank: inputs, forward pass, sampling, and the state of requests."""
+"""Runs step plans on one rank: builds inputs, runs the forward pass, samples, updates requests.
+
+``Worker`` owns one ``ModelRunner`` per rank, or the ``AsyncModelRunner`` built on it.
+"""
 
 from __future__ import annotations
 
@@ -39,28 +42,29 @@ NO_FINITE_LOGIT = (
     "there is no finite logit for the next token: the model overflowed, its checkpoint is damaged, "
     "or the sampling parameters leave no token"
 )
-"""Why a request fails whose row has no token."""
+"""The error of a request for which the sampler returned ``NO_TOKEN``."""
 
 
 class PendingStep(Protocol):
-    """A step that was submitted, or enqueued on a device."""
+    """Handle of a step that was submitted to an executor, or enqueued on a device."""
 
     def result(self) -> StepResult:
-        """The step's result. Blocks until the sampled tokens are known. Any thread.
+        """Return the step's result. Blocks until the sampled tokens are known. Any thread.
 
-        With peers it also waits until the device has finished the step: peers ignore the order of
-        a stream, so blocks may be freed for them only then.
+        If the instance has peers, it also blocks until the device has finished the step: a peer's
+        reads and writes are not ordered by the device's stream, so the scheduler must not free
+        blocks earlier.
 
         Raises:
-            EngineDead: from an executor: a rank died or failed; its reason is in the message.
-                Nothing can be executed any more.
+            EngineDead: raised by an executor's steps: a rank died or failed, the message has its
+                reason. The executor can't execute anything any more.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """A PendingStep that is over."""
+    """A PendingStep whose result is known already."""
 
     outcome: StepResult
 
@@ -70,11 +74,11 @@ class CompletedStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnsampledStep:
-    """A PendingStep that the device runs, and of which the host needs no token.
+    """A PendingStep in flight on the device that samples nothing.
 
     Args:
-        outcome: known already.
-        end: recorded behind all of its work.
+        outcome: the step's result, which does not depend on the device.
+        end: event recorded after all of the step's work.
     """
 
     outcome: StepResult
@@ -86,12 +90,12 @@ class UnsampledStep:
 
 
 class Batch(NamedTuple):
-    """What a step runs.
+    """The sequences of one step.
 
     Args:
-        sequences: the plan's.
-        states: their requests.
-        drafts: draft tokens behind the last tokens of requests.
+        sequences: from the step plan.
+        states: the request of each sequence.
+        drafts: draft tokens that run after the last tokens of their requests.
     """
 
     sequences: Sequence[ScheduledSequence]
@@ -101,18 +105,19 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """What every runner works with.
+    """The collaborators of a model runner.
 
     Args:
-        model: this rank's stage.
-        pool: where KV lives.
-        requests: what is running.
-        sampler: the same on every rank, so that all ranks choose the same tokens.
-        copier: copies blocks.
-        make_event: a new event of the rank's device.
-        has_peers: whether peers read and write KV, which are not bound to the order of the device's
-            work: for them a step is complete when the device has finished it, and not when it is
-            enqueued, which is soon enough for the steps behind it.
+        model: this rank's stage of the model.
+        pool: the rank's KV pool.
+        requests: the requests that are running.
+        sampler: deterministic, so that all ranks choose the same tokens.
+        copier: copies KV blocks within the pool and to and from host memory.
+        make_event: makes an event of the rank's device.
+        has_peers: whether peers read and write this rank's KV. Their accesses are not ordered by
+            the device's stream, so a step is complete only when the device has finished it; without
+            peers it is complete as soon as it is enqueued, because later steps are enqueued after
+            it.
         serve_experts: see ``Model``.
     """
 
@@ -127,11 +132,11 @@ class RunnerParts:
 
 
 class ModelRunner:
-    """One rank's share of every step.
+    """Runs one rank's share of every step.
 
     Args:
-        parts: what it works with.
-        proposer: proposes draft tokens; None if nothing does.
+        parts: the runner's collaborators.
+        proposer: proposes draft tokens; None without speculative decoding.
     """
 
     def __init__(self, parts: RunnerParts, proposer: Proposer | None = None) -> None:
@@ -147,13 +152,13 @@ class ModelRunner:
         self._kv = parts.pool.layers
 
     def run(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
-        """Do what the plan says, and wait until it is done."""
+        """Launch the plan and wait for its result."""
         return self.launch(plan, layer_done).result()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, layer_done: LayerDone | None = None) -> PendingStep:
-        """Do what the plan says; returns when the sampled tokens are known on the host, or, where
-        none are sampled, when all is enqueued."""
+        """Run the plan. Returns when the sampled tokens are on the host, or, if the step samples
+        none, when all of its work is enqueued."""
         self._take_over(plan)
         if not plan.sequences:
             if plan.expert_round is not None:
@@ -168,18 +173,18 @@ class ModelRunner:
         return self._conclude(plan, batch, inputs, hidden)
 
     def close(self) -> None:
-        """End copies and free what the draft tokens need; the pool is its owner's. Idempotent."""
+        """Stop the copier and close the proposer. Does not close the pool. Idempotent."""
         self._copier.close()
         if self._proposer is not None:
             self._proposer.close()
 
     def learn(self, tokens: Mapping[str, Sequence[int]]) -> None:
-        """Take in what the last stage has sampled; before the step that runs these tokens."""
+        """Append tokens that the last stage sampled. Call before the step that runs them."""
         for request_id, token_ids in tokens.items():
             self._requests.append(request_id, token_ids)
 
     def _take_over(self, plan: StepPlan) -> None:
-        """What changes before the step runs."""
+        """Apply the plan's changes to requests and KV blocks, before the forward pass."""
         self._requests.remove(plan.removed)
         self._requests.admit(plan.new_requests)
         if self._proposer is not None:
@@ -188,7 +193,7 @@ class ModelRunner:
         self._copier.copy(plan)
 
     def _collect(self, plan: StepPlan) -> Batch:
-        """The step's requests, whose block tables get the step's new blocks, and their drafts."""
+        """Look up the step's requests, extend their block tables, and propose their drafts."""
         states = self._requests.find([sequence.request_id for sequence in plan.sequences])
         tables = self._requests.tables
         for index, block_ids in enumerate([s.new_block_ids for s in plan.sequences]):
@@ -211,7 +216,7 @@ class ModelRunner:
     def _conclude(
         self, plan: StepPlan, batch: Batch, inputs: StepInputs, hidden: Tensor
     ) -> PendingStep:
-        """What comes of the hidden rows: [tokens, hidden]."""
+        """Sample from the hidden rows, [tokens, hidden], and build the step's result."""
         scores = score_prompts(hidden, *batch, self._model.logits)
         tokens = self._sample(hidden, inputs, batch.drafts)
         result = StepResult(
@@ -229,7 +234,7 @@ class ModelRunner:
         return StepResult(plan.step, {}, is_copying=self._copier.is_copying)
 
     def _end_unsampled(self, result: StepResult) -> PendingStep:
-        """Nothing was read back that the device had to finish for."""
+        """Wrap a result that needed no read from the device, which may still run the step."""
         if not self._has_peers:
             return CompletedStep(result)
         end = self._make_event()
@@ -259,24 +264,25 @@ class ModelRunner:
 def append_tokens(
     states: Sequence[CachedRequest], tokens: Mapping[str, Sequence[SampledToken]]
 ) -> None:
-    """Let requests know what was sampled for them."""
+    """Append each request's sampled tokens to its state."""
     for state in states:
         for token in tokens[state.request_id]:
             if token.token_id != NO_TOKEN:
                 state.append(token.token_id)
-            else:  # its next step may be planned already: it needs some token to run
+            else:  # the request fails, but its next step may be planned already: run any token
                 state.token_ids.append(0)
 
 
 def failed_requests(tokens: Mapping[str, Sequence[SampledToken]]) -> dict[str, str]:
-    """Why requests can't go on, by id: those whose row has no token."""
+    """Errors by request id, of the requests for which no token could be sampled."""
     return {
         name: NO_FINITE_LOGIT for name, (*_, last) in tokens.items() if last.token_id == NO_TOKEN
     }
 
 
 def _behind_drafts(sequence: ScheduledSequence, state: CachedRequest) -> ScheduledSequence:
-    """The same from the newest token on, whose position was not known when it was planned."""
+    """Start a sequence at its newest token. When the step was planned, its position was unknown:
+    the draft tokens before it were not verified yet."""
     if not sequence.num_unverified_drafts:
         return sequence
     return replace(sequence, start=len(state.token_ids) - sequence.count)

@@ -1,4 +1,7 @@
-"""Worker of one rank: loads the model, owns the KV pool, runs steps."""
+"""The worker of one rank: loads the model, owns the KV pool and runs steps.
+
+Its owner is ``InProcessExecutor``, or ``rank_process`` in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +56,12 @@ from mooncake_hal.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class RankHandlers:
-    """Where a rank reports to; all may be called from any thread.
+    """The callbacks of a rank. It may call them from any thread.
 
     Args:
-        progress: told while weights are read.
-        emit: takes the extension's messages.
-        fail: takes what killed one of the extension's threads.
+        progress: called while weights are read, with the bytes so far.
+        emit: called with each message of the extension.
+        fail: called with the exception that ended one of the extension's threads.
     """
 
     progress: ProgressHandler | None
@@ -67,15 +70,15 @@ class RankHandlers:
 
 
 class Worker:
-    """A loaded rank.
+    """One loaded rank: its part of the model, its KV pool and its model runner.
 
     Args:
-        plan: the instance's.
-        backend: the rank's hardware.
-        groups: those that the rank belongs to. The worker closes them.
-        registry: where the extension finds transports.
+        plan: the instance's plan.
+        backend: the backend of the rank's device.
+        groups: the communication groups of the rank. The worker closes them.
+        registry: where the extension looks up transports.
         extension: name of an ExtensionFactory, or None.
-        handlers: where it reports to.
+        handlers: the callbacks of the rank.
 
     Raises:
         CheckpointError, ConfigError, OutOfMemory: the model can't be loaded.
@@ -131,7 +134,7 @@ class Worker:
             self.extension = load_extension(extension)(context)
 
     def _parallel_context(self, plan: EnginePlan) -> ParallelContext:
-        """Which share of the model is this rank's, and where it goes."""
+        """The share of the model that this rank holds, and the device that holds it."""
         shard = self._groups.info.shard(plan.geometry)
         fused = self._groups.fused_experts
         return ParallelContext(
@@ -153,7 +156,7 @@ class Worker:
         )
 
     def _make_balancer(self, plan: EnginePlan) -> ExpertBalancer | None:
-        """What places experts anew, if anything does."""
+        """The balancer that moves experts between ranks; None if the plan asks for none."""
         interval, moe = plan.config.eplb_step_interval, plan.model.moe
         if not interval or moe is None or not self._model.expert_counts:
             return None
@@ -161,7 +164,7 @@ class Worker:
         return ExpertBalancer(self._model, self._parallel, over, interval)
 
     def _load_draft_model(self, plan: EnginePlan, progress: ProgressHandler | None) -> Model | None:
-        """The draft model, on the same ranks as the model."""
+        """Load the draft model, sharded over the same ranks as the model."""
         draft, speculation = plan.draft, plan.config.speculation
         if draft is None or speculation is None or speculation.model is None:
             return None
@@ -178,12 +181,12 @@ class Worker:
         return model
 
     def _measure_num_blocks(self, plan: EnginePlan) -> int:
-        """Blocks that fit into what the largest step and captured graphs leave free, on the rank
-        with the least.
+        """The number of KV blocks that fit into the memory that the largest step and the captured
+        graphs leave free: the minimum over all ranks.
 
-        The largest step runs op by op over a pool of just the blocks that it needs, its tokens
-        routed so that no other routing takes more; graphs are captured over the same one, and once
-        more over the real one.
+        The largest step runs eagerly over a pool of just the blocks that it needs, with its tokens
+        routed to the experts that take the most memory. The graphs are captured over the same pool
+        to measure them, and captured again over the real pool.
         """
         size = profiling_pool_size(plan)
         runtime, index = self._backend.runtime, self._device_index
@@ -199,13 +202,13 @@ class Worker:
             runner.close()
             del runner, graphs
             pool.close()
-            runtime.reset_peak(index)  # which gives back what the graphs held
+            runtime.reset_peak(index)  # which also frees the memory of the captured graphs
         shards = [self._groups.info.shard(geometry) for geometry in plan.geometries]
         num_blocks = blocks_in(nbytes, block_bytes(plan.geometries, shards, size.block_size))
         return self._groups.least(num_blocks, self._device) - size.num_scratch_blocks
 
     def _make_pool(self, plan: EnginePlan, geometry: KVGeometry, size: PoolSize) -> KVPool:
-        """Memory for this rank's shard of a model's KV."""
+        """Allocate a pool for this rank's shard of a model's KV."""
         shard = self._groups.info.shard(geometry)
         layout = plan.layout_name
         return KVPool(self._backend, self._device_index, geometry, shard, size, layout_name=layout)
@@ -213,8 +216,8 @@ class Worker:
     def _make_graph_runners(
         self, plan: EnginePlan, pool: KVPool
     ) -> list[DecodeGraphRunner | PiecewiseGraphRunner]:
-        """What replays steps, each in front of the one before it; the first in front of the
-        stage."""
+        """The graph runners as a chain: the first wraps the stage, each next one wraps the one
+        before it, and the last is the one to call."""
         runtime, graphs = self._backend.runtime, plan.graphs
         runners: list[DecodeGraphRunner | PiecewiseGraphRunner] = []
         stage: StageRunner = self._stage
@@ -245,13 +248,13 @@ class Worker:
     def _make_runner(
         self, plan: EnginePlan, pool: KVPool, size: PoolSize, stage: StageRunner
     ) -> ModelRunner:
-        """What runs step plans over a pool.
+        """Make the model runner that runs step plans over a pool.
 
         Args:
-            plan: the instance's.
-            pool: KV memory.
-            size: its size; the draft model's pool has as many blocks.
-            stage: runs the model's share.
+            plan: the instance's plan.
+            pool: the KV pool.
+            size: size of the pool; the draft model's pool gets as many blocks.
+            stage: runs this rank's part of the model.
         """
         config, model, backend = plan.config, plan.model, self._backend
         requests = RequestTable(
@@ -287,7 +290,7 @@ class Worker:
     def _make_proposer(
         self, plan: EnginePlan, parts: RunnerParts, size: PoolSize
     ) -> Proposer | None:
-        """What proposes draft tokens, if anything does."""
+        """The proposer of draft tokens; None without speculative decoding."""
         speculation = plan.config.speculation
         if speculation is None:
             return None
@@ -303,22 +306,23 @@ class Worker:
 
     @property
     def steps_in_flight(self) -> int:
-        """How many steps may be launched and not over."""
+        """The most steps that may be in flight at once."""
         return self._plan.config.steps_in_flight
 
     def bind_thread(self) -> None:
-        """Make the rank's device current in the calling thread, which launches steps or waits for
-        their ends; that which loaded the rank has it."""
+        """Make the rank's device current in the calling thread. Each thread that launches steps or
+        waits for them calls this first, except the one that constructed the worker."""
         self._backend.runtime.bind_thread(self._device_index)
 
     def launch(
         self, plan: StepPlan, sampled: Mapping[str, Sequence[int]] | None = None
     ) -> PendingStep:
-        """Run one step, behind those that were launched before.
+        """Launch one step after those that were launched before.
 
         Args:
             plan: the step.
-            sampled: token ids by request, of earlier steps; the last stage knows them.
+            sampled: token ids by request that the last stage sampled in earlier steps; the last
+                stage itself ignores them.
         """
         if sampled and not self._groups.info.is_last_stage:
             self._runner.learn(sampled)
@@ -328,8 +332,8 @@ class Worker:
         return self._runner.launch(plan, layer_done)
 
     def expert_load(self) -> ExpertLoad | None:
-        """What the experts of this rank's layers got, if they are divided over ranks. Any thread;
-        waits for the device."""
+        """The load of the experts in this rank's layers; None if experts are not divided over
+        ranks. Any thread; waits for the device."""
         if not self._model.expert_counts:
             return None
         by_layer, ep_size = self._model.expert_counts, self._plan.config.ep_size
@@ -345,23 +349,24 @@ class Worker:
         )
 
     def waited_s(self) -> WaitedSeconds:
-        """Seconds that this rank's host has waited for others, by group and collective."""
+        """Seconds that this rank's host has waited for other ranks, by group and collective."""
         groups = self._groups
         named = {"stage": groups.stage, "pipeline": groups.pipeline, "experts": groups.experts}
         return {name: dict(group.waited_s) for name, group in named.items() if group is not None}
 
     def prepare_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar that requests will come with; beside steps, in any thread.
+        """Compile a grammar before the first request with it arrives. Any thread, while steps run.
 
         Raises:
-            EngineError: it is wrong, or there is no tokenizer for it.
+            EngineError: the grammar is invalid, or the model has no tokenizer for it.
         """
         if self._groups.info.is_last_stage:
             self._find_vocabulary().matcher(grammar)
 
     def warm_up(self) -> None:
-        """Compile and capture whatever the first requests would have to wait for."""
-        is_own_memory = self._device.type != "cpu"  # of which KV leaves just what is needed
+        """Compile kernels and capture graphs, so that the first requests don't wait for that."""
+        # on a device of its own, the KV pool leaves just as much memory as profiling has measured
+        is_own_memory = self._device.type != "cpu"
         size = self._plan.pool_size
         assert size is not None, "a rank that runs has a pool"
         for prompt, decode in warm_up_requests(self._plan, size.num_blocks, compiles=is_own_memory):
@@ -377,7 +382,7 @@ class Worker:
             graphs.capture()
 
     def _with_round(self, step: StepPlan) -> StepPlan:
-        """A step that every data-parallel rank runs."""
+        """Add the round of a step that every data-parallel rank runs at once."""
         if self._groups.experts is None:
             return step
         least = self._plan.config.ep_dispatch_min_tokens
@@ -385,11 +390,11 @@ class Worker:
         return replace(step, expert_round=ExpertRound.of(steps, least))
 
     def drain(self) -> None:
-        """Wait for the other stages to be through with all steps; before an orderly close."""
+        """Wait until the other stages have finished all steps. Call before an orderly close."""
         self._groups.drain()
 
     def close(self) -> None:
-        """Stop the extension, leave the groups, free the KV. Idempotent."""
+        """Stop the extension, leave the groups and free the KV pool. Idempotent."""
         if self.extension is not None:
             self.extension.close()
         self._groups.close()
@@ -398,7 +403,8 @@ class Worker:
 
 
 def _linear_quantization(model: ModelConfig, plan: EnginePlan) -> LinearQuantization | None:
-    """What a model's linear layers and experts are made with; None: unquantised, or dequantised."""
+    """How a model's linear layers and experts are quantised; None if they hold unquantised or
+    dequantised weights."""
     if model.quantization is None or not plan.has_fp8_linears:
         return None
     return Fp8Linears(model.quantization, keeps_experts=plan.keeps_fp8_experts(model))
