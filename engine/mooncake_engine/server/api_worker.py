@@ -1,10 +1,10 @@
 """One of several processes that serve an instance's API:
 ``python -m mooncake_engine.server.api_worker CONTROL LISTENER CORE WATCH SHARED``.
 
-Takes inherited descriptors: a connection to the process that started this one, the socket to listen
-on, a connection to the core, the memory in which the core's steps are watched, and the one in which
-workers count. The first connection's end means that the instance is gone: this process then exits
-at once.
+The arguments are inherited file descriptors: a connection to the parent process, the socket to
+listen on, a connection to the core, the shared memory through which the core's steps are watched,
+and the shared memory in which workers count requests and metrics. If the connection to the parent
+closes, the instance is gone and this process exits at once.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ from mooncake_engine.text.tokenizer import Tokenizer, leave_torch_out
 log = logging.getLogger(__name__)
 
 PARENT_GONE = 3
-"""Exit status of a worker whose parent died."""
+"""Exit status of a worker whose parent process died."""
 _REASON_TIMEOUT_S = 5.0
-"""How long the parent may take to say why the core is gone."""
+"""Seconds that a worker waits for the parent to send the reason for which the core exited."""
 
 
 class Parent:
-    """The process that started this one: what it says, and what it is told.
+    """The parent process, as a worker sees it: receives its messages in a thread, and sends
+    messages to it.
 
     Args:
-        control: connection to it.
+        control: the connection to the parent.
     """
 
     def __init__(self, control: Connection) -> None:
@@ -73,7 +74,8 @@ class Parent:
         threading.Thread(target=self._receive, name="parent", daemon=True).start()
 
     def tell(self, message: object) -> None:
-        """Send a message. Any thread; a parent that is gone ends this process."""
+        """Send a message to the parent. Callable from any thread. If the parent is gone, this
+        process exits."""
         try:
             with self._lock:
                 self._control.send(message)
@@ -85,25 +87,26 @@ class Parent:
         return self._core_is_ready.get()
 
     def watch_over(self, engine: AsyncEngine) -> None:
-        """Whose requests are told if the instance dies."""
+        """Fail the requests of ``engine`` if the instance dies."""
         self._engine = engine
         if self._why:
             engine.fail(EngineDead(self._why))
 
     def next_order(self) -> Drain | AbortEverywhere | StopWorker | None:
-        """What was said, in order; None if nothing more was."""
+        """The parent's next message, in the order sent; None if there is none."""
         try:
             return self._orders.get_nowait()
         except queue.Empty:
             return None
 
     def why_core_is_gone(self) -> EngineDead:
-        """Wait for the parent's word, who knows how the core's process ended."""
+        """The error that says how the core exited. Waits for the parent, which knows the exit
+        status of the core's process."""
         self._is_told_why.wait(_REASON_TIMEOUT_S)
         return EngineDead(self._why or "the core's process has ended; its log says why")
 
     def _receive(self) -> None:
-        """Top of a thread."""
+        """Receive the parent's messages until the connection closes. Runs in its own thread."""
         try:
             while True:
                 order = self._control.recv()
@@ -124,7 +127,7 @@ class Parent:
 
 
 class _WorkerBackground:
-    """Follows the parent's orders, in the event loop."""
+    """Executes the parent's messages, in the worker's event loop."""
 
     def __init__(self, parent: Parent, engine: AsyncEngine, live: LiveRequests) -> None:
         self._parent = parent
@@ -132,11 +135,11 @@ class _WorkerBackground:
         self._live = live
 
     def stop(self, now: float) -> None:
-        """A service manager's signals reach every process; the parent decides when this one
-        ends."""
+        """Ignore the signal: service managers send signals to every process, but the parent decides
+        when a worker stops."""
 
     def tick(self, now: float) -> bool:
-        """Whether it is time to end."""
+        """Process the parent's messages; returns whether the worker should stop."""
         while (order := self._parent.next_order()) is not None:
             if isinstance(order, Drain):
                 self._live.close()
@@ -152,15 +155,16 @@ class _WorkerBackground:
 
 
 def serve(start: StartWorker, parent: Parent, descriptors: tuple[int, int, int, int]) -> None:
-    """Serve requests until told to stop.
+    """Serve requests until the parent says to stop.
 
     Args:
-        start: what to serve.
-        parent: whom to obey.
-        descriptors: socket to listen on, connection to the core, its watch, memory to count in.
+        start: the parent's first message, with configuration and options.
+        parent: the parent process.
+        descriptors: file descriptors of the socket to listen on, the connection to the core, the
+            memory with the core's step watch, and the memory in which workers count.
 
     Raises:
-        EngineError: it can't be served, or the engine died.
+        EngineError: the configuration can't be served, or the engine died.
     """
     listener, core_descriptor, watch, shared = descriptors
     config = start.config
@@ -184,7 +188,8 @@ def serve(start: StartWorker, parent: Parent, descriptors: tuple[int, int, int, 
         parent.watch_over(engine)
         live = LiveRequests(counts, lambda name: parent.tell(AbortEverywhere(name)))
         app = create_app(engine, tokenizer, options, tracing, live, cells)
-        # What is loaded stays: full collections need not walk it while tokens wait.
+        # Loaded objects live as long as the process. Freezing them keeps full garbage
+        # collections from walking them, which would delay tokens.
         gc.collect()
         gc.freeze()
         background = _WorkerBackground(parent, engine, live)
@@ -193,7 +198,7 @@ def serve(start: StartWorker, parent: Parent, descriptors: tuple[int, int, int, 
 
 
 def main(arguments: list[str]) -> int:
-    """Run a worker on the file descriptors given; returns the exit status."""
+    """Run a worker on the given file descriptors; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     leave_torch_out()
@@ -211,7 +216,7 @@ def main(arguments: list[str]) -> int:
     with queued_stderr():
         try:
             serve(start, parent, (listener, core, watch, shared))
-        except EngineError as exc:  # says itself what to do: the parent shows it
+        except EngineError as exc:  # its message says what to do; the parent reports it
             parent.tell(Failed(type(exc).__name__, str(exc)))
             return 1
         except Exception as exc:

@@ -1,10 +1,11 @@
-"""An instance whose API is served by several processes, and this one that holds them together.
+"""The parent process of an instance whose API is served by several worker processes.
 
-One interpreter's lock lets one thread at a time make text and JSON of tokens; with several workers
-(``--api-workers``) several do. Each has the whole API, a socket of its own at the instance's port,
-among which the kernel spreads connections (``SO_REUSEPORT``), and a connection to the one core.
-This process serves nothing: it starts core and workers, passes on what concerns all of them, and
-ends them. A worker that ends, like a core that ends, ends the instance with its reason, as in vLLM.
+Python's GIL lets only one thread at a time turn tokens into text and JSON; with several workers
+(``--api-workers``) several processes do. Each worker serves the whole API. It has its own socket at
+the instance's port, among which the kernel distributes connections (``SO_REUSEPORT``), and its own
+connection to the one core. The parent serves no requests: it starts core and workers, forwards
+messages that concern all workers, and stops them. If a worker or the core exits, the instance exits
+with that reason, as in vLLM.
 """
 
 from __future__ import annotations
@@ -52,19 +53,22 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.1
 _SETTLE_S = 1.0
-"""How long workers may take to close their doors before they are no longer waited for."""
+"""Seconds that workers have to confirm that they reject new requests, before the instance may exit
+without their confirmation."""
 _END_TIMEOUT_S = 8.0
-"""More than the last words of a worker to its clients may take."""
+"""Seconds that workers have to exit before they are killed: more than a worker may take to send the
+end of its responses."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """First message to a worker.
+    """The parent's first message to a worker.
 
     Args:
-        number: from 0.
-        config, options: of the instance.
-        log: how it looks; it goes to the same standard error.
+        number: the worker's number, from 0.
+        config: the engine's configuration.
+        options: the server's options.
+        log: format and level of log lines; all processes log to the same standard error.
     """
 
     number: int
@@ -75,39 +79,41 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """The core is ready: take requests."""
+    """Tells a worker that the core is ready: accept requests."""
 
     started: Started
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker takes requests."""
+    """Tells the parent that a worker accepts requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Take no new requests."""
+    """Tells a worker to reject new requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drains:
-    """A worker takes no new requests; its count of those that run only falls."""
+    """Tells the parent that a worker rejects new requests: from now on its number of running
+    requests can only fall."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortEverywhere:
-    """A client's request of this id is to be aborted, whichever worker has it."""
+    """Aborts the client requests with this id on every worker. Sent by the worker that received the
+    abort, and forwarded by the parent to the others."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
-    """Cut off what runs yet, tell its clients, and exit.
+    """Tells a worker to fail the requests that still run and exit.
 
     Args:
-        reason: what the engine died of; empty if it is well.
+        reason: why the engine died; empty if it did not.
     """
 
     reason: str = ""
@@ -124,7 +130,7 @@ class _Worker:
         self.drains = False
 
     def tell(self, message: object) -> None:
-        """Send a message; that a worker is gone shows elsewhere."""
+        """Send a message. If the worker has exited, ``ApiWorkers.check`` reports it."""
         try:
             self.control.send(message)
         except OSError:
@@ -132,12 +138,12 @@ class _Worker:
 
 
 class ApiWorkers:
-    """The workers of an instance; closing it ends them.
+    """The worker processes of an instance; closing it stops them.
 
     Args:
-        start: first message, alike for all but the number.
-        listeners: one for each.
-        core: that all of them share.
+        start: the first message to each worker, which differs only in the number.
+        listeners: one listening socket per worker.
+        core: the client of the core that the workers share.
     """
 
     def __init__(
@@ -160,48 +166,49 @@ class ApiWorkers:
             unwind.pop_all()
 
     def __len__(self) -> int:
-        """How many clients wait for answers."""
+        """The number of requests that clients of all workers are waiting for."""
         return self._counts.num_waiting
 
     @property
     def all_drain(self) -> bool:
-        """Whether none takes new requests: from then on there are no more who wait."""
+        """Whether all workers reject new requests, so that the number of live requests can only
+        fall."""
         return all(worker.drains for worker in self._workers)
 
     @property
     def are_ready(self) -> bool:
-        """Whether all take requests."""
+        """Whether all workers accept requests."""
         return all(worker.is_ready for worker in self._workers)
 
     def serve(self, started: Started) -> None:
-        """Have them take requests."""
+        """Tell all workers that the core is ready, so that they accept requests."""
         self._tell_all(Serve(started))
 
     def close_doors(self) -> None:
-        """Have them take no new requests."""
+        """Tell all workers to reject new requests."""
         self._tell_all(Drain())
 
     def check(self) -> None:
-        """Act on what they said.
+        """Process the messages that workers have sent.
 
         Raises:
-            ConfigError, CheckpointError: one can't serve what was asked for.
-            EngineDead: one has ended.
+            ConfigError, CheckpointError: a worker can't serve the configuration.
+            EngineDead: a worker has exited.
         """
         for worker in self._workers:
             while worker.control.poll():
                 self._act(worker)
 
     def fileno_all(self) -> list[int]:
-        """Readable when ``check`` has something to do."""
+        """The descriptors that become readable when ``check`` has something to do."""
         return [worker.control.fileno() for worker in self._workers]
 
     def end(self, reason: str) -> None:
-        """Have them tell their clients why this instance ends, and end."""
+        """Tell all workers to fail their running requests with ``reason`` and exit."""
         self._tell_all(StopWorker(reason))
 
     def close(self) -> None:
-        """End them, and wait for that. Idempotent."""
+        """Stop all workers and wait for them to exit; those that don't are killed. Idempotent."""
         self.end("")
         deadline = time.monotonic() + _END_TIMEOUT_S
         for worker in self._workers:
@@ -247,7 +254,7 @@ class ApiWorkers:
 
 
 def worker_name(number: int) -> str:
-    """Of a worker, in logs."""
+    """The name of a worker in logs."""
     return f"api-{number}"
 
 
@@ -260,7 +267,8 @@ def _death(worker: _Worker) -> EngineDead:
 
 
 class _AllWaiting:
-    """The clients of all workers. A signal's handler may close it, which can't send."""
+    """The live requests of all workers, as ``Draining`` sees them. A signal handler may call
+    ``close``, so ``close`` only sets a flag and sends nothing."""
 
     def __init__(self, workers: ApiWorkers) -> None:
         self._workers = workers
@@ -270,24 +278,25 @@ class _AllWaiting:
         return len(self._workers)
 
     def close(self) -> None:
-        """Have the workers told, soon."""
+        """Have the main loop tell the workers to reject new requests."""
         self.is_closed = True
 
     def cut_off(self) -> None:
-        """Nothing more to wait for: workers are stopped next, and cut off what runs."""
+        """Does nothing: the parent stops the workers next, and they fail what still runs."""
 
 
 def bind_all(host: str, port: int, num_sockets: int) -> list[socket.socket]:
-    """Sockets that own one port together, among which the kernel spreads connections.
+    """Bind several sockets to one port, among which the kernel distributes connections.
 
     Raises:
-        PortTaken, ConfigError: as ``bind``.
+        PortTaken, ConfigError: see ``bind``.
     """
     first = bind(host, port)
     with ExitStack() as cleanup:
         cleanup.callback(first.close)
         sockets = [first]
-        # Only now: a program of ours that has the port already would have let us in.
+        # Set after the first bind: with the option set, the bind would succeed even if another
+        # instance of the same user already served this port.
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         for _ in range(num_sockets - 1):
             other = socket.socket(first.family)
@@ -306,10 +315,13 @@ def serve_with_workers(
     options: ServerOptions,
     on_progress: Callable[[str, float], None],
 ) -> None:
-    """``api_server.serve`` with several processes that take requests; raises as that does.
+    """Like ``api_server.serve``, with several processes that serve the API; raises the same errors.
+
+    Args:
+        on_progress: called while the model loads, with the phase and the fraction that is done.
 
     Raises:
-        ConfigError: the core is to have no process of its own.
+        ConfigError: the options keep the core from having a process of its own.
     """
     if config.core_process is False:
         raise ConfigError(
@@ -339,7 +351,8 @@ def serve_with_workers(
 
 
 class _Instance:
-    """Core and workers while they serve, and when they end."""
+    """The main loop of the parent process: supervises core and workers while they load, serve and
+    drain."""
 
     def __init__(
         self,
@@ -357,7 +370,7 @@ class _Instance:
         self._stuck: EngineDead | None = None
 
     def load(self, on_progress: Callable[[str, float], None]) -> None:
-        """Wait for the core, and then for the workers."""
+        """Wait until the core and then the workers are ready."""
 
         def report(progress: LoadProgress) -> None:
             on_progress("loading weights", progress.fraction)
@@ -369,7 +382,7 @@ class _Instance:
             self._look()
 
     def run(self, url: str) -> None:
-        """Until a signal and what it leaves to wait for, or until something dies."""
+        """Run until the instance has drained after a signal, or until core or a worker dies."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
         readable = select.poll()
@@ -399,7 +412,7 @@ class _Instance:
             self._stats_log.tick(now)
 
     def _look(self) -> None:
-        """Act on what core and workers said, if they did."""
+        """Process the messages that core and workers have sent."""
         try:
             if select.select([self._core], [], [], 0.0)[0]:
                 self._core.step()
@@ -414,7 +427,8 @@ class _Instance:
         return num_held(self._core.stats())
 
     def _give_up(self) -> None:
-        """A step has not returned in time; the watchdog's thread."""
-        # first: the process's end, which comes of it, is seen at once and would be the reason
+        """Abandon a step that has not returned in time. Runs in the watchdog's thread."""
+        # Set the reason first: the main loop notices the end of the core's process at once, and
+        # would otherwise report that as the reason.
         self._stuck = EngineDead(f"{self._core.watch.why_stuck()}; the core's process was ended")
         self._core.abandon_step()

@@ -1,4 +1,5 @@
-"""From a decoded request to a RequestContext: tokenising, and all checks without the engine."""
+"""Turns a decoded request into a ``RequestContext``: tokenises the prompt and runs every check that
+does not need the engine."""
 
 from __future__ import annotations
 
@@ -59,16 +60,16 @@ _MAX_SALT_CHARACTERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class InputProcessor:
-    """Makes the contexts of requests, for one engine and its tokenizer.
+    """Creates the context of each request, for one engine and its tokenizer.
 
     Args:
-        model_names: that the model is served under; responses carry the first one.
-        info: of the engine.
-        tokenizer: the model's.
-        tool_format: in which the model calls tools; None if it can't.
-        defaults: sampling parameters of requests that leave them out.
-        has_reasoning: whether chat answers are looked through for reasoning.
-        work: where what takes long is done.
+        model_names: the names under which the model is served; responses carry the first one.
+        info: the engine's limits and vocabulary.
+        tokenizer: the model's tokenizer.
+        tool_format: the format in which the model calls tools; None if it can't.
+        defaults: sampling parameters for requests that omit them.
+        has_reasoning: whether chat answers are parsed for reasoning.
+        work: runs long tokenising and grammar compilation off the event loop.
     """
 
     model_names: tuple[str, ...]
@@ -82,15 +83,16 @@ class InputProcessor:
     async def completion(
         self, request: CompletionRequest, request_id: str, headers: Mapping[str, str]
     ) -> RequestContext:
-        """The context of a completion.
+        """Create the context of a completion request.
 
         Args:
-            request_id: the client's, or ours.
-            headers: of the HTTP request, by names in lower case.
+            request: the decoded body.
+            request_id: the client's request id, or a generated one.
+            headers: the HTTP headers, by name in lower case.
 
         Raises:
-            InvalidRequest: for whatever is wrong with it.
-            Overloaded: it takes long, and too much that does waits already.
+            InvalidRequest: the request is invalid or asks for something that is not served.
+            Overloaded: the request is long, and the queue of background work is full.
         """
         self.check_model(request.model)
         sampling = completion_sampling(request, self.info, self.defaults)
@@ -111,7 +113,7 @@ class InputProcessor:
     async def chat(
         self, request: ChatRequest, request_id: str, headers: Mapping[str, str]
     ) -> RequestContext:
-        """The context of a chat completion; arguments and errors as of ``completion``."""
+        """Create the context of a chat completion; arguments and errors as for ``completion``."""
         self.check_model(request.model)
         num_characters = check_chat_size(request, self.info)
         sampling = chat_sampling(request, self.info, self.defaults)
@@ -165,7 +167,7 @@ class InputProcessor:
         return structured
 
     def _echoed(self, prompts: Sequence[Prompt], *, with_offsets: bool) -> list[Prompt]:
-        """The prompts with what an echo of them needs."""
+        """The prompts with the text and offsets that an echo needs."""
         return [
             Prompt(
                 prompt.token_ids,
@@ -223,10 +225,14 @@ class InputProcessor:
     def _choices(
         self, common: EngineRequest, prompts: Sequence[Prompt], kv_transfer: KVTransferRequest
     ) -> tuple[GeneratedChoice, ...]:
-        """Prompt after prompt; ``common`` is what their engine requests have in common."""
+        """The choices of all prompts, in the order of the prompts.
+
+        Args:
+            common: an engine request with the fields that all choices share.
+        """
         per_prompt = common.sampling.num_candidates
         names = choice_ids(common.request_id, len(prompts) * per_prompt)
-        group = secrets.token_hex(8)  # ids are the clients', and may not be unique
+        group = secrets.token_hex(8)  # request ids come from clients and may not be unique
         choices = []
         for i, name in enumerate(names):
             number, index = divmod(i, per_prompt)
@@ -236,7 +242,7 @@ class InputProcessor:
                 kv_transfer.params(i), prompt.token_ids, common.cache_salt
             )
             if params.metaserver is not None and prompt.text is not None:
-                # who prefills it need not tokenise again
+                # saves the prefill instance from tokenising the prompt again
                 params = replace(params, tokenizer=self.tokenizer.fingerprint)
             sampling = choice_sampling(common.sampling, index, num_tokens, self.info)
             if params.first_token is not None and not kv_transfer.begins_with(
@@ -256,7 +262,7 @@ class InputProcessor:
 
 
 def _cache_salt(given: str | None) -> str:
-    """Raises InvalidRequest for a salt that is empty, as vLLM does, or too long."""
+    """Raises InvalidRequest for a salt that is empty (as vLLM does) or too long."""
     if given is not None and not 0 < len(given) <= _MAX_SALT_CHARACTERS:
         raise InvalidRequest(
             f"cache_salt must have 1 to {_MAX_SALT_CHARACTERS} characters, got {len(given)}",
@@ -266,7 +272,7 @@ def _cache_salt(given: str | None) -> str:
 
 
 def _dp_rank(given: str | None) -> int | None:
-    """Raises InvalidRequest if a request names a data-parallel rank that is no number."""
+    """Raises InvalidRequest if the data-parallel rank of a request is not a number."""
     if given is None:
         return None
     if not (given.isascii() and given.isdigit() and len(given) <= _MAX_RANK_DIGITS):
@@ -277,10 +283,10 @@ def _dp_rank(given: str | None) -> int | None:
 
 
 def _timeout_s(in_body: float | None, in_header: str | None) -> float | None:
-    """How long a request may take, in seconds: the shorter of body and header.
+    """The request's timeout in seconds: the shorter of the body's and the header's.
 
     Raises:
-        InvalidRequest: not a positive number of seconds.
+        InvalidRequest: a timeout is not a positive number of seconds, or too long.
     """
     limits = []
     for value, name in ((in_body, "timeout"), (in_header, TIMEOUT_HEADER)):
@@ -300,10 +306,10 @@ def _timeout_s(in_body: float | None, in_header: str | None) -> float | None:
 
 
 def _stream_options(request: GenerationFields) -> StreamOptions:
-    """How a stream is to look; the defaults where nothing is said.
+    """The request's stream options, or the defaults.
 
     Raises:
-        InvalidRequest: nothing is streamed, or in a way that is not served.
+        InvalidRequest: the request is not streamed, or an option is not served.
     """
     if request.stream_options is None:
         return StreamOptions()
@@ -325,12 +331,12 @@ _CHARACTERS_PER_MESSAGE = 16
 async def completion_prompts(
     request: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo, work: BackgroundWork
 ) -> list[Prompt]:
-    """One prompt per string or list of token ids.
+    """The prompts of a completion: one per string or list of token ids.
 
     Raises:
         InvalidRequest: an empty or mixed list, or token ids outside the vocabulary.
-        PromptTooLong: no room for output tokens.
-        Overloaded: they are long, and too many long texts wait already.
+        PromptTooLong: a prompt leaves no space for output tokens.
+        Overloaded: the prompts are long, and the queue of background work is full.
     """
     add_special_tokens = request.add_special_tokens is not False
     separate = _separate(request.prompt)
@@ -353,11 +359,12 @@ async def completion_prompts(
 
 
 def check_chat_size(request: ChatRequest | TokenizeRequest, info: EngineInfo) -> int:
-    """How many characters messages and tools have together; each message has some tokens beside
-    its text.
+    """The number of characters in messages and tools together. Each message counts some more for
+    the tokens that the chat template adds to its text.
 
     Raises:
-        PromptTooLong: they fit into no context, before they are laid out.
+        PromptTooLong: the messages or tools can't fit in the context, even before the chat
+            template is applied.
     """
     num_in_tools = len(msgspec.json.encode(request.tools)) if request.tools else 0
     check_text_size(num_in_tools, info, param="tools")
@@ -374,7 +381,7 @@ def _num_characters(message: ChatMessage) -> int:
 
 
 def _reasoning_of(message: ChatMessage) -> str | None:
-    """Of an earlier answer, under either of its names."""
+    """The reasoning of an earlier answer, under either of its two field names."""
     found = message.reasoning_content
     return message.reasoning if found is None else found
 
@@ -384,10 +391,10 @@ def render_chat(
     tokenizer: Tokenizer,
     tools: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """The conversation's text, as the chat template lays it out with the tools that are offered.
+    """The conversation's text, as the chat template renders it with the offered tools.
 
     Raises:
-        InvalidRequest: no messages, no template, or the template refuses them.
+        InvalidRequest: there are no messages or no template, or the template rejects the messages.
     """
     if not request.messages:
         raise InvalidRequest("messages must hold at least one message", param="messages")
@@ -408,7 +415,8 @@ def render_chat(
 
 
 def _template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """What the client gives the template; ``reasoning_effort`` is a variable of it, as in vLLM."""
+    """The client's variables for the chat template. ``reasoning_effort`` is one of them, as in
+    vLLM."""
     given = dict(request.chat_template_kwargs or {})
     if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
         given.setdefault("reasoning_effort", request.reasoning_effort)
@@ -421,15 +429,15 @@ def tokenize_chat(
     info: EngineInfo,
     tools: Sequence[dict[str, Any]] = (),
 ) -> Prompt:
-    """The conversation as the chat template lays it out, and its tokens.
+    """The conversation as the chat template renders it, and its tokens.
 
     Raises:
         InvalidRequest: see ``render_chat``.
-        PromptTooLong: laid out, it fits into no context.
+        PromptTooLong: the rendered text can't fit in the context.
     """
     text = render_chat(request, tokenizer, tools)
     check_text_size(len(text), info, param="messages")
-    adds_special = bool(request.add_special_tokens)  # the template has them
+    adds_special = bool(request.add_special_tokens)  # by default the template has them
     return Prompt(tokenizer.encode(text, add_special_tokens=adds_special), text)
 
 
@@ -453,7 +461,8 @@ def _separate(prompt: str | list[str | int | list[int]]) -> list[str] | list[lis
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
-    """As chat templates expect it: plain text, and ``developer`` by its older name."""
+    """A message in the form that chat templates expect: plain text, and the role ``developer``
+    under its older name ``system``."""
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
