@@ -1,20 +1,20 @@
-"""What a store offers to whoever wants KV saved or loaded, wherever the store is.
+"""The interface of a store: ``ChunkStore``, which clients use to save and load KV, local or remote.
 
 A store holds chunks (see ``chunk_keys``) in an arena of host memory, and may hold more on SSDs.
-Messages move names, handles and words; bytes are moved by the caller's ranks, with one-sided reads
-and writes of the arena, over whatever transport reaches it:
+Messages carry keys and handles only. The KV bytes are moved by the client's ranks, with one-sided
+reads and writes of the arena, over any transport that reaches it:
 
-    put    reserve -> write the arena, by every rank its part -> commit, or abort
-    get    pin -> read the arena, by every rank its part -> release: were they the right bytes?
+    put    reserve -> each rank writes its part of the arena -> commit, or abort
+    get    pin -> each rank reads its part of the arena -> release: was the handle still in force?
 
-A handle is a permission until its deadline. Nothing that was read counts before ``release`` said
-True for it: the handle was in force all the time, so the bytes are the key's. A writer says
-``commit`` or ``abort`` only when nothing of it moves any more; a writer that never says either has
-its memory set aside until its processes are known to be gone. ``probe`` pins nothing and renews
-nothing: what it found may be gone at the next call.
+A handle is a permission with a deadline. Bytes that were read are valid only once ``release`` has
+returned True for the handle: it was in force throughout, so the bytes belong to its key. A writer
+calls ``commit`` or ``abort`` only when none of its transfers is in flight any more; the memory of a
+writer that calls neither is not reused until its processes are known to have exited. ``probe``
+neither pins nor renews anything: chunks that it found may be evicted before the next call.
 
-Failure is a miss. A store that is full, slow, dead, restarted or never was there makes futures that
-hold ABSENT, None, False or a refusal; they hold no exception.
+A failure is a miss. Where a store is full, slow, dead, restarted or unreachable, futures resolve to
+ABSENT, None, False or a refusal; they never hold an exception.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.store.chunk_layout import stored_layout
 
 DEFAULT_LEASE_S = 10.0
-"""How long handles last unless asked otherwise; more than a transfer's timeout."""
+"""Default lease of a handle in seconds; longer than the timeout of a transfer."""
 
 MAX_LEASE_S = 120.0
+"""Upper bound of a lease in seconds; longer ones are shortened to it."""
 
 MAX_KEY_BYTES = 64
 MAX_TENANT_BYTES = 512
@@ -44,47 +45,48 @@ MAX_NAMESPACE_BYTES = 64
 
 
 class Tier(str, Enum):
-    """Where a store holds a chunk."""
+    """The medium on which a store holds a chunk."""
 
     DRAM = "dram"
     SSD = "ssd"
 
 
 class Residence(str, Enum):
-    """What a probe found."""
+    """What a probe found for a key."""
 
     ABSENT = "absent"
     STAGING = "staging"
-    """Somebody is writing it; a later probe may find it."""
+    """A writer has reserved it and not committed it yet; a later probe may find it."""
     DRAM = "dram"
     SSD = "ssd"
 
 
 class PutRefusal(str, Enum):
-    """Why a chunk is not to be written."""
+    """Why a store does not let a client write a chunk."""
 
     PRESENT = "present"
-    """The store has it already: saved as good as if it was written now."""
+    """The store has the chunk already, so it counts as saved."""
     STAGING = "staging"
-    """Somebody else is writing it."""
+    """Another writer has reserved it."""
     NO_ROOM = "no_room"
-    """All memory is pinned, being written or in quarantine."""
+    """No memory can be freed: all of it is pinned, being written or in quarantine."""
     OVER_QUOTA = "over_quota"
-    """The tenant's quota is smaller than the chunk, or pinned."""
+    """The tenant's quota is smaller than the chunk, or all of its chunks are pinned."""
     TOO_LARGE = "too_large"
     """The chunk is larger than the arena."""
     NOT_WORTH_IT = "not_worth_it"
-    """A copy that is worth less than what would have to go for it."""
+    """A copy of a chunk of another store, worth less than the chunks it would evict."""
     UNREACHABLE = "unreachable"
     """The store did not reply."""
 
 
 class ChunkContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a chunk is the KV of, for stores that publish KV events.
+    """The tokens whose KV a chunk holds, for stores that publish KV events.
 
     Args:
-        namespace: whose KV, ``KVIdentity.root`` without a salt: stores hold that of many models.
-        token_ids: of the chunk, 4 bytes each, little-endian.
+        namespace: ``KVIdentity.root`` without a salt: tells models apart, since one store holds the
+            KV of many.
+        token_ids: the chunk's tokens, 4 bytes each, little-endian.
     """
 
     namespace: bytes
@@ -92,19 +94,21 @@ class ChunkContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """What is put. A Struct, as handles are: a batch makes a thousand of them.
+    """The description of a chunk, without its bytes. A msgspec Struct like the handles, because one
+    batch creates about a thousand of them.
 
     Args:
-        key: its name; KEY_BYTES bytes.
+        key: its chunk key; KEY_BYTES bytes.
         parent: the key of the chunk before it in its sequence; None for the first.
-        position: how many chunks are before it.
+        position: number of chunks before it in its sequence.
         nbytes: ``chunk_layout.chunk_bytes`` of the model.
         num_tokens: tokens per chunk.
-        tenant: whose quota it counts against, the ``cache_salt`` of its requests; empty for none.
-        content: where the store publishes KV events and the salt is the tenant.
+        tenant: the tenant whose quota it counts against, which is the ``cache_salt`` of its
+            requests; empty for none.
+        content: its tokens; set where the store publishes KV events and the salt is the tenant.
 
     Raises:
-        ValueError: a number or a length that can't be.
+        ValueError: a number or length is out of range.
     """
 
     key: bytes
@@ -139,15 +143,16 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class CopyTerms:
-    """What is known about chunks that other stores hold; see ``copy_worth``.
+    """The costs of chunks that other stores hold too, which decide whether a copy pays; see
+    ``copy_worth``.
 
     Args:
-        num_copies: how many stores hold them; 1 or more.
-        refetch_s: seconds to fetch one again from there.
-        recompute_s: seconds to compute one, with all before it there.
+        num_copies: number of stores that hold them; 1 or more.
+        refetch_s: seconds to fetch one chunk from another store again.
+        recompute_s: seconds to compute one chunk when all chunks before it are available.
 
     Raises:
-        ValueError: no store holds them, or a time can't be.
+        ValueError: ``num_copies`` is below 1, or a time is not positive and finite.
     """
 
     num_copies: int
@@ -165,13 +170,13 @@ class ReadHandle(msgspec.Struct, frozen=True, gc=False):
 
     Args:
         handle_id: unique within the store's epoch.
-        key: of the chunk.
-        offset: where it begins in the arena, in bytes; a multiple of GRANULE.
+        key: the chunk's key.
+        offset: where the chunk begins in the arena, in bytes; a multiple of GRANULE.
         nbytes: its length.
-        generation: of the memory: how many chunks have been put before this one.
-        lease_s: seconds that it lasts, from when the store granted it.
-        tier: where it was found. One from an SSD lies in the arena by now like all others, unless
-            it was pinned with ``first_bytes``.
+        generation: number of this use of the memory: counts the chunks that the store has put.
+        lease_s: seconds that the handle lasts, from when the store granted it.
+        tier: the tier that had the chunk. A chunk from an SSD is in the arena by now like all
+            others, unless it was pinned with ``first_bytes``.
     """
 
     handle_id: int
@@ -196,11 +201,11 @@ class WriteHandle(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class IndexInfo:
-    """Where a store's index is; see ``residence_index``.
+    """Where to map a store's shared index; see ``residence_index``.
 
     Args:
-        path: of its file, for processes of the same host and user.
-        nbytes: its length.
+        path: path of its file, for processes of the same host and user.
+        nbytes: length of the file.
     """
 
     path: str
@@ -209,16 +214,17 @@ class IndexInfo:
 
 @dataclass(frozen=True, slots=True)
 class ArenaInfo:
-    """Where a store's memory is.
+    """Where a store's arena is and how to reach it.
 
     Args:
-        epoch: of the store; a restarted one has another, and none of the handles.
-        address: first byte, in the store's own addresses: the remote side of spans.
-        nbytes: its length.
+        epoch: identifies one start of the store; a restarted store has a new epoch, and no handle
+            of the former one is valid.
+        address: first byte, in the store's own address space: the remote side of spans.
+        nbytes: length of the arena.
         endpoints: opaque address by transport, for ``Transports.connect``.
-        index: what processes of the same host may probe by themselves.
-        kv_events: where the store publishes what it holds, a wildcard meaning its host; chunks that
-            are put there say what they are the KV of.
+        index: the shared index, which processes of the same host may probe without a message.
+        kv_events: where the store publishes KV events, a wildcard address meaning the store's
+            host. Clients of such a store set ``Chunk.content``.
     """
 
     epoch: str
@@ -229,39 +235,43 @@ class ArenaInfo:
     kv_events: KVEventEndpoints | None = None
 
     def layout(self, geometry: KVGeometry, chunk_tokens: int) -> KVShardSpec:
-        """The arena as a rank to plan against; see ``chunk_layout.plan_chunks``."""
+        """The arena's layout as if it was a rank, to plan transfers; see
+        ``chunk_layout.plan_chunks``."""
         return stored_layout(geometry, chunk_tokens, self.address, self.nbytes)
 
 
 @dataclass(slots=True)
 class StoreStats:
-    """Counters since the store's start, and levels where it says so.
+    """Counters since the store's start, and gauges, which are marked as such.
 
     Args:
-        capacity_bytes, free_bytes: of the arena (levels).
-        quarantine_bytes: freed, but a silent reader or writer may touch it yet (level).
-        abandoned_bytes: held by writers past their deadline, or without a session, that have not
-            spoken (level).
-        num_chunks, num_staging, num_pins: what there is now (levels).
-        num_probes: keys that were probed; ``num_found`` those that were there.
-        num_dram_hits, num_ssd_hits, num_misses: keys that were pinned, or not.
-        pinned_bytes: of all that was pinned.
-        num_puts, put_bytes: chunks that were committed.
-        num_aborts: writes that were given up, or not in time.
-        num_refused_puts: by reason.
-        num_evicted: chunks that left memory, by reason: ``room``, ``copy`` (of what
-            others hold, for room), ``quota``, ``drop``.
+        capacity_bytes, free_bytes: size of the arena and its free part (gauges).
+        quarantine_bytes: freed memory that a reader or writer past its deadline might still access
+            (gauge).
+        abandoned_bytes: memory of writers that are past their deadline or without a session, and
+            have neither committed nor aborted (gauge).
+        num_chunks, num_staging, num_pins: chunks in memory, chunks being written, read handles
+            (gauges).
+        num_probes: keys that were probed; ``num_found``: those that were found.
+        num_dram_hits, num_ssd_hits, num_misses: keys of pins, by outcome.
+        pinned_bytes: bytes of all chunks that were pinned.
+        num_puts, put_bytes: chunks that were committed, and their bytes.
+        num_aborts: writes that were aborted or missed their deadline.
+        num_refused_puts: refused puts, by ``PutRefusal``.
+        num_evicted: chunks evicted from memory, by reason: ``room``, ``copy`` (a copy of another
+            store's chunk, evicted to free memory), ``quota``, ``drop``.
         num_expired_reads, num_expired_writes: handles whose deadline passed: leaks of clients.
-        num_invalid_reads: releases that said False.
-        ssd_chunks, ssd_bytes, ssd_capacity_bytes: what SSDs hold (levels).
-        ssd_written_bytes, ssd_read_bytes: record bytes that went there and came back.
-        num_ssd_corrupt: records that failed their checksum, which were then forgotten.
-        num_ssd_errors: reads and writes that the system refused, and segments whose headers it did
-            not read at start.
-        num_ssd_hung_reads, num_ssd_hung_writes: drives that don't end a read, or a write (levels).
-        num_ssd_unscanned: drives of which it is not known yet all that is there (level).
-        num_ssd_skipped: chunks not written, by reason: ``first_touch``, ``budget``, ``busy``,
-            ``unscanned``, ``hung``, ``full``, ``too_large``.
+        num_invalid_reads: releases that returned False.
+        ssd_chunks, ssd_bytes, ssd_capacity_bytes: what SSDs hold and can hold (gauges).
+        ssd_written_bytes, ssd_read_bytes: record bytes written to and read from SSDs.
+        num_ssd_corrupt: records that failed their checksum, and were removed from the index.
+        num_ssd_errors: reads and writes that failed with an I/O error, and segments whose headers
+            could not be read at start.
+        num_ssd_hung_reads, num_ssd_hung_writes: drives with a read, or a write, past its timeout
+            (gauges).
+        num_ssd_unscanned: drives whose scan at start has not completed (gauge).
+        num_ssd_skipped: chunks that were not written to SSDs, by reason: ``first_touch``,
+            ``budget``, ``busy``, ``unscanned``, ``hung``, ``full``, ``too_large``.
     """
 
     capacity_bytes: int = 0
@@ -299,36 +309,37 @@ class StoreStats:
 
 
 class StoreObserver(Protocol):
-    """Follows what a store holds, tier by tier; see ``StoreEventLog``.
+    """Receives a notification whenever a tier of a store gains or loses chunks; see
+    ``StoreEventLog``.
 
-    Called under the store's lock, in the order in which things happened: quick, and never back into
-    the store.
+    The store calls it with its lock held, in the order of the changes: methods must return quickly
+    and must not call the store.
     """
 
     def stored(self, tier: Tier, chunks: Sequence[Chunk]) -> None:
-        """The tier has these now."""
+        """The tier holds these chunks now."""
         ...
 
     def removed(self, tier: Tier, keys: Sequence[bytes]) -> None:
-        """The tier has these no longer."""
+        """The tier no longer holds these chunks."""
         ...
 
 
 class ChunkStore(Protocol):
-    """One user's access to a store. Any thread; no method blocks.
+    """One user's access to a store. Thread-safe; no method blocks.
 
-    Every result is in the order of the arguments. Futures are done at once where the store is in
-    this process and the bytes are in memory, else soon: a caller polls ``done()``, and need not
-    bound its patience, since each future ends by itself within the store's own time limits.
+    Results are in the order of the arguments. A future is already done where the store is in this
+    process and the bytes are in memory. Every other one resolves within the store's own timeouts,
+    so callers may poll ``done()`` without a timeout of their own.
     """
 
     @property
     def arena(self) -> ArenaInfo | None:
-        """Where the memory is; None while the store can't be reached. Changes with its epoch."""
+        """The store's arena; None while the store can't be reached. Changes with its epoch."""
         ...
 
     def probe(self, keys: Sequence[bytes]) -> Future[list[Residence]]:
-        """Where these are. Pins nothing, and does not count as use."""
+        """Look up where these chunks are. Pins nothing, and does not count as a use."""
         ...
 
     def pin(
@@ -338,31 +349,35 @@ class ChunkStore(Protocol):
         lease_s: float = DEFAULT_LEASE_S,
         first_bytes: int | None = None,
     ) -> Future[list[ReadHandle | None]]:
-        """Permission to read, for those that are there; chunks on SSDs are brought into memory.
+        """Get permission to read chunks; None for each that is missing. Chunks on SSDs are read
+        into memory first.
 
         Args:
-            keys: of one sequence, in its order; counts as use of all of them.
+            keys: keys of one sequence, in its order; counts as a use of all of them.
             lease_s: seconds until each handle expires, at most MAX_LEASE_S.
-            first_bytes: do not wait for SSDs. Handles whose tier is SSD are on memory whose bytes
-                may come yet: the user reads what ``await_bytes`` said is there. These leading bytes
-                of all chunks come first, then the bytes behind them. None: all are there.
+            first_bytes: return before SSD reads complete. A handle whose tier is SSD covers memory
+                that is still being filled, and the user reads only the leading bytes that
+                ``await_bytes`` has reported. The first ``first_bytes`` of all chunks are read
+                first, then the rest. None: wait until all bytes are in memory.
         """
         ...
 
     def await_bytes(self, handles: Sequence[ReadHandle], beyond: int) -> Future[int]:
-        """How many leading bytes of each of these chunks are in memory.
+        """Wait for chunks that are being read from SSDs.
 
         Args:
-            handles: in force.
-            beyond: the answer waits until there are more, or all.
+            handles: handles that are in force.
+            beyond: the future resolves once more than this many leading bytes of every chunk are
+                in memory, or all bytes are.
 
         Returns:
-            The least of all chunks; no more than ``beyond`` if the rest does not come.
+            The number of leading bytes in memory, the minimum over all chunks; at most ``beyond``
+            if the remaining reads have failed.
         """
         ...
 
     def release(self, handles: Sequence[ReadHandle]) -> Future[list[bool]]:
-        """End reading; True: the handle was in force until now, what was read is the key's."""
+        """End reads. True: the handle was in force until now, so the bytes read are the key's."""
         ...
 
     def reserve(
@@ -373,36 +388,39 @@ class ChunkStore(Protocol):
         copy: CopyTerms | None = None,
         is_use: bool = True,
     ) -> Future[list[WriteHandle | PutRefusal]]:
-        """Memory to write chunks to; nobody sees them before they are committed.
+        """Reserve memory to write chunks to. They are not readable before ``commit``.
 
         Args:
-            chunks: of one sequence, in its order.
-            lease_s: seconds until the store gives the write up, at most MAX_LEASE_S.
-            copy: they were fetched from another store. Counts as a use of them; they are kept if
-                there is room, or if that is worth more than what would have to go.
-            is_use: counts as a use of those that are there already. False: another instance offers
-                them for the same request.
+            chunks: chunks of one sequence, in its order.
+            lease_s: seconds until the store expires the write, at most MAX_LEASE_S.
+            copy: set for chunks that were fetched from another store. Counts as a use of them; they
+                are kept if memory is free, or if they are worth more than the chunks to evict.
+            is_use: whether this counts as a use of the chunks that the store has already. False
+                where another instance saves them for the same request.
         """
         ...
 
     def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
-        """All bytes are written, by all ranks. False: too late, it is not stored."""
+        """Make chunks readable, once all ranks have written all bytes. False: the handle had
+        expired, and the chunk is not stored."""
         ...
 
     def abort(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
-        """Nothing more will be written, and it is not complete. False: it was given up before."""
+        """End incomplete writes, once nothing more will be written. False: the handle had expired
+        already."""
         ...
 
     def touch(self, keys: Sequence[bytes]) -> Future[None]:
-        """Count as use, without reading: a prompt was served from the device's own cache.
+        """Count a use without a read: a prompt was served from the device's prefix cache.
 
         Args:
-            keys: of one sequence, in its order, from its first chunk.
+            keys: keys of one sequence, in its order, from its first chunk.
         """
         ...
 
     def drop(self, keys: Sequence[bytes]) -> Future[int]:
-        """Forget these in all tiers; returns how many there were. Running reads end as misses."""
+        """Remove chunks from all tiers; returns how many there were. Running reads of them end as
+        misses."""
         ...
 
     def stats(self) -> Future[StoreStats | None]:
@@ -410,5 +428,5 @@ class ChunkStore(Protocol):
         ...
 
     def close(self) -> None:
-        """End this user's handles. Nothing of it may move any more. Idempotent."""
+        """End this user's handles. None of its transfers may be in flight. Idempotent."""
         ...

@@ -1,23 +1,25 @@
-"""What is in a store's memory, who may read or write it, and until when. Pure: the clock is an
-argument, and no byte is touched.
+"""The chunks in a store's arena, with their read and write handles: ``ChunkTable``, used by
+``NodeStore``. Pure: the clock is an argument, and the arena's bytes are never accessed.
 
     STAGING --commit--> READY --evicted or dropped--> EVICTING --last reader ended--> free
-       \\--abort, or its writer is gone------------------------------------------/
+       \\--abort, or its writer has exited---------------------------------------/
 
-Readers and writers are one-sided: nothing here can stop them. So memory is used again only when
+Reads and writes of the arena are one-sided: the store can't stop them. So it reuses a chunk's
+memory only when
 
-* all its readers ended, or their deadlines are past by the user's quarantine; what such a reader
-  has read is not valid, and ``release`` says so;
-* its writer said that nothing of it moves any more, or is known to be gone for a quarantine. A
-  writer past its deadline, or without a session, can't commit any more, but its memory stays with
-  it, ABANDONED: a late byte would land in somebody else's chunk, and nobody would notice. A writer
-  without a session is not gone: it may be frozen in the middle of a copy, and be thawed at any
-  time. Who knows that its processes have ended calls ``end_user``; see ``store_service``.
+* all of its readers have released it, or are past their deadlines by the user's quarantine. What
+  such a late reader has read is not valid, and ``release`` returns False;
+* and its writer has said that no transfer is in flight any more, or has been known to be dead for a
+  quarantine. A writer past its deadline, or without a session, can't commit any more, but keeps its
+  memory, in state ABANDONED: a late byte would silently corrupt another chunk. A writer without a
+  session is not necessarily dead: it may be frozen in the middle of a copy, and resume at any time.
+  ``end_user`` is called once its processes are known to have exited; see ``store_service``.
 
-The quarantine is for what was sent and has not landed, and longer for reads that may take longer.
+The quarantine covers bytes that were sent and have not arrived; it is longer for users whose reads
+may take longer.
 
-Users come with batches, a prompt's chunks at once. Each method goes over its batch once, and makes
-one lease, one range of memory and one message to the observer of it where it can.
+Users pass batches, all chunks of a prompt at once. Each method iterates over its batch once, and
+where possible creates one lease, allocates one range of memory and notifies the observer once.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ from mooncake_kv.store.eviction import EvictionPolicy
 from mooncake_kv.store.victim_choice import COPIES, SHARED, VictimChoice
 
 MAX_FREED = 4
-"""How many times its own size is freed for a chunk, should no part of that have room for it."""
+"""Upper bound of the memory evicted for one chunk, in multiples of its size: freed ranges may be
+too fragmented to hold it."""
 QUARANTINE_MARGIN_S = 10.0
-"""A transfer's time begins when its rank has the order; copies look at the clock between pieces."""
+"""Seconds that a quarantine exceeds the user's transfer timeout: the timeout starts only when a
+rank has received the order, and copies check it only between pieces."""
 
 _ENDS_A_SEQUENCE = {
     PutRefusal.NO_ROOM,
@@ -58,19 +62,20 @@ _ENDS_A_SEQUENCE = {
 }
 
 _STAGING, _READY, _EVICTING, _ABANDONED = ChunkState
-"""Named here since a member that is looked up in its Enum costs a fifth of a microsecond, which a
-batch would pay for every chunk."""
+"""Module-level names, because an attribute lookup on an Enum takes 0.2 us, once per chunk of a
+batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableSettings:
-    """How a table behaves.
+    """Settings of a ``ChunkTable``.
 
     Args:
-        make_policy: a new eviction policy; one per tenant with a quota, and one for all others.
-        quarantine_s: how long memory rests after a reader went silent or a writer ended; longer for
-            readers whose transfers may take longer, see ``set_transfer_timeout``.
-        quotas: bytes by tenant. A tenant that is not named here has no limit of its own.
+        make_policy: creates an eviction policy; called once per tenant with a quota, and for the
+            groups of all others.
+        quarantine_s: seconds before memory is reused after a reader missed its deadline or a writer
+            died; longer for readers with a longer timeout, see ``set_transfer_timeout``.
+        quotas: bytes by tenant. Other tenants share the rest, without a limit of their own.
     """
 
     make_policy: Callable[[], EvictionPolicy]
@@ -79,47 +84,47 @@ class TableSettings:
 
 
 class TableObserver(StoreObserver, Protocol):
-    """Follows a table more closely than a store's users may."""
+    """A ``StoreObserver`` that is notified of writes in progress, too."""
 
     def staging(self, keys: Sequence[bytes]) -> None:
-        """Chunks are being written to memory; ``committed`` or ``unstaged`` follows for each."""
+        """Memory was reserved for chunks; ``committed`` or ``unstaged`` follows for each."""
         ...
 
     def unstaged(self, key: bytes) -> None:
-        """One is written no longer, and is not stored."""
+        """The write of a chunk was aborted or expired; it is not stored."""
         ...
 
     def committed(self, chunks: Sequence[Chunk]) -> None:
-        """These are stored in memory now: ``stored`` is not said of them besides."""
+        """These chunks are in memory now. Replaces ``stored``, which is not called for them."""
         ...
 
 
 class NoObserver:
-    """Follows nothing."""
+    """An observer that ignores all notifications."""
 
     def staging(self, keys: Sequence[bytes]) -> None:
-        """Nobody follows."""
+        """Ignored."""
 
     def unstaged(self, key: bytes) -> None:
-        """Nobody follows."""
+        """Ignored."""
 
     def committed(self, chunks: Sequence[Chunk]) -> None:
-        """Nobody follows."""
+        """Ignored."""
 
     def stored(self, tier: Tier, chunks: Sequence[Chunk]) -> None:
-        """Nobody follows."""
+        """Ignored."""
 
     def removed(self, tier: Tier, keys: Sequence[bytes]) -> None:
-        """Nobody follows."""
+        """Ignored."""
 
 
 class ChunkTable:
-    """The chunks of one arena. Not thread-safe: its owner has the lock.
+    """The chunks of one arena. Not thread-safe: the owner, ``NodeStore``, holds its lock.
 
     Args:
-        capacity: bytes of the arena.
-        settings: see there.
-        observer: told what memory holds, and what is being written there.
+        capacity: size of the arena in bytes.
+        settings: eviction policy, quarantine and quotas.
+        observer: notified of what memory holds and what is being written there.
     """
 
     def __init__(
@@ -137,13 +142,13 @@ class ChunkTable:
         self._evicting: dict[int, Entry] = {}
         self._handles = ChunkHandles()
         self._quarantine: list[tuple[float, int]] = []
-        self._quarantine_s: dict[int, float] = {}  # of users that said what their transfers take
+        self._quarantine_s: dict[int, float] = {}  # by user with a transfer timeout
         self._last_generation = 0
 
     # -- reading --------------------------------------------------------------------------------
 
     def probe(self, keys: Sequence[bytes]) -> list[Residence]:
-        """What is there; changes nothing."""
+        """Look chunks up; does not count as a use."""
         found = [self._index.get(key) for key in keys]
         return [
             Residence.ABSENT
@@ -161,13 +166,15 @@ class ChunkTable:
         *,
         are_arriving: bool = False,
     ) -> list[ReadHandle | None]:
-        """Grant reads of those that are ready; does not count as use, see ``touch``.
+        """Grant reads of chunks that are READY; does not count as a use, see ``touch``.
 
         Args:
-            keys, user, lease_s: of what, whose, and until when.
+            keys: the chunks to read.
+            user: the user that gets the handles.
+            lease_s: seconds until the handles expire.
             now: the time.
-            are_arriving: grant reads of those that are being written, instead: they are valid if
-                the write is committed before they end.
+            are_arriving: grant reads of chunks in STAGING instead. Such a read is valid if the
+                write is committed before the read is released.
         """
         self.expire(now)
         lease_s, index = _bounded(lease_s), self._index
@@ -192,7 +199,7 @@ class ChunkTable:
         return handles
 
     def release(self, handle_ids: Sequence[int], user: int, now: float) -> list[bool]:
-        """End reads; whether each was in force until now."""
+        """End reads; returns whether each handle was in force until now."""
         self.expire(now)
         valid = []
         for entry in self._handles.take(handle_ids, user, is_write=False):
@@ -207,15 +214,15 @@ class ChunkTable:
         return valid
 
     def extend(self, handle_ids: Sequence[int], user: int, lease_s: float, now: float) -> None:
-        """Have a user's reads that are in force last ``lease_s`` from now."""
+        """Renew a user's reads that are in force: they expire ``lease_s`` from now."""
         self._handles.extend(handle_ids, user, now + _bounded(lease_s))
 
     def is_held(self, handle_id: int, user: int, now: float) -> bool:
-        """Whether a handle is in force, so that its memory has been the chunk's until now."""
+        """Whether a handle is in force, which means that its memory has held the chunk since."""
         return self._handles.is_held(handle_id, user, now)
 
     def touch(self, keys: Sequence[bytes], now: float) -> None:
-        """Count a use of a sequence; keys that aren't there are passed over."""
+        """Count a use of each chunk of a sequence; keys that are not in memory are skipped."""
         groups: dict[str, list[bytes]] = {}
         for key in keys:
             entry = self._index.get(key)
@@ -239,16 +246,17 @@ class ChunkTable:
         *,
         is_use: bool = True,
     ) -> list[WriteHandle | PutRefusal]:
-        """Memory for each of a sequence's chunks, or why not. Those that are there are touched,
-        unless it is no use of them; then the next one is the first use of what is put.
+        """Allocate memory for each chunk of a sequence, or return the reason why not.
 
-        Where one finds no memory, those behind it get none: they would be of no use without it.
+        Chunks that are present are touched if ``is_use``. If not, the new chunks start with no use,
+        so that the next use is their first. If the allocation fails for one chunk, the chunks after
+        it are refused too: they could not be used without it.
         """
         self.expire(now)
         if is_use:
             self.touch([chunk.key for chunk in chunks], now)
         missing: dict[bytes, int] = {}
-        for chunk in chunks:  # of one that is named twice, the first is staged
+        for chunk in chunks:  # a key that occurs twice is staged once
             if chunk.key not in self._index:
                 missing.setdefault(chunk.key, chunk.nbytes)
         self._uses.note(missing, now, PUT_USES if copy is None else 1.0)
@@ -279,7 +287,7 @@ class ChunkTable:
         ]
 
     def commit(self, handle_ids: Sequence[int], user: int, now: float) -> list[bool]:
-        """Writes that are complete become readable. False: too late, or unknown."""
+        """Make complete writes readable. False: the handle has expired, or is unknown."""
         entries = self._end_writes(handle_ids, user, now)
         stored = []
         for entry in entries:
@@ -295,7 +303,7 @@ class ChunkTable:
         return [entry is not None for entry in entries]
 
     def abort(self, handle_ids: Sequence[int], user: int, now: float) -> list[bool]:
-        """Writes that ended incomplete; their memory is free at once."""
+        """End incomplete writes; their memory is free at once."""
         entries = self._end_writes(handle_ids, user, now)
         for entry in entries:
             if entry is not None:
@@ -306,7 +314,7 @@ class ChunkTable:
     # -- leaving --------------------------------------------------------------------------------
 
     def drop(self, keys: Sequence[bytes], now: float) -> int:
-        """Forget chunks, whoever reads them; returns how many were there."""
+        """Remove chunks, even while they are read; returns how many were present."""
         found = [self._index.get(key) for key in dict.fromkeys(keys)]
         ready = [e for e in found if e is not None and e.state is _READY]
         for entry in ready:
@@ -314,13 +322,14 @@ class ChunkTable:
         return len(ready)
 
     def set_transfer_timeout(self, user: int, timeout_s: float) -> None:
-        """A user's transfers take no longer than this: what it may read rests until then."""
+        """Set the upper bound of a user's transfers, which its read quarantine must exceed."""
         needed_s = timeout_s + QUARANTINE_MARGIN_S
         self._quarantine_s[user] = max(needed_s, self._settings.quarantine_s)
 
     def abandon_user(self, user: int, now: float) -> bool:
-        """A user has lost its session: its reads end, its writes won't be stored, and their memory
-        stays with it. Whether there is any: ``end_user`` or ``abort`` must follow then."""
+        """Handle the loss of a user's session: its reads end, and its unfinished writes become
+        ABANDONED and keep their memory. Returns whether there are any; if so, ``end_user`` or
+        ``abort`` must follow."""
         self.expire(now)
         reads = list(self._handles.of_user(user, is_write=False))
         until = now + self._quarantine_of(user)
@@ -334,12 +343,14 @@ class ChunkTable:
         return bool(writes)
 
     def resume_user(self, user: int, writing: Collection[int], now: float) -> None:
-        """An abandoned user is back: of its writes nothing moves any more but of these handles."""
+        """An abandoned user has a new session: abort its writes, except the handles in ``writing``,
+        whose transfers are still in flight."""
         ended = self._handles.of_user(user, is_write=True).keys() - set(writing)
         self.abort(list(ended), user, now)
 
     def end_user(self, user: int, now: float, *, is_drained: bool) -> None:
-        """A user is gone, and starts nothing any more; ``is_drained``: nothing moves either."""
+        """End a user that starts no more transfers. Unless it ``is_drained``, i.e. none of its
+        transfers is in flight either, its memory is quarantined."""
         self.expire(now)
         for entry, is_write in self._handles.end_user(user):
             if is_write:
@@ -353,7 +364,7 @@ class ChunkTable:
         self._quarantine_s.pop(user, None)
 
     def expire(self, now: float) -> None:
-        """End the handles whose deadlines have passed, and the quarantine of what rested."""
+        """End handles whose deadlines have passed, and free memory whose quarantine is over."""
         for lease in self._handles.expired(now):
             if lease.is_write:
                 self._abandon(lease)
@@ -365,21 +376,21 @@ class ChunkTable:
     # -- looking --------------------------------------------------------------------------------
 
     def entry(self, key: bytes) -> Entry | None:
-        """A chunk that is in memory and readable."""
+        """The entry of a chunk that is in memory and readable."""
         entry = self._index.get(key)
         return entry if entry is not None and entry.state is _READY else None
 
     def has_readers(self, key: bytes) -> bool:
-        """Whether anybody may read a chunk that is there, or is being written."""
+        """Whether a chunk in memory, READY or STAGING, has read handles."""
         entry = self._index.get(key)
         return entry is not None and entry.num_pins > 0
 
     def ready_chunks(self) -> Iterator[Chunk]:
-        """All that can be found, in no order."""
+        """All readable chunks, in no particular order."""
         return (e.chunk for e in self._index.values() if e.state is _READY)
 
     def fill_levels(self, stats: StoreStats) -> None:
-        """Set the levels of ``stats`` to what there is now."""
+        """Set the gauges of ``stats`` to their current values."""
         stats.capacity_bytes = self._allocator.capacity
         stats.free_bytes = self._allocator.free_bytes
         resting = (self._allocator.allocated_bytes(offset) for _, offset in self._quarantine)
@@ -393,10 +404,10 @@ class ChunkTable:
         stats.num_pins = len(handles) - len(writes)
 
     def check_integrity(self) -> None:
-        """Prove that no byte is lost or owned twice, and that handles and chunks agree.
+        """Check that no byte is leaked or owned twice, and that handles and chunks agree.
 
         Raises:
-            AssertionError: they don't.
+            AssertionError: an invariant is violated.
         """
         self._allocator.check_integrity()
         self._handles.check_integrity()
@@ -425,7 +436,7 @@ class ChunkTable:
     # -- inside ---------------------------------------------------------------------------------
 
     def _abandon(self, lease: Lease) -> None:
-        """Writes that are past their deadline: their chunks won't come, their memory stays."""
+        """Expire writes: their chunks won't be stored, but keep their memory as ABANDONED."""
         self.stats.num_expired_writes += len(lease.entries)
         for entry in lease.entries.values():
             self._give_up_write(entry)
@@ -438,7 +449,7 @@ class ChunkTable:
             self._end_read(entry, silent_until, now)
 
     def _end_read(self, entry: Entry, unsafe_until: float, now: float) -> None:
-        """One that did not say so: its reader may go on until then."""
+        """End a read that was not released; its reader may still access the memory until then."""
         entry.unsafe_until = max(entry.unsafe_until, unsafe_until)
         entry.num_pins -= 1
         self._free_if_unread(entry, now)
@@ -447,7 +458,8 @@ class ChunkTable:
         return self._quarantine_s.get(user, self._settings.quarantine_s)
 
     def _end_writes(self, handle_ids: Sequence[int], user: int, now: float) -> list[Entry | None]:
-        """The chunk of each write that was in force until now; the memory of a late one is free."""
+        """Take write handles: the entry of each that was in force until now, else None. The memory
+        of writes that had expired is freed."""
         self.expire(now)
         entries = self._handles.take(handle_ids, user, is_write=True)
         for position, entry in enumerate(entries):
@@ -457,7 +469,7 @@ class ChunkTable:
         return entries
 
     def _allocate_together(self, sizes: Sequence[int]) -> Iterator[int]:
-        """Offsets for those of a batch that there is memory for without evicting anything."""
+        """Allocate as many chunks of a batch as fit without an eviction; yields their offsets."""
         if self._settings.quotas or len(set(sizes)) != 1:
             return iter(())
         return iter(self._allocator.allocate_many(sizes[0], len(sizes)))
@@ -465,7 +477,8 @@ class ChunkTable:
     def _stage(
         self, chunk: Chunk, offsets: Iterator[int], now: float, copy: CopyTerms | None
     ) -> Entry | PutRefusal:
-        """Memory for a chunk that is not there: the next of ``offsets``, or what is found."""
+        """Create the entry of a chunk that is missing, at the next of ``offsets``, or else in
+        memory that is freed for it."""
         present = self._index.get(chunk.key)
         if present is not None:
             return PutRefusal.PRESENT if present.state is _READY else PutRefusal.STAGING
@@ -490,7 +503,7 @@ class ChunkTable:
     def _find_memory(
         self, chunk: Chunk, group: str, now: float, copy: CopyTerms | None
     ) -> int | PutRefusal:
-        """Allocate, evicting what has to go for it."""
+        """Allocate memory for a chunk, evicting others as needed."""
         nbytes = rounded_up(chunk.nbytes)
         if nbytes > self._allocator.capacity:
             return PutRefusal.TOO_LARGE
@@ -517,7 +530,7 @@ class ChunkTable:
         return offset
 
     def _evict(self, entry: Entry, reason: str, now: float) -> None:
-        """Take a chunk that is ready out of sight; its memory is free once nobody reads it."""
+        """Remove a READY chunk from the index; its memory is freed when its last read ends."""
         key = entry.chunk.key
         del self._index[key]
         self._victims.remove(entry)
@@ -528,7 +541,8 @@ class ChunkTable:
         self._free_if_unread(entry, now)
 
     def _give_up_write(self, entry: Entry) -> None:
-        """A chunk won't come: another writer may begin it anew. Idempotent."""
+        """Remove the chunk of an ended write from the index, so that another writer may reserve it.
+        Idempotent."""
         if self._index.get(entry.chunk.key) is not entry:
             return
         del self._index[entry.chunk.key]
@@ -547,13 +561,13 @@ class ChunkTable:
             self._free(entry, now)
 
     def _free_unwritten(self, entry: Entry, now: float) -> None:
-        """Nothing is written to it any more, and it won't be stored; it may have readers."""
+        """Free the memory of a write that has ended without a commit, once it has no readers."""
         entry.state = _EVICTING
         self._evicting[entry.generation] = entry
         self._free_if_unread(entry, now)
 
     def _free(self, entry: Entry, now: float) -> None:
-        """Give memory back, at once or after its quarantine."""
+        """Free a chunk's memory, at once or after its quarantine."""
         self._used_bytes[entry.group] -= rounded_up(entry.chunk.nbytes)
         if entry.unsafe_until > now:
             heapq.heappush(self._quarantine, (entry.unsafe_until, entry.offset))
@@ -562,5 +576,5 @@ class ChunkTable:
 
 
 def _bounded(lease_s: float) -> float:
-    """A lease that somebody asked for, who may have asked for NaN."""
+    """Clamp a requested lease to 0 .. MAX_LEASE_S; a NaN from a client becomes MAX_LEASE_S."""
     return max(0.0, min(MAX_LEASE_S, lease_s))

@@ -2,7 +2,7 @@
 
     service = StoreService.start(store, transports, StoreAddress("0.0.0.0", 7701, secret))
 
-``mooncake-kv serve`` runs one per host; engines connect to it with ``StoreClient``. One thread with
+``mooncake-kv store`` runs one per host; engines connect to it with ``StoreClient``. One thread with
 an asyncio loop handles all messages. KV bytes don't pass through it: the engines' ranks read and
 write the arena themselves, with one-sided transfers.
 
