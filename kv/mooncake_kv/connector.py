@@ -1,4 +1,4 @@
-"""The connector interface that the engine uses, and how a connector is found."""
+"""The connector interface that the engine calls, and the lookup of a connector by name."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from mooncake_kv.ranks import SendToRank
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """A load is over; its KV is complete if ``error`` is None.
+    """A load completed or failed; the KV is complete if ``error`` is None.
 
     Args:
-        request_id: whose.
-        error: why it failed.
-        first_token: the peer's token, if it came with the KV.
-        is_drained: False if the peer may still write; another LoadEnded follows then.
+        request_id: the request that was loaded.
+        error: the reason of the failure, or None.
+        first_token: the token that the peer sampled, if it arrived with the KV.
+        is_drained: False if the blocks may still be written; a second LoadEnded follows once they
+            can't.
     """
 
     request_id: str
@@ -38,55 +39,56 @@ class LoadEnded:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """A finished prefill's blocks are no longer held for anybody."""
+    """A finished prefill's blocks are no longer held for a peer: the engine may free them."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorFailed:
-    """A background task of the connector died; so does the engine."""
+    """A background task of the connector died, which ends the engine too."""
 
     cause: BaseException
 
 
 Event = LoadEnded | LeaseEnded | ConnectorFailed
 PostEvent = Callable[[Event], None]
-"""Takes an event, from any thread; must not block."""
+"""Receives the connector's events, on any thread; must not block."""
 
 
 HasStalled = Callable[[], bool]
-"""Whether the engine does not step: nothing that is held for it is going to be used soon. Any
-thread."""
+"""Returns whether the engine has stopped stepping, so that KV that peers hold for it won't be read
+soon. Called on any thread."""
 
 
 def never_stalls() -> bool:
-    """Of an engine whose steps nobody watches."""
+    """The ``HasStalled`` of an engine without a step watchdog."""
     return False
 
 
 class RankEndpointInfo(msgspec.Struct, frozen=True):
-    """How a rank is reached: transport name to address."""
+    """A rank's address for each transport, by the transport's name."""
 
     endpoints: dict[str, bytes]
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """What an instance publishes to those who want to reach it.
+    """What an instance publishes to proxies and peers that want to reach it.
 
     Args:
         engine_id: name of this epoch.
-        host, port: its side channel.
-        tp_size, pp_size: ranks of a pipeline stage, and stages.
+        host, port: address of the side channel.
+        tp_size, pp_size: number of ranks per pipeline stage, and number of stages.
         block_size: tokens per block.
-        backend, generation: what it runs on.
-        ranks: each rank's endpoints, stage after stage.
-        transports: those that all ranks have open, with what each asks of both ends.
-        must_match: facts that instances which exchange KV have alike, by name.
-        pulls_early: KV can be pulled while it is computed, into blocks that were reserved before.
-        rounding: how its KV was rounded, by name; may differ.
-        splits_choices: several answers to one prompt are served from one reservation.
-        dp_size: data-parallel ranks, of which this is the first one's; each has a side channel.
+        backend, generation: the hardware that it runs on.
+        ranks: endpoints of all ranks, stage after stage.
+        transports: transports that are open on all ranks, with the constraints of each.
+        must_match: properties that must be equal on two instances that exchange KV, by name.
+        pulls_early: whether its KV can be pulled into reserved blocks while it is being computed.
+        rounding: how its KV is rounded, by name; may differ between peers.
+        splits_choices: whether several choices of one prompt are served from one reservation.
+        dp_size: number of data-parallel ranks. Each has its own side channel; this topology
+            describes the first.
     """
 
     engine_id: str
@@ -107,12 +109,13 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 class CompatibilityReport(msgspec.Struct, frozen=True):
-    """Who can't exchange KV, for those who choose pairs of instances, and who did.
+    """Peers that this instance can't exchange KV with, and the KV that it received from others;
+    proxies use it to choose pairs of instances.
 
     Args:
         engine_id: name of this epoch.
-        refused_peers: epochs whose handshake with it was refused.
-        bytes_received: of KV, by the epoch that it came from; of the latest ones.
+        refused_peers: epochs whose handshake with this instance was refused.
+        bytes_received: bytes of KV by the epoch that sent them, for the most recent senders.
     """
 
     engine_id: str
@@ -121,10 +124,11 @@ class CompatibilityReport(msgspec.Struct, frozen=True):
 
 
 class Connector(Protocol):
-    """The scheduler's side of a connector. Its calls return at once; I/O is on its own thread."""
+    """The scheduler side of a connector. Calls return immediately; I/O runs on its own thread."""
 
     def on_rank_message(self, rank: int, message: bytes) -> None:
-        """A rank's worker sent this, maybe before ``start``. Any thread; returns at once."""
+        """Process a message from a rank's worker, possibly before ``start``. Any thread; returns
+        immediately."""
         ...
 
     def start(
@@ -135,42 +139,42 @@ class Connector(Protocol):
         post: PostEvent,
         has_stalled: HasStalled = never_stalls,
     ) -> None:
-        """Wait for the ranks, bind the ports, begin to serve peers.
+        """Wait for the ranks, bind the ports and start serving peers.
 
         Args:
-            instance: what is served; its ``ranks`` and ``host`` are filled in here.
-            send: carries a message to a rank's worker.
-            post: takes the connector's events, from any thread; must not block.
-            has_stalled: keepalives stop while this says so: peers need not hold KV for an engine
-                that may never read it.
+            instance: this instance's metadata; its ``ranks`` and ``host`` are filled in here.
+            send: sends a message to a rank's worker.
+            post: receives the connector's events, on any thread; must not block.
+            has_stalled: keepalives are suspended while it returns True: peers need not hold KV for
+                an engine that may never read it.
 
         Raises:
             SideChannelPortTaken: a port is in use.
-            KVConfigError: a rank did not come up.
+            KVConfigError: a rank did not become ready.
         """
         ...
 
     def stats(self) -> dict[str, float]:
-        """Figures by name, for metrics."""
+        """Counters and gauges by name, for metrics."""
         ...
 
     def compatibility(self) -> CompatibilityReport:
-        """Whom this instance can't exchange KV with, as far as it has been tried. Any thread."""
+        """The peers that this instance is known not to be able to exchange KV with. Any thread."""
         ...
 
     def topology(self) -> Topology:
-        """Where this instance is to be reached, and what it is. Any thread, once started."""
+        """This instance's address and properties. Any thread, after ``start``."""
         ...
 
     def close(self) -> None:
-        """Stop. What is held or loading is given up. Idempotent."""
+        """Stop, abandoning the loads in flight and the KV that is held. Idempotent."""
         ...
 
     def on_new_request(self, request_id: str, params: KVTransferParams) -> None:
-        """A request has come that hands KV over (``params.mode`` is not NONE).
+        """Announce a request that sends or loads KV (``params.mode`` is not NONE).
 
-        On a prefill instance that pushes, its KV may leave as it is computed; on a decode instance
-        that pulls, the peer's lease is kept alive from now on.
+        On a prefill instance that pushes, its KV may be sent as it is computed. On a decode
+        instance that pulls, the connector renews the peer's lease from now on.
         """
         ...
 
@@ -183,30 +187,30 @@ class Connector(Protocol):
         *,
         cache_salt: str = "",
     ) -> None:
-        """Load a prompt's KV from that token on; ``LoadEnded`` follows, whatever happens.
+        """Load the KV of a prompt's remaining tokens; ``LoadEnded`` always follows.
 
-        Where nothing is left to load, the peer still learns that it may free its blocks.
+        If nothing remains to be loaded, the peer is still notified that it may free its blocks.
 
         Args:
-            request_id: of a request that ``on_new_request`` announced.
-            block_ids: its block table; the connector may have them written until the load is
-                drained.
-            prompt_token_ids: all of the prompt.
-            num_computed_tokens: the first tokens, whose KV is there already.
-            cache_salt: of the request; a part of the prompt's digest.
+            request_id: a request that ``on_new_request`` announced.
+            block_ids: its block table; the blocks may be written until the load is drained.
+            prompt_token_ids: the whole prompt.
+            num_computed_tokens: number of leading tokens whose KV is already in the blocks.
+            cache_salt: the request's cache salt; a part of the prompt's digest.
         """
         ...
 
     def prefill_advanced(
         self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int, attempt: int
     ) -> None:
-        """A part of a prompt is computed whose KV goes to a peer as it is (``params.target``).
+        """Report prefill progress of a request whose KV goes to a peer while it is being computed
+        (``params.target``).
 
         Args:
-            request_id: whose.
+            request_id: the request that is prefilled.
             block_ids: its block table.
-            num_computed_tokens: the first tokens, whose KV is there.
-            attempt: another one whenever the request has lost its blocks meanwhile.
+            num_computed_tokens: number of leading tokens whose KV is computed.
+            attempt: changes whenever the request has lost its blocks since the last report.
         """
         ...
 
@@ -220,31 +224,32 @@ class Connector(Protocol):
         cache_salt: str = "",
         attempt: int = 0,
     ) -> KVTransferDict | None:
-        """A prefill for a peer is complete: hold its blocks until ``LeaseEnded``.
+        """Complete a prefill for a peer. The engine keeps the blocks until ``LeaseEnded``.
 
         Args:
-            request_id: whose.
+            request_id: the request that was prefilled.
             block_ids: its block table.
-            prompt_token_ids: all of the prompt.
-            first_token: sampled behind it.
-            cache_salt: of the request; a part of the prompt's digest.
+            prompt_token_ids: the whole prompt.
+            first_token: the token that was sampled after the prompt.
+            cache_salt: the request's cache salt; a part of the prompt's digest.
             attempt: as in ``prefill_advanced``.
 
         Returns:
-            ``kv_transfer_params`` for the peer to fetch the KV; None if it is sent there.
+            ``kv_transfer_params`` with which the peer fetches the KV; None if the KV is sent to
+            blocks that the peer reserved.
         """
         ...
 
     def cancel_load(self, request_id: str) -> None:
-        """A decode instance's request has ended before its KV was there. Idempotent.
+        """Cancel the load of a request that ended before its KV was complete. Idempotent.
 
-        If a load was started, ``LoadEnded`` follows when it is drained.
+        If the load was started, ``LoadEnded`` follows when it is drained.
         """
         ...
 
     def cancel_send(self, request_id: str) -> None:
-        """Stop holding or sending a prompt's KV; ``LeaseEnded`` follows when its blocks are free.
-        Idempotent."""
+        """Stop holding or sending a prompt's KV; ``LeaseEnded`` follows when its blocks can be
+        freed. Idempotent."""
         ...
 
 
@@ -252,24 +257,24 @@ _METHODS = tuple(name for name in vars(Connector) if not name.startswith("_"))
 
 
 class ConnectorType(Protocol):
-    """A connector's class, as ``find_connector`` returns it."""
+    """The class of a connector, as ``find_connector`` returns it."""
 
     mode: TransferMode
     """Which side moves the bytes."""
     worker: Callable[[RankContext], ConnectorWorker]
-    """Its worker's class."""
+    """The class of its per-rank worker."""
 
     def __call__(self, config: KVTransferConfig, num_ranks: int) -> Connector:
-        """Construct the scheduler's side; nothing is opened before ``start``."""
+        """Construct the scheduler side; nothing is opened before ``start``."""
         ...
 
 
 def find_connector(name: str) -> ConnectorType:
-    """A connector by its name, an entry point of the group CONNECTOR_GROUP, or by where its class
-    is: ``package.module:Class``.
+    """Find a connector by its name, which is an entry point of the group CONNECTOR_GROUP, or by
+    the import path of its class: ``package.module:Class``.
 
     Raises:
-        KVConfigError: there is none, its module can't be loaded, or it is no connector.
+        KVConfigError: the name is unknown, its module can't be loaded, or it is not a connector.
     """
     known = {point.name: point for point in entry_points(group=CONNECTOR_GROUP)}
     point = known.get(name)
@@ -290,7 +295,8 @@ def find_connector(name: str) -> ConnectorType:
 
 
 def _checked(name: str, found: object) -> ConnectorType:
-    """Now, and not when a rank or the first request asks for what it has not."""
+    """Verify the interface now, rather than fail when a rank or the first request needs a missing
+    method."""
     missing = [part for part in ("mode", "worker") if not hasattr(found, part)]
     missing += [part for part in _METHODS if not callable(getattr(found, part, None))]
     if not callable(found) or missing:

@@ -1,4 +1,5 @@
-"""What every connector does beside the scheduler: wait for ranks, bind the side channel, serve."""
+"""Base class of a connector's scheduler side: waits for the ranks, binds the side channel, serves
+peers, shuts down. ``MooncakeConnector`` and ``MooncakeLayerwiseConnector`` derive from it."""
 
 from __future__ import annotations
 
@@ -50,47 +51,47 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 
 CLOSING_ROUNDS = 4
-"""Of the loop, in which connections that were closed end."""
+"""Iterations of the event loop at shutdown, in which closed connections run their callbacks."""
 
 
 MAX_SENDERS = 256
-"""Peers whose bytes are counted apart."""
+"""Peers whose received bytes are counted separately; the least recent sender is evicted."""
 
 
 class BytesByPeer:
-    """How much KV came from which peer, for those that sent any last. Counted on the loop's thread,
+    """Bytes of KV received per peer, for the most recent senders. Written on the loop's thread,
     read on any."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
 
     def add(self, engine_id: str, nbytes: int) -> None:
-        """So much more came from that epoch."""
+        """Count bytes received from an epoch."""
         self._bytes[engine_id] = self._bytes.pop(engine_id, 0) + nbytes
         if len(self._bytes) > MAX_SENDERS:
             del self._bytes[next(iter(self._bytes))]
 
     def snapshot(self) -> dict[str, int]:
-        """By epoch, since the start of this instance."""
+        """Bytes by epoch, since this instance started."""
         return self._bytes.copy()
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
-    """What a connector's senders and receivers work with.
+    """The services that a connector's senders and receivers share.
 
     Args:
-        instance: this one.
-        lease_s: how long KV is held without a word from its reader.
-        post: takes events.
-        spawn: runs a task on the connector's loop, for a request or for none.
-        clock: seconds, monotonic.
-        ends_writes: see ``Transport``: whether that holds for every transport of this instance.
-        drain_s: how long a write may outlast its writer where it does not end with it.
-        incompatible: the peers whose handshake was refused, by either end.
-        rounding: the peers whose KV is rounded otherwise.
-        has_stalled: whether the engine does not step.
-        received: how much KV came from which peer.
+        instance: this instance's metadata.
+        lease_s: how long KV is held without a message from its reader, in seconds.
+        post: receives events.
+        spawn: runs a task on the connector's loop, on behalf of a request or of none.
+        clock: monotonic, in seconds.
+        ends_writes: whether every transport of this instance has ``Transport.ends_writes``.
+        drain_s: how long a write may outlast its writer where it does not end with it, in seconds.
+        incompatible: peers whose handshake was refused, by either end.
+        rounding: peers whose KV is rounded differently.
+        has_stalled: returns whether the engine has stopped stepping.
+        received: bytes of KV received, by peer.
     """
 
     instance: InstanceMetadata
@@ -108,8 +109,8 @@ class ConnectorContext:
 
 @dataclass(slots=True)
 class TransferCounts:
-    """What a sender or a receiver has done so far: ``refused`` of the ``failures`` were with peers
-    that can't exchange KV with this instance."""
+    """Counters of a sender or a receiver. ``refused`` is the part of ``failures`` whose peer can't
+    exchange KV with this instance."""
 
     transfers: int = 0
     failures: int = 0
@@ -119,12 +120,12 @@ class TransferCounts:
 
 
 class ConnectorScheduler(ABC):
-    """Life cycle of a connector's scheduler side. Its subclass brings a sender and a receiver.
+    """The life cycle of a connector's scheduler side. Subclasses provide a sender and a receiver.
 
     Args:
-        config: addresses, secret, deadlines.
-        num_ranks: of this instance.
-        check_compatible: judges peers that this instance asks.
+        config: addresses, secret, timeouts.
+        num_ranks: number of ranks of this instance.
+        check_compatible: the compatibility check for peers that this instance connects to.
     """
 
     pulls_early = False  # see ``Topology``
@@ -144,26 +145,27 @@ class ConnectorScheduler(ABC):
 
     @abstractmethod
     def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
-        """Build sender and receiver; returns what runs beside them until the end. Loop thread."""
+        """Build the sender and the receiver; returns their background tasks, which run until the
+        connector closes. Loop thread."""
 
     @abstractmethod
     def _handle(self, message: AnyMessage) -> AnyMessage:
-        """Reply to a peer; quick. What it raises but HandshakeRefused ends the peer's session. Loop
-        thread."""
+        """Reply to a peer, without blocking. Any exception other than HandshakeRefused ends the
+        peer's session. Loop thread."""
 
     @abstractmethod
     def _take_report(self, rank: int, report: LoadReport | PushReport) -> None:
-        """A rank has drained a load or a push. Loop thread."""
+        """Process the report of a rank that has drained a load or a push. Loop thread."""
 
     @abstractmethod
     def _give_up(self, request_id: str, reason: str) -> None:
-        """Something was raised that nobody thought of: that request's KV does not move, and what is
-        held for it is freed once nothing can change it. Loop thread."""
+        """Fail a request after an unexpected exception. Its KV is not transferred, and its blocks
+        are released once no transfer can change them. Loop thread."""
 
     @abstractmethod
     async def _drain(self) -> bool:
-        """End what must not go on after the side channel has fallen silent; False if something
-        does. Loop thread."""
+        """Stop the transfers that must not outlive the side channel. Returns False if one of them
+        could not be stopped. Loop thread."""
 
     def on_rank_message(self, rank: int, message: bytes) -> None:
         decoded = decode_from_rank(message)
@@ -276,13 +278,13 @@ class ConnectorScheduler(ABC):
         logger.info("KV side channel on %s port %d%s", config.host, server.port, advertised)
 
     def _make_loads(self, context: ConnectorContext) -> RankLoads:
-        """What the ranks of this instance load."""
+        """The loads that are sent to all ranks of this instance."""
         limit_s = self._config.transfer_timeout_s + SILENCE_S
         return RankLoads(self._ranks, limit_s, context.has_stalled)
 
     async def _shut(self) -> None:
         if not await self._drain():
-            # A port that nobody listens on says that nobody writes: keep it until the process ends.
+            # To peers, a closed port proves that this process writes no more: keep it open.
             logger.error("writes to peers have not ended; their blocks stay reserved until we do")
             return
         self._peers.close()
@@ -292,7 +294,7 @@ class ConnectorScheduler(ABC):
 
 
 def _common_transports(ranks: Sequence[RankReady]) -> dict[str, TransportConstraints]:
-    """Those that every rank has open; what they ask is the same on all."""
+    """The transports that every rank has open. Their constraints are the same on all ranks."""
     first, *others = ranks
     return {
         name: asked
@@ -302,7 +304,7 @@ def _common_transports(ranks: Sequence[RankReady]) -> dict[str, TransportConstra
 
 
 def _host() -> str:
-    """Which host this is; empty where the kernel does not show what tells it from others."""
+    """This host's identity; empty if the kernel does not provide one."""
     try:
         return host_identity()
     except OSError:
@@ -310,5 +312,5 @@ def _host() -> str:
 
 
 def _ports(config: KVTransferConfig) -> Iterable[int]:
-    """What the side channel may listen on; 0 is any free port."""
+    """The ports that the side channel may listen on; 0 is any free port."""
     return config.port_range if config.port_range and not config.port else (config.port,)

@@ -1,4 +1,5 @@
-"""Base class of a connector's per-rank side: opens transports, takes orders, ends."""
+"""Base class of a connector's per-rank worker: opens transports, executes the scheduler side's
+messages, shuts down. ``PullWorker`` and ``PushWorker`` derive from it."""
 
 from __future__ import annotations
 
@@ -33,40 +34,41 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class Wanted(TypedDict):
-    """The arguments of ``Transports.open`` that choose transports."""
+    """The arguments of ``Transports.open`` that select transports."""
 
     wanted: str
     allowed: Sequence[str]
 
 
 def transports_wanted(config: KVTransferConfig, movers: Sequence[str]) -> Wanted:
-    """Which transports a rank opens: those that were asked for, or all that move its memory.
+    """Choose the transports that a rank opens: the configured ones, or all that can move its
+    memory.
 
     Args:
-        config: may name some.
-        movers: those that can move the memory, best first.
+        config: may name transports.
+        movers: names of the transports that can move the memory, best first.
     """
     forced = config.transports
     return Wanted(wanted=forced[0] if len(forced) == 1 else AUTO, allowed=forced or movers)
 
 
 TurnRope = Callable[[Sequence[int], tuple[int, int], str], None]
-"""Brings rope rows of latents into a rank's own order: takes a block table, the range of tokens,
-and the order that they are in, as ``mooncake_hal.latents`` names it. Enqueues that on the device
-of the calling thread."""
+"""Converts the rope rows of latents into the rank's own order. Takes a block table, the range of
+tokens, and the order that they are in, as ``mooncake_hal.latents`` names it. Enqueues the
+conversion on the calling thread's current device."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """A rank's KV memory, which somebody else owns, and which outlives the worker.
+    """A rank's KV memory. The engine owns it, and it outlives the worker.
 
     Args:
-        geometry: of the whole model's KV.
-        shard: the part of it that this rank holds.
-        layout: where each of its blocks lies.
-        regions: the memory, to be registered with transports; on one device.
-        transports: names of those that can move it, best first.
-        turn_rope: where it holds latents of a known order.
+        geometry: geometry of the whole model's KV.
+        shard: the part of the model's KV that this rank holds.
+        layout: the address of each of its blocks.
+        regions: the memory to register with transports; all on one device.
+        transports: names of the transports that can move it, best first.
+        turn_rope: converts rope rows; None unless the memory holds latents of a known order.
     """
 
     geometry: KVGeometry
@@ -78,8 +80,8 @@ class RankMemory:
 
 
 class SharedTransports:
-    """What a rank has opened: who wants the same memory moved in the same way shares one set of
-    transports, such as a connector and the KVCache pool. Any thread."""
+    """The transports that a rank has opened. Users that move the same memory with the same
+    configuration, such as a connector and the KVCache pool, share one set. Any thread."""
 
     def __init__(self) -> None:
         self._opened: list[_Opened] = []
@@ -88,10 +90,10 @@ class SharedTransports:
     def open(
         self, config: KVTransferConfig, memory: RankMemory, registry: Registry
     ) -> TransportsUse:
-        """Open and register, or join who did.
+        """Open transports and register the memory, or share a set that is already open.
 
         Raises:
-            KVConfigError: a transport that was asked for can't be used here, or none can.
+            KVConfigError: a configured transport can't be used here, or none can.
         """
         with self._lock:
             for opened in self._opened:
@@ -113,7 +115,7 @@ class SharedTransports:
 
 @dataclass(slots=True, eq=False)
 class _Opened:
-    """Transports, what for, and how many use them."""
+    """A shared set of transports, what it was opened for, and how many users it has."""
 
     config: KVTransferConfig
     memory: RankMemory
@@ -121,7 +123,7 @@ class _Opened:
     num_users: int = 1
 
     def moves(self, config: KVTransferConfig, memory: RankMemory) -> bool:
-        """Whether it is the same memory, to be moved in the same way."""
+        """Whether this set moves the same memory with the same configuration."""
         own, other = self.memory, memory
         is_same = (own.regions, own.transports) == (other.regions, other.transports)
         return is_same and self.config == config
@@ -129,11 +131,11 @@ class _Opened:
 
 @dataclass(slots=True, eq=False)
 class TransportsUse:
-    """One user's share in transports.
+    """One user's handle on a shared set of transports.
 
     Args:
-        transports: to be used until ``close``.
-        leave: the user ends.
+        transports: the shared transports, valid until ``close``.
+        leave: gives up this user's share.
     """
 
     transports: Transports
@@ -141,7 +143,7 @@ class TransportsUse:
     has_ended: bool = False
 
     def close(self) -> None:
-        """The last user closes them. Idempotent."""
+        """Release the handle; the last one to be released closes the transports. Idempotent."""
         if not self.has_ended:
             self.has_ended = True
             self.leave()
@@ -171,19 +173,19 @@ def _open_transports(
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """What a connector's worker gets to work with.
+    """The environment of a connector's worker.
 
     Args:
-        rank: which rank of the instance this is.
-        config: addresses, secret, deadlines.
-        memory: what it moves.
-        registry: of transports.
-        make_event: a new event on the rank's device. The worker records it behind the step's
-            kernels in the step's thread, and waits for it in a thread of its own.
-        bind_thread: makes the rank's device current in the calling thread.
+        rank: index of this rank in the instance.
+        config: addresses, secret, timeouts.
+        memory: the KV memory to move.
+        registry: the installed transports.
+        make_event: makes a new event on the rank's device. The worker records it after the step's
+            kernels on the step's thread, and waits for it on a thread of its own.
+        bind_thread: makes the rank's device current on the calling thread.
         emit: sends a message to the scheduler side. Any thread; never blocks for long.
-        fail: a background thread died of this; the instance ends with it.
-        shared: what the rank has opened for others that move its memory.
+        fail: reports the exception that killed a background thread, which ends the instance.
+        shared: transports that the rank has opened for other users of its memory.
     """
 
     rank: int
@@ -197,8 +199,8 @@ class RankContext:
     shared: SharedTransports = field(default_factory=SharedTransports)
 
     def bind_pool_thread(self) -> None:
-        """The first thing that a pool's thread does. Where it fails the pool drops what it was
-        given, and nobody reports that."""
+        """``bind_thread`` as the initializer of a thread pool. If an initializer raises, the pool
+        drops its tasks without a report, so the failure is reported here."""
         try:
             self.bind_thread()
         except Exception as exc:
@@ -207,19 +209,20 @@ class RankContext:
 
 
 LayerDone = Callable[[int], None]
-"""Takes a held layer's number in the model once the step's KV of that layer is enqueued."""
+"""Called with the model index of a layer that this rank holds, once the kernels that write the
+step's KV of that layer are enqueued."""
 
 
 class PushStep(msgspec.Struct, frozen=True, gc=False):
-    """What a step computes of one request whose KV is pushed. A Struct, because it is made in the
-    step's thread.
+    """The part of one pushed request that a step computes. A Struct because it is constructed on
+    the step's thread, where time matters.
 
     Args:
-        request_id: which.
-        stop: the step runs its tokens before this one.
-        new_block_ids: what its block table grows by before the step.
-        restart: its block table, if it runs for the first time or starts over after preemption;
-            all of it is sent again then.
+        request_id: the request.
+        stop: end of the tokens that the step computes, exclusive.
+        new_block_ids: blocks that its block table grows by before the step.
+        restart: its whole block table, if it runs for the first time or restarts after preemption;
+            its KV is then sent from the beginning.
     """
 
     request_id: str
@@ -229,16 +232,17 @@ class PushStep(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankTransports:
-    """A rank's KV memory, registered with every transport it may use. Any thread.
+    """A rank's KV memory, registered with every transport that it may use, and the connections to
+    peers. Any thread.
 
     Args:
-        config: names the transports wanted, and the deployment's secret.
-        memory: what they move.
-        registry: of transports.
-        shared: what the rank has opened already.
+        config: names the transports, and has the deployment's secret.
+        memory: the memory that they move.
+        registry: the installed transports.
+        shared: transports that the rank has already opened.
 
     Raises:
-        KVConfigError: a transport that was asked for can't be used here, or none can.
+        KVConfigError: a configured transport can't be used here, or none can.
     """
 
     def __init__(
@@ -256,17 +260,17 @@ class RankTransports:
 
     @property
     def addresses(self) -> dict[str, bytes]:
-        """What peers connect to, by transport, best first."""
+        """The addresses that peers connect to, by transport, best first."""
         return self._transports.addresses
 
     @property
     def constraints(self) -> dict[str, TransportConstraints]:
-        """What each of these transports asks of both ends."""
+        """The constraints of each of these transports on both ends."""
         return self._transports.constraints
 
     @property
     def ends_writes(self) -> bool:
-        """Whether by each of these transports a write ends with its writer; see ``Transport``."""
+        """Whether with each of these transports a write ends with its writer; see ``Transport``."""
         return self._transports.ends_writes
 
     def peer(
@@ -278,23 +282,23 @@ class RankTransports:
         connection: int = 0,
         timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> Peer:
-        """A connection to a peer's rank, made at first use by the best common transport, within
-        CONNECT_TIMEOUT_S or less.
+        """Return the connection to a peer's rank. It is established on first use, by the best
+        common transport.
 
         Args:
-            engine_id, rank: of the peer.
-            addresses: of that rank, by transport.
-            connection: which one, where there are several: see ``PeerConnections``.
-            timeout_s: for what there is to connect.
+            engine_id, rank: the peer's epoch, and its rank.
+            addresses: addresses of that rank, by transport.
+            connection: number of the connection, if there are several: see ``PeerConnections``.
+            timeout_s: timeout of connecting, in seconds; CONNECT_TIMEOUT_S at most.
 
         Raises:
-            TransportUnavailable: no common transport reaches it; says why for each.
-            TransferError: it can't be connected to.
+            TransportUnavailable: no common transport reaches the rank; has the reason for each.
+            TransferError: the connection failed.
         """
         key = engine_id, rank, connection
         with self._lock:
             connecting = self._connecting.setdefault(key, threading.Lock())
-        with connecting:  # callers that want the same one wait, others don't
+        with connecting:  # serializes callers that want the same connection only
             known = self._peers.get(key)
             if known is not None:
                 return known
@@ -304,14 +308,15 @@ class RankTransports:
                 is_wanted = self._connecting.get(key) is connecting
                 if is_wanted:
                     self._peers[key] = choice.peer
-        if not is_wanted:  # nobody would close it any more
+        if not is_wanted:  # `forget` or `close` came first, so nothing else would close it
             choice.peer.close()
             raise PeerLost(f"instance {engine_id} was given up while it was connected to")
         logger.info("%s rank %d: %s", engine_id, rank, choice.reason)
         return choice.peer
 
     def forget(self, engine_id: str, connection: int | None = None) -> None:
-        """Drop all connections to all ranks of a peer, or that one to each. Idempotent."""
+        """Close the connections to all ranks of a peer: all of them, or those of one number.
+        Idempotent."""
 
         def is_meant(key: tuple[str, int, int]) -> bool:
             return key[0] == engine_id and connection in (None, key[2])
@@ -335,15 +340,15 @@ class RankTransports:
 
 
 def lone_thread(name: str, bind: Callable[[], None] | None = None) -> ThreadPoolExecutor:
-    """A pool of one thread, which is there from now on: what it is given later can't fail because
-    the host has no thread left.
+    """Make a pool of one thread that is started immediately, so that a later ``submit`` can't fail
+    because the host has no thread left.
 
     Args:
-        name: of the thread.
-        bind: what it does first.
+        name: name of the thread.
+        bind: the thread's initializer.
 
     Raises:
-        KVConfigError: it can't be started.
+        KVConfigError: the thread can't be started.
     """
     threads = ThreadPoolExecutor(1, name, initializer=bind)
     try:
@@ -357,13 +362,13 @@ def lone_thread(name: str, bind: Callable[[], None] | None = None) -> ThreadPool
 
 
 class ConnectorWorker(ABC):
-    """One rank's half of a connector. Its subclass moves the bytes.
+    """One rank's half of a connector. Subclasses move the bytes.
 
     Args:
-        context: the rank's memory, and its way to the scheduler side.
+        context: the rank's memory, and its link to the scheduler side.
 
     Raises:
-        KVConfigError: the configuration can't be followed here.
+        KVConfigError: the configuration can't be applied here.
     """
 
     def __init__(self, context: RankContext) -> None:
@@ -378,36 +383,39 @@ class ConnectorWorker(ABC):
 
     @abstractmethod
     def _obey(self, message: bytes) -> None:
-        """Act on a message of the scheduler side. The lock is held."""
+        """Execute a message from the scheduler side. Called with the lock held."""
 
     @abstractmethod
     def _drain(self) -> None:
-        """End what moves, and wait for that; no message comes any more."""
+        """Stop the transfers in flight and wait until they are drained. No further message is
+        executed."""
 
     def receive(self, message: bytes) -> None:
-        """Take a message of the scheduler side; long work goes to threads of the worker. What comes
-        when it closes is dropped."""
+        """Process a message from the scheduler side; long work runs on the worker's own threads.
+        Messages that arrive after ``close`` are dropped."""
         with self._lock:
             if not self._is_closed:
                 self._obey(message)
 
     def begin_step(self, steps: Sequence[PushStep]) -> LayerDone | None:
-        """A step is about to run these requests' tokens. The step's thread; returns at once.
+        """Prepare for a step that runs these requests' tokens. The step's thread; returns
+        immediately.
 
         Returns:
-            To be called in the step's thread with each layer whose writes of KV are enqueued
-            on the device; None if nothing waits for layers. What it is not called for is sent after
-            ``end_step``, so that a captured graph, which calls nothing, is correct, too.
+            A callback for the step's thread to call with each layer whose KV writes are enqueued on
+            the device; None if no request needs it. Layers that it is not called for are sent after
+            ``end_step``, so a captured graph, which makes no callbacks, is correct too.
         """
         return None
 
     def end_step(self) -> None:  # noqa: B027  # a worker that reads has nothing to do here
-        """The step's kernels are all enqueued; comes before the next ``begin_step`` at the latest.
-        The step's thread."""
+        """All kernels of the step are enqueued. Called before the next ``begin_step`` at the
+        latest, on the step's thread."""
 
     def turn_rope(self, block_ids: Sequence[int], tokens: tuple[int, int], order: str) -> None:
-        """Bring what a peer has left of a prompt into this rank's order of rotated elements, before
-        anybody is told that it is there; returns when that is done. A thread that is bound."""
+        """Convert the part of a prompt that came from a peer into this rank's order of rotated
+        elements, before it is reported as loaded. Blocks until the device is done. Runs on a thread
+        that is bound to the device."""
         turn = self.context.memory.turn_rope
         assert turn is not None, "the handshake refuses what this rank can't turn"
         turn(block_ids, tokens, order)
@@ -416,14 +424,15 @@ class ConnectorWorker(ABC):
         event.synchronize()
 
     def close(self) -> None:
-        """Stop all threads and withdraw the memory from peers. Idempotent."""
+        """Stop all threads and revoke the peers' access to the memory. Idempotent."""
         with self._lock:
             self._is_closed = True
         self._drain()
         self._transports.close()
 
     def _announce(self) -> None:
-        """Tell the scheduler side what is here and how to reach it; orders may come from now on."""
+        """Send this rank's metadata and addresses to the scheduler side, which may send messages
+        from now on."""
         memory, transports = self.context.memory, self._transports
         metadata = RankMetadata(memory.shard, memory.layout, transports.addresses)
         ready = RankReady(metadata, transports.ends_writes, transports.constraints)

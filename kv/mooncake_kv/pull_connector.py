@@ -1,11 +1,13 @@
 """MooncakeConnector: the decode side pulls (after vLLM-Ascend's MooncakeConnectorV1).
 
 The prefill instance keeps a finished prompt's blocks under a lease. The decode instance renews the
-lease while the request queues, reads the blocks one-sidedly into its own, and asks whether the
-lease was held all along; only then is the KV used. Calls return at once; I/O is on one thread.
+lease while the request is queued, reads the blocks into its own with one-sided reads, and then asks
+whether the lease was held the whole time; only then is the KV used. Calls return immediately; I/O
+runs on one thread.
 
-Where the proxy asks the decode instance first, the pull is early: that reserves blocks and has its
-reservation posted, as for a push, and reads each chunk of the prompt while the next is computed.
+If the proxy asks the decode instance first, the pull is early: the decode instance reserves blocks
+and posts the reservation to the metaserver, as for a push, and reads each chunk of the prompt while
+the prefill instance computes the next one.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from mooncake_kv.ranks import LoadReport, PushReport
 
 
 class MooncakeConnector(ConnectorScheduler):
-    """Scheduler side of the pull connector; for both roles, since an instance may have both."""
+    """Scheduler side of the pull connector; serves both roles, since an instance may have both."""
 
     mode = TransferMode.PULL
     worker = PullWorker
@@ -48,7 +50,8 @@ class MooncakeConnector(ConnectorScheduler):
     def __init__(self, config: KVTransferConfig, num_ranks: int) -> None:
         super().__init__(config, num_ranks, check_prefill_peer)
         self._rule = MetaserverRule(config.metaserver_allow)
-        # by request, while its KV is to be pulled early; the scheduler's thread only
+        # Early pulls by request; the scheduler's thread only. Decode side: where to post the
+        # reservation. Prefill side: requests whose reader has reserved blocks.
         self._metaservers: dict[str, Metaserver] = {}
         self._readers: set[str] = set()
 
@@ -85,7 +88,8 @@ class MooncakeConnector(ConnectorScheduler):
         self._end_lease(request_id, reason)
 
     async def _drain(self) -> bool:
-        """Reads are ours, and end with the ranks; what peers read of ours they don't use."""
+        """Nothing to drain: our reads end with the ranks, and peers discard what they read from
+        blocks whose lease they can't confirm."""
         return True
 
     def stats(self) -> dict[str, float]:

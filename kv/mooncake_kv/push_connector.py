@@ -1,9 +1,10 @@
 """MooncakeLayerwiseConnector: the prefill side pushes (after vLLM-Ascend's connector of that name).
 
-The decode instance comes first: it reserves blocks and tells the proxy's metaserver where they are.
-The prefill instance that is sent there asks for entry and writes each layer as soon as its KV is
-computed, chunk by chunk, while the next one computes. With the first token it says how many bytes
-each of its ranks wrote to each decode rank; only if that is exact, the request runs.
+The decode instance is asked first: it reserves blocks and posts their addresses to the proxy's
+metaserver. The prefill instance that the proxy chooses opens the push and writes each layer as soon
+as its KV is computed, chunk by chunk, while the next layer is computed. With the first token it
+reports how many bytes each of its ranks wrote to each decode rank; the decode instance runs the
+request only if these counts are exact.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mooncake_kv.ranks import EndPush, LoadReport, LocalRanks, PushReport
 
 
 class MooncakeLayerwiseConnector(ConnectorScheduler):
-    """Scheduler side of the push connector; for both roles, since an instance may have both."""
+    """Scheduler side of the push connector; serves both roles, since an instance may have both."""
 
     mode = TransferMode.PUSH
     worker = PushWorker
@@ -40,7 +41,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
     def __init__(self, config: KVTransferConfig, num_ranks: int) -> None:
         super().__init__(config, num_ranks, check_decode_peer)
         self._rule = MetaserverRule(config.metaserver_allow)
-        # by expected request; the scheduler's thread only
+        # By request that waits for its KV; the scheduler's thread only.
         self._metaservers: dict[str, Metaserver] = {}
 
     def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
@@ -64,7 +65,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         return self._receiver.handle(message)
 
     def _take_report(self, rank: int, report: LoadReport | PushReport) -> None:
-        if isinstance(report, LoadReport):  # loads nothing: it has turned what was pushed to it
+        if isinstance(report, LoadReport):  # of a TurnRope: this connector's workers load no KV
             self._turns.report(rank, report)
         else:
             self._sender.report(rank, report)
@@ -106,7 +107,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
     def prefill_advanced(
         self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int, attempt: int
     ) -> None:
-        pass  # its ranks know, layer by layer
+        pass  # the ranks track it themselves, layer by layer
 
     def request_finished(
         self,
