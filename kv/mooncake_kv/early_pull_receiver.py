@@ -1,8 +1,9 @@
-"""The decode half of an early pull: reserve blocks, ask for the prefill, read it as it comes on.
+"""Decode side of early pull: reserves blocks, asks for the prefill, and reads it as it progresses.
 
-Room is promised before anything is computed. What is read may be void any time, for its holder may
-lose its blocks while it computes: it counts only when the holder has confirmed, after the last
-byte, that the lease was held, and that all was read in the same attempt. Loop thread only.
+The blocks are reserved before anything is computed. What was read can become invalid at any time,
+because the holder may lose its blocks while it computes. It is used only once the holder has
+confirmed, after the last byte, that the lease was held, and if all of it was read in the same
+attempt. Loop thread only.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from mooncake_kv.ranks import Load, spread_of
 logger = logging.getLogger(__name__)
 
 PostParams = Callable[[Metaserver, KVTransferDict], Awaitable[None]]
-"""Asks for a prefill; raises as ``post_params``."""
+"""Asks the metaserver for a prefill; raises as ``post_params``."""
 
 
 @dataclass(slots=True)
 class _Reservation:
-    """A request with blocks for its prompt's KV.
+    """A request that has blocks reserved for its prompt's KV.
 
     Args:
-        request_id: whose.
-        block_ids: its table.
-        start, num_tokens: of the prompt, what has to come.
-        prompt_digest: of the prompt.
+        request_id: the request.
+        block_ids: its block table.
+        start, num_tokens: half-open range of the prompt's tokens whose KV is missing.
+        prompt_digest: digest of the prompt.
 
     Attributes:
-        newest: what the holder said last; None before there is one.
-        changed: set when there is something new.
-        error: why it is given up; empty if it is not.
-        former: holders that another one has replaced.
-        may_be_written: while its blocks are the ranks'.
+        newest: the holder's latest progress; None until a holder reports.
+        changed: set when ``newest`` or ``error`` has changed.
+        error: reason for which the request is abandoned; empty if it is not.
+        former: holders that a newer one has replaced.
+        may_be_written: while the ranks may write the blocks.
     """
 
     request_id: str
@@ -59,18 +60,19 @@ class _Reservation:
     may_be_written: bool = False
 
     def fail(self, reason: str) -> None:
-        """Give it up; the first reason counts."""
+        """Abandon the request; the first reason is kept."""
         self.error = self.error or reason
         self.changed.set()
 
     def is_for(self, message: PrefillProgress) -> bool:
-        """Whether that holder's KV is what is waited for."""
+        """Whether the message is about the KV that this request waits for, from a current
+        holder."""
         is_same = message.prompt_digest == self.prompt_digest
         is_whole = message.first_token is None or message.num_tokens == self.num_tokens
         return is_same and is_whole and not self.error and message.holder not in self.former
 
     def remote(self, progress: PrefillProgress) -> RemoteKV:
-        """What a holder has, and where."""
+        """The location of the KV that a holder has computed so far."""
         holder = progress.holder
         return RemoteKV(
             holder.engine_id,
@@ -84,16 +86,17 @@ class _Reservation:
 
 
 class EarlyPullReceiver:
-    """Requests whose prompts are computed elsewhere for blocks that are reserved here.
+    """Requests with blocks reserved here, whose prompts are computed by prefill instances.
 
     Args:
-        context: what it works with.
-        reader: reads, and knows the prefill instances.
-        post: how to ask for a prefill.
-        max_load_s: however alive its holder is, no request waits longer for its KV.
+        context: services of the connector.
+        reader: reads KV from the prefill instances.
+        post: asks the metaserver for a prefill.
+        max_load_s: timeout of a request's load, its prefill included, in seconds; applies even if
+            the holder is alive.
 
     Attributes:
-        num_early_bytes: what was read before its prefill was over.
+        num_early_bytes: bytes that were read before their prefill was complete.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class EarlyPullReceiver:
         self._reserved: dict[str, _Reservation] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether a request's KV is waited for, or being read."""
+        """Whether a request is waiting for its KV, or reading it."""
         return request_id in self._reserved
 
     def __len__(self) -> int:
@@ -120,12 +123,12 @@ class EarlyPullReceiver:
         metaserver: Metaserver,
         params: KVTransferDict,
     ) -> None:
-        """Ask for a prefill, and read it; ``LoadEnded`` follows.
+        """Ask for a prefill and read its KV; ``LoadEnded`` follows.
 
         Args:
-            request_id: whose.
-            block_ids: its table.
-            metaserver: where to ask.
+            request_id: the request to load.
+            block_ids: its block table.
+            metaserver: where to ask for the prefill.
             params: see ``build_reservation_params``.
         """
         start, num_tokens = params["remote_cached_tokens"], params["num_prompt_tokens"]
@@ -135,17 +138,17 @@ class EarlyPullReceiver:
         self._context.spawn(self._run(reserved, metaserver, params), request_id)
 
     def cancel(self, request_id: str, reason: str) -> None:
-        """Give up on a request; its end is reported once it is drained. Idempotent."""
+        """Cancel a request; ``LoadEnded`` is posted once it is drained. Idempotent."""
         reserved = self._reserved.get(request_id)
         if reserved is not None:
             reserved.fail(reason)
             self._reader.loads.cancel(request_id)
 
     def handle(self, message: PrefillProgress) -> LeaseStatus:
-        """A prefill has come on; EXPIRED if nobody waits for it (any more).
+        """Process a prefill's progress; returns EXPIRED if no request waits for it (any more).
 
-        One that begins after another one had begun replaces it: the proxy has given that up. One
-        whose first word is that it has ended is what was given up, and this word is late.
+        If a second holder starts, it replaces the first, which the proxy has abandoned. A second
+        holder whose first message is an error is itself the abandoned one, reporting late.
         """
         reserved = self._reserved.get(message.request_id)
         if reserved is None or not reserved.is_for(message):
@@ -168,7 +171,8 @@ class EarlyPullReceiver:
         return LeaseStatus.HELD
 
     def _lose(self, request_id: str, reason: str) -> None:
-        """The holder is silent, or knows nothing of it; a running read finds out by itself."""
+        """Fail a request whose holder is silent or has lost its KV; a running read detects that
+        itself."""
         reserved = self._reserved.get(request_id)
         if reserved is not None:
             reserved.fail(reason)
@@ -176,7 +180,7 @@ class EarlyPullReceiver:
     async def _run(
         self, reserved: _Reservation, metaserver: Metaserver, params: KVTransferDict
     ) -> None:
-        """One request from first to last; whatever happens, its end is reported once, drained."""
+        """Run one request from start to end; posts its end exactly once, whatever happens."""
         error: str | None = "the load was interrupted"
         first_token: FirstToken | None = None
         self._reader.counts.transfers += 1
@@ -184,14 +188,14 @@ class EarlyPullReceiver:
             await self._post(metaserver, params)
             first_token = await self._follow(reserved)
             error = None
-        except KVTransferError as exc:  # once the ranks have orders, from all of their reports
+        except KVTransferError as exc:  # no rank has been sent an order, or all have reported
             reserved.may_be_written = False
             error = str(exc)
             self._abandon(reserved, error)
         except Exception as exc:
             error = f"the load failed: {exc!r}"
             self._reader.counts.failures += 1
-            raise  # to be logged
+            raise  # the loop logs it
         finally:
             name = reserved.request_id
             del self._reserved[name]
@@ -207,7 +211,7 @@ class EarlyPullReceiver:
             self._reader.leases.spawn_failed(reserved.remote(newest), error)
 
     async def _follow(self, reserved: _Reservation) -> FirstToken:
-        """Read what is there, wait for more, until all of it is read and confirmed."""
+        """Read each chunk as it becomes available, until the whole prompt is read and confirmed."""
         give_up_at = self._context.clock() + self._max_load_s
         known: tuple[Writer, int] | None = None
         peer: PeerInstance | None = None
@@ -228,10 +232,10 @@ class EarlyPullReceiver:
                 return progress.first_token
 
     async def _next(self, reserved: _Reservation, give_up_at: float) -> PrefillProgress:
-        """What a holder says that has not been looked at.
+        """Wait for progress that has not been processed yet.
 
         Raises:
-            KVTransferError: it is given up, or nothing came in time.
+            KVTransferError: the request was abandoned, or the wait timed out.
         """
         wait_s = give_up_at - self._context.clock()
         if reserved.newest is None:
@@ -253,11 +257,11 @@ class EarlyPullReceiver:
         return reserved.newest
 
     async def _read(self, reserved: _Reservation, progress: PrefillProgress, start: int) -> bool:
-        """Read the tokens from ``start`` on that are there; False if that failed at a holder which
-        another one has replaced.
+        """Read the available tokens from ``start`` on. Returns False if the read failed at a holder
+        that has since been replaced.
 
         Raises:
-            KVTransferError: it failed, or the request is given up.
+            KVTransferError: the read failed, or the request was abandoned.
         """
         if reserved.error:
             raise KVTransferError(reserved.error)
@@ -274,7 +278,7 @@ class EarlyPullReceiver:
         reserved.may_be_written = True
         try:
             nbytes = await self._reader.read(order)
-        except KVTransferError:  # from all ranks' reports
+        except KVTransferError:  # raised after all ranks have reported
             reserved.may_be_written = False
             if reserved.error or progress.holder not in reserved.former:
                 raise
@@ -286,5 +290,5 @@ class EarlyPullReceiver:
 
 
 def _order(message: PrefillProgress) -> tuple[int, int, bool]:
-    """Of one holder's messages: one that was sent twice may come after those behind it."""
+    """Sort key of one holder's messages: a repeated one may arrive after later ones."""
     return message.attempt, message.num_tokens, message.first_token is not None

@@ -1,8 +1,8 @@
-"""The prefill half of an early pull: tell the reader, chunk by chunk, what may be read already.
+"""Prefill side of early pull: notifies the reader, chunk by chunk, of the KV that it may read.
 
-The lease of such a prompt begins with the request. While the prompt is computed its blocks are the
-request's in any case; what the lease says then is whether the reader still wants them. Loop thread
-only.
+The lease of such a prompt begins when the request arrives. While the prompt is being computed, its
+blocks belong to the request anyway; until then the lease only records whether the reader still
+wants them. Loop thread only.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a prompt has come.
+    """Progress of a prompt's prefill.
 
     Args:
-        attempt: another one whenever the request has lost its blocks meanwhile.
-        block_ids: its table.
-        num_tokens: the first tokens, whose KV is there.
-        first_token: the answer's first, once all is computed.
-        error: it will not be computed; empty if it will.
+        attempt: changes whenever the request has lost its blocks.
+        block_ids: its block table.
+        num_tokens: number of leading tokens whose KV is computed.
+        first_token: the sampled token, once the whole prompt is computed.
+        error: reason for which the prefill will not complete; empty if it will.
     """
 
     attempt: int = 0
@@ -41,13 +41,13 @@ class Progress:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing follows."""
+        """Whether no further progress follows."""
         return self.first_token is not None or bool(self.error)
 
 
 @dataclass(slots=True)
 class _Sent:
-    """A prompt that a reader waits for; ``changed`` is set while ``newest`` has not been told."""
+    """A prompt that a reader waits for; ``changed`` is set while ``newest`` has not been sent."""
 
     target: PushTarget
     newest: Progress = field(default_factory=Progress)
@@ -55,10 +55,10 @@ class _Sent:
 
 
 class EarlyPullSender:
-    """Prompts that are computed for readers which have reserved blocks.
+    """Prompts that are computed for readers that have reserved blocks.
 
     Args:
-        context: what it works with.
+        context: services of the connector.
         peers: the decode instances.
         sender: holds the leases.
         address: host and port of our side channel.
@@ -78,32 +78,33 @@ class EarlyPullSender:
         self._sent: dict[str, _Sent] = {}
 
     def begin(self, request_id: str, target: PushTarget) -> None:
-        """A request has come: its reader is told so before anything is computed."""
+        """Start a request; notifies its reader before anything is computed."""
         self._sender.grant(request_id)
         sent = self._sent[request_id] = _Sent(target)
         self._peers.hold(target.remote)
         self._context.spawn(self._report(request_id, sent), request_id)
 
     def advance(self, request_id: str, progress: Progress) -> None:
-        """A request has come on; what has not been told yet is told with it."""
+        """Record a request's progress, to be sent in the next message to its reader."""
         sent = self._sent.get(request_id)
         if sent is not None and not sent.newest.is_last:
             sent.newest = progress
             sent.changed.set()
 
     def complete(self, request_id: str, progress: Progress) -> None:
-        """All of a prompt is computed; ``LeaseEnded`` follows when its blocks are free: at once, if
-        nobody wants them any more."""
+        """Complete a prompt's prefill; ``LeaseEnded`` follows when its blocks can be freed, which
+        is immediately if the reader no longer wants them."""
         self.advance(request_id, progress)
         if not self._sender.is_held(request_id):
             self._sender.give_up(request_id)
 
     def cancel(self, request_id: str, reason: str) -> None:
-        """A prompt will not be computed, or is no longer held."""
+        """Notify the reader that a prompt will not be computed, or is no longer held."""
         self.advance(request_id, Progress(error=reason))
 
     async def _report(self, request_id: str, sent: _Sent) -> None:
-        """One message after the other, each with all that is known when it leaves."""
+        """Send a request's progress to its reader, one message at a time, each with the state at
+        the time of sending."""
         remote = sent.target.remote
         try:
             while True:

@@ -1,5 +1,5 @@
-"""What every pull does: read a part of a prompt on all ranks, and have its lease confirmed after
-the last one. Loop thread only."""
+"""Steps that pull and early pull share: reads a part of a prompt on all ranks, and confirms the
+lease after the last read. Loop thread only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 class KVReader:
-    """Reads prompts' KV, and counts.
+    """Reads prompts' KV from prefill instances, and counts transfers.
 
     Args:
-        context: what it works with.
-        loads: on the ranks of this instance.
-        peers: who hold KV.
-        leases: at these.
+        context: services of the connector.
+        loads: sends loads to the ranks of this instance.
+        peers: the instances that hold KV.
+        leases: renews the leases at these instances.
     """
 
     def __init__(
@@ -36,14 +36,15 @@ class KVReader:
         self._context = context
 
     def name_of(self, request_id: str) -> str:
-        """How this instance introduces itself as the reader of a request's KV."""
+        """The name under which this instance reads a request's KV."""
         return f"{self._context.instance.engine_id}/{request_id}"
 
     async def read(self, order: Load) -> int:
-        """Have all ranks read; returns how many bytes. They are drained then, or when it raises.
+        """Read on all ranks; returns the number of bytes. All ranks are drained when it returns or
+        raises KVTransferError.
 
         Raises:
-            KVTransferError: at least one of them failed.
+            KVTransferError: at least one rank failed.
         """
         started = self._context.clock()
         reports = await self.loads.run(order)
@@ -54,15 +55,16 @@ class KVReader:
         return nbytes
 
     async def confirm(self, peer: PeerInstance, remote: RemoteKV, request_id: str) -> None:
-        """Say that all is read; only then it may be used.
+        """Tell the holder that the prompt is read, and check that its lease was held until now.
+        The KV must not be used before.
 
-        The holder can't stop a one-sided read, under which its lease may have run out, so that its
-        blocks are another request's by now. Only a lease that was held until after the last byte
+        The holder can't stop a one-sided read. If its lease expires during the read, its blocks may
+        already belong to another request. Only a lease that was held until after the last byte
         proves that what was read is this prompt's KV. The reader's name makes a repeated Done
-        idempotent, and a second reader's void.
+        idempotent, and voids the Done of a second reader.
 
         Raises:
-            LeaseLost: it was not held all along.
+            LeaseLost: the lease was not held the whole time.
             KVTransferError: the holder does not answer.
         """
         status = await peer.done(remote.request_id, self.name_of(request_id))
@@ -73,7 +75,7 @@ class KVReader:
             )
 
     def note_failure(self, request_id: str, engine_id: str, error: str) -> None:
-        """A request's KV did not come from that instance."""
+        """Count and log that a request's KV could not be loaded from an instance."""
         incompatible = self._context.incompatible
         self.counts.failures += 1
         self.counts.refused += engine_id in incompatible

@@ -1,4 +1,4 @@
-"""The decode half of pulling: keep leases while requests queue, then load. Loop thread only."""
+"""Decode side of pull: renews leases while requests are queued, then loads. Loop thread only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Expected:
-    """A request whose KV a peer holds; ``may_be_written`` while its blocks are the ranks'."""
+    """A request whose KV a peer holds; ``may_be_written`` while the ranks may write its blocks."""
 
     remote: RemoteKV
     is_loading: bool = False
@@ -26,11 +26,11 @@ class _Expected:
 
 
 class PullReceiver:
-    """Expected requests and running loads.
+    """Requests whose KV peers hold, from their announcement to the end of their load.
 
     Args:
-        context: what it works with.
-        reader: reads, and knows the prefill instances.
+        context: services of the connector.
+        reader: reads KV from the prefill instances.
     """
 
     def __init__(self, context: ConnectorContext, reader: KVReader) -> None:
@@ -39,14 +39,14 @@ class PullReceiver:
         self._expected: dict[str, _Expected] = {}
 
     def expect(self, request_id: str, remote: RemoteKV) -> None:
-        """Keep this lease alive until the request is loaded or cancelled."""
+        """Renew a request's lease until the request is loaded or cancelled."""
         self._expected[request_id] = _Expected(remote)
         self._reader.leases.keep(request_id, remote, self._lose)
 
     def load(self, request_id: str, local_blocks: tuple[int, ...], start: int) -> None:
         """Load an expected request's prompt from token ``start`` on; ``LoadEnded`` follows."""
         expected = self._expected.get(request_id)
-        if expected is None:  # its lease was lost just before; that LoadEnded is on its way
+        if expected is None:  # its lease was lost just before, which has posted LoadEnded
             return
         remote = expected.remote
         order = Load(
@@ -63,7 +63,7 @@ class PullReceiver:
         self._context.spawn(self._run(order, expected), request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Give up on a request: tell its peer, and end its load if one runs. Idempotent."""
+        """Cancel a request: notify its peer, and cancel its load if one is running. Idempotent."""
         expected = self._expected.get(request_id)
         if expected is None:
             return
@@ -77,7 +77,7 @@ class PullReceiver:
         )
 
     def give_up(self, request_id: str, reason: str) -> None:
-        """End a request's wait, whatever is known of it; a running load reports its own end."""
+        """Fail a request, even an unknown one; a running load reports its own end."""
         expected = self._expected.get(request_id)
         if expected is None or not expected.is_loading:
             self._forget(request_id)
@@ -88,7 +88,7 @@ class PullReceiver:
         self._reader.leases.drop(request_id)
 
     def _lose(self, request_id: str, reason: str) -> None:
-        """A running load finds out by itself; a queued request ends here."""
+        """Fail a queued request whose lease is lost; a running load detects the loss itself."""
         expected = self._expected.get(request_id)
         if expected is not None and not expected.is_loading:
             self._forget(request_id)
@@ -97,13 +97,13 @@ class PullReceiver:
             self._context.post(LoadEnded(request_id, reason))
 
     async def _run(self, order: Load, expected: _Expected) -> None:
-        """One load from first to last; whatever happens, its end is reported once, drained."""
+        """Run one load from start to end; posts its end exactly once, whatever happens."""
         error: str | None = "the load was interrupted"
         self._reader.counts.transfers += 1
         try:
             await self._load(order, expected)
             error = None
-        except KVTransferError as exc:  # once the ranks have orders, from all of their reports
+        except KVTransferError as exc:  # no rank has been sent the order, or all have reported
             expected.may_be_written = False
             error = str(exc)
             self._reader.note_failure(order.request_id, order.engine_id, error)
@@ -111,7 +111,7 @@ class PullReceiver:
         except Exception as exc:
             error = f"the load failed: {exc!r}"
             self._reader.counts.failures += 1
-            raise  # to be logged
+            raise  # the loop logs it
         finally:
             self._forget(order.request_id)
             is_drained = not expected.may_be_written
@@ -119,7 +119,7 @@ class PullReceiver:
 
     async def _load(self, order: Load, expected: _Expected) -> None:
         remote = expected.remote
-        if order.start >= order.stop:  # all of it is here: the holder's fate does not matter
+        if order.start >= order.stop:  # nothing to load, so the state of the holder is irrelevant
             self._reader.leases.spawn_done(remote, self._reader.name_of(order.request_id))
             return
         peer = await self._reader.peers.reach(remote)

@@ -1,4 +1,4 @@
-"""The prefill half of pulling: hold finished prompts for peers. Loop thread only."""
+"""Prefill side of pull: holds finished prompts for peers under leases. Loop thread only."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ SWEEPS_PER_LEASE = 10
 
 
 class PullSender:
-    """Leases, and what peers may say about them.
+    """The leases that this instance has granted, and the handler of peers' messages about them.
 
     Args:
-        context: what it works with.
+        context: services of the connector.
+
+    Attributes:
+        num_expired: leases that have timed out since the start.
     """
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -41,19 +44,19 @@ class PullSender:
 
     @property
     def num_held(self) -> int:
-        """Leases running now."""
+        """Number of current leases."""
         return len(self._leases)
 
     def is_held(self, request_id: str) -> bool:
-        """Whether a request's lease is running."""
+        """Whether a request's lease is current."""
         return self._leases.is_held(request_id)
 
     def grant(self, request_id: str) -> None:
-        """Hold a request's KV from now on."""
+        """Start a request's lease."""
         self._leases.grant(request_id, self._context.clock())
 
     def end(self, request_id: str, ending: LeaseStatus, reader: str = NO_READER) -> LeaseStatus:
-        """End a lease by somebody's word; returns how it ended, now or earlier."""
+        """End a lease before its deadline; returns how it ended, now or earlier."""
         was_held = self._leases.is_held(request_id)
         status = self._leases.end(request_id, ending, reader)
         if was_held:
@@ -61,8 +64,8 @@ class PullSender:
         return status
 
     def give_up(self, request_id: str) -> None:
-        """Hold nothing for a request any more, whatever is known of it. Who reads it nevertheless
-        asks afterwards, and does not use what it has read."""
+        """End a request's lease, even an unknown one. A peer that is reading the KV asks for the
+        lease afterwards, and then discards what it has read."""
         self._leases.end(request_id, LeaseStatus.EXPIRED)
         self._context.post(LeaseEnded(request_id))
 
@@ -70,7 +73,7 @@ class PullSender:
         """Answer a peer.
 
         Raises:
-            HandshakeRefused: a peer that does not fit.
+            HandshakeRefused: the peer is incompatible.
         """
         ticket = message.ticket
         if isinstance(message, Hello):
@@ -88,7 +91,8 @@ class PullSender:
         return Reject(ticket, f"{type(message).__name__} is not a request")
 
     async def sweep(self) -> None:
-        """End leases at their deadlines, until cancelled; whether or not the engine steps."""
+        """Expire leases at their deadlines, whether or not the engine steps; runs until
+        cancelled."""
         while True:
             await asyncio.sleep(self._leases.duration_s / SWEEPS_PER_LEASE)
             for request_id in self._leases.expire(self._context.clock()):

@@ -1,4 +1,5 @@
-"""Per-rank worker of the pull connector: registers KV memory and reads into it."""
+"""Per-rank worker of the pull connector: registers the rank's KV memory and reads peers' KV into
+it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from mooncake_kv.ranks import (
 logger = logging.getLogger(__name__)
 
 LOAD_THREADS = 4
-"""Loads from one instance at a time."""
+"""Concurrent loads from one instance."""
 
 
 class PullWorker(ConnectorWorker):
@@ -43,9 +44,9 @@ class PullWorker(ConnectorWorker):
         self._placement = KVShardSpec(context.memory.shard, context.memory.layout)
         self._connections = PeerConnections(self._transports.forget)
         self._sources: dict[str, _Source] = {}
-        self._former: list[_Source] = []  # given up; their last loads may still be ending
+        self._former: list[_Source] = []  # forgotten; their last loads may still be draining
         self._loads: dict[str, _RunningLoad] = {}
-        self._ends: set[Future[None]] = set()  # of loads and connections; those that are not over
+        self._ends: set[Future[None]] = set()  # pending cancellations and disconnections
         self._announce()
 
     def _obey(self, message: bytes) -> None:
@@ -72,7 +73,7 @@ class PullWorker(ConnectorWorker):
             source.threads.shutdown(wait=True)
             source.endings.shutdown(wait=True)
         self._endings.shutdown(wait=True)
-        wait(list(self._ends))  # those of instances that were given up long ago, too
+        wait(list(self._ends))  # including those of instances that were forgotten long ago
 
     def _begin(self, command: Load) -> None:
         self._loads[command.request_id] = load = _RunningLoad(
@@ -86,7 +87,7 @@ class PullWorker(ConnectorWorker):
                 self._report(load, str(exc))
 
     def _run(self, load: _RunningLoad) -> None:
-        """Top of a pool thread: the load is reported once, drained, whatever happens."""
+        """Top of a pool thread: reports the load exactly once, drained, whatever happens."""
         if not load.claim():
             return
         error = None
@@ -105,7 +106,7 @@ class PullWorker(ConnectorWorker):
     def _report(self, load: _RunningLoad, error: str | None) -> None:
         name = load.command.request_id
         seconds = time.monotonic() - load.deadline + self._timeout_s
-        del self._loads[name]  # first: the next part of the same request may be ordered at once
+        del self._loads[name]  # first: the next part of this request may be ordered immediately
         self.context.emit(encode(LoadReport(name, error, load.nbytes, seconds)))
 
     def _read(self, load: _RunningLoad) -> None:
@@ -159,9 +160,8 @@ class PullWorker(ConnectorWorker):
             self._end(engine_id, partial(self._transports.forget, engine_id))
 
     def _end(self, engine_id: str, end: Callable[[], None]) -> None:
-        """Have a load or the connections of an instance ended: by a thread of that instance's, for
-        what is slow to drain may take seconds, or by the one that is there if the host has no other
-        left."""
+        """Cancel a load, or close the connections to an instance, which may take seconds to drain.
+        Runs on that instance's own thread, or on the shared one if the host has no thread left."""
         sources = (*self._former, *self._sources.values())
         own = next((s.endings for s in reversed(sources) if s.engine_id == engine_id), None)
         try:
@@ -172,7 +172,7 @@ class PullWorker(ConnectorWorker):
         ending.add_done_callback(self._ends.discard)
 
     def _dismiss(self, engine_id: str) -> bool:
-        """No new loads from there; returns whether there could have been any."""
+        """Accept no new loads from an instance; returns False if it was not known."""
         source = self._sources.pop(engine_id, None)
         if source is None:
             return False
@@ -180,7 +180,7 @@ class PullWorker(ConnectorWorker):
         busy = {load.command.engine_id for load in list(self._loads.values())}
         for former in self._former:
             if former.engine_id not in busy:
-                former.endings.shutdown(wait=False)  # when it has done what it was given
+                former.endings.shutdown(wait=False)  # queued work still completes
         self._former = [former for former in self._former if former.engine_id in busy]
         self._former.append(source)
         return True
@@ -192,8 +192,8 @@ class PullWorker(ConnectorWorker):
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """An instance to read from; with threads of its own, so that one that hangs delays no other:
-    ``threads`` read, ``endings`` is one that ends reads and connections."""
+    """An instance to read from. It has its own threads, so that a hung instance delays no other:
+    ``threads`` read, and the single one of ``endings`` cancels reads and closes connections."""
 
     engine_id: str
     ranks: tuple[RankMetadata, ...]
@@ -203,10 +203,10 @@ class _Source:
 
 
 class _RunningLoad(OrderTransfers):
-    """A load's transfers.
+    """The transfers of one load.
 
     Args:
-        command: what is to be read.
+        command: the scheduler side's order.
         deadline: see ``OrderTransfers``.
     """
 
