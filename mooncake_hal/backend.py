@@ -1,11 +1,11 @@
 """The contract of a compute backend: a composition of small protocols.
 
-Required of every backend: ``name``, ``capabilities``, ``runtime``, ``ops``, ``memory``,
-``communicator``. Everything above the hardware layer is written against this file, and the suite
-in ``mooncake_hal.testing`` proves a backend against ``mooncake_hal.reference``.
+Every backend provides ``name``, ``capabilities``, ``runtime``, ``ops``, ``memory`` and
+``communicator``. Everything above the hardware layer is written against this file, and the
+conformance suite in ``mooncake_hal.testing`` compares a backend with ``mooncake_hal.reference``.
 
-Tensors are torch tensors on the backend's device. All work is enqueued on the device's current
-stream; only methods that say so wait for it.
+Tensors are torch tensors on the backend's device. Methods enqueue their work on the device's
+current stream and return without waiting for it, unless their docstring says that they block.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class DeviceInfo:
     """One device.
 
     Args:
-        index: the number that the other methods take.
+        index: the device index that the other methods take.
         name: marketing name.
-        generation: the family that kernels and deployments care about: ``"sm_90"``, ``"A2"``,
-            ``"x86_64+avx512_bf16"``.
-        total_bytes: memory of the device.
+        generation: the chip family, by which kernels and compatibility checks tell devices apart:
+            ``"sm_90"``, ``"A2"``, ``"x86_64+avx512_bf16"``.
+        total_bytes: size of the device's memory.
     """
 
     index: int
@@ -53,30 +53,34 @@ class Capabilities:
     """What a backend can do on this machine.
 
     Args:
-        dtypes: names of the floating types that ``ops`` takes, best first.
-        block_sizes: tokens per KV block that the attention kernels take, best first.
-        kv_layouts: names of the layouts of ``mooncake_hal.kv.layout`` that they run on, best first.
-        graphs: whether ``runtime.capture`` works.
-        moe_graphs: whether it also takes ``Ops.moe``.
+        dtypes: names of the floating-point types that ``ops`` accept, best first.
+        block_sizes: tokens per KV block that the attention kernels support, best first.
+        kv_layouts: names of the layouts of ``mooncake_hal.kv.layout`` that the kernels support,
+            best first.
+        graphs: whether ``runtime.capture`` is supported.
+        moe_graphs: whether ``Ops.moe`` can be captured, too.
         transports: names of the transports that can move this backend's memory, best first.
-        scheduler_resource: what cluster schedulers (Ray) call one of its devices, ``"GPU"`` or
-            ``"NPU"``; empty where only CPUs are counted.
-        latent_dims: (latent, rope) widths that latent attention runs on; empty: any.
-        sampling: whether ``ops`` are also ``SamplingOps``; else torch chooses tokens.
-        kv_dtypes: names of the narrower types that KV may be kept in; with any, ``ops`` are also
-            ``ScaledKVOps``.
-        native_latents: whether ``ops`` are also ``mooncake_hal.latents.NativeLatentOps``.
-        max_graphs: how many a process may hold; None: as many as there is memory for.
-        max_decodes_per_graph: sequences of the largest graph of decodes that pays; None: as many as
-            run.
-        fused_experts: whether it is also a ``mooncake_hal.fused_experts.FusedExpertsBackend``.
-        fused_rope_writes: whether ``ops`` are also ``mooncake_hal.rope_writes.RopeWriteOps``; else
-            models call norms, rotation and the write one after the other.
-        rounding: how its ops round where the contract leaves it open, as (what, how) in words;
-            instances that exchange KV compare them, and say what differs.
-        quantization: which quantised weights are multiplied as they are; with ``"fp8"`` those of
-            linear layers, and ``ops`` are also ``mooncake_hal.fp8_linear.Fp8LinearOps``; with
-            ``"fp8_experts"`` those of experts, and they are ``Fp8ExpertOps``, too.
+        scheduler_resource: cluster schedulers' (Ray's) name for one of its devices, ``"GPU"`` or
+            ``"NPU"``; empty if the scheduler counts CPUs only.
+        latent_dims: (latent, rope) widths that latent attention supports; empty: any.
+        sampling: whether ``ops`` implement ``SamplingOps``; otherwise tokens are sampled with
+            torch.
+        kv_dtypes: names of the narrower types that KV may be stored in; unless it is empty,
+            ``ops`` implement ``ScaledKVOps``.
+        native_latents: whether ``ops`` implement ``mooncake_hal.latents.NativeLatentOps``.
+        max_graphs: how many graphs a process may hold; None: limited by memory only.
+        max_decodes_per_graph: largest batch of decodes for which a graph is worth capturing; None:
+            no limit.
+        fused_experts: whether the backend implements
+            ``mooncake_hal.fused_experts.FusedExpertsBackend``.
+        fused_rope_writes: whether ``ops`` implement ``mooncake_hal.rope_writes.RopeWriteOps``;
+            otherwise models call the norms, the rotation and the KV write one after the other.
+        rounding: how the ops round where the contract leaves it open, as pairs of words (what,
+            how); instances that exchange KV compare these and report the differences.
+        quantization: kinds of quantised weights that the ops multiply without dequantising them
+            first. With ``"fp8"`` (linear layers), ``ops`` implement
+            ``mooncake_hal.fp8_linear.Fp8LinearOps``; with ``"fp8_experts"`` (experts), also
+            ``Fp8ExpertOps``.
     """
 
     dtypes: tuple[str, ...]
@@ -102,55 +106,56 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def record(self) -> None:
-        """Mark the current stream's work so far."""
+        """Mark the end of the work that is enqueued on the current stream so far."""
         ...
 
     def query(self) -> bool:
-        """Whether that work has finished; never blocks."""
+        """Whether the work up to the mark has finished; never blocks."""
         ...
 
     def synchronize(self) -> None:
-        """Block until that work has finished."""
+        """Block until the work up to the mark has finished."""
         ...
 
 
 class Graph(Protocol):
-    """Captured work that can be run again on the same addresses."""
+    """Captured work that can be replayed on the same addresses."""
 
     def replay(self, host_context_lens: Sequence[int] = ()) -> None:
-        """Enqueue the captured work on the current stream, once its last replay is done.
+        """Enqueue the captured work on the current stream, after its previous replay.
 
         Args:
-            host_context_lens: what the batch of the captured decodes has in its tensors now, for
-                backends whose kernels take host lists; empty: as in the last replay or capture.
+            host_context_lens: the current values of the captured batch's ``context_lens`` tensor,
+                for backends whose kernels take host lists; empty: the same as in the last replay
+                or capture.
         """
         ...
 
 
 class Fence(Protocol):
-    """The end of a piece of work on a copy stream."""
+    """Completion of one piece of work that was submitted to a copy stream."""
 
     def query(self) -> bool:
-        """Whether the work is over."""
+        """Whether the work has finished."""
         ...
 
     def synchronize(self) -> None:
-        """Block until it is; what is enqueued from then on sees what it has left. Raises what the
-        work raised."""
+        """Block until the work has finished, and raise the exception that it raised, if any. Work
+        that is enqueued from then on sees its results."""
         ...
 
 
 class CopyStream(Protocol):
-    """Copies between device and host memory, in order, beside what the model computes."""
+    """Copies between device and host memory, in order, concurrent with the model's work."""
 
     def submit(self, work: Callable[[], object]) -> Fence:
-        """Run ``work`` behind everything that the calling thread has enqueued so far, and behind
-        what was submitted before; returns at once. What is enqueued later is not ordered with it:
-        who touches the same memory waits for the fence."""
+        """Schedule ``work`` after everything that the calling thread has enqueued so far and after
+        all earlier submissions; does not block. Work that the caller enqueues later is not ordered
+        with it: wait for the fence before touching the same memory."""
         ...
 
     def close(self) -> None:
-        """Finish what was submitted and end. Idempotent."""
+        """Finish all submitted work and shut the stream down. Idempotent."""
         ...
 
 
@@ -158,15 +163,15 @@ class Runtime(Protocol):
     """Devices, threads, streams and graphs."""
 
     def devices(self) -> Sequence[DeviceInfo]:
-        """The devices that this process can see."""
+        """The devices that are visible to this process."""
         ...
 
     def device(self, index: int) -> torch.device:
-        """Return the torch device of that index; raises DeviceError if there is none."""
+        """Return the torch device with that index; raises DeviceError if there is none."""
         ...
 
     def bind_thread(self, index: int) -> None:
-        """Make the device current in the calling thread; every helper thread calls it first."""
+        """Make the device current in the calling thread. Every helper thread calls this first."""
         ...
 
     def synchronize(self, index: int) -> None:
@@ -174,29 +179,29 @@ class Runtime(Protocol):
         ...
 
     def memory_info(self, index: int) -> MemoryInfo:
-        """Free and total memory now."""
+        """The device's free and total memory now."""
         ...
 
     def reset_peak(self, index: int) -> None:
-        """Forget how much memory was taken at most so far."""
+        """Restart the measurement that ``peak_bytes`` reports."""
         ...
 
     def peak_bytes(self, index: int) -> int:
-        """The most memory that was taken since ``reset_peak``, as far as the device can tell: by
-        this process, what an allocator keeps for reuse included; of other processes what they have
-        taken since this one first bound a thread to the device."""
+        """Peak memory use since ``reset_peak``, as far as the device can tell. It includes memory
+        that this process's allocator keeps for reuse, and memory that other processes have
+        allocated since this one first bound a thread to the device."""
         ...
 
     def event(self, index: int) -> Event:
-        """A new event on that device."""
+        """Create an event on the device."""
         ...
 
     def copy_stream(self, index: int) -> CopyStream:
-        """A new copy stream of that device; its owner closes it."""
+        """Create a copy stream on the device; the caller owns and closes it."""
         ...
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """Run ``run`` once and record it; raises CapabilityError if ``graphs`` is False."""
+        """Run ``run`` once and record its work; raises CapabilityError if ``graphs`` is False."""
         ...
 
 
@@ -205,9 +210,9 @@ class AttentionBatch:
     """Which tokens attend to which KV. Sequences with one query token (decodes) come first.
 
     ``context_lens`` counts a sequence's KV tokens *including* the new ones: query token i of a
-    sequence with q new tokens sits at position ``context_len - q + i`` and sees everything up to
-    itself. The ``host_*`` fields are the same numbers as plain ints, for backends whose kernels
-    take host lists; they cost nothing to fill since the scheduler has them.
+    sequence with q new tokens is at position ``context_len - q + i`` and attends to all positions
+    up to and including its own. The ``host_*`` fields are the same numbers as plain ints, for
+    backends whose kernels take host lists; the scheduler has them anyway.
 
     Args:
         num_decodes: how many leading sequences have exactly one query token.
@@ -231,22 +236,22 @@ class AttentionBatch:
 
 
 class Ops(LatentOps, Protocol):
-    """The kernels of a decoder, with grouped-query or latent attention.
+    """The kernels of a decoder model, with grouped-query or latent attention.
 
     KV caches are strided views ``[num_blocks, block_size, kv_heads, head_dim]`` of any layout
     that ``capabilities.kv_layouts`` lists; only the last dimension is contiguous. A backend without
-    a fused ``write_latents`` inherits ``mooncake_hal.latents.ComposedLatentWrites``.
+    a fused ``write_latents`` inherits from ``mooncake_hal.latents.ComposedLatentWrites``.
     """
 
     def write_kv(
         self,
         key: Tensor,  # [tokens, kv_heads, head_dim]
-        value: Tensor,  # [tokens, kv_heads, head_dim], may be of another width
+        value: Tensor,  # [tokens, kv_heads, value_dim]; value_dim may differ from head_dim
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,  # [tokens] int64
     ) -> None:
-        """Store each token's key and value in its slot."""
+        """Write each token's key and value to its slot of the caches."""
         ...
 
     def decode_attention(
@@ -257,7 +262,7 @@ class Ops(LatentOps, Protocol):
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:  # [num_decodes, heads, head_dim]
-        """Attention of the batch's leading decodes over their paged KV."""
+        """Attention of the batch's leading decodes over their paged KV caches."""
         ...
 
     def prefill_attention(
@@ -268,7 +273,8 @@ class Ops(LatentOps, Protocol):
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:  # like query
-        """Causal attention of the remaining sequences over their paged KV (cached prefix too)."""
+        """Causal attention of the remaining sequences over their paged KV caches, cached prefixes
+        included."""
         ...
 
     def rms_norm(
@@ -277,13 +283,13 @@ class Ops(LatentOps, Protocol):
         weight: Tensor,  # [dim]
         eps: float,
     ) -> Tensor:
-        """``x / sqrt(mean(x²) + eps) * weight``, the mean in float32."""
+        """Return ``x / sqrt(mean(x²) + eps) * weight``, with the mean computed in float32."""
         ...
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Return ``(rms_norm(x + residual), x + residual)``; may reuse both inputs' memory."""
+        """Return ``(rms_norm(x + residual), x + residual)``; may overwrite both inputs."""
         ...
 
     def rope(
@@ -293,103 +299,109 @@ class Ops(LatentOps, Protocol):
         positions: Tensor,  # [tokens] int64
         cos_sin: Tensor,  # [max_positions, rotary_dim] float32, cosines then sines
     ) -> tuple[Tensor, Tensor]:
-        """Rotate halves (NeoX form) of the first ``rotary_dim`` elements; may work in place."""
+        """Apply rotary embeddings (NeoX style, rotated halves) to the first ``rotary_dim`` elements
+        of each head; may work in place."""
         ...
 
     def pack_weight(
         self,
         weight: Tensor,  # [out, in]
     ) -> Tensor:
-        """Return the weight in the form that ``linear`` runs on best; may be the same tensor.
+        """Return the weight in the layout that ``linear`` runs fastest on; may be the same tensor.
 
-        Called once per weight after loading; the caller then drops the original. The result is
-        opaque: only ``linear`` takes it (a CPU blocks it once here, and not again at every call).
+        The caller calls this once per weight after loading, then drops the original. The result is
+        opaque and accepted by ``linear`` only (a CPU backend blocks the matrix here once instead of
+        in every call).
         """
         ...
 
     def linear(
         self,
         x: Tensor,  # [tokens, in]
-        weight: Tensor,  # what pack_weight returned for [out, in]
+        weight: Tensor,  # the result of pack_weight for [out, in]
         bias: Tensor | None,  # [out]
     ) -> Tensor:  # [tokens, out]
-        """``x @ weight.T + bias``."""
+        """Return ``x @ weight.T + bias``."""
         ...
 
     def silu_mul(self, x: Tensor) -> Tensor:
-        """``silu(gate) * up`` for x = [..., gate ++ up]; the result has half the last dim."""
+        """Return ``silu(gate) * up`` for x = [..., gate ++ up]; the last dimension is halved."""
         ...
 
     def pack_experts(
         self,
         weights: Tensor,  # [experts, out, in]
     ) -> tuple[Tensor, ...]:
-        """Return the experts' weights in the form that ``moe`` runs on best; see ``pack_weight``.
+        """Return the experts' weights in the layout that ``moe`` runs fastest on, as
+        ``pack_weight`` does for ``linear``.
 
-        The result is opaque: only ``moe`` and ``unpack_experts`` take it.
+        The result is opaque and accepted by ``moe`` and ``unpack_experts`` only.
         """
         ...
 
     def unpack_experts(
         self,
-        packed: tuple[Tensor, ...],  # what pack_experts returned for [experts, out, in]
+        packed: tuple[Tensor, ...],  # the result of pack_experts for [experts, out, in]
     ) -> Tensor:  # [experts, out, in], dense
-        """The weights as they were before, bit by bit; may be memory of ``packed``, which the
-        caller then uses no more. For experts that move to other ranks."""
+        """Return the original weights, bit for bit, so that experts can move to other ranks. The
+        result may share memory with ``packed``, which the caller must not use afterwards."""
         ...
 
     def moe(
         self,
         x: Tensor,  # [tokens, hidden]
-        gate_up: tuple[Tensor, ...],  # what pack_experts returned for [experts, 2 * inner, hidden]
-        down: tuple[Tensor, ...],  # what pack_experts returned for [experts, hidden, inner]
-        expert_ids: Tensor,  # [tokens, chosen] int64, all different in a row
-        expert_weights: Tensor,  # [tokens, chosen] float32
+        gate_up: tuple[Tensor, ...],  # the result of pack_experts for [experts, 2 * inner, hidden]
+        down: tuple[Tensor, ...],  # the result of pack_experts for [experts, hidden, inner]
+        expert_ids: Tensor,  # [tokens, top_k] int64, distinct within a row
+        expert_weights: Tensor,  # [tokens, top_k] float32
     ) -> Tensor:  # [tokens, hidden]
-        """Each token through its chosen experts: ``sum of weight * down @ silu_mul(gate_up @ x)``.
+        """Run each token through its chosen experts:
+        ``sum of weight * down @ silu_mul(gate_up @ x)``.
 
-        The sum is made in float32 and rounded once.
+        The sum is accumulated in float32 and rounded once.
         """
         ...
 
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
-        """Copy whole blocks inside a cache view, ``source[i]`` onto ``target[i]`` ([n] int64)."""
+        """Copy blocks within a cache view: ``source[i]`` onto ``target[i]``, both [n] int64."""
         ...
 
     def gather_blocks(self, cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-        """Pack blocks ([n] int64) of a cache view into contiguous ``staging`` of their shape."""
+        """Copy blocks ([n] int64) of a cache view to ``staging``, a contiguous tensor of their
+        shape."""
         ...
 
     def scatter_blocks(self, staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
-        """Unpack contiguous ``staging`` into blocks ([n] int64) of a cache view."""
+        """Copy ``staging``, a contiguous tensor, to blocks ([n] int64) of a cache view."""
         ...
 
 
 class ScaledKVOps(Ops, Protocol):
-    """What the ``ops`` of a backend with ``capabilities.kv_dtypes`` also do."""
+    """Ops over KV caches of a narrower type; implemented where ``capabilities.kv_dtypes`` lists
+    any."""
 
     def with_kv_scales(self, first: float, second: float) -> Ops:
-        """The same ops over caches of one of ``kv_dtypes``, a layer's at a time.
+        """Return the same ops for one layer's caches, which are of one of ``kv_dtypes``.
 
-        ``write_kv`` and ``write_latents`` then store values divided by their plane's scale, what is
-        too large as the largest number there is; attention multiplies by it again.
+        ``write_kv`` and ``write_latents`` of the result store values divided by their plane's scale
+        and saturate at the type's largest finite number; attention multiplies by the scale again.
 
         Args:
-            first, second: scales of the planes: of keys and values, or of latents and rope rows.
+            first, second: the planes' scales: of keys and values, or of latents and rope rows.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingMetadata:
-    """How each row's token is sampled; all [rows], on the device.
+    """Per-row sampling parameters. Every tensor has shape [rows] and is on the device.
 
     Args:
-        temperatures: float32; 0 takes the largest logit, the first of equals.
-        top_ks: int32; 0 is off.
-        top_ps: float32; 1 is off. Counts within what top-k and min-p leave.
-        min_ps: float32, of the largest probability; 0 is off.
-        uniforms: float64 in [0, 1); the number that decides.
+        temperatures: float32; 0 is greedy: the largest logit, the first of equal ones.
+        top_ks: int32; 0 disables the filter.
+        top_ps: float32; 1 disables the filter. Applies to the tokens that top-k and min-p leave.
+        min_ps: float32, as a fraction of the largest probability; 0 disables the filter.
+        uniforms: float64 in [0, 1), the random number that selects the token.
     """
 
     temperatures: Tensor
@@ -400,18 +412,19 @@ class SamplingMetadata:
 
 
 class SamplingOps(Protocol):
-    """What the ``ops`` of a backend with ``capabilities.sampling`` also do."""
+    """Sampling on the device; implemented where ``capabilities.sampling`` is True."""
 
     def sample(
         self,
         logits: Tensor,  # [rows, vocab] float32
         sampling_metadata: SamplingMetadata,
     ) -> Tensor:  # [rows] int64
-        """Draw a token per row: the first at which the running probability, in token order,
-        exceeds the row's uniform number.
+        """Sample one token per row: the first one at which the cumulative probability, in token
+        order, exceeds the row's uniform number.
 
-        Every filter is a threshold on the logit: ties at the edge stay in together. A row's token
-        depends on that row alone, to the bit, so ranks with equal logits choose alike.
+        Every filter is a threshold on the logit, so tokens that tie at the threshold are all kept.
+        A row's token depends on that row alone, bit for bit, so ranks with equal logits sample the
+        same tokens.
         """
         ...
 
@@ -421,36 +434,38 @@ class Allocation(Protocol):
 
     @property
     def region(self) -> MemoryRegion:
-        """What to register."""
+        """The region to register with an endpoint."""
         ...
 
     @property
     def tensor(self) -> Tensor:
-        """All of it as a flat uint8 tensor on the device."""
+        """The whole allocation as a flat uint8 tensor on the device."""
         ...
 
     def free(self) -> None:
-        """Give it back. The caller has dropped its views and deregistered it. Idempotent."""
+        """Release the memory. The caller has revoked the region and dropped all views of the tensor
+        before. Idempotent."""
         ...
 
 
 class Memory(Protocol):
-    """Memory for KV, aligned and shaped as the backend's transports need it."""
+    """Allocates memory for KV, aligned and mapped as the backend's transports need it."""
 
     def allocate(self, nbytes: int, index: int) -> Allocation:
-        """Allocate zeroed memory on a device; raises OutOfMemory with both figures."""
+        """Allocate zeroed memory on a device; raises OutOfMemory, whose message says how much was
+        requested and how much is free."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Where a process stands in a group of processes.
+    """A group of processes, and this process's rank in it.
 
     Args:
-        rank: this process, from 0.
-        world_size: how many there are.
-        init_method: rendezvous, as torch.distributed takes it: ``"tcp://127.0.0.1:29500"``.
-        timeout_s: how long a collective may take before the group counts as broken.
+        rank: this process's rank, from 0.
+        world_size: number of ranks in the group.
+        init_method: rendezvous URL as torch.distributed takes it: ``"tcp://127.0.0.1:29500"``.
+        timeout_s: how long a collective may take before the group is considered broken, in seconds.
     """
 
     rank: int
@@ -460,42 +475,44 @@ class GroupSpec:
 
 
 class Exchange(Protocol):
-    """An all-to-all that was started."""
+    """An all-to-all in flight."""
 
     def wait(self) -> Tensor:
-        """What arrived; the current stream waits for it, on a host the calling thread. Once."""
+        """Return the received rows. The current stream waits for them, on a CPU the calling thread.
+        May be called once."""
         ...
 
 
 class Communicator(Protocol):
-    """A group of an instance's ranks: the tensor-parallel ones of a stage, or the stages' n-th."""
+    """Collectives of a group of ranks of one instance: a stage's tensor-parallel ranks, or the
+    n-th rank of every stage."""
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """This process's rank in the group."""
         ...
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """Number of ranks in the group."""
         ...
 
     @property
     def waited_s(self) -> Mapping[str, float]:
-        """Seconds that calls have kept this thread waiting since the start, by name of the
-        collective. Empty where a device waits and the host does not; its profiler knows."""
+        """Total seconds for which this thread was blocked in collectives, by their names. Empty
+        where the device waits and the host does not; use the device's profiler there."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over all ranks, in place; returns x."""
+        """Sum x over all ranks, in place; returns x."""
         ...
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Concatenate every rank's x along ``dim``, in rank order."""
+        """Concatenate all ranks' x along ``dim``, in rank order."""
         ...
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Overwrite x with ``source``'s, in place; returns x."""
+        """Overwrite x with the x of rank ``source``, in place; returns x."""
         ...
 
     def start_all_to_all(
@@ -504,35 +521,39 @@ class Communicator(Protocol):
         send_rows: Sequence[int],
         recv_rows: Sequence[int],
     ) -> Exchange:
-        """Give every rank rows of x, the first ``send_rows[0]`` to rank 0 and so on, and take
-        ``recv_rows[i]`` from rank i; they arrive in rank order, [sum of recv_rows, ...].
+        """Start sending rows of x to every rank, the first ``send_rows[0]`` to rank 0 and so on,
+        and receiving ``recv_rows[i]`` rows from rank i. ``Exchange.wait`` returns the received rows
+        in rank order, as [sum of recv_rows, ...].
 
-        Nothing is padded, and counts may be 0: no more crosses than was given. A rank's
-        ``recv_rows[i]`` is what rank i sends it; every rank calls it. Work that is enqueued before
-        ``wait`` runs beside it. The caller changes x no more until then.
+        Every rank of the group makes this call, and ``recv_rows[i]`` equals the number of rows that
+        rank i sends to this one. Counts may be 0 and rows are not padded, so no more bytes than
+        these are transferred. Work that is enqueued before ``wait`` runs concurrently. The caller
+        must not change x until ``wait`` has returned.
         """
         ...
 
     def send(self, x: Tensor, target: int) -> None:
-        """Hand x over to rank ``target``, which has to ``recv`` it; the caller changes it no more.
+        """Send x to rank ``target``, which must call ``recv`` for it; the caller must not change x
+        afterwards.
 
-        What is sent to a rank arrives in order. Waits for nothing but the receipt of what was sent
-        there before, so that a stage of a pipeline is one step ahead of the next; the first time,
-        it may wait for the other to be there. A failure may show in a later call.
+        Tensors sent to one rank arrive in order. The call blocks only until ``target`` has received
+        the previous tensor, so that a pipeline stage runs at most one step ahead of the next; the
+        first call may also wait until ``target`` has joined. A failure may be raised by a later
+        call.
         """
         ...
 
     def recv(self, x: Tensor, source: int) -> Tensor:
-        """Overwrite x, in place, with what rank ``source`` sends, of its shape and dtype; returns
-        x."""
+        """Overwrite x, in place, with the tensor that rank ``source`` sends, which has x's shape
+        and dtype; returns x."""
         ...
 
     def barrier(self) -> None:
-        """Block until every rank is here."""
+        """Block until every rank has reached the barrier."""
         ...
 
     def close(self) -> None:
-        """Leave the group; what was sent and not received is lost. Idempotent."""
+        """Leave the group; tensors that were sent and not yet received are lost. Idempotent."""
         ...
 
 
@@ -541,29 +562,29 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """The spec's name."""
+        """The name in the backend's spec."""
         ...
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do, fixed for the life of the process."""
+        """What the backend can do; constant for the life of the process."""
         ...
 
     @property
     def runtime(self) -> Runtime:
-        """Devices, threads, streams, graphs."""
+        """Devices, threads, streams and graphs."""
         ...
 
     @property
     def ops(self) -> Ops:
-        """Kernels."""
+        """The kernels."""
         ...
 
     @property
     def memory(self) -> Memory:
-        """Memory that transports can register."""
+        """Allocator of memory that transports can register."""
         ...
 
     def communicator(self, group: GroupSpec) -> Communicator:
-        """Join a group; blocks until every rank has, up to ``group.timeout_s``."""
+        """Join a group; blocks until all ranks have joined, up to ``group.timeout_s``."""
         ...

@@ -1,8 +1,8 @@
 """Checks that a loaded backend implements ``mooncake_hal.backend``.
 
-A plugin that was written for an older contract lacks what the contract has gained; without this
-look it would be found out by the request that needs it. What the parts compute is for the suite in
-``mooncake_hal.testing`` to prove.
+A plugin that was written for an older contract lacks the methods that were added since. Without
+this check, the first request that needs one of them would fail. Only signatures are checked here;
+the conformance suite in ``mooncake_hal.testing`` checks what the methods compute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mooncake_hal.rope_writes import RopeWriteOps
 
 
 def breaches(backend: object) -> list[str]:
-    """What of the contract the backend lacks or has otherwise; empty if it has all of it."""
+    """Return every way in which the backend deviates from the contract; empty if it conforms."""
     lacking = [f"no {name}" for name in _members(Backend) if not hasattr(backend, name)]
     if lacking:
         return lacking
@@ -70,12 +70,13 @@ def _breaches(part: str, held: object, protocol: type) -> Iterator[str]:
 
 
 def _members(protocol: type) -> dict[str, Any]:
-    """What a protocol asks for, and what it inherits."""
+    """A protocol's public members, inherited ones included, by name."""
     return {name: getattr(protocol, name) for name in dir(protocol) if not name.startswith("_")}
 
 
 def _takes(method: Callable[..., object], count: int) -> bool:
-    """Whether it can be called with that many arguments; a compiled function may not say."""
+    """Whether the method accepts that many positional arguments; assumed of a compiled function
+    that has no signature."""
     try:
         inspect.signature(method).bind(*[None] * count)
     except TypeError:

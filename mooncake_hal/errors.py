@@ -1,29 +1,29 @@
 """Every error of the hardware layer.
 
 HalError
-├── PluginError               a plugin is broken: wrong spec, wrong API version, name taken twice
-├── BackendNotFound           no installed plugin has that name
-├── BackendUnavailable        the plugin is there, the hardware or its driver is not
+├── PluginError               a plugin is broken: wrong spec, wrong API version, duplicate name
+├── BackendNotFound           no installed plugin offers a backend of that name
+├── BackendUnavailable        the plugin is installed, but its hardware or driver is missing
 ├── CapabilityError           a request that this backend's capabilities rule out
 ├── PlanError                 KV of two ranks that can't be mapped onto each other
-├── DeploymentRefused         instances that can't work together, or ports that are taken
-├── PortsExhausted            a range of ports that has none left
+├── DeploymentRefused         instances that can't work together, or ports that are in use
+├── PortsExhausted            a port range with no free port left
 ├── NativeUnavailable         a compiled helper that this machine can't build or load
-├── DevelopmentToolsMissing   a command that mooncake-hal-testing brings, which is not installed
-├── DeviceError               the device refused or failed
+├── DevelopmentToolsMissing   a command that needs mooncake-hal-testing, which is not installed
+├── DeviceError               a device operation was rejected or failed
 │   └── OutOfMemory
 └── TransferError             KV did not arrive
-    ├── TransportUnavailable  this host or peer can't be reached that way
-    ├── PeerLost              the other side is gone or broke the connection
+    ├── TransportUnavailable  this host lacks the transport, or it can't reach the peer
+    ├── PeerLost              the peer died, closed the connection or broke the protocol
     ├── TransferTimeout       the deadline passed; the transfer was drained
     ├── TransferCancelled     cancelled by this side; drained
     ├── AccessDenied          the peer did not prove that it belongs to the deployment
-    ├── RegionUnknown         an address that no registered region holds
-    ├── RegionRevoked         the region was registered, and is no longer
-    ├── OutOfBounds           a span that leaves its region
-    ├── RequestRefused        the peer got a request of ours and refused it
-    ├── RequestNotSent        this end can't send it now; the session goes on
-    └── VersionMismatch       the two ends speak different protocol versions
+    ├── RegionUnknown         an address in no registered region
+    ├── RegionRevoked         an address in a region that has been revoked
+    ├── OutOfBounds           a span that crosses the end of its region
+    ├── RequestRefused        the peer received a request and rejected it
+    ├── RequestNotSent        this end could not send a request; the session stays open
+    └── VersionMismatch       the two ends use different protocol versions
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HalError(Exception):
 
 
 class PluginError(HalError):
-    """A plugin is broken: it can't be imported or loaded, or what it offers breaks the contract."""
+    """A plugin is broken: it can't be imported or loaded, or it violates the contract."""
 
 
 class BackendNotFound(HalError):
@@ -60,7 +60,7 @@ class CapabilityError(HalError):
 
 
 class NativeUnavailable(HalError):
-    """A compiled helper can't be built or loaded here; callers take a slower, named path.
+    """A compiled helper can't be built or loaded here; callers use a slower, named path.
 
     Args:
         name: the helper.
@@ -74,14 +74,14 @@ class NativeUnavailable(HalError):
 
 
 class PlanError(HalError):
-    """KV of two ranks that can't be mapped onto each other exactly."""
+    """The KV of two ranks can't be mapped onto each other exactly."""
 
 
 class DeploymentRefused(HalError):
-    """A deployment that breaks the rules.
+    """A deployment violates the compatibility rules, or its ports are in use.
 
     Args:
-        problems: everything that is wrong, a sentence each.
+        problems: all violations, one sentence each.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -90,7 +90,7 @@ class DeploymentRefused(HalError):
 
 
 class PortsExhausted(HalError):
-    """A range of ports that has none left to listen on."""
+    """A port range has no free port left to listen on."""
 
 
 class DevelopmentToolsMissing(HalError):
@@ -98,11 +98,11 @@ class DevelopmentToolsMissing(HalError):
 
 
 class DeviceError(HalError):
-    """The device refused or failed an operation."""
+    """A device rejected an operation, or the operation failed."""
 
 
 class OutOfMemory(DeviceError):
-    """The device has not enough free memory for an allocation."""
+    """The device does not have enough free memory for an allocation."""
 
 
 class TransferError(HalError):
@@ -110,7 +110,7 @@ class TransferError(HalError):
 
 
 class TransportUnavailable(TransferError):
-    """A transport that this host lacks or that does not reach the peer.
+    """This host lacks the transport, or the transport can't reach the peer.
 
     Args:
         name: the transport that was asked for.
@@ -124,11 +124,11 @@ class TransportUnavailable(TransferError):
 
 
 class PeerLost(TransferError):
-    """The other side died, closed, or broke the protocol."""
+    """The peer died, closed the connection, or broke the protocol."""
 
 
 class TransferTimeout(TransferError):
-    """The deadline passed. The transfer was drained: no more bytes will move."""
+    """The deadline passed. The transfer was drained: no more of its bytes will move."""
 
 
 class TransferCancelled(TransferError):
@@ -136,29 +136,29 @@ class TransferCancelled(TransferError):
 
 
 class AccessDenied(TransferError):
-    """A peer that does not prove that it belongs to the deployment."""
+    """The peer did not prove that it belongs to the deployment."""
 
 
 class RegionUnknown(TransferError):
-    """An address that lies in no region the peer has registered."""
+    """An address is in no registered region."""
 
 
 class RegionRevoked(TransferError):
-    """The region was registered once and has been revoked."""
+    """An address is in a region that was registered once and has been revoked."""
 
 
 class OutOfBounds(TransferError):
-    """A span that begins in a region and leaves it."""
+    """A span starts in a region and ends outside it."""
 
 
 class RequestRefused(TransferError):
-    """The peer got a request and refused it; the message has its reason."""
+    """The peer received a request and rejected it; the message has the peer's reason."""
 
 
 class RequestNotSent(TransferError):
-    """Nothing was sent of a request: it is too long, or too many are outstanding. The session goes
-    on, and what it has asked before."""
+    """A request is too long, or too many are outstanding, so that none of its bytes were sent. The
+    session stays open, and its earlier requests stay in flight."""
 
 
 class VersionMismatch(TransferError):
-    """The two ends speak different versions of a transport's protocol."""
+    """The two ends use different versions of a transport's protocol."""

@@ -1,6 +1,6 @@
 """Plugin hooks (pluggy): one returns a BackendSpec, one a TransportSpec.
 
-They only hand over specs; after that the engine calls plain methods.
+Hooks only return specs; from then on the engine calls plain methods.
 
 A plugin is a module named by an entry point of the group ``mooncake_hal``::
 

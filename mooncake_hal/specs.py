@@ -1,7 +1,7 @@
 """BackendSpec and TransportSpec: what a plugin registers.
 
-Everything here is standard library only, so that discovering plugins costs nothing: a probe may
-look at the machine, only ``load()`` may import torch or a vendor library.
+This module imports the standard library only, so that discovering plugins is cheap: a probe may
+inspect the machine, but only ``load()`` may import torch or a vendor library.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ API_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """A probe's answer.
+    """The result of a probe.
 
     Args:
         ok: whether ``load()`` can be expected to work.
-        reason: if not ok, what is missing; if ok, what was found (may be empty).
+        reason: if not ok, what is missing; otherwise what was found (may be empty).
     """
 
     ok: bool
@@ -36,11 +36,11 @@ class Availability:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was checked; as text, a line of the report that the doctor prints.
+    """The result of one check; ``str()`` gives a line of the report that the doctor prints.
 
     Args:
-        what: was checked, found, or wanted.
-        problem: None if it is in order; else what is wrong, and what to do.
+        what: what was checked or found.
+        problem: what is wrong and what to do about it; None if the check passed.
     """
 
     what: str
@@ -53,26 +53,27 @@ class Check:
 
 
 def none_reserved() -> Sequence[ReservedPorts]:
-    """Ports that are taken below a transport which has nothing below it: none."""
+    """The default of ``TransportSpec.reserved_ports``: the transport uses no library that takes
+    ports of its own."""
     return ()
 
 
 def no_checks() -> Sequence[Check]:
-    """What a plugin has to say of a host beyond its probe: nothing."""
+    """The default of ``TransportSpec.examine``: no checks beyond the probe."""
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class TransportConstraints:
-    """What a transport asks of the two instances between which it moves KV. Nothing, by default.
+    """What a transport requires of two instances that exchange KV over it. By default, nothing.
 
-    They are the transport's and not the backend's: an NPU whose own links know only NPUs of one
-    generation reaches everything else by way of the host's memory.
+    These are properties of the transport, not of the backend: an NPU whose own links connect only
+    NPUs of one generation can reach all other devices by way of host memory.
 
     Args:
-        same_backend: whether both must run the same backend.
-        same_generation: whether their devices must be of one generation.
-        any_tp_ratio: if False, only P_tp >= D_tp and P_tp % D_tp == 0.
+        same_backend: whether both instances must run the same backend.
+        same_generation: whether their devices must be of the same generation.
+        any_tp_ratio: if False, P_tp >= D_tp and P_tp % D_tp == 0 must hold.
     """
 
     same_backend: bool = False
@@ -85,19 +86,21 @@ class BackendSpec:
     """A compute backend that a plugin offers.
 
     Args:
-        name: what ``--backend`` takes; lower case, unique among installed plugins.
+        name: the value of ``--backend`` that selects it; lower case, unique among installed
+            plugins.
         api_version: the API_VERSION that the plugin was written for.
-        priority: ``auto`` takes the highest one that is available; below zero means that
-            ``auto`` never takes it. CPU is 0, accelerators are 90 or more.
-        probe: cheap, side-effect-free look at the machine; imports nothing heavy.
-        load: import and construct the backend. Raises BackendUnavailable when the probe was
-            too hopeful.
-        device_type: what torch calls its devices, ``"cuda"`` or ``"npu"``; empty where KV lies in
-            the host's own memory.
-        host_copies: takes a device's index; copies between that device's memory and the host's,
-            for memory that this process's backend allocated. Raises BackendUnavailable or
-            DeviceError. None where transports reach the memory themselves.
-        hardware: for plans that are checked where it is not; None: such a plan is refused.
+        priority: ``auto`` selects the available backend with the highest priority, and never one
+            whose priority is below zero. CPU is 0, accelerators are 90 or more.
+        probe: checks the machine cheaply and without side effects; imports nothing heavy.
+        load: imports and constructs the backend. Raises BackendUnavailable if the hardware turns
+            out to be unusable although the probe succeeded.
+        device_type: torch's name for its devices, ``"cuda"`` or ``"npu"``; empty if KV is in host
+            memory.
+        host_copies: for a device index, returns an object that copies between host memory and
+            memory which this process's backend allocated on that device. Raises BackendUnavailable
+            or DeviceError. None if transports access the backend's memory directly.
+        hardware: description of the hardware, with which a deployment plan can be checked on a
+            machine that lacks it; None: such a plan is rejected.
     """
 
     name: str
@@ -115,18 +118,19 @@ class TransportSpec:
     """A way of moving KV that a plugin offers.
 
     Args:
-        name: what ``--transport`` takes; unique among installed plugins.
+        name: the value of ``--transport`` that selects it; unique among installed plugins.
         api_version: the API_VERSION that the plugin was written for.
-        priority: negotiation takes the highest one that both ends reach each other by; one below
-            zero only if it was named.
-        probe: cheap look at what this host has.
-        load: import and construct the transport.
-        examine: looks at the host one thing after the other, for ``mooncake-hal doctor``; may run
-            tools and take seconds, and loads nothing.
-        num_ports: TCP ports that an endpoint of it listens on.
-        reserved_ports: says which others whatever it is built on may take on this host; loads
-            nothing. Raises HalError where a setting makes no sense.
-        constraints: what it asks of both ends; a pair that does not meet them takes another one.
+        priority: negotiation selects the transport with the highest priority by which both ends
+            reach each other; one whose priority is below zero only if it is requested by name.
+        probe: checks cheaply whether this host has what the transport needs.
+        load: imports and constructs the transport.
+        examine: runs detailed checks of the host for ``mooncake-hal doctor``; may run external
+            tools and take seconds, but loads nothing.
+        num_ports: how many TCP ports an endpoint listens on.
+        reserved_ports: returns the ports that the library below the transport may take on this
+            host; loads nothing. Raises HalError if a setting is invalid.
+        constraints: what it requires of both ends; a pair of instances that does not satisfy them
+            uses another transport.
     """
 
     name: str
@@ -141,7 +145,8 @@ class TransportSpec:
 
 
 def installed(distributions: Sequence[str]) -> str | None:
-    """Return the first of the distributions that is installed, with its version; imports none."""
+    """Return the name and version of the first of the distributions that is installed, or None;
+    imports none of them."""
     from importlib.metadata import PackageNotFoundError, version
 
     for name in distributions:

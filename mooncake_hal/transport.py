@@ -1,7 +1,7 @@
 """The contract of a KV transport: endpoints, peers, spans and transfers.
 
 A transport moves bytes between registered memory of two processes with one-sided reads and
-writes. What is moved is given as arrays of spans, never as one Python object per piece.
+writes. Callers describe the bytes as arrays of spans, never as one Python object per span.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mooncake_hal.port_range import PortRange
 
 
 class TransferState(Enum):
-    """Where a transfer stands."""
+    """The state of a transfer."""
 
     PENDING = auto()
     DONE = auto()
@@ -29,12 +29,12 @@ class MemoryRegion:
     """A contiguous piece of memory, on any device.
 
     Args:
-        address: first byte, as this process (or its device) sees it.
-        nbytes: length.
-        device: ``"cpu"`` or the backend's name of the device, such as ``"cuda:0"``.
-        fd: a descriptor that another process of this host can map, where the memory has one
-            (a memfd, a VMM handle); owned by the allocator of the region.
-        fd_offset: where in the descriptor's file the region begins, in bytes.
+        address: address of the first byte in this process (or on its device).
+        nbytes: length in bytes.
+        device: ``"cpu"``, or the backend's name for the device, such as ``"cuda:0"``.
+        fd: a descriptor that another process of this host can map, if the memory has one (a memfd,
+            a VMM handle); owned by the region's allocator.
+        fd_offset: offset of the region in the descriptor's file, in bytes.
     """
 
     address: int
@@ -46,12 +46,12 @@ class MemoryRegion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """Pieces to move, as three arrays of equal length; addresses are absolute.
+    """The byte ranges of a transfer, as three arrays of equal length; addresses are absolute.
 
     Args:
-        local: [n] uint64, where each piece lies in this process.
-        remote: [n] uint64, where it lies in the peer, in the peer's own addresses.
-        nbytes: [n] uint64, its length; all greater than zero.
+        local: [n] uint64, address of each span in this process.
+        remote: [n] uint64, address of each span in the peer's address space.
+        nbytes: [n] uint64, length of each span in bytes; all greater than zero.
     """
 
     local: NDArray[np.uint64]
@@ -63,7 +63,7 @@ class Spans:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all the pieces together."""
+        """Sum of the spans' lengths."""
         return int(self.nbytes.sum())
 
 
@@ -73,15 +73,16 @@ class EndpointOptions:
 
     Args:
         host: address to listen on; loopback unless the operator says otherwise.
-        advertise_host: address that peers connect to, when it differs from ``host``.
-        port: port to listen on; 0 takes a free one.
-        port_range: where to take that from; None: anywhere.
-        secret: shared by all instances of a deployment. A peer proves that it knows it before
-            anything it says is honoured. Empty accepts every peer of the same (empty) secret.
-        allow_no_secret: listen without one on other addresses than loopback.
-        device: the device whose memory is going to be registered.
-        connections: parallel connections or queue pairs per peer, where that means anything.
-        extra: transport-specific settings, by name; unknown names raise.
+        advertise_host: address that peers connect to, if it differs from ``host``.
+        port: port to listen on; 0 picks a free one.
+        port_range: range from which a free port is picked; None: any port.
+        secret: shared secret of all instances of a deployment. A peer must prove that it knows the
+            secret before any of its messages is processed. If it is empty, every peer whose secret
+            is also empty is accepted.
+        allow_no_secret: whether to listen on addresses other than loopback without a secret.
+        device: the device whose memory will be registered.
+        connections: parallel connections or queue pairs per peer, for transports that have them.
+        extra: transport-specific settings by name; unknown names raise.
     """
 
     host: str = "127.0.0.1"
@@ -96,28 +97,29 @@ class EndpointOptions:
 
 
 class Transfer(Protocol):
-    """One read or write in flight. Several may be in flight per peer, in no promised order."""
+    """One read or write. Several may be in flight per peer; they complete in any order."""
 
     def poll(self) -> TransferState:
-        """Return where the transfer stands; never blocks, never raises a transfer's failure."""
+        """Return the transfer's state. Never blocks, and never raises the error of a failed
+        transfer."""
         ...
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the transfer is done.
 
         Args:
-            timeout: seconds to wait here; None waits until the transfer's own deadline.
+            timeout: how long to wait, in seconds; None: until the transfer's own deadline.
 
         Raises:
-            TransferError: the subclass says why it failed. TransferTimeout from a ``timeout``
-                given here leaves the transfer running; cancel it to end it.
+            TransferError: the transfer failed; the subclass says why. A TransferTimeout caused by
+                this call's ``timeout`` leaves the transfer in flight: call ``cancel`` to end it.
         """
         ...
 
     def cancel(self) -> None:
-        """End the transfer and drain it: when this returns, no more local bytes will change.
+        """Cancel the transfer and drain it: once this returns, no local byte changes any more.
 
-        A transfer that has ended already is left as it is.
+        Does nothing if the transfer has already completed or failed.
         """
         ...
 
@@ -128,12 +130,13 @@ class Peer(Protocol):
     def read(self, spans: Spans, *, timeout: float) -> Transfer:
         """Start copying the remote bytes of every span to its local address.
 
-        Local addresses must lie in regions registered with this endpoint. The spans' arrays
-        must not change until the transfer has ended. ``timeout`` is in seconds, for all of it.
+        Local addresses must lie in regions registered with this endpoint. The spans' arrays must
+        not change until the transfer has completed or failed. ``timeout`` is the deadline of the
+        whole transfer, in seconds from now.
 
         Raises:
-            RegionUnknown, OutOfBounds: a local span is not in registered memory. The same
-                failures on the remote side come out of ``Transfer.wait``.
+            RegionUnknown, OutOfBounds: a local span is not in registered memory. ``Transfer.wait``
+                raises the same errors for remote spans.
         """
         ...
 
@@ -142,12 +145,12 @@ class Peer(Protocol):
         ...
 
     def close(self) -> None:
-        """Fail what is in flight (drained) and give up the connection. Idempotent."""
+        """Fail and drain all transfers in flight and close the connection. Idempotent."""
         ...
 
 
 class Endpoint(Protocol):
-    """One process's end of a transport: what it registered, and whom it is connected to."""
+    """One process's end of a transport: its registered regions and its connections to peers."""
 
     @property
     def transport(self) -> str:
@@ -156,21 +159,22 @@ class Endpoint(Protocol):
 
     @property
     def address(self) -> bytes:
-        """Opaque bytes to publish; a peer connects with them. Constant while open."""
+        """Opaque bytes that peers pass to ``connect``. Constant while the endpoint is open."""
         ...
 
     def register(self, region: MemoryRegion) -> int:
-        """Let peers read and write the region; returns its key. Regions may not overlap.
+        """Allow peers to read and write the region; returns its key. Regions may not overlap.
 
-        Regions registered after a peer connected are visible to that peer too.
+        Peers that are already connected can use the region, too.
         """
         ...
 
     def revoke(self, key: int) -> None:
-        """Withdraw a region: when this returns, no peer reads or writes it any more.
+        """Revoke a region: once this returns, no peer reads or writes it any more.
 
-        A transfer cut off by it fails with RegionRevoked at its owner. Where the transport
-        can't enforce it (see ``Transport.can_revoke``), only new transfers are refused.
+        Transfers that this interrupts fail with RegionRevoked at the peer that started them. A
+        transport that can't interrupt transfers (see ``Transport.can_revoke``) rejects only new
+        ones.
         """
         ...
 
@@ -178,15 +182,16 @@ class Endpoint(Protocol):
         """Connect to the endpoint that published ``address``.
 
         Raises:
-            PeerLost: nothing listens there, or it is another epoch of that endpoint.
+            PeerLost: no process listens there, or it is another epoch of that endpoint.
             AccessDenied: the secrets differ.
-            VersionMismatch: the protocols differ.
-            TransportUnavailable: the peer is out of this transport's reach.
+            VersionMismatch: the protocol versions differ.
+            TransportUnavailable: this transport can't reach the peer.
         """
         ...
 
     def close(self) -> None:
-        """Close all peers, withdraw all regions, free every descriptor and thread. Idempotent."""
+        """Close all peers, revoke all regions, and release all descriptors and threads.
+        Idempotent."""
         ...
 
 
@@ -195,21 +200,21 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """The spec's name."""
+        """The name in the transport's spec."""
         ...
 
     @property
     def can_revoke(self) -> bool:
-        """Whether ``Endpoint.revoke`` stops a peer's transfers that are already in flight."""
+        """Whether ``Endpoint.revoke`` interrupts peers' transfers that are in flight."""
         ...
 
     @property
     def ends_writes(self) -> bool:
-        """Whether a write ends with its writer: once its transfer has failed, or its process has
-        died, none of its bytes arrives in the peer's memory any more.
+        """Whether a write stops with its writer: once the transfer has failed, or the writer's
+        process has died, no more of its bytes arrive in the peer's memory.
 
-        False where a network or the peer's own process may still hold some: the peer has to keep
-        its memory to itself for as long as the write could have taken.
+        False if a network or the peer's own process may still hold some of the bytes. The peer must
+        then not reuse the memory for as long as the write could have taken.
         """
         ...
 
@@ -217,14 +222,15 @@ class Transport(Protocol):
         """Open an endpoint.
 
         Raises:
-            TransportUnavailable: this host lacks what the transport needs.
+            TransportUnavailable: this host lacks something that the transport needs.
             OSError: the host or port can't be bound.
         """
         ...
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
-        """Say why the two endpoint addresses can't reach each other, or None if they can.
+        """Return why the endpoints with these two addresses can't reach each other, or None if they
+        can.
 
-        Looks only at the addresses (same host, same fabric); does not connect.
+        Compares only the addresses (same host, same fabric); does not connect.
         """
         ...
