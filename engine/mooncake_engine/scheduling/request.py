@@ -1,4 +1,4 @@
-"""What the scheduler knows of one request."""
+"""The scheduler's state of one request, and of the group of requests that share its prompt."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(Enum):
-    """Where a request stands. On a decode instance it comes in by PREALLOCATING."""
+    """The state of a request. One that loads a peer's KV starts in PREALLOCATING."""
 
     LOOKING_UP = auto()
-    """Waits for what the KVCache pool has of its prompt, or for another request's load from it."""
+    """Waits for a lookup of its prompt in the KVCache pool, or for another request's load from it.
+    """
     PREALLOCATING = auto()
-    """Waits for blocks to load a peer's KV into."""
+    """Waits for free blocks to load a peer's KV into."""
     TRANSFERRING = auto()
-    """Has them; the load is under way."""
+    """Owns blocks, and KV is being loaded into them, from a peer or from the KVCache pool."""
     WAITING = auto()
-    """Waits for its turn; owns blocks if its KV was loaded."""
+    """Waits for its turn; owns blocks if its KV was loaded or swapped in."""
     RUNNING = auto()
-    """Takes part in steps."""
+    """Is scheduled in steps."""
     SWAPPED = auto()
     """Preempted; its KV is in host memory."""
     FINISHED = auto()
@@ -37,26 +38,27 @@ _HAS_PROMPT_SOON = (RequestStatus.RUNNING, RequestStatus.LOOKING_UP, RequestStat
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """Live requests with one prompt (``n`` or ``best_of``); a single request is a group of one.
+    """The live requests of one prompt (``n`` or ``best_of``); a single request is a group of one.
 
-    They share the prompt's blocks, have one priority, and are preempted together.
+    Members share the prompt's blocks, have one priority, and are preempted together.
 
     Args:
-        priority_key: sort key: smaller runs sooner, larger is preempted sooner.
-        members: in the order in which they came.
+        priority_key: sort key; smaller runs sooner, larger is preempted sooner.
+        members: live requests, in order of arrival.
     """
 
     priority_key: tuple[int, float, int]
     members: list[Request] = field(default_factory=list)
 
     def find_prompt(self) -> Request | None:
-        """A member whose blocks hold the whole prompt's KV, or None.
+        """Returns a member whose blocks hold the KV of the whole prompt, or None.
 
-        One that is still catching up does not count: it has blocks beyond those that it writes
-        next, and only a table's last block is ever copied on write. One with drafts in flight has
-        such blocks, too, but never a shared one to write to: whoever forks it copies at once, or
-        asks ``BlockManager.may_share_later``. Nor does one count whose KV may turn out wrong: a
-        preempted one loads its answer with its prompt.
+        A member that is still catching up does not qualify: it owns blocks behind the one that it
+        writes next, and only the last block of a table is ever copied on write. A member with draft
+        tokens in flight owns such blocks, too, but never writes to a shared one: a caller that
+        forks it copies at once, or checks ``BlockManager.may_share_later``. A member whose KV may
+        turn out to be wrong does not qualify either: after a preemption, its load covers output
+        tokens as well as the prompt.
         """
         for member in self.members:
             has_prompt = member.num_computed >= member.num_prompt_tokens
@@ -66,8 +68,9 @@ class SequenceGroup:
         return None
 
     def find_leader(self, request: Request) -> Request | None:
-        """A member that is computing the prompt, loads it from the KVCache pool, or has reserved
-        blocks for it, and has no token yet: ``request`` may begin with what comes of that."""
+        """Returns a member that will have the prompt's KV soon, or None: ``request`` may wait for
+        that KV. The member computes the prompt, loads it from a peer or the KVCache pool, or waits
+        for blocks to load it into; it has no output token yet."""
         if not request.shares_first_token:
             return None
         for member in self.members:
@@ -78,53 +81,58 @@ class SequenceGroup:
 
     @property
     def is_unproven(self) -> bool:
-        """Whether steps run a member although its load from the KVCache pool has not ended: what
-        writes to its blocks can't be waited for."""
+        """Whether steps run a member whose load from the KVCache pool has not completed. Such a
+        member can't be preempted: the load still writes to its blocks."""
         return any(member.is_unproven for member in self.members)
 
     def holders(self) -> list[Request]:
-        """Members that own blocks and would have to give them up together."""
+        """Returns the members that own blocks and are preempted together."""
         states = (RequestStatus.RUNNING, RequestStatus.WAITING)
         return [member for member in self.members if member.block_ids and member.state in states]
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A live request: its tokens, its blocks, and how far it has come.
+    """A live request: its tokens, its blocks, and its progress. The scheduler's parts share and
+    mutate it.
 
     Args:
-        spec: what was asked for.
-        seed: resolved seed.
-        arrival: clock reading at which it came, in seconds.
+        spec: the request as the engine received it.
+        seed: resolved sampling seed.
+        arrival: clock reading at arrival, in seconds.
 
     Attributes:
         request_id: the engine's key.
-        sampling: how its tokens are chosen.
+        sampling: the sampling parameters.
         num_prompt_tokens: length of the prompt.
-        group: its own or its siblings'; set when it comes to the scheduler.
-        leader: the sibling whose prompt is on its way and will be this one's, too.
-        max_num_tokens: it ends when it is that long; set when it comes to the scheduler.
-        min_num_tokens: it ends with one of ``stop_token_ids`` when it is that long; set then, too.
-        stop_token_ids: its own and, unless it ignores them, the model's.
-        num_computed: tokens whose KV is there.
-        num_preemptions: how often it has lost its blocks.
-        num_in_flight: those behind them whose KV will be, once the steps in flight are over.
-        num_output_placeholders: tokens that these steps sample, not yet known to the scheduler.
-        num_unverified_drafts: what these steps draft at most: so many tokens more will be there
-            once they are over, with their KV, if all are accepted.
+        group: the group that it shares with its siblings; set when the scheduler adds the request.
+        leader: the sibling whose prompt KV it waits for; None if it waits for none.
+        max_num_tokens: total length at which it ends; set when the scheduler adds the request.
+        min_num_tokens: total length from which a stop token ends it; set at the same time.
+        stop_token_ids: its own stop tokens and, unless it ignores them, the model's.
+        num_computed: tokens whose KV is computed or loaded.
+        num_preemptions: how often it was preempted.
+        num_in_flight: tokens behind ``num_computed`` whose KV the steps in flight compute.
+        num_output_placeholders: tokens that the steps in flight sample, which the scheduler does
+            not know yet.
+        num_unverified_drafts: draft tokens that the steps in flight may run, at most; if all are
+            accepted, the request gains that many more tokens, with their KV.
         host_block_ids: its block table in host memory while it is swapped out.
         chain: digests of its full blocks, as far as they were needed.
-        changed_at: from where on the workers don't have its block table as it is; None if they do.
-        awaits_copies: whether its blocks were swapped in, and may still be on their way.
-        draft_length: how many draft tokens it gets; None before the first.
+        changed_at: index from which the workers' copy of its block table is stale; None if the
+            copy is current.
+        awaits_copies: whether its blocks were swapped in and the copies may not be complete.
+        draft_length: adapts how many draft tokens it gets; None before the first draft.
         chunk_chain: keys of its full chunks, as far as they were needed.
-        num_offered: tokens whose chunks the pool was offered.
-        num_saved: those of these that it has taken: the others are offered again with the next.
-        num_received: prompt tokens whose KV came from a peer, which offers their chunks to the
+        num_offered: tokens whose chunks have been offered to the KVCache pool.
+        num_saved: offered tokens whose chunks the pool has accepted; the rest is offered again
+            with the next chunk.
+        num_received: prompt tokens whose KV came from a peer; the peer offers their chunks to the
             pool, too.
-        pool_load: name of its load from the pool; None if none is under way.
-        is_unproven: steps run it although that load has not ended.
-        has_wrong_kv: they did, and it has failed: it starts over when no step in flight runs it.
+        pool_load: id of its load from the pool; None if none is in flight.
+        is_unproven: whether steps run it although that load has not completed.
+        has_wrong_kv: whether that load failed after steps ran the request; it is recomputed once no
+            step in flight runs it.
     """
 
     spec: EngineRequest
@@ -177,51 +185,51 @@ class Request:
 
     @property
     def expiry(self) -> float | None:
-        """When its time is up; None if there is no deadline."""
+        """Clock reading at which it times out; None if it has no timeout."""
         return None if self.spec.timeout_s is None else self.arrival + self.spec.timeout_s
 
     @property
     def times(self) -> RequestTimes:
-        """How it has come on."""
+        """Clock readings of its milestones so far."""
         return RequestTimes(self.arrival, self.load_started, self.loaded, self.scheduled)
 
     @property
     def first_token(self) -> FirstToken | None:
-        """Of a peer that holds the prompt's KV; None without such a peer, and where it is sampled
-        here, from that KV."""
+        """The first output token, from the peer that holds the prompt's KV. None if there is no
+        such peer, or if this instance samples the first token itself, from the loaded KV."""
         return self.spec.kv_transfer_params.first_token
 
     @property
     def keeps_kv(self) -> bool:
-        """Whether it ends after its first token, and its KV is kept for a peer."""
+        """Whether it ends after its first token and its KV is kept for a peer."""
         return self.spec.kv_transfer_params.keeps_kv
 
     @property
     def sends_kv(self) -> bool:
-        """Whether its KV goes to a peer as it is computed, written there or read from here; implies
+        """Whether a peer gets its KV while it is being computed, by push or by early pull; implies
         ``keeps_kv``."""
         return self.spec.kv_transfer_params.target is not None
 
     @property
     def loads_kv(self) -> bool:
-        """Whether the prompt's KV comes from a peer, with or after its first token."""
+        """Whether the prompt's KV comes from a peer, with or without the first token."""
         return self.spec.kv_transfer_params.loads_kv
 
     @property
     def has_verified_kv(self) -> bool:
-        """Whether its KV is certainly that of its tokens, so that other requests may have it: a
-        peer that does not say what it was given is believed for this request alone."""
+        """Whether its KV is known to belong to its tokens, so that other requests may share it. A
+        peer that does not say which prompt it computed is trusted for this request only."""
         return self.spec.kv_transfer_params.is_verified
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, and output placeholders: at least so many once the steps in flight are
-        over."""
+        """Tokens and output placeholders: a lower bound of its length once the steps in flight
+        have completed."""
         return len(self.token_ids) + self.num_output_placeholders
 
     @property
     def most_tokens(self) -> int:
-        """How many there are then if all draft tokens are accepted."""
+        """Its length once the steps in flight have completed, if all draft tokens are accepted."""
         return self.num_tokens + self.num_unverified_drafts
 
     @property
@@ -231,26 +239,26 @@ class Request:
 
     @property
     def num_scheduled(self) -> int:
-        """Tokens that have run or are about to: the position of the next one that does, or of an
-        earlier one, where drafts are accepted."""
+        """Tokens that have run or that steps in flight run: the position of the next token to run,
+        or a lower bound of it if draft tokens are in flight."""
         return self.num_computed + self.num_in_flight
 
     @property
     def most_scheduled(self) -> int:
-        """The position of the next one if all draft tokens are accepted."""
+        """The position of the next token to run if all draft tokens are accepted."""
         return self.num_scheduled + self.num_unverified_drafts
 
     @property
     def awaits_scores(self) -> bool:
-        """Whether log probabilities of the prompt are still to be computed: a cached prefix has
-        none. ``num_scored`` of them have been reported; the first token has none."""
+        """Whether log probabilities of the prompt are still missing, so that a cached prefix can't
+        be used. ``num_scored`` of them have been reported; the first prompt token has none."""
         is_asked = self.sampling.prompt_logprobs is not None
         return is_asked and self.num_scored < self.num_prompt_tokens - 1
 
     @property
     def shares_prompt(self) -> bool:
-        """Whether a sibling's KV of the prompt serves it as well: a peer may wait for its own, and
-        log probabilities come with computing it."""
+        """Whether it may use a sibling's KV of the prompt. It must not if a peer waits for its own
+        KV, or if it needs log probabilities, which only computing the prompt yields."""
         return not self.sends_kv and not self.awaits_scores
 
     @property
@@ -259,12 +267,12 @@ class Request:
         return self.shares_prompt and self.num_tokens == self.num_prompt_tokens
 
     def share_offers(self, sibling: Request) -> None:
-        """What the pool was offered of a sibling's prompt it was offered of this one's."""
+        """Count the prompt's chunks as offered and saved as far as the sibling's have been."""
         prompt = self.num_prompt_tokens
         self.num_saved = max(self.num_saved, min(sibling.num_saved, prompt))
         self.num_offered = max(self.num_offered, min(sibling.num_offered, prompt))
 
     @property
     def num_pending(self) -> int:
-        """Tokens that no step has run yet: 1 while decoding."""
+        """Tokens that no step has been scheduled to run; 1 while decoding."""
         return self.num_tokens - self.num_scheduled

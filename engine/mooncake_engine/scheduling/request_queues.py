@@ -1,4 +1,4 @@
-"""The queues of live requests, and the moves between them."""
+"""The scheduler's queues of live requests, and the moves between them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ def priority_key(request: Request) -> tuple[int, float, int]:
 
 
 MIN_STALE_ENTRIES = 64
-"""So few requests that have left a queue are not worth rebuilding it."""
+"""Up to this many stale heap entries, of requests that have left, a queue is not rebuilt."""
 
 
 class RequestQueue:
-    """Requests in order of a key, which a request keeps when it queues again.
+    """A priority queue of requests; a request has the same key each time it queues.
 
-    Who leaves does so from the middle, too, and is soon forgotten: also behind a head that stays,
-    as when clients give up and try again while nothing runs.
+    A request may leave from anywhere in the queue. Its heap entry is then stale, and the heap is
+    rebuilt before stale entries outnumber the members: else they would pile up behind a head that
+    stays, for example when clients abort and retry while nothing runs.
 
     Args:
-        key: smaller is sooner.
+        key: sort key; the smallest is at the head.
     """
 
     def __init__(self, key: Callable[[Request], Any] = priority_key) -> None:
@@ -48,7 +49,7 @@ class RequestQueue:
         self._members[request.request_id] = request
 
     def peek(self) -> Request | None:
-        """The most urgent request, or None."""
+        """Returns the request with the smallest key, or None."""
         while self._heap:
             request = self._heap[0][2]
             if self._members.get(request.request_id) is request:
@@ -57,8 +58,8 @@ class RequestQueue:
         return None
 
     def in_order(self) -> Iterator[Request]:
-        """Members, the most urgent first; those that leave meanwhile are left out. Who has left and
-        come back stands in the heap twice."""
+        """Yields the members, smallest key first, but not those that leave during the iteration."""
+        # A request that has left and come back has two heap entries.
         heap, seen = self._heap.copy(), set[str]()
         while heap:
             request = heapq.heappop(heap)[2]
@@ -67,7 +68,7 @@ class RequestQueue:
                 yield request
 
     def remove(self, request: Request) -> None:
-        """Take a member out, wherever it stands."""
+        """Remove a member, wherever it is in the queue."""
         del self._members[request.request_id]
         num_stale = len(self._heap) - len(self._members)
         if num_stale > max(len(self._members), MIN_STALE_ENTRIES):
@@ -79,25 +80,25 @@ class RequestQueue:
         return self._members.get(request.request_id) is request
 
     def lowest_priority(self) -> Request | None:
-        """The request that is preempted first, or None."""
+        """Returns the request to preempt first, or None."""
         return max(self._members.values(), key=priority_key, default=None)
 
 
 class RequestQueues:
-    """The queues, and the moves between them. A request is in exactly one of them.
+    """All queues of one scheduler, and the moves between them. Each live request is in exactly one.
 
     Attributes:
-        requests: all of them, by id.
-        running: take part in steps, the most urgent first.
-        waiting: own no blocks.
-        ready: own blocks whose KV was loaded or swapped in; go before the waiting ones.
-        swapped: their KV is in host memory.
-        looking_up: wait for what the KVCache pool has of their prompts.
-        preallocating: wait for blocks to load a peer's KV into.
-        transferring: have them.
-        following: wait for a sibling's prompt.
-        removed: the workers have yet to forget these.
-        now: when the step began; moves are stamped with it.
+        requests: all live requests, by id.
+        running: requests that steps run, the most urgent first.
+        waiting: requests that own no blocks and wait for their turn.
+        ready: requests whose KV was loaded or swapped in, with blocks; they go before ``waiting``.
+        swapped: preempted requests whose KV is in host memory.
+        looking_up: requests that wait for a lookup in the KVCache pool, or for another's load.
+        preallocating: requests that wait for free blocks to load a peer's KV into.
+        transferring: requests whose KV is being loaded into their blocks, by id.
+        following: requests that wait for a sibling's prompt, by id.
+        removed: ids that the workers have yet to be told to forget.
+        now: start of the current step, in seconds; moves are stamped with it.
     """
 
     def __init__(self) -> None:
@@ -118,7 +119,7 @@ class RequestQueues:
         self._order = count()
 
     def add(self, request: Request) -> None:
-        """A new request joins its group; it is in no queue yet."""
+        """Register a new request and add it to its group; it is in no queue yet."""
         self.requests[request.request_id] = request
         name = request.spec.group
         group = None if name is None else self._groups.get(name)
@@ -134,7 +135,7 @@ class RequestQueues:
         request.group = group
 
     def finish(self, request: Request) -> None:
-        """A request that has left its queue is finished."""
+        """Unregister a finished request, which has left its queue already."""
         request.state = RequestStatus.FINISHED
         del self.requests[request.request_id]
         group = request.group
@@ -144,66 +145,66 @@ class RequestQueues:
         self.forget(request)
 
     def wait(self, request: Request) -> None:
-        """Wait for a turn, with blocks or without."""
+        """Move a request to ``ready`` if it owns blocks, otherwise to ``waiting``."""
         request.state = RequestStatus.WAITING
         self._push(self.ready if request.block_ids else self.waiting, request)
 
     def look_up(self, request: Request) -> None:
-        """Wait for what the KVCache pool has."""
+        """Move a request to ``looking_up``."""
         request.state = RequestStatus.LOOKING_UP
         self._push(self.looking_up, request)
 
     def preallocate(self, request: Request) -> None:
-        """Wait for blocks to load a peer's KV into."""
+        """Move a request to ``preallocating``."""
         request.state = RequestStatus.PREALLOCATING
         self._push(self.preallocating, request)
 
     def transfer(self, request: Request) -> None:
-        """Have blocks that a peer's KV comes into."""
+        """Move a request to ``transferring``; its load begins now."""
         request.state = RequestStatus.TRANSFERRING
         request.load_started = self.now
         self.transferring[request.request_id] = request
 
     def run(self, request: Request) -> None:
-        """Take part in steps."""
+        """Move a request to ``running``, in order of priority; the workers know it from now on."""
         request.state = RequestStatus.RUNNING
         request.scheduled = request.scheduled or self.now
         insort_right(self.running, request, key=priority_key)
         self._known.add(request.request_id)
 
     def swap(self, request: Request) -> None:
-        """Wait in host memory."""
+        """Move a request to ``swapped``."""
         request.state = RequestStatus.SWAPPED
         self._push(self.swapped, request)
 
     def follow(self, request: Request, leader: Request) -> None:
-        """Wait for a sibling's prompt; the state stays."""
+        """Move a request to ``following``, to wait for its leader's prompt; its state is kept."""
         self.dequeue(request)
         request.leader = leader
         self.following[request.request_id] = request
 
     def followers(self, leader: Request) -> list[Request]:
-        """Who waits for this request's prompt."""
+        """Returns the siblings that wait for this request's prompt."""
         if len(leader.group.members) == 1:
             return []
         return [member for member in leader.group.members if member.leader is leader]
 
     def follow_leader(self, leader: Request) -> None:
-        """Siblings that wait for the same prompt follow the one that computes it now."""
+        """Have the siblings in ``waiting`` follow the request that now computes the prompt."""
         for member in leader.group.members[:]:
             is_waiting = self._queue_of.get(member.request_id) is self.waiting
             if member is not leader and is_waiting and member.shares_first_token:
                 self.follow(member, leader)
 
     def release_followers(self, leader: Request) -> None:
-        """Its prompt will not be shared: its followers queue again."""
+        """Return the followers to their queues, since the leader's prompt will not be shared."""
         for follower in self.followers(leader):
             self.dequeue(follower)
             is_loading = follower.state is RequestStatus.PREALLOCATING
             self._push(self.preallocating if is_loading else self.waiting, follower)
 
     def dequeue(self, request: Request) -> None:
-        """Take a request out of its queue."""
+        """Remove a request from its queue."""
         if request.leader is not None:
             request.leader = None
             del self.following[request.request_id]
@@ -215,13 +216,13 @@ class RequestQueues:
             self._queue_of.pop(request.request_id).remove(request)
 
     def forget(self, request: Request) -> None:
-        """The workers are to forget it."""
+        """Have the workers drop a request that they know."""
         if request.request_id in self._known:
             self._known.remove(request.request_id)
             self.removed.append(request.request_id)
 
     def take_removed(self) -> tuple[str, ...]:
-        """Whom the workers are to forget, said once."""
+        """Returns and clears the ids of the requests that the workers are to forget."""
         removed, self.removed = tuple(self.removed), []
         return removed
 
@@ -229,7 +230,7 @@ class RequestQueues:
         """Prove that every request is in one queue.
 
         Raises:
-            AssertionError: names the first that is not.
+            AssertionError: a request is in two queues, in none, or not in its group.
         """
         queues = (self.waiting, self.ready, self.swapped, self.looking_up, self.preallocating)
         placed = [*self.running, *self.transferring.values(), *self.following.values()]

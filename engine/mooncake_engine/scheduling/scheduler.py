@@ -1,13 +1,14 @@
-"""Continuous batching: which tokens of which requests run in the next step.
+"""Continuous batching: decides which tokens of which requests run in the next step.
 
-There are no prefill and decode phases: in each step every running request gets tokens until its
-KV has caught up with its tokens, within a budget; long prompts run in chunks (after vLLM v1 and
-Sarathi-Serve). First come, first served, within a priority. Pure: no torch, no clock, no I/O; a
-connector that moves KV is an argument.
+There are no separate prefill and decode phases. In each step, every running request gets tokens
+until its computed KV has caught up with its tokens, within the step's token budget; long prompts
+run in chunks (after vLLM v1 and Sarathi-Serve). Within one priority, requests are served first
+come, first served. The scheduler is pure: no torch, no clock, no I/O; the connector that moves KV
+is passed in.
 
-Several steps may be in flight: scheduled, but not completed. The device runs them one after the
-other, in order, so a step may build on the KV of those before it, and reuse blocks that they used.
-A peer is not bound to that order: it sees only what completed steps have written.
+Several steps may be in flight, that is, scheduled but not completed. The device runs them in order,
+so a step may read the KV that earlier steps compute and reuse blocks that they used. A peer does
+not follow that order: it may be given only KV that completed steps have written.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ from mooncake_kv.pool.pool_events import PoolEvent
 
 
 class Scheduler:
-    """The next tokens of requests that run; the parts beside it hold queues, outputs, loads,
-    admission, preemption.
+    """Plans steps and applies their results. The engine core owns one per data-parallel rank.
+
+    Queues, outputs, loads, admission and preemption are objects of their own, in the modules beside
+    this one; the scheduler itself schedules the requests that already run.
 
     Args:
-        limits: bounds.
-        blocks: the block tables.
-        connector: moves KV; None where no request asks for it.
-        pool: the KVCache pool; None where there is none.
+        limits: bounds of steps and requests.
+        blocks: allocates the block tables.
+        connector: moves KV between instances; None if no request transfers KV.
+        pool: the KVCache pool; None if the instance uses none.
     """
 
     def __init__(
@@ -76,53 +79,54 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that take part in steps."""
+        """Requests in the running queue."""
         return len(self._queues.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait: for their turn, for blocks, or for KV."""
+        """Live requests that are not running: they wait for their turn, for blocks, or for KV."""
         return len(self._queues.requests) - len(self._queues.running)
 
     @property
     def num_swapped(self) -> int:
-        """Those of them whose KV is in host memory."""
+        """Waiting requests whose KV is swapped out to host memory."""
         return len(self._queues.swapped)
 
     @property
     def num_loading(self) -> int:
-        """Those that wait while a peer's KV comes in."""
+        """Waiting requests whose KV is being loaded, from a peer or from the KVCache pool."""
         return len(self._queues.transferring)
 
     @property
     def num_preemptions(self) -> int:
-        """Requests that gave their blocks up for more urgent ones, so far."""
+        """Preemptions so far, by swap or by recomputation."""
         return self._preemption.num_preemptions
 
     @property
     def num_swap_outs(self) -> int:
-        """Those of them whose KV went to host memory."""
+        """Preemptions so far that swapped KV out to host memory."""
         return self._preemption.num_swap_outs
 
     @property
     def has_work(self) -> bool:
-        """Whether ``schedule`` might plan something or ``update`` might report something."""
+        """Whether ``schedule`` may plan a step or ``update`` may return updates."""
         is_queued = len(self._queues.requests) > len(self._queues.transferring)
         has_rest = self._outputs.has_updates or bool(self._queues.removed)
         return is_queued or has_rest or bool(self._in_flight)
 
     @property
     def num_held_tables(self) -> int:
-        """Block tables that outlive their requests: see ``OutputProcessor.held_tables``; and blocks
-        that were replaced by equal ones, but for which steps are in flight."""
+        """Block tables that outlive their requests (see ``OutputProcessor.held_tables``), plus
+        lists of duplicate blocks that have been replaced but that steps in flight still use."""
         return len(self._outputs.held_tables) + len(self._in_flight.replaced_tables)
 
     def held_blocks(self) -> HeldBlocks:
-        """What blocks are held for now."""
+        """Counts the blocks in use, by what they are held for."""
         return count_held(self._queues, self._outputs, self.blocks)
 
     def add(self, request: Request) -> None:
-        """Take a request in. Its id is not in use, its prompt fits the model."""
+        """Add a request. The caller has checked that its id is unused and its prompt fits the
+        model."""
         self._queues.add(request)
         self._outputs.track(request)
         if request.loads_kv:
@@ -138,7 +142,8 @@ class Scheduler:
             self._wait(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request in whatever state it is, or what is still held for it. Idempotent."""
+        """End a request, whatever its state; if it has finished already, stop holding its KV for a
+        peer. Idempotent."""
         request = self._queues.requests.get(request_id)
         if request is None:
             self._outputs.cancel_send(request_id)
@@ -146,8 +151,11 @@ class Scheduler:
             self._outputs.finish(request, TokenUpdate(request_id, finish=FinishReason.ABORT))
 
     def expire(self, now: float) -> None:
-        """End the requests whose time is up; fail those that waited too long for blocks to load
-        KV into. To be called before every step: ``now`` is when it begins."""
+        """End the requests that are past their deadline, and give up the loads that timed out.
+
+        Args:
+            now: start time of the next step, in seconds; call this before every step.
+        """
         self._queues.now = now
         self._outputs.end_overdue()
         self._remote_kv.expire()
@@ -162,19 +170,20 @@ class Scheduler:
         first_token: FirstToken | None = None,
         is_drained: bool = True,
     ) -> None:
-        """A load is over: its KV is complete if ``error`` is None, else unusable.
+        """Handle the end of a load from a peer. The KV is complete if ``error`` is None, otherwise
+        unusable.
 
         Args:
-            request_id: whose load; unknown ones are normal.
-            error: why it failed.
-            first_token: the peer's token, if it comes with the KV.
-            is_drained: False if the peer may still write into the blocks: they are reserved
-                until this is called again, drained.
+            request_id: the request that loaded; an unknown id is ignored.
+            error: why the load failed; None on success.
+            first_token: the peer's first token, if it arrived with the KV.
+            is_drained: False if the peer may still write to the blocks; they stay reserved until
+                this is called again with True.
         """
         self._remote_kv.ended(request_id, error, first_token=first_token, is_drained=is_drained)
 
     def take_pool_event(self, event: PoolEvent) -> None:
-        """Something came of what was asked of the pool."""
+        """Handle an event from the KVCache pool: the outcome of a lookup, a load or a save."""
         assert self._pool is not None, "without a pool there are no events"
         for request, sequence, result in self._pool.take(event):
             self._complete(request, sequence, result)
@@ -182,18 +191,16 @@ class Scheduler:
         self._in_flight.release_replaced()
 
     def release(self, request_id: str) -> None:
-        """A peer has read what was held for it, or never will: the blocks are free. Idempotent."""
+        """Free the blocks held for a peer, which has read them or never will. Idempotent."""
         self._outputs.release(request_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; refused, with False, while any block is in use."""
+        """Drop all cached prefixes. Returns False, and drops nothing, while any block is in use."""
         return self.blocks.reset_prefix_cache()
 
     def schedule(self) -> StepPlan:
-        """Plan the next step; an empty plan need not be run.
-
-        Else it is in flight until ``update`` is called with it.
-        """
+        """Plan the next step. An empty plan need not be run; any other one is in flight until
+        ``update`` is called with it."""
         step = StepBuilder(self.limits.max_num_batched_tokens)
         self._waits_for_steps = bool(self._in_flight) and self._waits_for_steps
         if not self._waits_for_steps:
@@ -233,18 +240,18 @@ class Scheduler:
 
     @property
     def chunk_pool(self) -> ChunkPool | None:
-        """The KVCache pool that it uses."""
+        """The KVCache pool, or None if the instance uses none."""
         return None if self._pool is None else self._pool.chunk_pool
 
     def update(
         self, plan: StepPlan, result: StepResult, now: float | None = None
     ) -> list[TokenUpdate]:
-        """Take in what came of a step; returns what happened to each request since the last call.
+        """Apply the result of a step; returns the request updates since the last call.
 
         Args:
-            plan: of the oldest step in flight; an empty one changes nothing.
-            result: its.
-            now: when it was over; None if nothing is to be learnt of what it took.
+            plan: the plan of the oldest step in flight; an empty plan changes nothing.
+            result: the result of that plan.
+            now: when the step completed, in seconds; None keeps its duration out of the estimates.
         """
         if not plan.is_empty:
             flight, seconds = self._in_flight.pop(plan, now)
@@ -265,7 +272,7 @@ class Scheduler:
         return self._outputs.take_updates()
 
     def _learn(self, flight: InFlightStep, result: StepResult, seconds: float) -> None:
-        """What a step took."""
+        """Feed the duration of a step to the estimators: step budget, prefill cost, drafting."""
         self._budget.learn(flight.plan, seconds)
         if self._pool is not None:
             self._pool.learn(flight.plan, seconds)
@@ -273,7 +280,7 @@ class Scheduler:
             self.speculation.learn(flight.plan, result, seconds)
 
     def take_updates(self) -> list[TokenUpdate]:
-        """What happened outside steps: aborts, failures, first tokens from a peer."""
+        """Returns the updates that arose outside steps: aborts, failures, first tokens of peers."""
         return self._outputs.take_updates()
 
     def check_integrity(self) -> None:
@@ -288,7 +295,7 @@ class Scheduler:
             assert request.host_block_ids, f"{request.request_id} is swapped out to nowhere"
 
     def _complete(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
-        """A request's share of a step is over; the request itself may have ended meanwhile."""
+        """Apply a step's result to one of its requests, which may have ended in the meantime."""
         if request.is_unproven and self._pool is not None:
             self._pool.loads.hold(request, sequence, result)
             return
@@ -322,12 +329,11 @@ class Scheduler:
             self._connector.prefill_advanced(request)
 
     def _schedule_running(self, step: StepBuilder) -> bool:
-        """Give running requests their tokens, decodes first (as Sarathi-Serve and vLLM v1 do): one
-        long prompt, whatever its priority, must not hold up the next token of all others.
+        """Schedule the running requests, decodes first (as Sarathi-Serve and vLLM v1 do): one long
+        prompt, whatever its priority, must not delay the next token of all others.
 
         Returns:
-            False if blocks ran out: a group was preempted, or has to be when no step is in flight
-            any more.
+            False if blocks ran out: a group was preempted, or has to be once no step is in flight.
         """
         before = self._preemption.num_preemptions
         prompts: list[Request] = []
@@ -335,7 +341,7 @@ class Scheduler:
         for index, request in enumerate(running):
             if len((group := request.group).members) == 1:
                 self._schedule_single(request, step, prompts)
-            elif not index or running[index - 1].group is not group:  # its first one
+            elif not index or running[index - 1].group is not group:  # the group's first member
                 members = list(takewhile(lambda r: r.group is group, running[index:]))
                 self._schedule_group(group, members, step, prompts)
             if self._waits_for_steps:
@@ -352,8 +358,9 @@ class Scheduler:
         return self._preemption.num_preemptions == before
 
     def _schedule_loaded(self, step: StepBuilder, num_prompts: int) -> None:
-        """Decodes that begin here, with KV that was loaded or swapped in, go before prompts, too.
-        They leave each running prompt the block that it may have to copy."""
+        """Schedule ready requests that can decode at once, because their KV was loaded or swapped
+        in; they, too, go before prompts. One free block per running prompt is left over, since a
+        prompt may have to copy a shared block."""
         for request in sorted(self._queues.ready, key=priority_key):
             if not step.budget or len(self._queues.running) >= self._budget.max_num_seqs:
                 return
@@ -364,8 +371,8 @@ class Scheduler:
                 self._admission.schedule_ready(request, step)
 
     def _schedule_single(self, request: Request, step: StepBuilder, prompts: list[Request]) -> None:
-        """Schedule a request without siblings if it decodes; else put it off to ``prompts``."""
-        # as _count and _may_run_ahead do, without calls: this runs for every decode
+        """Schedule a request without siblings if it decodes; otherwise append it to ``prompts``."""
+        # Inlines _count and _may_run_ahead: this runs for every decode.
         start = request.num_computed + request.num_in_flight
         num_output_placeholders = request.num_output_placeholders
         num_tokens = len(request.token_ids) + num_output_placeholders
@@ -391,11 +398,12 @@ class Scheduler:
         step.add(request, 1, growth)
 
     def _schedule_prompt(self, request: Request, step: StepBuilder) -> bool:
-        """Run the next tokens of a prompt in what the decodes have left; False to plan no more.
+        """Schedule a chunk of a prompt within the budget that the decodes have left. Returns False
+        if nothing more can be planned in this step.
 
-        Its blocks are there since it was first scheduled, but for one: the copy of a block that it
-        shares and is about to write to. A request that is in the step already can't be preempted
-        for that: then the prompt waits for a step.
+        The prompt's blocks were allocated when it was first scheduled, except one: the copy of a
+        shared block that it is about to write to. Requests that are already in this step can't be
+        preempted for that block, so the prompt then waits for the next step.
         """
         count = self._budget.chunk(request, self._count(request, step.budget))
         if not count:
@@ -408,25 +416,28 @@ class Scheduler:
         return True
 
     def _count(self, request: Request, budget: int) -> int:
-        """How many tokens of a request run next."""
+        """How many tokens of a running request this step may run, at most ``budget``."""
         is_ready = not request.num_output_placeholders or self._may_run_ahead(request)
         if not is_ready or request.state is not RequestStatus.RUNNING or request.has_wrong_kv:
             return 0
         return min(request.num_pending, budget)
 
     def _may_run_ahead(self, request: Request) -> bool:
-        """Whether a request is scheduled again before its last token is known here.
+        """Whether a request may be scheduled again before the scheduler knows its last token.
 
-        Async scheduling: the next step is planned with a placeholder, which the workers fill on the
-        device with the token that the step in flight samples; behind drafts they begin where the
-        last accepted one has left off. Not without async scheduling, as the workers would not know
-        the token either, nor after a token that may be the last."""
+        With async scheduling the next step is planned with a placeholder, which the workers replace
+        on the device by the token that the step in flight samples; after draft tokens they continue
+        behind the last accepted one. Without async scheduling the workers would not know the token
+        either. A token that may be the request's last is never run ahead of."""
         is_known = self.limits.uses_async_scheduling and not request.is_unproven
         return is_known and request.most_tokens < request.max_num_tokens
 
     def _preempt_for(self, group: SequenceGroup, step: StepBuilder) -> bool:
-        """Preempt a group, which no step in flight may run: else plan nothing until all of them
-        have completed, and return False, as where nobody can be preempted."""
+        """Preempt the least urgent group to free blocks for ``group``; False if none was preempted.
+
+        Blocks must not be taken from a request that a step in flight runs: while any is in flight,
+        this preempts nothing, and no more is planned until all steps have completed.
+        """
         if self._in_flight:
             self._waits_for_steps = True
             return False
@@ -439,8 +450,7 @@ class Scheduler:
         step: StepBuilder,
         prompts: list[Request],
     ) -> None:
-        """All members that decode run, or the group is preempted; the others are put off to
-        ``prompts``."""
+        """Schedule the decoding members of a group, or preempt; append the rest to ``prompts``."""
         prompts += [member for member in members if member.num_pending > 1]
         decodes = [member for member in members if member.num_pending <= 1]
         pool = self.blocks.pool
@@ -454,7 +464,7 @@ class Scheduler:
             self._admission.schedule_tokens(request, count, step)
 
     def _shares(self, members: list[Request], budget: int) -> tuple[list[tuple[Request, int]], int]:
-        """How many tokens each running member gets, and how many blocks that takes."""
+        """Returns the tokens that each running member gets, and the blocks that all need."""
         shares, wanted = [], 0
         for request in members:
             if count := self._count(request, budget):
