@@ -1,8 +1,8 @@
-"""One HTTP connection of an instance: uvicorn's, with bounds on what its client may cost.
+"""One HTTP connection of an instance: uvicorn's protocol with limits on each client's resources.
 
-uvicorn bounds neither the head of a request nor the time that it takes, keeps connections on which
-nothing was ever sent, and waits for ever for clients that don't read. Each of these holds a
-descriptor or memory, and the instance needs both for KV.
+uvicorn limits neither the size of a request's head nor the time to receive a request, keeps
+connections on which nothing was ever sent, and waits forever for clients that don't read. Each of
+these holds a file descriptor or memory, and the instance needs both for KV.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ log = logging.getLogger(__name__)
 
 WriteChunk = Callable[[bytes], bool]
 WRITE_CHUNK = "mooncake.write_chunk"
-"""Name of an ASGI extension, a ``WriteChunk``: it writes bytes of a response's body between its
-start and its end without a coroutine, or returns False where the client takes no more for now."""
+"""Name of an ASGI extension, a ``WriteChunk``. It writes a chunk of a response's body, after the
+start and before the end of the response, without a coroutine. It returns False, and writes nothing,
+while writing is paused because the client reads too slowly."""
 
 _WARN_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one client may cost the server; times in seconds.
+    """Limits on the resources that clients may use; times in seconds.
 
     Args:
-        connections: at once. Beyond that the longest idle one is closed for a new one.
-        head_bytes: of a request's line and headers, and of what else is no body.
+        connections: open connections of the server. Beyond this, each new connection closes the
+            one that has been idle longest.
+        head_bytes: bytes of a request's line and headers, and of everything else that is not body.
         fields: headers and trailers of one request.
-        pipelined: requests that wait behind a running one.
-        head_s: from a connection's start, or a head's first byte, to its end.
-        body_s: for the whole body.
-        stalled_s: how long a client may take nothing of its response.
+        pipelined: requests of one connection that are queued behind a running one.
+        head_s: time to receive a request's head, from the connection's start or the first byte.
+        body_s: time to receive the whole body.
+        stalled_s: time for which a client may read nothing of its response.
     """
 
     connections: int = 8192
@@ -52,7 +54,8 @@ class ConnectionLimits:
 
     @classmethod
     def for_process(cls) -> ConnectionLimits:
-        """Those of this process: half of its descriptors are left to KV and files."""
+        """The limits for this process: connections use at most half of its file descriptors; KV
+        transfer and files need the rest."""
         limits = cls()
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft == resource.RLIM_INFINITY:
@@ -61,12 +64,12 @@ class ConnectionLimits:
 
 
 class _BodyWriter:
-    """What streaming needs of a connection, which has much more: each token of each stream reads it
-    anew from memory.
+    """The few fields of a connection that streaming needs. Each token of each stream loads them
+    from memory, and a small object costs fewer cache misses than the whole connection.
 
     Args:
-        flow: whether its client takes more.
-        transport: its socket.
+        flow: says whether writing is paused.
+        transport: the connection's transport.
     """
 
     __slots__ = ("_flow", "_transport")
@@ -76,7 +79,8 @@ class _BodyWriter:
         self._transport = transport
 
     def write_chunk(self, body: bytes) -> bool:
-        """See ``WRITE_CHUNK``. Responses without a length are chunked, as uvicorn's are."""
+        """See ``WRITE_CHUNK``. Uses chunked encoding, as uvicorn does for responses without a
+        length."""
         if self._flow.write_paused:
             return False
         transport = self._transport
@@ -86,7 +90,7 @@ class _BodyWriter:
 
 
 class GuardedConnection(HttpToolsProtocol):
-    """A connection within ``limits``, which are the same for all of a server."""
+    """A connection that enforces ``limits``, which all connections of a server share."""
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
     _warned_at: ClassVar[float] = -_WARN_EVERY_S
@@ -100,7 +104,8 @@ class GuardedConnection(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected: it is let in, maybe in the place of an idle one."""
+        """Accept a new connection. At the limit, it replaces the connection that has been idle
+        longest; if none is idle, it is closed."""
         others = len(self.connections)
         super().connection_made(transport)
         if others >= self.limits.connections and not self._take_place():
@@ -110,20 +115,20 @@ class GuardedConnection(HttpToolsProtocol):
         self._expect(self.limits.head_s, "its request's head")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is over."""
+        """Stop the timers of a closed connection."""
         self._expect(None)
         self._stop_write_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read on, within the limits."""
+        """Parse received bytes, and reject a request whose head is too large."""
         self._num_bytes += len(data)
         super().data_received(data)
         if self._num_bytes > self.limits.head_bytes:
             self._refuse("a head, trailers or chunk sizes that are too long")
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Start the timeout of a request's head, and offer ``WRITE_CHUNK`` in its scope."""
         super().on_message_begin()
         write_chunk = _BodyWriter(self.flow, self.transport).write_chunk
         extensions: Any = {WRITE_CHUNK: write_chunk}  # ASGI types hold none but its own
@@ -133,14 +138,14 @@ class GuardedConnection(HttpToolsProtocol):
         self._expect(self.limits.head_s, "its request's head")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header or trailer."""
+        """Count a header or trailer against the limit."""
         self._num_fields += 1
         if self._num_fields > self.limits.fields:
             raise ValueError(f"more than {self.limits.fields} headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """A head is whole; its body may follow."""
+        """Start the timeout of the body once the head is complete."""
         if len(self.pipeline) >= self.limits.pipelined:
             raise ValueError(f"more than {self.limits.pipelined} requests at once")
         self._num_bytes = 0
@@ -148,24 +153,24 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body."""
+        """Receive a part of the body, whose bytes don't count against ``head_bytes``."""
         self._num_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
+        """Stop the read timeout: the request has been received."""
         self._num_bytes = 0
         self._expect(None)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """A response is whole; the next request may come later."""
+        """Mark the connection as idle if no pipelined request is queued."""
         super().on_response_complete()
         if not self.pipeline:
             self._idle_since = time.monotonic()
 
     def pause_writing(self) -> None:
-        """The client takes nothing at the moment."""
+        """Start the timeout of a client that does not read its response."""
         super().pause_writing()
         self._stop_write_timer()
         self._write_timer = self.loop.call_later(
@@ -173,12 +178,12 @@ class GuardedConnection(HttpToolsProtocol):
         )
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """Stop that timeout: the client reads again."""
         self._stop_write_timer()
         super().resume_writing()
 
     def _take_place(self) -> bool:
-        """Close the connection that is idle for longest; False if none is."""
+        """Close the connection that has been idle longest; False if none is idle."""
         self._warn()
         idle = [
             other
@@ -202,7 +207,8 @@ class GuardedConnection(HttpToolsProtocol):
             )
 
     def _expect(self, within_s: float | None, what: str = "") -> None:
-        """The client has that long for what it sends next; None: for as long as it likes."""
+        """Restart the read timeout: the client has ``within_s`` seconds to send ``what``. None
+        stops the timeout."""
         if self._read_timer is not None:
             self._read_timer.cancel()
             self._read_timer = None

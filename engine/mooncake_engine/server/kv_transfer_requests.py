@@ -1,7 +1,8 @@
-"""What ``kv_transfer_params`` say: whether an answer goes on elsewhere, or comes from there.
+"""Parses and builds the ``kv_transfer_params`` of requests and responses: whether a peer continues
+an answer that this instance prefills, or this instance continues one that a peer has prefilled.
 
-The fields are those of the field's proxies; ours come on top: ``created``, ``choices`` (one entry
-per answer, where a request has several) and ``first_token_delivered``.
+The fields are those that vLLM's proxies use, plus our own: ``created``, ``choices`` (one entry per
+answer where a request has several) and ``first_token_delivered``.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ _SOURCES = "prefix_sources"
 
 @dataclass(frozen=True, slots=True)
 class KVTransferRequest:
-    """How a request's answers are shared between instances.
+    """How this instance and a peer share the work of one request.
 
     Args:
-        is_outgoing: this instance prefills; a peer continues.
-        is_incoming: a peer has prefilled; this instance continues.
-        is_first_delivered: the client already has what the peer's first token shows.
-        created: when the peer began, for a steady ``created`` in the API.
-        num_cached_tokens: what the peer had cached.
-        tokenizer: fingerprint of the peer's tokenizer, if it told.
+        is_outgoing: this instance prefills, and a peer continues.
+        is_incoming: a peer has prefilled, and this instance continues.
+        is_first_delivered: the client has already received the text of the peer's first token.
+        created: Unix time at which the peer started, so that ``created`` stays the same in all
+            responses to the client.
+        num_cached_tokens: tokens of the prompt that the peer had cached.
+        tokenizer: fingerprint of the peer's tokenizer, if the peer sent one.
         is_shared: the peer has prefilled once for several answers, and sampled one token.
-        choices: per answer, what the core gets.
+        choices: for each answer, the parameters that the core receives.
     """
 
     is_outgoing: bool = False
@@ -46,19 +48,21 @@ class KVTransferRequest:
     choices: tuple[KVTransferDict | None, ...] = ()
 
     def params(self, index: int) -> KVTransferDict | None:
-        """What the core gets with answer ``index``; None if nothing crosses."""
+        """The core's parameters for answer ``index``; None if it involves no transfer."""
         return self.choices[index] if self.choices else None
 
     def begins_with(self, first: FirstToken, *, wants_logprobs: bool) -> bool:
-        """Whether an answer begins with the token that the peer has sampled; else it is sampled
-        here, from the peer's KV. Of several answers to one prompt it is no one's, and a peer that
-        does not say its log probabilities, as vLLM's, can't answer who asks for them."""
+        """Whether an answer starts with the token that the peer has sampled.
+
+        Otherwise this instance samples the first token itself, from the peer's KV. It does so if
+        several answers continue one prompt, because the peer's single token belongs to none of
+        them, and if the client wants log probabilities that the peer did not send, as vLLM."""
         if self.is_first_delivered:
             return True
         return not self.is_shared and (first.logprobs is not None or not wants_logprobs)
 
     def finished_update(self, index: int) -> TokenUpdate | None:
-        """The whole answer ``index``, if it ended at the peer while its siblings go on here."""
+        """Answer ``index`` in full, if it finished at the peer while others continue here."""
         params = self.params(index)
         if params is None or "finished_update" not in params:
             return None
@@ -71,10 +75,10 @@ class KVTransferRequest:
 def read_kv_transfer_request(
     params: KVTransferDict | None, num_choices: int, *, stream: bool
 ) -> KVTransferRequest:
-    """Check a request's ``kv_transfer_params``.
+    """Parse and validate a request's ``kv_transfer_params``.
 
     Raises:
-        InvalidRequest: they contradict themselves or the request.
+        InvalidRequest: the parameters contradict each other or the request.
     """
     if not params:
         return KVTransferRequest()
@@ -105,11 +109,14 @@ def read_kv_transfer_request(
 
 
 def prompt_of_peer(params: KVTransferDict | None, tokenizer: str) -> tuple[int, ...] | None:
-    """Token ids of the prompt as the instance that got the request first has made them with the
-    same tokenizer: they are made once. None if it has not told any.
+    """The prompt's token ids, if the peer that received the request first has tokenised it with the
+    same tokenizer. None if the parameters hold no usable ids, and the prompt must be tokenised.
+
+    Args:
+        tokenizer: fingerprint of this instance's tokenizer.
 
     Raises:
-        InvalidRequest: they are no list of numbers.
+        InvalidRequest: the ids are not a list of numbers.
     """
     if not params or _PROMPT not in params:
         return None
@@ -124,7 +131,7 @@ def prompt_of_peer(params: KVTransferDict | None, tokenizer: str) -> tuple[int, 
 
 
 def check_same_tokenizer(kv_transfer: KVTransferRequest, tokenizer: str) -> None:
-    """Raises InvalidRequest if the peer reads and shows tokens in another way."""
+    """Raises InvalidRequest if the peer's tokenizer or chat template differs from ours."""
     if kv_transfer.tokenizer is not None and kv_transfer.tokenizer != tokenizer:
         raise InvalidRequest(
             f"the prefill instance's tokenizer or chat template is {kv_transfer.tokenizer}, this "
@@ -136,11 +143,13 @@ def check_same_tokenizer(kv_transfer: KVTransferRequest, tokenizer: str) -> None
 def kv_transfer_response(
     last_updates: Sequence[TokenUpdate | KVTransferDict], facts: dict[str, Any]
 ) -> KVTransferDict | None:
-    """What a prefill instance's answer says; None if every answer ended here.
+    """The ``kv_transfer_params`` of a prefill instance's response; None if every answer finished
+    here.
 
     Args:
-        last_updates: per answer, the core's params, or the whole answer if it ended here.
-        facts: put at the top level: ``created``, ``remote_cached_tokens``, ...
+        last_updates: for each answer, the core's parameters, or the whole answer if it finished
+            here.
+        facts: fields of the top level: ``created``, ``remote_cached_tokens``, ...
     """
     choices = [
         {"do_remote_prefill": False, "finished_update": msgspec.to_builtins(answer)}
@@ -162,7 +171,8 @@ def _choices(params: KVTransferDict, num_choices: int) -> tuple[KVTransferDict |
     if choices is None and _flag(params, "do_remote_decode"):
         return (params,) * num_choices
     if choices is None and not _flag(params, "first_token_delivered"):
-        # one reservation, or one lease; the others wait for its prompt, and sample from it here
+        # One reservation or lease serves all answers: the others wait for the prompt's KV, and
+        # sample their first tokens from it here.
         return (params, *(None,) * (num_choices - 1))
     if not isinstance(choices, list) or len(choices) != num_choices:
         raise InvalidRequest(

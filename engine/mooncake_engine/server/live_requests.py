@@ -1,4 +1,5 @@
-"""Requests that are being served: their ids, aborts and client disconnects."""
+"""Registry of the requests that a server is processing, with their ids, aborts and client
+disconnects."""
 
 from __future__ import annotations
 
@@ -26,21 +27,21 @@ class RequestAborted(EngineError):
 
 
 class ShuttingDown(EngineError):
-    """The instance takes no new requests, or can't wait for the end of those that run."""
+    """The instance rejects new requests, or fails running ones, because it is shutting down."""
 
 
 async def until_disconnect(
     receive: Receive, work: Coroutine[Any, Any, Result], ending: asyncio.Future[EngineError]
 ) -> Result:
-    """The result of ``work``, which is cancelled if the client goes away first.
+    """Run ``work`` and return its result; cancel it if the client disconnects first.
 
     Args:
-        receive: of an ASGI connection whose request body has been read.
-        ending: done when the work has to end; its result says why.
+        receive: the ``receive`` callable of an ASGI connection whose request body has been read.
+        ending: resolves when the work has to stop; its result is the reason.
 
     Raises:
-        ClientGone, or the result of ``ending``: what came first; ``work`` has been cancelled and
-            has ended.
+        ClientGone: the client disconnected first. ``work`` has been cancelled and has finished.
+        EngineError: the result of ``ending``, if that resolved first; the same holds for ``work``.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
@@ -53,11 +54,11 @@ async def until_disconnect(
     finally:
         await cancel_all(waited)
         waited.clear()
-        del working  # it holds its error, that this frame
+        del working  # breaks a reference cycle: the task holds its error, the error this frame
 
 
 async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait until they have ended; their errors are dropped."""
+    """Cancel tasks and wait until they have finished; their errors are dropped."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -79,19 +80,21 @@ def request_id_from(header: str | None) -> str:
 
 
 def choice_ids(request_id: str, num_choices: int) -> list[str]:
-    """What the engine calls each choice; it adds to these to make them unique."""
+    """The engine's request id of each choice. The engine appends a suffix to make them unique."""
     if num_choices == 1:
         return [request_id]
     return [f"{request_id}-{index}" for index in range(num_choices)]
 
 
 class LiveRequests:
-    """The requests whose clients wait, by the clients' ids, which may repeat.
+    """The requests that clients are waiting for, by request id. Ids come from clients, so that
+    several requests may share one.
 
     Args:
-        counts: where it says how many they are.
-        tell_others: has the other API workers abort the requests of a name; they call
-            ``abort_here``.
+        counts: publishes the number of live requests to the other API workers; None where this
+            process is the only one.
+        tell_others: tells the other API workers to call ``abort_here`` for a request id; None where
+            there are none.
     """
 
     def __init__(
@@ -110,10 +113,11 @@ class LiveRequests:
 
     @contextmanager
     def tracking(self, request_id: str) -> Iterator[asyncio.Future[EngineError]]:
-        """Inside, the future is done as soon as the request has to end; its result says why.
+        """Hold a request in the registry. The yielded future resolves when the request has to stop;
+        its result is the reason.
 
         Raises:
-            ShuttingDown: no new requests are taken.
+            ShuttingDown: the instance rejects new requests.
         """
         self.check_open()
         ending: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
@@ -132,26 +136,26 @@ class LiveRequests:
         self._counts.set_waiting(self._num_live)
 
     def abort(self, request_id: str) -> None:
-        """Tell every request of that name; unknown names are normal."""
+        """Abort every request with this id, on all API workers. An unknown id is not an error."""
         self.abort_here(request_id)
         if self._tell_others is not None:
             self._tell_others(request_id)
 
     def abort_here(self, request_id: str) -> None:
-        """Tell those of this worker."""
+        """Abort the requests with this id on this worker."""
         self._end(self._live.get(request_id, ()), RequestAborted("the request was aborted"))
 
     def close(self) -> None:
-        """Take no new requests from now on."""
+        """Reject new requests from now on."""
         self._is_closed = True
 
     def check_open(self) -> None:
-        """Raises ShuttingDown if no new requests are taken."""
+        """Raises ShuttingDown if the instance rejects new requests."""
         if self._is_closed:
             raise ShuttingDown("the instance is shutting down and takes no new requests")
 
     def cut_off(self) -> None:
-        """End every request."""
+        """Fail every live request."""
         cause = ShuttingDown("the instance is shutting down and can't wait for this answer's end")
         for endings in self._live.values():
             self._end(endings, cause)

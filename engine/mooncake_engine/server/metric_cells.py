@@ -1,8 +1,9 @@
-"""Counters and histograms whose numbers lie in memory that API workers share.
+"""Prometheus counters and histograms whose values live in memory that API workers share.
 
-Each worker counts in a row of its own, so that nobody waits for a lock and nobody sends messages;
-whichever worker is scraped adds the rows up. What a worker has counted outlives it. Counting costs
-a search among the bounds and two additions, as one is made for each streamed token.
+Each worker writes only its own row, so that counting needs neither locks nor messages. Whichever
+worker Prometheus scrapes sums all rows. A worker's counts outlive its process. One observation
+costs a binary search of the bucket bounds and two additions, because one is made per streamed
+token.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from prometheus_client.utils import floatToGoString
 
 ROW_CELLS = 2048
-"""Numbers in a row; what is counted here takes less than half of them."""
+"""Values per row. The server's metrics use less than half of them."""
 _CELL_BYTES = 8
 
 
 def cells_bytes(num_workers: int) -> int:
-    """Size of the memory that so many workers count in."""
+    """Size in bytes of the memory in which ``num_workers`` workers count."""
     return num_workers * ROW_CELLS * _CELL_BYTES
 
 
 class MetricCells:
-    """The numbers of all workers, zero at first. Workers take cells in the same order.
+    """Allocates the values of all metrics from the shared rows, which start at zero. All workers
+    allocate in the same order, so that a metric has the same place in every row.
 
     Args:
-        memory: that they share, ``cells_bytes`` long; None for a worker that is alone.
-        worker: which row is this process's.
+        memory: the shared memory, ``cells_bytes`` long; None for a single process.
+        worker: the row that this process writes.
     """
 
     def __init__(self, memory: mmap | memoryview | None = None, worker: int = 0) -> None:
@@ -40,7 +42,7 @@ class MetricCells:
         self._num_taken = 0
 
     def take(self, count: int) -> Cells:
-        """The next ``count`` numbers of every row."""
+        """Allocate the next ``count`` values of every row."""
         start, stop = self._num_taken, self._num_taken + count
         assert stop <= ROW_CELLS, "more is counted than a row has room for"
         self._num_taken = stop
@@ -49,11 +51,11 @@ class MetricCells:
 
 
 class Cells:
-    """Numbers of one metric.
+    """The values of one metric.
 
     Args:
-        own: this worker's.
-        rows: every worker's.
+        own: this worker's values.
+        rows: the values of every worker, this one included.
     """
 
     def __init__(self, own: memoryview[float], rows: Sequence[memoryview[float]]) -> None:
@@ -61,18 +63,18 @@ class Cells:
         self._rows = rows
 
     def totals(self) -> list[float]:
-        """Over all workers."""
+        """The sum of each value over all workers."""
         return [sum(column) for column in zip(*self._rows, strict=True)]
 
 
 class Histogram:
-    """How often a value was how large.
+    """A Prometheus histogram in shared memory.
 
     Args:
-        name, words: as Prometheus shows them.
-        labels: names and values, the same for every observation.
-        bounds: upper ends of the buckets, rising.
-        cells: where it counts.
+        name, words: the metric's name and help text.
+        labels: label names and values, the same for every observation.
+        bounds: upper bounds of the buckets, ascending.
+        cells: the memory to allocate values from.
     """
 
     def __init__(
@@ -87,17 +89,17 @@ class Histogram:
         self._words = words
         self._label_names, self._label_values = labels
         self._bounds = bounds
-        self._cells = cells.take(len(bounds) + 2)  # those above all bounds, and the sum
+        self._cells = cells.take(len(bounds) + 2)  # plus the +Inf bucket and the sum
         self._own = self._cells.own
 
     def observe(self, value: float) -> None:
-        """Count a value in."""
+        """Record a value."""
         own = self._own
         own[bisect_left(self._bounds, value)] += 1.0
         own[-1] += value
 
     def observe_all(self, values: Sequence[float]) -> None:
-        """Count values in that came together, and are mostly alike."""
+        """Record values at once; faster than ``observe`` if most fall into the same bucket."""
         own, bounds = self._own, self._bounds
         indexes = [bisect_left(bounds, value) for value in values]
         for index in set(indexes):
@@ -115,14 +117,14 @@ class Histogram:
 
 
 class Counter:
-    """How often something happened, by labels whose values are known beforehand.
+    """A Prometheus counter in shared memory, by labels whose values are known in advance.
 
     Args:
-        name, words: as Prometheus shows them.
-        labels: names and values, the same for every count.
-        kinds: further labels: their names, and the values of each.
-        cells: where it counts.
-        shows_zeros: whether what has not happened is shown, too.
+        name, words: the metric's name and help text.
+        labels: label names and values, the same for every count.
+        kinds: the labels that vary: their names, and the possible values of each.
+        cells: the memory to allocate values from.
+        shows_zeros: whether label combinations that were never counted are exported, too.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class Counter:
         self._shows_zeros = shows_zeros
 
     def inc(self, *values: str) -> None:
-        """Count one, of these values of the further labels."""
+        """Add one to the count with these values of the varying labels."""
         self._cells.own[self._index[values]] += 1.0
 
     def collect(self) -> Metric:
