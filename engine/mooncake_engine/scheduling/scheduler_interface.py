@@ -1,4 +1,4 @@
-"""Scheduler limits, and the connector interface that the scheduler calls."""
+"""The scheduler's limits, and its interfaces to the connector and to the KVCache pool."""
 
 from __future__ import annotations
 
@@ -23,33 +23,36 @@ from mooncake_kv.store.chunk_store import StoreStats
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What bounds a step and a request.
+    """Bounds of steps and requests, derived from the engine's config.
 
     Args:
-        max_num_seqs: sequences in one step.
-        max_num_batched_tokens: tokens in one step.
-        max_model_len: tokens of one sequence; the pool has room for at least one such.
+        max_num_seqs: maximum number of sequences in one step.
+        max_num_batched_tokens: maximum number of tokens in one step.
+        max_model_len: maximum length of one sequence, in tokens; the KV pool holds at least one
+            sequence of that length.
         eos_token_ids: tokens that end a request.
-        load_failure: what becomes of a request whose KV does not arrive.
-        load_timeout_s: how long a request may wait for blocks to load KV into.
-        watermark: share of the blocks that admitting a request leaves free for those that run.
-        delay_factor: a prompt waits that many times the duration of the last step that computed
-            prompts, so that more are computed together; 0 admits at once.
-        max_step_tokens_with_decodes: tokens in a step with decodes; None for as many as in any.
-        target_tbt_s: how long a step with decodes should take at most, by what steps have taken;
-            None does not look at that.
-        min_prefill_chunk: tokens of a prompt in a step, unless it has fewer left, or all other
-            sequences leave it less.
-        prefill_chunk_size: most tokens of one prompt in a step; None for a stage's share of it with
-            several stages, else what there is.
-        num_stages: pipeline stages.
-        num_speculative_tokens: draft tokens that a sequence may have in one step.
-        most_seqs_with_drafts: steps of more decodes have no draft tokens; None: by measured time
-            alone.
-        uses_async_scheduling: workers hand a sampled token to the next step themselves, so that a
-            request may be planned again before its token is known here.
-        reports_received_blocks: plans say which blocks peers have written, so that workers
-            convert them.
+        load_failure: whether a request whose KV does not arrive is recomputed or fails.
+        load_timeout_s: seconds that a request may wait for blocks to load KV into.
+        watermark: fraction of the blocks that stay free for running requests when a request is
+            admitted.
+        delay_factor: multiple of the last prefill step's duration by which prompts are delayed, so
+            that more of them are computed together; 0 admits them at once.
+        max_step_tokens_with_decodes: maximum number of tokens in a step with decodes; None for no
+            other bound than ``max_num_batched_tokens``.
+        target_tbt_s: target duration of a step with decodes, in seconds, met by estimates from
+            measured steps; None for no target.
+        min_prefill_chunk: minimum number of prompt tokens in a step, unless fewer are pending, or
+            all other sequences leave fewer.
+        prefill_chunk_size: maximum number of tokens of one prompt in a step; None for the prompt
+            divided by ``num_stages`` if there are several stages, otherwise for no bound.
+        num_stages: number of pipeline stages.
+        num_speculative_tokens: maximum number of draft tokens of a sequence in one step.
+        most_seqs_with_drafts: maximum number of decodes in a step with draft tokens; None decides
+            by measured times alone.
+        uses_async_scheduling: whether workers pass a sampled token to the next step themselves, so
+            that a request can be planned again before the scheduler knows the token.
+        reports_received_blocks: whether plans list the blocks that peers have written, for workers
+            to convert.
     """
 
     max_num_seqs: int
@@ -72,84 +75,88 @@ class SchedulerLimits:
 
 
 class KVConnector(Protocol):
-    """Moves KV. Calls return at once; I/O is elsewhere."""
+    """The scheduler's part of a connector, which moves KV between instances. No call blocks: I/O
+    happens on other threads."""
 
     def on_new_request(self, request: Request) -> None:
-        """A request has come whose KV comes from a peer (``loads_kv``) or leaves as it is computed
-        (``sends_kv``)."""
+        """Register a request whose KV comes from a peer (``loads_kv``) or goes to one while it is
+        being computed (``sends_kv``)."""
         ...
 
     def start_load_kv(self, request: Request) -> None:
-        """Load the prompt's KV that is not ``num_computed`` yet into the request's blocks;
-        ``Scheduler.load_ended`` follows. Comes also where nothing is left to load: the peer's
-        blocks are free then."""
+        """Load the part of the prompt's KV behind ``num_computed`` into the request's blocks;
+        ``Scheduler.load_ended`` follows. Also called if nothing is left to load, so that the peer
+        can free its blocks."""
         ...
 
     def prefill_advanced(self, request: Request) -> None:
-        """A step has computed a part of a prompt whose KV leaves as it is computed, and not the
-        last one."""
+        """Notify that a step has computed a chunk of a ``sends_kv`` request's prompt, but not the
+        last chunk."""
         ...
 
     def request_finished(self, request: Request, block_ids: list[int]) -> KVTransferDict | None:
         """Hold a finished prefill's blocks for a peer until ``Scheduler.release`` is called.
 
         Returns:
-            What the peer needs to fetch the KV; None if it is sent there.
+            The parameters with which the peer fetches the KV; None if the KV is pushed.
         """
         ...
 
     def cancel_load(self, request_id: str) -> None:
-        """Give up on a request whose KV was to come from a peer.
+        """Cancel the load of a request's KV from a peer.
 
-        If a load was started, ``Scheduler.load_ended`` follows when it is drained.
+        If the load had started, ``Scheduler.load_ended`` follows once it is drained.
         """
         ...
 
     def cancel_send(self, request_id: str) -> None:
-        """Stop holding or sending; ``Scheduler.release`` follows when nobody uses the blocks."""
+        """Stop holding or sending a request's KV; ``Scheduler.release`` follows once no peer uses
+        the blocks any more."""
         ...
 
 
 class ChunkPool(Protocol):
-    """The KVCache pool. Calls return at once; what comes of them is told to the scheduler."""
+    """The scheduler's view of the KVCache pool. No call blocks; outcomes arrive as events, in
+    ``Scheduler.take_pool_event``."""
 
     chunk_tokens: int
     """Tokens per chunk."""
     chunk_bytes: int
     """Bytes per chunk."""
     num_layers: int
-    """Of the model."""
+    """Layers of the model."""
     transfer_timeout_s: float
-    """Most seconds of a load."""
+    """Maximum duration of a load, in seconds."""
     always_loads: bool
-    """Whether what is found is loaded even where computing it is estimated to be faster."""
+    """Whether chunks that were found are loaded even if recomputing them is estimated to be faster.
+    """
     stats: PoolStats
     """Counters."""
     load_costs: LoadCosts
-    """What loads took."""
+    """Estimates of load durations, from completed loads."""
 
     @property
     def home_location(self) -> StoreLocation | None:
-        """Where other instances find what this one saves; None if they can't."""
+        """Where other instances find the chunks that this one saves; None if they can't."""
         ...
 
     @property
     def store_stats(self) -> StoreStats | None:
-        """What the store in this instance counts; None if there is none."""
+        """Counters of the node store in this instance; None if it has none."""
         ...
 
     @property
     def publishes_saves(self) -> bool:
-        """Whether what is saved is published, and so has to be told with its tokens."""
+        """Whether saved chunks are published as KV events, for which saves must include tokens."""
         ...
 
     @property
     def kv_event_endpoints(self) -> KVEventEndpoints | None:
-        """Where it is published; None if it is not."""
+        """Endpoints of the published KV events; None if none are published."""
         ...
 
     def keys(self, request: Request, num_chunks: int) -> list[bytes]:
-        """Names of a request's leading chunks, all of whose tokens it has."""
+        """Returns the keys of a request's leading chunks; it must have all their tokens."""
         ...
 
     def lookup(
@@ -159,35 +166,39 @@ class ChunkPool(Protocol):
         hints: Sequence[PrefixSource] = (),
         patience_s: float = 0.0,
     ) -> Sequence[ChunkSource] | None:
-        """Where the leading ones of these are; None: ``ChunksFound`` follows.
+        """Returns the sources of the leading chunks that were found; None if ``ChunksFound``
+        follows with them.
 
         Args:
-            load_id: of the look-up.
-            keys: to be found.
-            hints: other stores to ask, for ``patience_s`` at most.
+            load_id: id of the lookup.
+            keys: keys of the chunks to find.
+            hints: other stores to ask.
+            patience_s: timeout of the hinted stores' answers, in seconds.
         """
         ...
 
     def start_load(self, load: LoadRequest) -> None:
-        """Load; ``PoolLoadEnded`` follows, whatever happens, maybe ``LoadReleased`` before."""
+        """Start a load. ``PoolLoadEnded`` always follows, and ``LoadReleased`` may precede it."""
         ...
 
     def cancel_load(self, load_id: str) -> None:
-        """A load is no longer wanted; ``PoolLoadEnded`` follows when it is drained."""
+        """Cancel a load; ``PoolLoadEnded`` follows once it is drained."""
         ...
 
     def save(self, save: SaveRequest) -> bool:
-        """Save; ``ChunksCopied`` follows. False: it does not, nothing is saved."""
+        """Start a save; ``ChunksCopied`` follows. Returns False if the pool rejects it: then no
+        event follows."""
         ...
 
     def end_save(self, save_id: str, *, is_right: bool) -> None:
-        """Whether the blocks that were copied are still what they were."""
+        """Commit a save if ``is_right``, that is, if the copied blocks kept their content until
+        the copy was complete; otherwise discard it."""
         ...
 
     def stop(self) -> None:
-        """Begin nothing any more; before the ranks are closed. Idempotent."""
+        """Start nothing new; call this before the ranks are closed. Idempotent."""
         ...
 
     def close(self) -> None:
-        """Give the stores back; after the ranks are closed. Idempotent."""
+        """Release the stores; call this after the ranks are closed. Idempotent."""
         ...

@@ -1,8 +1,9 @@
-"""How many tokens a step may have, and when prompts may start: the bounds that keep decodes going.
+"""Bounds that protect decodes: how many tokens a step may run, and when prompts may start.
 
-Decodes run in every step (as with Sarathi-Serve and vLLM v1). Prompts share what is left, in chunks
-that are neither crumbs nor larger than asked for; beside decodes they share what a bound on the
-step leaves: a number of tokens, or what measured steps say fits into a time between tokens. Pure.
+Decodes run in every step (as with Sarathi-Serve and vLLM v1). Prompts share the remaining budget,
+in chunks between a minimum and a maximum size. In steps with decodes a bound limits the prompts
+further: a fixed number of tokens, or as many tokens as fit into a target time between tokens
+according to measured steps. Pure.
 """
 
 from __future__ import annotations
@@ -14,29 +15,30 @@ from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
 from mooncake_engine.scheduling.step_plan import StepPlan
 
 _NEWEST = 0.25
-"""Weight of the newest step in a running mean: what a minute ago has cost no longer counts."""
+"""Weight of the newest step in a running mean, large enough to forget costs of a minute ago."""
 
 
 _CHUNKS_BELOW_TARGET = 4
-"""A target may cut the smallest chunk in so many: at the end of a long prompt a token costs a
-multiple of one at its beginning, and the smallest chunk that suits this one breaks the target."""
+"""Divisor of the minimum chunk size if there is a target TBT. A token at the end of a long prompt
+costs a multiple of one at its beginning, so a minimum that suits the beginning breaks the target at
+the end."""
 
 
 class StepTimes:
-    """What steps take: a step of decodes, and each prompt token beside them.
+    """Estimates step durations: of a step of decodes, and of each prompt token added to one.
 
     Args:
-        first_tokens: prompt tokens beside decodes before any step has told what they take.
+        first_tokens: prompt tokens to allow in a step with decodes before any has been measured.
     """
 
     def __init__(self, first_tokens: int) -> None:
         self._most_tokens = first_tokens
         self._decodes_s: float | None = None
         self._token_s: float | None = None
-        self._deviation_s: float | None = None  # of steps with both, from what was expected
+        self._deviation_s: float | None = None  # of steps with both, from their estimate
 
     def learn(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Take in what a step of so many decodes and prompt tokens took."""
+        """Update the estimates with the duration of a step."""
         if not num_prompt_tokens:
             self._decodes_s = _mean(self._decodes_s, seconds)
         elif num_decodes:
@@ -45,14 +47,15 @@ class StepTimes:
                 self._deviation_s = _mean(self._deviation_s, abs(seconds - expected))
             self._token_s = _mean(self._token_s, self._beside_decodes(seconds) / num_prompt_tokens)
             self._most_tokens = max(self._most_tokens, 2 * num_prompt_tokens)
-        elif self._token_s is None:  # more than it costs beside decodes: a safe place to begin
+        elif self._token_s is None:  # costs more than beside decodes: a safe initial estimate
             self._token_s = seconds / num_prompt_tokens
 
     def prompt_tokens_within(self, seconds: float) -> int:
-        """How many prompt tokens a step with decodes has time for, with room for two of the mean
-        deviations that steps have (as TCP's retransmission timer has room for four): who waits
-        for tokens sees the long steps. At most twice as many as were ever tried: a step that
-        happened to be short promises little."""
+        """Returns how many prompt tokens fit into a step with decodes of that duration.
+
+        Two mean deviations are kept as a margin (TCP's retransmission timer keeps four), because
+        clients that wait for tokens notice the long steps. The result is at most twice the number
+        that was ever measured, because a single short step proves little."""
         if self._token_s is None:
             return self._most_tokens
         left = self._beside_decodes(seconds - 2.0 * (self._deviation_s or 0.0))
@@ -68,20 +71,20 @@ def _mean(mean: float | None, newest: float) -> float:
 
 
 class StepBudget:
-    """The shares of a step.
+    """Divides the token budget of a step among decodes and prompts.
 
-    A prompt among the running sequences always gets its smallest chunk: no more sequences run than
-    a step has tokens, and the smallest chunk is no more than what decodes in all other places leave
-    of it. So no prompt starves.
+    No prompt starves: at least one running prompt gets a minimum chunk in each step. For no more
+    sequences run than a step has tokens, and the minimum chunk is no larger than the budget that is
+    left if all other sequences decode.
 
     Args:
-        limits: what was asked for.
+        limits: the configured limits.
 
     Attributes:
-        max_num_seqs: sequences that may run at once.
-        min_chunk: tokens of a prompt in a step, unless it has fewer left; with a target for the
-            time between tokens a part of what was asked for.
-        times: of steps.
+        max_num_seqs: maximum number of running sequences.
+        min_chunk: minimum tokens of a prompt in a step, unless fewer are pending; smaller than the
+            configured minimum if there is a target TBT.
+        times: estimates of step durations.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -95,7 +98,7 @@ class StepBudget:
         self.times = StepTimes(self.min_chunk)
 
     def beside_decodes(self, num_decodes: int) -> int:
-        """Tokens that prompts and drafts may have in a step with so many decodes."""
+        """Returns the tokens left to prompts and drafts in a step with that many decodes."""
         limits = self._limits
         room = limits.max_num_batched_tokens - num_decodes
         if num_decodes and limits.max_step_tokens_with_decodes is not None:
@@ -105,25 +108,25 @@ class StepBudget:
         return max(room, self.min_chunk)
 
     def chunk(self, request: Request, budget: int) -> int:
-        """How many of its pending tokens a prompt gets of ``budget``; 0 where that is a crumb."""
+        """Returns how many pending tokens a prompt gets of ``budget``; 0 if below the minimum."""
         num_pending = request.num_pending
         count = min(num_pending, budget, self._largest_chunk(request))
         return count if count >= min(num_pending, self.min_chunk) else 0
 
     def may_begin(self, request: Request, budget: int) -> bool:
-        """Whether a prompt that has yet to look for its cached prefix gets a chunk for certain."""
+        """Whether ``budget`` suffices for a chunk of a prompt, whatever its cached prefix is."""
         return budget >= min(request.num_tokens, self.min_chunk)
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Take in what a step took, where that is asked for."""
+        """Update the estimates with the duration of a step, if there is a target TBT."""
         if self._limits.target_tbt_s is None or not plan.sequences:
             return
         num_decodes = sum(1 for s in plan.sequences if s.count == 1 and s.is_sampling)
         self.times.learn(num_decodes, plan.num_tokens - num_decodes, seconds)
 
     def _largest_chunk(self, request: Request) -> int:
-        """As asked for; else with pipeline stages as many chunks as stages, so that all of them
-        have work."""
+        """Returns the configured maximum. By default a pipeline splits a prompt into as many chunks
+        as there are stages, so that all stages have work."""
         limits = self._limits
         if limits.prefill_chunk_size is not None:
             return limits.prefill_chunk_size
@@ -133,13 +136,13 @@ class StepBudget:
 
 
 class AdmissionDelay:
-    """Holds prompts back for a multiple of what the last ones took (vLLM's scheduler delay factor).
+    """Delays prompts by a multiple of the last prefill step's duration (vLLM's scheduler delay
+    factor).
 
-    With many prompts coming in, fewer steps are disturbed by prefills, at the cost of time to
-    the first token.
+    If many prompts arrive, prefills then disturb fewer steps, at the cost of TTFT.
 
     Args:
-        factor: 0 never holds back.
+        factor: multiple of the duration; 0 disables the delay.
     """
 
     def __init__(self, factor: float) -> None:
@@ -149,18 +152,18 @@ class AdmissionDelay:
         self._has_prefill = False
 
     def begin_step(self, now: float) -> None:
-        """A step is planned; the one before it is over."""
+        """Record that the scheduler starts to plan a step."""
         if self._has_prefill:
             self._latency = now - self._last_step
         self._last_step, self._has_prefill = now, False
 
     def note_prefill(self) -> None:
-        """The step runs a new prompt."""
+        """Record that the step runs a new prompt."""
         self._has_prefill = True
 
     def has_passed(self, waiting: Iterable[Request]) -> bool:
-        """Whether the prompts that wait may start: judged by the earliest, for all of them
-        together, so that one step is disturbed and not one per prompt."""
+        """Whether the waiting prompts may start. The earliest arrival decides for all of them, so
+        that they start in one step and don't disturb one step each."""
         if not self._factor:
             return True
         earliest = min((request.arrival for request in waiting), default=self._last_step)

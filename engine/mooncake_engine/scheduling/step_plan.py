@@ -1,8 +1,8 @@
-"""The plan of one step, as the scheduler gives it to the workers, and their result.
+"""The plan of one step, which the scheduler sends to the workers, and the result they return.
 
-Workers keep each request's tokens and sampling state from ``new_requests`` until ``removed``, so a
-step's plan grows with the batch and not with the requests' histories. Every rank gets the same
-plan, and every rank samples the same tokens.
+Workers keep each request's tokens and sampling state from ``new_requests`` until ``removed``, so
+the size of a plan grows with the batch and not with the requests' histories. Every rank gets the
+same plan, and every rank samples the same tokens.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from mooncake_engine.scheduling.request import Request
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that begins to run, or runs again after preemption (replacing what was known).
+    """A request that starts to run, or runs again after preemption, which replaces the workers'
+    state of it.
 
     Args:
-        request_id: key for the later messages.
-        token_ids: all tokens known so far: the prompt, then any outputs.
-        num_prompt_tokens: how many of them are the prompt.
-        sampling: how to choose its tokens.
-        seed: resolved seed; with the output position it fixes each random choice.
+        request_id: key in later messages.
+        token_ids: all tokens known so far: the prompt, then any output.
+        num_prompt_tokens: length of the prompt.
+        sampling: the sampling parameters.
+        seed: resolved seed; together with the output position it determines each random choice.
         block_ids: its block table so far.
-        sends_kv: its KV goes to a peer as it is computed.
+        sends_kv: whether a peer gets its KV while it is being computed.
         cache_salt: see ``EngineRequest``.
     """
 
@@ -45,24 +46,24 @@ class NewRequest:
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
-    """One sequence's share of a step. A Struct, because a step makes one per running request.
+    """One sequence's share of a step. A Struct, because each step makes one per running request.
 
     Args:
-        request_id: which.
-        start: position of the first token to run; everything before it has its KV. Where steps
-            before are not over that draft tokens, it is behind those of them that are accepted.
-        count: how many tokens to run.
-        new_block_ids: blocks to append to its block table before the step.
+        request_id: the request.
+        start: position of the first token to run; the KV of all tokens before it is computed. While
+            earlier steps with draft tokens are in flight, it moves up by the accepted ones.
+        count: number of tokens to run.
+        new_block_ids: blocks to add to its block table before the step.
         is_sampling: whether a token is sampled after the last one.
-        new_blocks_at: where in its table they go; None is at its end. Blocks from there on are its
-            own no more: one that was copied on write, some that were lent for draft tokens, or
-            one whose content another block has, too.
-        siblings: requests that sample from the same logits; all their tokens so far are the same.
-        num_draft_tokens: so many tokens at most may be drafted after the last one and run with it;
-            the table has room for them.
-        num_unverified_drafts: what the steps before, in flight, draft at most: the sequence runs
-            its newest token, at ``start`` or up to so many positions later. Whoever runs it knows
-            by then, and the table has room.
+        new_blocks_at: index in its block table where ``new_block_ids`` begin; None appends them.
+            The table's blocks from that index on are replaced: a block that was copied on write,
+            blocks that were lent for draft tokens, or a duplicate of another block.
+        siblings: requests that sample from the same logits; all their tokens so far are equal.
+        num_draft_tokens: maximum number of tokens to draft after the last one and run with it; the
+            block table has slots for them.
+        num_unverified_drafts: maximum number of draft tokens in earlier steps that are in flight.
+            The sequence runs its newest token at ``start``, or up to that many positions later; the
+            worker knows the position by then, and the block table has slots for all of them.
     """
 
     request_id: str
@@ -78,13 +79,14 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ExpertRound:
-    """Steps of all data-parallel ranks at once, whose experts serve each other's tokens; a rank
-    without tokens only serves.
+    """One concurrent step of all data-parallel ranks, whose experts serve each other's tokens. A
+    rank without tokens of its own only serves the others.
 
     Args:
-        token_counts: what each data-parallel rank runs; where tokens are drafted, at most.
-        is_dispatched: whether tokens go only to ranks that have experts of their choice. Else all
-            go to every rank, which takes fewer messages; ``token_counts`` are exact then.
+        token_counts: tokens that each data-parallel rank runs; an upper bound with draft tokens.
+        is_dispatched: whether each token is sent only to the ranks that hold its chosen experts.
+            Otherwise all tokens go to every rank, which takes fewer messages, and
+            ``token_counts`` is exact.
     """
 
     token_counts: tuple[int, ...]
@@ -92,11 +94,11 @@ class ExpertRound:
 
     @classmethod
     def of(cls, plans: Sequence[StepPlan], least: int) -> ExpertRound | None:
-        """For these plans, one of each data-parallel rank; None if none of them runs a token.
+        """Returns the round of these plans; None if none of them runs a token.
 
         Args:
-            plans: of the ranks, in order.
-            least: tokens of a rank from which on tokens are dispatched.
+            plans: one per data-parallel rank, in rank order.
+            least: number of tokens on any rank from which on tokens are dispatched.
         """
         counts = tuple(plan.num_tokens for plan in plans)
         if not any(counts):
@@ -106,21 +108,23 @@ class ExpertRound:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Sequences with ``count == 1`` that sample come first.
+    """The plan of one step. Decodes (sequences with ``count == 1`` that sample) come first.
 
     Args:
-        step: counts up from 0.
+        step: step number, counting up from 0.
         removed: requests to forget, before anything else.
         new_requests: requests that the workers don't know yet.
-        swap_outs: ``(block, host block)`` to copy to host memory, before any other copy.
-        swap_ins: ``(host block, block)`` to copy back from there, next.
-        block_copies: ``(source, target)`` blocks to copy then, before running (copy on write).
-        sequences: what to run; may be empty.
-        drains_copies: whether the step is over only when all copies to and from the host are, also
-            those of earlier plans, which otherwise go on beside steps.
-        received_blocks: those that peers have written since the last plan that had some, to be
-            brought into the form that the workers keep KV in, before any copy.
-        expert_round: of the step, where experts are divided over data-parallel ranks.
+        swap_outs: ``(block, host block)`` pairs to copy to host memory, before any other copy.
+        swap_ins: ``(host block, block)`` pairs to copy back from host memory, after ``swap_outs``.
+        block_copies: ``(source, target)`` blocks to copy on write, after ``swap_ins`` and before
+            the sequences run.
+        sequences: sequences to run; may be empty.
+        drains_copies: whether the step waits for all copies to and from the host, including those
+            of earlier plans. Otherwise such copies continue in parallel with steps.
+        received_blocks: blocks that peers have written since the last plan that listed any; the
+            workers convert them to their own KV layout, before any copy.
+        expert_round: round that the step is part of, if experts are divided over data-parallel
+            ranks.
     """
 
     step: int
@@ -136,28 +140,28 @@ class StepPlan:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether tokens may be drafted."""
+        """Whether any sequence may draft tokens."""
         return any(sequence.num_draft_tokens for sequence in self.sequences)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step runs at most."""
+        """Maximum number of tokens that the step runs."""
         return sum([sequence.count + sequence.num_draft_tokens for sequence in self.sequences])
 
     @property
     def is_empty(self) -> bool:
-        """Whether workers have nothing to do, copies of blocks and requests to forget included."""
+        """Whether workers have nothing to do: nothing to run, to copy or to forget."""
         has_copies = self.has_host_copies or self.block_copies or self.drains_copies
         return not (self.sequences or has_copies or self.removed or self.expert_round)
 
     @property
     def has_host_copies(self) -> bool:
-        """Whether blocks are to be copied to host memory, or back."""
+        """Whether blocks are copied to or from host memory."""
         return bool(self.swap_outs or self.swap_ins)
 
     def touched_blocks(self) -> set[int]:
-        """Blocks that change hands in it, or are copied or converted: whoever gets a block is told
-        so by the plan from which on it reads or writes it."""
+        """Blocks that change their owner in this plan, or are copied or converted. A sequence reads
+        or writes a block only from the plan on that adds the block to its table."""
         touched = set(self.received_blocks)
         touched.update(block_id for pair in self.block_copies for block_id in pair)
         for new_request in self.new_requests:
@@ -168,12 +172,12 @@ class StepPlan:
 
     @property
     def reads_freed_blocks(self) -> bool:
-        """Whether it copies from blocks that may have been given up since it was planned."""
+        """Whether it copies from blocks that may have been freed since it was planned."""
         return bool(self.swap_outs or self.block_copies)
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
-    """A sampled token and, if its request asked, its log probabilities."""
+    """A sampled token and, if the request asked for them, its log probabilities."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -181,17 +185,18 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a plan, keyed by request id.
+    """The result of a plan; its dicts are keyed by request id.
 
     Args:
-        step: the plan's.
-        tokens: of every sequence that sampled: the draft tokens that were accepted, and one more.
-        prompt_logprobs: of the prompt tokens that follow those which ran, where asked for.
-        failed: requests that can't continue, and why; their tokens mean nothing.
-        grammar_failed: the same of requests whose own grammar can't be followed any further.
-        num_drafted: how many tokens were drafted, where any were.
-        is_copying: whether copies to or from the host went on when the step was launched, as far
-            as the reporting rank knows.
+        step: step number of the plan.
+        tokens: new tokens of every sequence that sampled: the accepted draft tokens, and one more.
+        prompt_logprobs: log probabilities of the prompt tokens that follow those that ran, for
+            requests that asked for them.
+        failed: requests that can't continue, and why; their tokens are meaningless.
+        grammar_failed: requests that can't continue because of their own grammar, and why.
+        num_drafted: number of tokens drafted, for sequences that drafted any.
+        is_copying: whether copies to or from the host were in progress on the reporting rank when
+            the step was launched.
     """
 
     step: int
@@ -204,7 +209,7 @@ class StepResult:
 
 
 class StepBuilder:
-    """Collects a step's sequences within its token budget.
+    """Collects the sequences and copies of one step. The scheduler creates one per step.
 
     Args:
         budget: tokens that may still be added.
@@ -222,7 +227,7 @@ class StepBuilder:
         self._copies: list[tuple[int, int]] = []
 
     def add_new_request(self, request: Request) -> None:
-        """Tell the workers about a request, with the block table that it has now."""
+        """Introduce a request to the workers, with its current block table."""
         request.changed_at = None
         self._new_requests.append(
             NewRequest(
@@ -244,13 +249,13 @@ class StepBuilder:
         growth: Growth = NO_GROWTH,
         followers: Sequence[Request] = (),
     ) -> None:
-        """Run the request's next ``count`` tokens, which are in flight from now on.
+        """Add the request's next ``count`` tokens to the step; they are in flight from now on.
 
         Args:
-            request: whose.
-            count: at most what it has pending.
-            growth: what its table gained since the workers heard of it.
-            followers: siblings that sample their first token from its prompt.
+            request: the request.
+            count: number of tokens, at most those that are pending.
+            growth: blocks that its table has gained since the workers last got it.
+            followers: siblings that sample their first token from its prompt's logits.
         """
         start = request.num_computed + request.num_in_flight
         is_sampling = count == len(request.token_ids) + request.num_output_placeholders - start
@@ -284,8 +289,8 @@ class StepBuilder:
             self.copy(growth)
 
     def add_decode(self, request: Request, start: int) -> None:
-        """``add`` for a request that runs its last token, at ``start``, in a table that the workers
-        have as it is: what a step mostly does."""
+        """Fast path of ``add`` for the common case: a request that runs its newest token, at
+        ``start``, with a block table that the workers have already."""
         unverified = request.num_unverified_drafts
         sequence = ScheduledSequence(request.request_id, start, 1, num_unverified_drafts=unverified)
         self._decodes.append(sequence)
@@ -296,16 +301,16 @@ class StepBuilder:
 
     @property
     def decodes(self) -> Sequence[ScheduledSequence]:
-        """The sequences that run one token and sample after it, so far."""
+        """The sequences added so far that run one token and sample after it."""
         return self._decodes
 
     def draft(self, index: int, request: Request, num_draft_tokens: int, growth: Growth) -> None:
-        """Let one of the ``decodes`` draft tokens.
+        """Allow draft tokens for one of the ``decodes``.
 
         Args:
-            index: which.
-            request: its own.
-            num_draft_tokens: how many tokens at most.
+            index: index in ``decodes``.
+            request: the request of that sequence.
+            num_draft_tokens: maximum number of tokens to draft.
             growth: blocks lent for them, behind those that the sequence has gained already.
         """
         sequence = self._decodes[index]
@@ -321,28 +326,29 @@ class StepBuilder:
         self.budget -= num_draft_tokens
 
     def copy(self, growth: Growth) -> None:
-        """Copy the block that a table no longer shares, if it is so."""
+        """Add the copy on write of a grown table, if it has one."""
         if growth.copied is not None:
             self._copies.append(growth.copied)
 
     def swap_out(self, copies: BlockCopies) -> None:
-        """Copy blocks to host memory before anything else."""
+        """Add copies to host memory, which run before all others."""
         assert not self._swap_ins, "what comes in may go out again in a later step only"
         self._swap_outs += copies
 
     def swap_in(self, copies: BlockCopies) -> None:
-        """Copy blocks back from host memory."""
+        """Add copies back from host memory."""
         assert not self._swap_outs, "host blocks that are read in a step are not written in it"
         self._swap_ins += copies
 
     @property
     def requests(self) -> list[Request]:
-        """Who takes part, in the plan's order, siblings behind the one whose logits they share."""
+        """The requests in the step, in the plan's order; siblings follow the request whose logits
+        they share."""
         return self._decoding + self._prefilling
 
     @property
     def has_host_copies(self) -> bool:
-        """Whether anything is swapped."""
+        """Whether any block is swapped in or out."""
         return bool(self._swap_outs or self._swap_ins)
 
     def build(
@@ -353,7 +359,7 @@ class StepBuilder:
         *,
         drains_copies: bool = False,
     ) -> StepPlan:
-        """The plan, decodes first."""
+        """Returns the plan, with the decodes first."""
         return StepPlan(
             step,
             removed,

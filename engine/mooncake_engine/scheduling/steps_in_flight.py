@@ -1,4 +1,4 @@
-"""Steps that are planned and not over, and the blocks that they may still work on."""
+"""The steps in flight, planned but not completed, and the freed blocks that they still use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mooncake_engine.scheduling.step_plan import StepPlan
 
 
 class InFlightStep(NamedTuple):
-    """A step in flight: its plan, who takes part, siblings behind their leaders, and when it was
-    planned."""
+    """A step in flight: its plan, its requests (siblings follow their leaders), and the clock
+    reading at which it was planned."""
 
     plan: StepPlan
     requests: list[Request]
@@ -20,11 +20,11 @@ class InFlightStep(NamedTuple):
 
 
 class StepsInFlight:
-    """In the order in which the device runs them.
+    """The queue of steps in flight, in the order in which the device runs them.
 
     Args:
-        blocks: the block tables.
-        is_pipeline: whether each step passes through several stages.
+        blocks: owner of the block tables.
+        is_pipeline: whether each step passes through several pipeline stages.
     """
 
     def __init__(self, blocks: BlockManager, *, is_pipeline: bool) -> None:
@@ -40,25 +40,26 @@ class StepsInFlight:
 
     @property
     def reach_freed_blocks(self) -> bool:
-        """Whether a plan works on blocks that may have been given up since."""
+        """Whether a plan in flight uses blocks that may have been freed since it was made."""
         return any(self._reaches_freed(step.plan) for step in self._steps)
 
     @property
     def replaced_tables(self) -> list[list[int]]:
-        """Blocks that were replaced by equal ones, but for which steps are in flight."""
+        """Lists of duplicate blocks that tables have replaced but steps in flight still use."""
         untaken = [self._blocks.replaced] if self._blocks.replaced else []
         return [*(block_ids for _, block_ids in self._replaced), *untaken]
 
     def push(self, plan: StepPlan, requests: list[Request], now: float) -> None:
-        """A step is planned."""
+        """Append a step that has been planned."""
         self._steps.append(InFlightStep(plan, requests, now))
 
     def pop(self, plan: StepPlan, now: float | None) -> tuple[InFlightStep, float | None]:
-        """The oldest step is over.
+        """Remove the oldest step, which has completed.
 
         Returns:
-            The step, and what it took, if ``now`` is known: a step behind another one began when
-            that was over, but in a pipeline, where a token has all stages before it.
+            The step, and its duration in seconds if ``now`` is known. A step that was queued behind
+            another one started when that one completed; in a pipeline it started when it was
+            planned, since it passes through all stages after that.
         """
         step = self._steps.popleft()
         assert step.plan is plan, f"step {plan.step} is over before {step.plan.step}"
@@ -70,8 +71,8 @@ class StepsInFlight:
         return step, now - begun
 
     def release_replaced(self) -> None:
-        """Give blocks back for which equal ones were found, once the last step that was planned
-        with them is over."""
+        """Free the duplicate blocks that tables have replaced, once the last step that was planned
+        with them has completed."""
         if replaced := self._blocks.take_replaced():
             newest = self._steps[-1].plan.step if self._steps else self._newest_over
             self._replaced.append((newest, replaced))
