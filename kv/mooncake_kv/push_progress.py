@@ -1,13 +1,15 @@
-"""What of a pushed prompt is due, and who writes which bytes. Pure: moves nothing.
+"""Decides which parts of a pushed prompt are due, and which rank writes which bytes. Pure: moves
+nothing.
 
-A step computes a range of tokens, layer after layer. Each layer is due as soon as its hook has
-fired; what no hook spoke of is due when the step is over. A request that starts over (after
-preemption) sends everything again: its blocks may have been somebody else's in between.
+A step computes a range of tokens, layer after layer. Each layer is due as soon as its callback has
+fired; layers without a callback are due when the step is enqueued. A request that restarts (after
+preemption) sends everything again, because its blocks may have belonged to another request in
+between.
 
-A decode rank's shard decides who writes: for each part of its KV one prefill rank is elected,
-exactly as if the decode rank were to read. A prefill rank writes what it was elected for. So every
-byte is written once for every pair of tensor-parallel sizes, and both sides know how many come from
-where.
+For each part of a decode rank's KV one prefill rank is elected as the writer, exactly as if the
+decode rank were to read it. A prefill rank writes the parts that it was elected for. So every byte
+is written exactly once for every pair of tensor-parallel sizes, and both sides know how many bytes
+come from which rank.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from mooncake_hal.transport import Spans
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Layers of tokens that may be sent.
+    """A range of tokens in a range of layers whose KV may be sent.
 
     Args:
-        pass_number: of the pass over the prompt that computed them; a later pass replaces it.
+        pass_number: number of the pass over the prompt that computed it; a later pass replaces it.
         tokens: half-open range of positions.
         layers: half-open range of the model's layers.
-        block_ids: the request's table when they were computed.
+        block_ids: the request's block table when it was computed.
     """
 
     pass_number: int
@@ -46,6 +48,8 @@ class Portion:
 
 @dataclass(slots=True)
 class _Step:
+    """The current step of a request; ``missing`` are the layers that are not yet due."""
+
     tokens: tuple[int, int]
     block_ids: tuple[int, ...]
     missing: set[int]
@@ -53,11 +57,12 @@ class _Step:
 
 @dataclass(slots=True)
 class PromptProgress:
-    """What has become due of one request.
+    """Tracks which portions of one request have become due.
 
     Args:
-        layers: half-open range of the model's layers that this rank has.
-        unit: tokens that are moved as one: until the prompt ends, whole units are due.
+        layers: half-open range of the model's layers that this rank holds.
+        unit: tokens that are moved as one; until the prompt ends, only whole units are due.
+        pass_number: number of the current pass over the prompt; 0 before the first.
     """
 
     layers: tuple[int, int]
@@ -68,16 +73,17 @@ class PromptProgress:
     _step: _Step | None = None
 
     def begin_pass(self, block_ids: Iterable[int]) -> None:
-        """The request begins to run, or starts over: forget what was due."""
+        """Start a pass over the prompt: the request runs for the first time, or restarts."""
         self.pass_number += 1
         self._block_ids = list(block_ids)
         self._num_due = 0
         self._step = None
 
     def begin_step(self, stop: int, new_block_ids: Iterable[int]) -> list[Portion]:
-        """A step runs the tokens before ``stop``; returns what the last one left.
+        """Start a step that computes the tokens before ``stop``. Returns the portions that the
+        previous step left.
 
-        Tokens before the step's first, found in the prefix cache, become due with it.
+        Tokens before the step's first one that were found in the prefix cache become due with it.
         """
         left = self.end_step()
         self._block_ids.extend(new_block_ids)
@@ -90,7 +96,7 @@ class PromptProgress:
         return left
 
     def layer_done(self, layer: int) -> Portion | None:
-        """The step's KV of that layer is written; None if it is known already."""
+        """Mark the step's KV of a layer as written; returns None if it was marked already."""
         step = self._step
         if step is None or layer not in step.missing:
             return None
@@ -98,7 +104,7 @@ class PromptProgress:
         return Portion(self.pass_number, step.tokens, (layer, layer + 1), step.block_ids)
 
     def end_step(self) -> list[Portion]:
-        """The step is over: what no hook spoke of is due now."""
+        """End the step; returns the layers that had no callback, which are due now."""
         step, self._step = self._step, None
         if step is None:
             return []
@@ -108,7 +114,8 @@ class PromptProgress:
         ]
 
     def end_pass(self, stop: int, block_ids: Iterable[int]) -> list[Portion]:
-        """All tokens before ``stop`` are computed; returns all that was not yet due."""
+        """End the pass: all tokens before ``stop`` are computed. Returns everything that was not
+        yet due."""
         left = self.end_step()
         if self._num_due < stop:
             tokens = (self._num_due, stop)
@@ -118,7 +125,7 @@ class PromptProgress:
 
 
 def merge_portions(portions: Iterable[Portion]) -> list[Portion]:
-    """Join portions of the same tokens whose layers follow each other: fewer, larger transfers."""
+    """Merge portions of the same tokens whose layers are contiguous: fewer, larger transfers."""
     merged: list[Portion] = []
     for portion in portions:
         last = merged[-1] if merged else None
@@ -140,7 +147,7 @@ def _continues(last: Portion, portion: Portion) -> bool:
 
 
 def _runs(layers: list[int]) -> list[tuple[int, int]]:
-    """Sorted layer indices as half-open ranges."""
+    """Group sorted layer indices into half-open ranges."""
     runs: list[tuple[int, int]] = []
     for layer in layers:
         if runs and runs[-1][1] == layer:
@@ -152,11 +159,11 @@ def _runs(layers: list[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class InstancePair:
-    """A pair of instances.
+    """A prefill and a decode instance.
 
     Args:
-        geometry: of the model.
-        writers, readers: all prefill ranks and all decode ranks.
+        geometry: geometry of the model's KV.
+        writers, readers: shards of all prefill ranks, and of all decode ranks.
     """
 
     geometry: KVGeometry
@@ -165,15 +172,15 @@ class InstancePair:
 
 
 def plan_push(sides: InstancePair, writer: int, movement: BlockTransfer) -> list[PeerSpans]:
-    """What one writer has to write.
+    """Plan the writes of one prefill rank.
 
     Args:
         sides: both instances.
         writer: index of the prefill rank that plans.
-        movement: ``local`` is the writer's side; ``layers`` None means all.
+        movement: the transfer; ``local`` is the writer's side, and ``layers`` None means all.
 
     Returns:
-        Spans per decode rank that gets anything from this writer.
+        Spans per decode rank that receives anything from this writer.
 
     Raises:
         PlanError: the block tables are too short, or the writers don't hold what a reader needs.
@@ -201,8 +208,9 @@ def expected_bytes(
     spread: int,
     block_size: int,
 ) -> dict[tuple[int, int], int]:
-    """How many bytes each (writer, reader) pair has to move for a prompt's tokens from one on to
-    its end, in all layers; of units that tokens are moved in, all that these tokens are in.
+    """Compute how many bytes each (writer rank, reader rank) pair has to move for the tokens
+    ``[tokens[0], tokens[1])`` of a prompt that ends there, in all layers. Tokens are moved in whole
+    units, so every unit that contains one of these tokens counts.
 
     Raises:
         PlanError: the writers don't hold what a reader needs.

@@ -1,4 +1,5 @@
-"""Decode side of push: reserves blocks, asks for a prefill, checks that every byte arrived."""
+"""Decode side of push: reserves blocks, asks for a prefill, checks that every byte arrived. Loop
+thread only."""
 
 from __future__ import annotations
 
@@ -46,40 +47,43 @@ from mooncake_kv.ranks import TurnRope, spread_of
 logger = logging.getLogger(__name__)
 
 REMEMBERED_WRITERS = 1024
-"""Who neither said Hello nor pushed for longest is forgotten, and has to say Hello again."""
+"""Prefill instances whose metadata is kept. The one that has sent neither Hello nor PushOpen for
+longest is evicted, and has to send Hello again."""
 
 SILENT_PAUSES = 3
-"""After that many missed keepalives the writer is looked for."""
+"""Missed keepalives after which the writer is asked for its status."""
 
 UNREACHABLE_LEASES = 10
 UNREACHABLE_S = 2.0 * DEAD_HOST_SECONDS
-"""A writer from whose host nothing has come for so many leases, and at least so long, is absent: by
-itself it stops within a lease and a transfer, and if it comes back after standing still for all
-that time, our kernel has closed its connections for want of an answer."""
+"""A writer is considered dead when its host has sent no packet for this many leases, and for at
+least this many seconds. A live writer that can't reach us stops by itself within a lease and a
+transfer. If its host was suspended for all that time and resumes, our kernel has already closed its
+connections, because the kernel's own keepalives got no answer."""
 
 Granted = tuple[Reservation, Writer]
-"""A reservation, and who was let in."""
+"""A reservation, and the writer that it was granted to."""
 
 StatusInquiry = Callable[[Writer, list[str], bool], Awaitable[StatusReply]]
-"""Asks a writer's instance about pushes, by its own names; the flag: whether it is on this host;
-raises as ``StatusInquiry.ask``."""
+"""Asks a writer's instance for the status of pushes. Takes the writer, its own names of the
+requests, and whether it is on this host. Raises as ``StatusInquiry.ask``."""
 
 Turn = Callable[[TurnRope], Awaitable[object]]
-"""Returns when it is done; raises KVTransferError."""
+"""Converts rope rows on all ranks; returns when it is done. Raises KVTransferError."""
 
 PostParams = Callable[[Metaserver, KVTransferDict], Awaitable[None]]
-"""Asks for a prefill; raises as ``post_params``."""
+"""Asks the metaserver for a prefill; raises as ``post_params``."""
 
 
 class PushReceiver:
-    """Reservations, and what writers may say about them.
+    """The reservations of this instance, and the handler of writers' messages about them.
 
     Args:
-        context: what it works with.
-        inquire: how to look for a writer that is silent.
-        post: how to ask for a prefill.
-        turn: has all ranks bring what a writer has left into our order.
-        max_load_s: however alive its writer is, no request waits longer for its KV.
+        context: services of the connector.
+        inquire: asks a silent writer for its status.
+        post: asks the metaserver for a prefill.
+        turn: has all ranks convert the rope rows of KV that a writer has left into our order.
+        max_load_s: timeout of a request's load, its prefill included, in seconds; applies even if
+            the writer is alive.
     """
 
     def __init__(
@@ -108,12 +112,12 @@ class PushReceiver:
         self._table = ReservationTable(context.lease_s, SILENT_PAUSES * self._pause_s)
         self._writers: OrderedDict[str, InstanceMetadata] = OrderedDict()
         self._started: dict[str, float] = {}
-        self._blocks: dict[str, tuple[int, ...]] = {}  # of those that nobody has given up
-        self._draining: dict[str, tuple[float, str]] = {}  # free from when on, and why it failed
+        self._blocks: dict[str, tuple[int, ...]] = {}  # of requests whose load has not ended
+        self._draining: dict[str, tuple[float, str]] = {}  # when to free, and the failure's reason
 
     @property
     def num_reserved(self) -> int:
-        """Requests whose blocks a writer may still change."""
+        """Number of requests whose blocks a writer may still change."""
         return len(self._table) + len(self._draining)
 
     def load(
@@ -123,12 +127,13 @@ class PushReceiver:
         metaserver: Metaserver,
         params: KVTransferDict,
     ) -> None:
-        """Reserve blocks and ask for their KV; ``LoadEnded`` follows, drained at last.
+        """Reserve blocks and ask for a prefill that writes them. ``LoadEnded`` follows; the last
+        one is drained.
 
         Args:
-            request_id: whose.
-            block_ids: its table.
-            metaserver: where to ask.
+            request_id: the request to load.
+            block_ids: its block table.
+            metaserver: where to ask for the prefill.
             params: see ``build_reservation_params``.
         """
         self.counts.transfers += 1
@@ -140,13 +145,13 @@ class PushReceiver:
         self._context.spawn(self._ask(request_id, metaserver, params), request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Give up on a request. Idempotent; unknown ones are normal."""
+        """Cancel a request. Idempotent; an unknown request is ignored."""
         if self._table.revoke(request_id, self._context.clock()):
             self._finish(request_id, "the request ended before a prefill instance came")
 
     def give_up(self, request_id: str, reason: str) -> None:
-        """End a request's wait, whatever is known of it; its blocks stay a writer's that was let
-        in."""
+        """Fail a request, even an unknown one. If a writer was granted its blocks, they stay
+        reserved until that writer has stopped."""
         held = self._table.get(request_id)
         if held is None or self._table.revoke(request_id, self._context.clock()):
             self._finish(request_id, reason)
@@ -160,7 +165,7 @@ class PushReceiver:
             held = self._table.get(request_id)
             if (
                 held is not None and held.stage is ReservationState.OFFERED
-            ):  # else somebody came nevertheless
+            ):  # otherwise a writer came nevertheless
                 self._table.end(request_id, None, LeaseStatus.EXPIRED)
                 self._finish(request_id, str(exc))
 
@@ -168,7 +173,7 @@ class PushReceiver:
         """Answer a prefill instance.
 
         Raises:
-            HandshakeRefused: one that does not fit.
+            HandshakeRefused: the instance is incompatible, or has to send Hello first.
         """
         ticket = message.ticket
         if isinstance(message, Hello):
@@ -199,7 +204,7 @@ class PushReceiver:
         self._writers.move_to_end(message.writer.engine_id)
         held = self._table.get(message.request_id)
         if held is not None and held.prompt_digest != message.prompt_digest:
-            # its KV would be taken for this prompt's, and published for all that begin like it
+            # Its KV would be used for this prompt, and cached for all prompts with this prefix.
             logger.warning(
                 "instance %s was given another prompt than request %s has: it is not let in",
                 message.writer.engine_id,
@@ -227,7 +232,8 @@ class PushReceiver:
         return ending
 
     def _take(self, held: Reservation, message: Pushed) -> None:
-        """All of a prompt's KV is here, maybe in another order than ours."""
+        """Complete a load all of whose KV has arrived; rope rows in another order than ours are
+        converted first."""
         name, writer = message.request_id, self._writers[message.writer.engine_id]
         order = foreign_rope_order(self._context.instance.numerics, writer.numerics)
         if order:
@@ -237,7 +243,8 @@ class PushReceiver:
             self._finish(name, None, message.first_token)
 
     async def _finish_turned(self, order: TurnRope, first: FirstToken | None) -> None:
-        """Nobody writes there any more, and the request waits, given up or not."""
+        """Convert rope rows, then complete the load. The writer has stopped, and the request keeps
+        waiting even if it was cancelled, so the blocks stay ours meanwhile."""
         try:
             await self._turn(order)
         except KVTransferError as exc:
@@ -256,10 +263,11 @@ class PushReceiver:
         return self._table.ending(name, message.writer)
 
     def _find_gap(self, held: Reservation, message: Pushed) -> str | None:
-        """What is missing or too much, byte for byte and rank for rank; None if it is exact."""
-        # Every byte has exactly one elected writer, and both sides compute which. So the exact
-        # count per pair of ranks shows a layer, a chunk or a rank that is missing, and bytes that
-        # were written twice or by a rank that was not elected, where a total would hide them.
+        """Compare the bytes that each rank wrote to each of ours with what was expected. Returns
+        the difference as a message; None if all counts are exact."""
+        # Every byte has exactly one elected writer, and both sides compute which one. So the exact
+        # count per pair of ranks reveals a missing layer, chunk or rank, and also bytes that were
+        # written twice or by a rank that was not elected. A total would hide these.
         written = {(writer, reader): nbytes for writer, reader, nbytes in message.written}
         metadata = self._writers.get(message.writer.engine_id)
         if metadata is None:
@@ -283,13 +291,13 @@ class PushReceiver:
         )
 
     async def sweep(self) -> None:
-        """Look at all deadlines, again and again, until cancelled."""
+        """Check all deadlines periodically, until cancelled."""
         while True:
             await asyncio.sleep(self._pause_s)
             self.reap()
 
     def reap(self) -> None:
-        """Give up what no writer came for, and look for writers that are silent."""
+        """Time out reservations without a writer, and ask silent writers for their status."""
         silent: defaultdict[tuple[str, str, int], list[Granted]] = defaultdict(list)
         for held in self._table.overdue(self._context.clock()):
             writer = held.writer
@@ -305,7 +313,7 @@ class PushReceiver:
         self._free_drained()
 
     def _give_up_overlong(self) -> None:
-        """A writer that lives and does not get on is not waited for, either."""
+        """Time out requests whose writer is alive but makes no progress."""
         now = self._context.clock()
         for request_id, started in list(self._started.items()):
             if now - started <= self._max_load_s:
@@ -317,7 +325,8 @@ class PushReceiver:
                 self._give_up(request_id, reason, "that instance answers or is dead")
 
     def _free_drained(self) -> None:
-        """What had been sent when its writer failed or died has arrived by now, or never will."""
+        """Free the blocks whose writer failed or died long enough ago that no write of it can still
+        arrive."""
         now = self._context.clock()
         for request_id, (free_at, reason) in list(self._draining.items()):
             if free_at <= now:
@@ -325,7 +334,8 @@ class PushReceiver:
                 self._context.post(LoadEnded(request_id, reason))
 
     async def _look_for(self, group: list[Granted]) -> None:
-        """Ask one instance for what it should have said; a dead one frees its blocks."""
+        """Ask one silent instance for the status of its pushes; if it is dead, release their
+        blocks."""
         try:
             asked = group[0][1]
             names = [writer.request_id for _, writer in group]
@@ -334,7 +344,7 @@ class PushReceiver:
             for held, writer in group:
                 self._mark_dead(held, writer, str(exc), self._drain_s_of(writer))
         except PeerAbsent as exc:
-            for held, writer in group:  # unheard, it stops within a lease, if it is not dead
+            for held, writer in group:  # if alive, it gets no answer and stops within a lease
                 self._mark_dead(held, writer, str(exc), self._context.lease_s + self._transfer_s)
         except KVTransferError as exc:
             logger.info("nothing is known of %d pushes: %s", len(group), exc)
@@ -344,7 +354,7 @@ class PushReceiver:
             self._take_in(group, reply)
 
     def _take_in(self, group: list[Granted], reply: StatusReply) -> None:
-        """A writer that has not been heard of for a while has said how its pushes stand."""
+        """Process the status reply of a writer that had been silent."""
         for ending in reply.endings:
             self.handle(ending)
         for held, writer in group:
@@ -355,13 +365,15 @@ class PushReceiver:
                 self._mark_dead(held, writer, reason, self._drain_s)
 
     def _mark_dead(self, held: Reservation, writer: Writer, reason: str, drain_s: float) -> None:
-        """A writer has ended without a word; unless it said one meanwhile."""
+        """Release the blocks of a writer that died without a report, unless its report arrived
+        meanwhile."""
         if self._table.get(held.request_id) is held:
             self._table.end(held.request_id, writer, LeaseStatus.EXPIRED)
             self._vacate(held.request_id, reason, drain_s)
 
     def _wait_on(self, held: Reservation, writer: Writer, exc: KVTransferError) -> None:
-        """Nothing is known of a writer: it may write, unless its host has been gone for long."""
+        """Keep the blocks of a writer whose status is unknown, because it may still be writing;
+        release them if its host has been unreachable for too long."""
         now = self._context.clock()
         if not isinstance(exc, PeerUnreachable):
             held.last_sign = now
@@ -372,19 +384,19 @@ class PushReceiver:
             self._time_out(held, writer)
 
     def _drain_s_of(self, writer: Writer) -> float:
-        """How long something of a dead instance may arrive: ranks that are processes of their own
-        end with it, but not before it."""
+        """How long writes of a dead instance may still arrive, in seconds. Ranks in processes of
+        their own end soon after the instance's process, not before it."""
         metadata = self._writers.get(writer.engine_id)
         has_processes = metadata is None or len(metadata.ranks) > 1
         return self._transfer_s if has_processes else self._drain_s
 
     def _is_near(self, writer: Writer) -> bool:
-        """Whether its side channel is on this host, as far as that is known."""
+        """Whether the writer's side channel is known to be on this host."""
         metadata = self._writers.get(writer.engine_id)
         return metadata is not None and metadata.host == self._context.instance.host != ""
 
     def _time_out(self, held: Reservation, writer: Writer) -> None:
-        """Of a writer that is silent for too long the request is freed, not the blocks."""
+        """Fail a request whose writer has been silent for a lease. Its blocks stay reserved."""
         now = self._context.clock()
         if (
             self._table.get(held.request_id) is not held
@@ -400,7 +412,7 @@ class PushReceiver:
     def _vacate(
         self, request_id: str, reason: str, drain_s: float, level: int = logging.WARNING
     ) -> None:
-        """The request is freed; its blocks too, once nothing can arrive there any more."""
+        """Fail a request; its blocks are freed once no write can arrive there any more."""
         if drain_s:
             self._draining[request_id] = self._context.clock() + drain_s, reason
             limit = f"nothing can arrive there any more, {drain_s:g} s from now"
@@ -427,7 +439,7 @@ class PushReceiver:
         self._context.post(LoadEnded(request_id, error, first))
 
     def _account(self, request_id: str, *, is_failure: bool) -> None:
-        """Count a load's end, once."""
+        """Count the end of a load, once."""
         self._blocks.pop(request_id, None)
         started = self._started.pop(request_id, None)
         if started is not None:

@@ -1,7 +1,5 @@
-"""Prefill side of push: opens the push at D, sends keepalives, reports completion.
-
-Runs on the loop thread only.
-"""
+"""Prefill side of push: opens the push at D, sends keepalives, reports completion. Loop thread
+only."""
 
 from __future__ import annotations
 
@@ -39,20 +37,23 @@ from mooncake_kv.ranks import (
 logger = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.5
-"""Between tries to tell how a push ended."""
+"""Pause between attempts to report how a push ended, in seconds."""
 
 
 @dataclass(slots=True)
 class _Send:
-    """One request on its way out.
+    """One request that is being pushed.
 
     Args:
-        target: where to.
-        writer: how we introduce ourselves.
-        first_token: known once the prefill is complete.
-        is_open: the peer has let us in.
-        has_ended: the scheduler is done with the request.
-        is_acknowledged: the peer knows how it ended, or can't be reached.
+        target: the blocks to write to.
+        writer: our identity, as sent to the peer.
+        last_heard: when we sent the last request that the peer answered.
+        first_token: the sampled token, once the prefill is complete.
+        reports: reports of the ranks that have drained, by rank.
+        error: reason of the failure; None if there is none.
+        is_open: whether the peer has granted the push.
+        has_ended: whether the scheduler is done with the request.
+        is_acknowledged: whether the peer knows how the push ended, or can't be reached.
     """
 
     target: PushTarget
@@ -67,15 +68,15 @@ class _Send:
 
     @property
     def remote(self) -> RemoteKV:
-        """Where to."""
+        """The reserved blocks, and the instance that reserved them."""
         return self.target.remote
 
 
 class PushSender:
-    """Requests on their way out.
+    """The requests that this instance pushes.
 
     Args:
-        context: what it works with.
+        context: services of the connector.
         ranks: the workers of this instance.
         peers: the decode instances.
         address: host and port of our side channel.
@@ -99,11 +100,11 @@ class PushSender:
 
     @property
     def num_sending(self) -> int:
-        """Requests whose end the peer does not know yet, or that still run."""
+        """Number of requests that are running, or whose end the peer has not acknowledged."""
         return len(self._sends)
 
     def begin(self, request_id: str, target: PushTarget) -> None:
-        """A request has come: ask its decode instance for entry, while it is being computed."""
+        """Start a request: open the push at its decode instance while the prompt is computed."""
         self.counts.transfers += 1
         writer = Writer(self._context.instance.engine_id, request_id, self._host, self._port)
         send = self._sends[request_id] = _Send(target, writer, self._context.clock())
@@ -111,16 +112,16 @@ class PushSender:
         self._context.spawn(self._open(request_id, send), request_id)
 
     def complete(self, end: EndPush, first_token: FirstToken) -> None:
-        """The prefill is complete; ``LeaseEnded`` follows when its blocks are free."""
+        """Complete a prefill; ``LeaseEnded`` follows when its blocks can be freed."""
         send = self._sends[end.request_id]
         send.first_token = first_token
         self._end(send, end)
 
     def cancel(self, request_id: str) -> None:
-        """Send no more of a request; ``LeaseEnded`` follows when its blocks are free."""
+        """Stop sending a request; ``LeaseEnded`` follows when its blocks can be freed."""
         send = self._sends.get(request_id)
         if send is None:
-            return  # it is drained and free already
+            return  # it is drained already
         if send.has_ended:
             self._fail(request_id, send, "the request was aborted")
             return
@@ -128,9 +129,10 @@ class PushSender:
         self._end(send, EndPush(request_id, is_complete=False))
 
     def give_up(self, request_id: str, reason: str) -> None:
-        """End a push, whatever is known of it. A peer that is not told will ask."""
+        """Fail a push, even an unknown one. The peer is not notified; it asks when the keepalives
+        stop."""
         send = self._sends.get(request_id)
-        if send is None:  # nothing was ever sent of it
+        if send is None:  # nothing of it was ever sent
             self._context.post(LeaseEnded(request_id))
             return
         self._fail(request_id, send, reason)
@@ -144,7 +146,7 @@ class PushSender:
         self._settle(end.request_id, send)
 
     def report(self, rank: int, report: PushReport) -> None:
-        """A rank has drained its part; a failure ends the parts of the others."""
+        """Process the report of a rank that has drained; a failure stops the other ranks."""
         send = self._sends.get(report.request_id)
         if send is None or rank in send.reports:
             return
@@ -161,8 +163,8 @@ class PushSender:
             self._ranks.broadcast(StopPush(request_id, reason, send.has_ended))
 
     def _settle(self, request_id: str, send: _Send) -> None:
-        """Free the blocks once all ranks are drained; forget the rest once the peer
-        has acknowledged the end."""
+        """Free the blocks once all ranks are drained; forget the request once the peer has
+        acknowledged its end."""
         if send.has_ended and self._is_drained(send):
             self._context.post(LeaseEnded(request_id))
             if send.is_acknowledged and self._sends.pop(request_id, None) is not None:
@@ -176,7 +178,7 @@ class PushSender:
             peer.check_claims(send.remote)
             send.last_heard = (
                 self._context.clock()
-            )  # if there is an answer: from before it, as in _renew
+            )  # taken before the request, as in _renew; a failure to answer fails the push
             status = await self._ask_for_entry(peer, send)
             if status is not LeaseStatus.HELD:
                 raise LeaseLost(f"the decode instance answers {status.value}: it let nobody in")
@@ -199,12 +201,12 @@ class PushSender:
 
         try:
             return await self._ask(peer, make)
-        except HandshakeRefused:  # hands were shaken: it has forgotten us since
+        except HandshakeRefused:  # the handshake had succeeded: the peer has forgotten us since
             await peer.introduce()
             return await self._ask(peer, make)
 
     async def _tell(self, request_id: str, send: _Send) -> None:
-        """Say how it ended, until the peer acknowledges it or can't be waiting any more."""
+        """Report how the push ended, until the peer acknowledges it or its lease must be over."""
         make = _ending(send)
         if send.error is not None:
             self.counts.failures += 1
@@ -225,12 +227,12 @@ class PushSender:
                 if send.is_acknowledged:
                     logger.warning("could not tell the end of %s: %s", request_id, exc)
                     self._peers.forget(send.remote, "it could not be told how a push ended")
-                else:  # an address that is none fails at once
+                else:  # an invalid address fails immediately, so pause between attempts
                     await asyncio.sleep(RETRY_PAUSE_S)
         self._settle(request_id, send)
 
     def status(self, message: StatusRequest) -> StatusReply:
-        """What a decode instance wants to know that has not heard of its pushes for a while."""
+        """Answer a decode instance that has received no keepalive for its pushes."""
         known = [name for name in message.request_ids if name in self._sends]
         ended = [name for name in known if self._is_drained(self._sends[name])]
         endings = (_ending(self._sends[name])(message.ticket) for name in ended)
@@ -246,14 +248,15 @@ class PushSender:
         return (await peer.client.ask(make, LeaseReply)).status
 
     async def keep_alive(self) -> None:
-        """Tell every decode instance, in one message each, what is on its way; until cancelled.
+        """Send every decode instance one keepalive for all pushes in flight to it, periodically,
+        until cancelled.
 
-        What has ended is no longer spoken of: a peer that has not heard how will ask.
+        A push that has ended is left out: a peer that missed its end will ask.
         """
         await self._keepalive.give(self._under_way)
 
     def _under_way(self) -> dict[str, _Send]:
-        """What the peers have let us in for, and is not drained."""
+        """The pushes that peers have granted and that are not drained."""
         return {
             request_id: send
             for request_id, send in self._sends.items()
@@ -264,7 +267,7 @@ class PushSender:
         names = {send.remote.request_id: name for name, send in group.items()}
         asked = (
             self._context.clock()
-        )  # the peer, who counts from our last word, may have heard it then
+        )  # the peer counts from our last message, which it may receive as early as this
         try:
             peer = self._peers.get(next(iter(group.values())).remote)
             lost = await peer.renew(tuple(names), within_s)
@@ -275,24 +278,24 @@ class PushSender:
             send.last_heard = asked
         for remote_id in lost:
             name = names[remote_id]
-            if not self._is_drained(group[name]):  # it may have ended meanwhile
+            if not self._is_drained(group[name]):  # it may have ended during the request
                 self._fail(name, group[name], "the decode instance no longer waits for it")
 
     def _drop_silent(self, group: dict[str, _Send], reason: str) -> None:
-        """Nobody may be there any more: stop writing before somebody else is, and before the peer
-        takes us for dead."""
+        """Fail the pushes to a peer that has been silent for a lease. It may be gone, and another
+        process may take its place; or it may declare us dead and reuse the blocks."""
         for request_id, send in group.items():
             if self._is_overdue(send):
                 self._fail(request_id, send, reason)
 
     def _is_overdue(self, send: _Send) -> bool:
-        """Whether the peer has been silent for a lease, by either side's measure."""
+        """Whether the peer has been silent for longer than the shorter of both sides' leases."""
         lease_s = min(self._context.lease_s, send.remote.lease_s or self._context.lease_s)
         return self._context.clock() - send.last_heard > lease_s
 
     async def drain(self, timeout_s: float) -> bool:
-        """Stop everything, and wait until no rank writes and the peers know, or so long; whether
-        no rank writes."""
+        """Stop all pushes, and wait until no rank writes and all peers have acknowledged it, or
+        until the timeout. Returns whether no rank writes any more."""
         for request_id, send in list(self._sends.items()):
             self._fail(request_id, send, "the prefill instance shuts down")
         give_up = self._context.clock() + timeout_s
@@ -317,7 +320,7 @@ def _start_order(request_id: str, send: _Send) -> StartPush:
 
 
 def _ending(send: _Send) -> Callable[[int], Pushed | PushFailed]:
-    """From ticket to the message that says how a push ended."""
+    """Return a function that makes, for a ticket, the message that reports how a push ended."""
     name = send.remote.request_id
     if send.error is not None:
         reason = send.error

@@ -1,9 +1,10 @@
 """Per-rank worker of the push connector: sends each layer's KV as soon as it is computed.
 
-One thread per peer instance sends whatever is due in one batch. While a batch is on its way the
-model computes on, and what becomes due meanwhile is the next batch. So a fast transport sends layer
-by layer, a slow one in larger pieces, and computing never waits. Batches follow each other: a
-portion that replaces an earlier one arrives after it.
+One thread per peer instance sends all portions that are due as one batch. While a batch is in
+flight the model keeps computing, and the portions that become due meanwhile form the next batch. So
+a fast transport sends layer by layer, a slow one sends larger pieces, and computation never waits
+for either. Batches are sent one after another, so a portion that replaces an earlier one arrives
+after it.
 """
 
 from __future__ import annotations
@@ -58,12 +59,18 @@ JOIN_TIMEOUT_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class PushSession:
-    """A request that this rank sends.
+    """A request whose KV this rank sends.
 
     Args:
-        request_id: which.
-        progress: what is due; guarded by the worker's lock.
-        may_land: a write failed under way; what it had sent may arrive at the peer yet.
+        request_id: the request.
+        progress: tracks which portions are due; guarded by the worker's lock.
+        start: the peer's grant; None until it arrives.
+        send_thread: the thread of the peer; None until the grant arrives.
+        parked: tasks that wait for the grant.
+        written: bytes written by the peer's rank, in the current pass over the prompt.
+        may_land: whether a write failed in flight, whose data may still arrive at the peer.
+        has_ended: whether the scheduler side has sent ``EndPush``.
+        is_reported: whether the ``PushReport`` has been sent.
     """
 
     request_id: str
@@ -80,7 +87,7 @@ class PushSession:
     is_reported: bool = False
 
     def count(self, pass_number: int, reader: int, nbytes: int) -> None:
-        """Book written bytes; a new pass over the prompt begins the books anew."""
+        """Count written bytes; a new pass over the prompt resets the counts."""
         if pass_number != self.written_pass:
             self.written.clear()
             self.written_pass = pass_number
@@ -89,7 +96,7 @@ class PushSession:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SendTask:
-    """Work for a thread: a portion to send once its event has passed; None ends the session."""
+    """Work for a send thread: a portion to send after its event; None ends the session."""
 
     session: PushSession
     portion: Portion | None
@@ -98,16 +105,16 @@ class SendTask:
 
 @dataclass(frozen=True, slots=True)
 class SendServices:
-    """What a thread works with.
+    """The services that a send thread uses.
 
     Args:
-        plan: spans per peer rank of a movement.
-        connect: the connection to a peer's rank; raises TransferError.
-        disconnect: forget all connections to the peer, after a failure.
-        close: reports a session that has ended or failed; it is drained.
-        bind: makes the device current in the thread.
-        fail: takes what killed the thread.
-        timeout_s: deadline of a transfer.
+        plan: plans a transfer: spans per peer rank.
+        connect: returns the connection to a peer's rank; raises TransferError.
+        disconnect: closes all connections to the peer, after a failure.
+        close: reports a session that has ended or failed, and is drained.
+        bind: makes the device current on the thread.
+        fail: receives the exception that killed the thread.
+        timeout_s: timeout of a transfer, in seconds.
     """
 
     plan: Callable[[BlockTransfer], list[PeerSpans]]
@@ -121,6 +128,8 @@ class SendServices:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
+    """A write in flight."""
+
     session: PushSession
     pass_number: int
     reader: int
@@ -129,33 +138,34 @@ class _Sent:
 
 
 class SendThread:
-    """One peer's thread and queue.
+    """The thread that sends to one peer instance, and its queue.
 
     Args:
-        name: of the thread.
-        services: what it works with.
+        name: name of the thread.
+        services: see ``SendServices``.
     """
 
     def __init__(self, name: str, services: SendServices) -> None:
         self._services = services
         self._queue: SimpleQueue[SendTask | None] = SimpleQueue()
         self._is_stopping = False
-        self._is_broken = False  # one of the peer's connections, for all that is known
+        self._is_broken = False  # a transfer failed, so a connection to the peer may be broken
         self._after: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, due: SendTask) -> None:
-        """Send this after all that came before. Any thread; returns at once."""
+        """Queue a task behind all earlier ones. Any thread; returns immediately."""
         self._queue.put(due)
 
     def retire(self, after: Callable[[], None]) -> None:
-        """Stop when all that was put is done, then do that. Returns at once."""
+        """Stop once the queued tasks are done, then call ``after`` on the thread. Returns
+        immediately."""
         self._after = after
         self._queue.put(None)
 
     def close(self) -> None:
-        """Stop after the batch that is on its way, and wait for that. Idempotent."""
+        """Stop after the batch in flight, and wait for the thread to end. Idempotent."""
         self._is_stopping = True
         self._queue.put(None)
         self._thread.join(self._services.timeout_s + JOIN_TIMEOUT_S)
@@ -178,7 +188,7 @@ class SendThread:
             raise
 
     def _take(self) -> list[SendTask | None]:
-        """Wait for work, and take all there is."""
+        """Wait for a task, and take everything that is queued."""
         batch = [self._queue.get()]
         try:
             while True:
@@ -187,8 +197,9 @@ class SendThread:
             return batch
 
     def _carry(self, batch: list[SendTask]) -> None:
-        """Send a batch, wait until it is drained, then report what ended with it. What is on its
-        way when a connection breaks ends by itself; what comes behind it is sent over new ones."""
+        """Send a batch, wait until it is drained, then report the sessions that ended with it. If a
+        connection breaks, the writes in flight are drained first, and later sessions are sent over
+        new connections."""
         started = time.monotonic()
         by_session: defaultdict[PushSession, list[SendTask]] = defaultdict(list)
         for due in batch:
@@ -205,7 +216,7 @@ class SendThread:
                 self._services.close(session)
 
     def _drain_all(self, sent: list[_Sent]) -> None:
-        """Wait for the end of what is on its way; without connections then, if one was broken."""
+        """Wait until the writes in flight have ended; closes the connections if one is broken."""
         for item in sent:
             self._await(item)
         sent.clear()
@@ -224,7 +235,7 @@ class SendThread:
             for portion in merge_portions(portions):
                 if session.error is None and portion.pass_number == session.progress.pass_number:
                     self._send_portion(session, portion, sent)
-        except Exception as exc:  # noqa: BLE001  # whatever it is, it is this session's
+        except Exception as exc:  # noqa: BLE001  # any error fails this session only
             self._fail(session, exc)
         return sent
 
@@ -241,7 +252,7 @@ class SendThread:
     def _await(self, item: _Sent) -> None:
         try:
             item.transfer.wait()
-        except Exception as exc:  # noqa: BLE001  # whatever it is, it is this session's
+        except Exception as exc:  # noqa: BLE001  # any error fails this session only
             _drain(item.transfer)
             item.session.may_land = True
             self._fail(item.session, exc)
@@ -256,10 +267,10 @@ class SendThread:
 
 
 def _drain(transfer: Transfer) -> None:
-    """Have a write end that failed.
+    """Drain a write that failed.
 
     Raises:
-        ConnectorDead: it may go on.
+        ConnectorDead: it can't be drained, so it may still be writing.
     """
     try:
         transfer.cancel()
@@ -268,7 +279,7 @@ def _drain(transfer: Transfer) -> None:
 
 
 def _movement(session: PushSession, portion: Portion) -> BlockTransfer | None:
-    """The part of a portion that the peer asked for; None if that is nothing."""
+    """The part of a portion that the peer asked for; None if it asked for no part of it."""
     order = session.start
     assert order is not None, "a session gets its thread with its order"
     first, last = max(portion.tokens[0], order.start), min(portion.tokens[1], order.stop)
@@ -287,8 +298,8 @@ def _movement(session: PushSession, portion: Portion) -> BlockTransfer | None:
 class PushWorker(ConnectorWorker):
     """One rank's half of MooncakeLayerwiseConnector; see ``ConnectorWorker``.
 
-    A session begins with the first that comes: the request's step, or the peer's grant. It ends
-    when its request has ended and its report is out.
+    A session is created by the request's first step or by the peer's grant, whichever comes first.
+    It is removed when its request has ended and its report is sent.
     """
 
     def __init__(self, context: RankContext) -> None:
@@ -317,7 +328,8 @@ class PushWorker(ConnectorWorker):
             self._steer(command)
 
     def _turn(self, order: TurnRope) -> None:
-        """Top of the thread that turns what peers have pushed; whatever happens is reported."""
+        """Top of the thread that converts the rope rows of KV that peers have pushed; reports the
+        outcome, whatever happens."""
         began, error = time.monotonic(), None
         try:
             self.turn_rope(order.local_blocks, (order.start, order.stop), order.order)
@@ -372,7 +384,7 @@ class PushWorker(ConnectorWorker):
             self._stop(session, "the prefill ended before its KV was complete")
 
     def _forget(self, engine_id: str) -> None:
-        """Stop all that goes to a peer, then drop its connections."""
+        """Stop all sessions with a peer, then close its connections."""
         self._peers.pop(engine_id, None)
         thread = self._send_threads.pop(engine_id, None)
         if thread is None:
@@ -409,7 +421,8 @@ class PushWorker(ConnectorWorker):
                     self._put(SendTask(session, portion, event))
 
     def _put_rest(self, session: PushSession, portions: Sequence[Portion]) -> None:
-        """What no hook spoke of: the step has been enqueued, and may not be over."""
+        """Queue the layers that had no callback. The step's kernels are enqueued, and may still be
+        running, so each portion waits for an event."""
         for portion in portions:
             event = self.context.make_event()
             event.record()
@@ -467,7 +480,7 @@ class PushWorker(ConnectorWorker):
             self._report(session)
 
     def _report(self, session: PushSession) -> None:
-        """Say, once, that nothing more is written for this request."""
+        """Report, once, that nothing more is written for this request."""
         if not session.is_reported:
             session.is_reported = True
             report = PushReport(
