@@ -1,11 +1,13 @@
-"""One directory of segments on an SSD: appended to, read, scanned at start, recycled whole.
+"""One directory of segment files on an SSD: records are appended, read and scanned at start, and
+segments are recycled whole. Used by ``Drive`` and ``SsdTier``.
 
-Nothing is synced: it is a cache. After a crash the scan finds what reached the disk, and a record
-whose bytes did not is noticed when it is read. Segments that were written once are written again
-rather than replaced: new extents cost the file system twice the time.
+Nothing is synced to disk, since this is a cache. After a crash, the scan finds the headers that
+reached the disk, and a record whose bytes did not is detected by its checksums when it is read.
+Recycled segments are overwritten in place: a new file needs new extents, which take the file system
+twice the time.
 
-A drive may hang in whatever it is asked to do. So its lock guards numbers and lists only, and no
-file is touched under it: who reads does not wait for who writes or begins a segment.
+Any request to a drive may hang. So the lock guards in-memory state only, and no file is accessed
+while it is held: reads don't block on a write or on the start of a new segment.
 """
 
 from __future__ import annotations
@@ -44,22 +46,22 @@ LOCK_NAME = "mooncake-kv.lock"
 _SEGMENT_NAME = re.compile(r"segment-(\d{8})\.kv")
 
 MIN_SEGMENTS = 3
-"""One to write to, one to collect from, and one that holds something meanwhile."""
+"""One segment to write to, one to collect, and one that keeps its chunks in the meantime."""
 GROW_AGAIN_S = 300.0
-"""After how long a file system that refused a segment is asked for one again."""
+"""Seconds before the next attempt to add a segment after the file system refused one."""
 BEGIN_WAIT_S = 10.0
-"""How long a record waits for a segment that another thread begins, unless said otherwise."""
+"""Default of the seconds that ``append`` waits for a segment that another thread is starting."""
 
 
 @dataclass(frozen=True, slots=True)
 class SsdDirectoryConfig:
-    """A directory that a store may use, alone.
+    """Configuration of a directory that one store uses exclusively.
 
     Args:
-        path: existing and writable.
-        capacity_bytes: of all its segments together.
-        segment_bytes: of one.
-        min_free_bytes: what the file system keeps for others: no segment is added that would leave
+        path: an existing, writable directory.
+        capacity_bytes: size of all its segments together.
+        segment_bytes: size of one segment.
+        min_free_bytes: free space to leave on the file system: no segment is added that would leave
             less.
     """
 
@@ -71,15 +73,15 @@ class SsdDirectoryConfig:
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A file of records.
+    """A file of records. Recycling it starts a new *use*, identified by a random id.
 
     Args:
-        number: in its name.
-        file: its descriptor.
-        use: what records of now carry; empty if it holds none.
-        sequence: how many segments had been begun before this use of it.
-        end: where the next record goes.
-        num_busy: records that are being written or read.
+        number: the number in its file name.
+        file: its file descriptor.
+        use: id of its current use, which its records carry; empty while it holds none.
+        sequence: number of segment uses that were started before this one in the directory.
+        end: offset of the next record.
+        num_busy: records in it that are being written or read.
     """
 
     number: int
@@ -92,7 +94,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordLocation:
-    """Where a record lies; of a use of its segment that may be over."""
+    """Where a record is. Stale once ``segment.use`` differs from ``use``."""
 
     segment: Segment
     use: bytes
@@ -101,21 +103,21 @@ class RecordLocation:
 
 @dataclass(frozen=True, slots=True)
 class ScannedRecord:
-    """A record that was found at start."""
+    """A record that the scan at start has found."""
 
     header: RecordHeader
     location: RecordLocation
 
 
 class SsdDirectory:
-    """Segments in one directory. Any thread, once it is open.
+    """The segments of one directory. Thread-safe once it is open.
 
     Args:
-        config: see there.
-        clock: seconds.
+        config: path, capacity and segment size.
+        clock: monotonic seconds.
 
     Raises:
-        KVConfigError: its capacity makes too few segments.
+        KVConfigError: the capacity is below MIN_SEGMENTS segments, or segments are not whole pages.
     """
 
     def __init__(
@@ -132,23 +134,24 @@ class SsdDirectory:
             )
         self._lock = threading.Lock()
         self._begun = threading.Condition(self._lock)
-        self._is_beginning = False  # by one thread at a time
-        self._refused_until: float | None = None  # what the file system did not give last time
+        self._is_beginning = False  # a thread is starting a segment; only one at a time does
+        self._refused_until: float | None = None  # when to ask the file system for space again
         self._lock_file = -1
         self._is_direct = True
         self._current: Segment | None = None
-        self._sealed: dict[int, Segment] = {}  # by sequence, the oldest first
+        self._sealed: dict[int, Segment] = {}  # by sequence, oldest first
         self._free: list[Segment] = []
         self._last_sequence = -1
         self._last_number = -1
         self.num_unreadable = 0
-        """Segments whose headers could not be read at start: they are left alone."""
+        """Segments whose headers could not be read at start; they are not used."""
 
     def open(self) -> None:
-        """Lock the directory and open its segments. Once, before all else; ``close`` must follow.
+        """Lock the directory and open its segments. Must be called once, before any other method;
+        ``close`` must follow.
 
         Raises:
-            KVConfigError: it can't be used, or another store uses it.
+            KVConfigError: the directory can't be used, or another store uses it.
         """
         self._lock_file = _lock_directory(self.config.path)
         try:
@@ -159,14 +162,14 @@ class SsdDirectory:
 
     @property
     def max_chunk_bytes(self) -> int:
-        """The longest chunk that fits."""
+        """Size of the largest chunk that fits into a segment."""
         return self.config.segment_bytes - 2 * PAGE
 
     def scan(self) -> Iterator[ScannedRecord]:
-        """All records that were written completely, as far as their headers tell; the oldest first.
-        Before anything is appended.
+        """Yield all records with an intact header, oldest first. Must complete before anything is
+        appended.
 
-        The bytes of the last one of each segment are the reader's to check, as all others'.
+        The payload is not read: a record may be damaged, which its reader detects.
         """
         page = aligned_buffer(PAGE)
         for sequence in sorted(self._sealed):
@@ -179,18 +182,18 @@ class SsdDirectory:
                 logger.warning("%s: the rest of a segment is lost: %s", self.config.path, exc)
 
     def append(self, nbytes: int, wait_s: float = BEGIN_WAIT_S) -> RecordLocation | None:
-        """Take room for a chunk's record; ``write``, if at all, and ``give_up`` must follow.
+        """Allocate space for a chunk's record. ``write`` may follow, and ``give_up`` must.
 
         Args:
-            nbytes: of the chunk.
-            wait_s: how long to wait for a segment that another thread begins.
+            nbytes: size of the chunk.
+            wait_s: seconds to wait for a segment that another thread is starting.
 
         Returns:
-            None if there is none: the disk is full, all segments are in use, or the next one was
-            not begun in time.
+            None if no space is available: the disk is full, all segments are in use, or the next
+            segment was not started in time.
 
         Raises:
-            StoreIOError: the system refuses a new segment.
+            StoreIOError: a new segment can't be created or started.
         """
         needed = record_bytes(nbytes)
         with self._begun:
@@ -212,10 +215,10 @@ class SsdDirectory:
         return location
 
     def write(self, location: RecordLocation, page: memoryview, payload: memoryview) -> None:
-        """Write a record where ``append`` said.
+        """Write a record to the space that ``append`` has allocated.
 
         Raises:
-            StoreIOError: it was not written, and the segment takes no more.
+            StoreIOError: the write failed; the segment is sealed.
         """
         total = len(page) + len(payload)
         segment = location.segment
@@ -228,14 +231,15 @@ class SsdDirectory:
             raise StoreIOError(f"{self.config.path}: writing failed: {exc}") from exc
 
     def leave_hole(self, location: RecordLocation) -> None:
-        """Nothing is written where ``append`` said. The segment takes no more: a scan would end
-        there."""
+        """Leave allocated space unwritten, and seal the segment: a scan ends at the hole, so that
+        records after it would be lost."""
         with self._lock:
             if self._current is location.segment:
                 self._seal()
 
     def hold(self, location: RecordLocation) -> bool:
-        """Keep a segment from being recycled; False if it was already. ``give_up`` must follow."""
+        """Keep a record's segment from being recycled; False if it has been already. If True,
+        ``give_up`` must follow."""
         with self._lock:
             if location.segment.use != location.use:
                 return False
@@ -243,7 +247,7 @@ class SsdDirectory:
             return True
 
     def give_up(self, location: RecordLocation) -> None:
-        """End what ``append`` or ``hold`` began."""
+        """Release the segment that ``append`` or ``hold`` has kept from being recycled."""
         with self._lock:
             location.segment.num_busy -= 1
 
@@ -251,12 +255,12 @@ class SsdDirectory:
         """Read from a record that is held.
 
         Args:
-            location: of the record.
-            start: how many of its bytes are passed over, its page included; whole pages.
-            buffers: to be filled one after the other.
+            location: where the record is.
+            start: offset in the record, counted from its header page; whole pages.
+            buffers: filled one after the other.
 
         Raises:
-            StoreIOError: not all of that can be read.
+            StoreIOError: the read failed or was short.
         """
         total = sum(map(len, buffers))
         try:
@@ -274,11 +278,11 @@ class SsdDirectory:
 
         Args:
             location, start: see ``read``.
-            payload: to be filled.
-            section: bytes of each.
+            payload: the buffer to fill.
+            section: bytes per section.
 
         Raises:
-            StoreIOError: not all of that can be read.
+            StoreIOError: the read failed or was short.
         """
         try:
             return read_sections(location.segment.file, location.offset + start, payload, section)
@@ -286,15 +290,15 @@ class SsdDirectory:
             raise StoreIOError(f"{self.config.path}: reading failed: {exc}") from exc
 
     def wants_collection(self, wait_s: float = 0.0) -> Segment | None:
-        """The oldest segment, if the next one to begin would have to be it; None while there is
-        room for others.
+        """The segment to collect: the oldest one. None while a free segment exists or another one
+        may be added.
 
         Args:
-            wait_s: how long to wait for a segment that another thread begins: there may be none for
-                it either.
+            wait_s: seconds to wait for a segment that another thread is starting, which may use up
+                the last free one.
 
         Raises:
-            StoreIOError: the file system does not say whether there is.
+            StoreIOError: the file system's free space can't be determined.
         """
         with self._begun:
             if not self._begun.wait_for(lambda: not self._is_beginning, wait_s):
@@ -307,7 +311,7 @@ class SsdDirectory:
             return next(iter(self._sealed.values()), None)
 
     def recycle(self, segment: Segment) -> bool:
-        """Make a sealed segment free; its records are nobody's. False if one is being read."""
+        """Make a sealed segment free and its records invalid. False if one is in use."""
         with self._lock:
             if segment.num_busy or self._sealed.get(segment.sequence) is not segment:
                 return False
@@ -317,7 +321,7 @@ class SsdDirectory:
             return True
 
     def close(self) -> None:
-        """Close all files, and let others have the directory. Idempotent."""
+        """Close all files and unlock the directory. Idempotent."""
         with self._lock:
             segments = [*self._sealed.values(), *self._free]
             if self._current is not None:
@@ -337,7 +341,7 @@ class SsdDirectory:
         for segment in list(found):
             try:
                 is_whole = os.preadv(segment.file, [page], 0) == PAGE
-            except OSError as exc:  # its drive has bad blocks: it is not written to either
+            except OSError as exc:  # bad blocks: the segment is not written to either
                 logger.warning("%s is left alone: %s", self._path_of(segment.number), exc)
                 self.num_unreadable += 1
                 found.remove(segment)
@@ -358,15 +362,15 @@ class SsdDirectory:
                 num_old,
             )
         self._sealed = dict(sorted(self._sealed.items()))
-        while len(found) > self._max_segments and self._free:  # the capacity is smaller now
+        while len(found) > self._max_segments and self._free:  # the capacity was reduced
             self._remove(self._free.pop())
             found.pop()
         while len(self._sealed) > self._max_segments:
             self._remove(self._sealed.pop(next(iter(self._sealed))))
 
     def _open_files(self) -> list[Segment]:
-        """The files of segments that are there. One that is longer than a segment may be now would
-        take more of the capacity than it counts for."""
+        """Open the existing segment files. A file longer than the configured segment size is
+        removed, since it would take more space than it counts for."""
         found, num_longer = [], 0
         for path in sorted(self.config.path.iterdir()):
             if match := _SEGMENT_NAME.fullmatch(path.name):
@@ -397,7 +401,7 @@ class SsdDirectory:
         if self._is_direct:
             try:
                 return os.open(path, flags | os.O_DIRECT, 0o600)
-            except OSError as exc:  # EINVAL, on tmpfs and some network file systems
+            except OSError as exc:  # EINVAL on tmpfs and some network file systems
                 if exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 self._is_direct = False
@@ -406,10 +410,10 @@ class SsdDirectory:
                 )
         return os.open(path, flags, 0o600)
 
-    # -- inside, the lock held ------------------------------------------------------------------
+    # -- inside, with the lock held -------------------------------------------------------------
 
     def _take(self, needed: int) -> RecordLocation | None:
-        """Room in the segment of now, if it has as much."""
+        """Allocate space in the current segment; None if it has too little."""
         segment = self._current
         if segment is None or segment.end + needed > self.config.segment_bytes:
             return None
@@ -429,8 +433,8 @@ class SsdDirectory:
     # -- inside, without the lock -----------------------------------------------------------------
 
     def _can_grow(self) -> bool:
-        """Whether a segment may be added. What the file system refused is not asked for again for a
-        while: with quotas it has more free bytes than it gives."""
+        """Whether a segment may be added. After the file system refused one, False for GROW_AGAIN_S
+        whatever free space it reports: with quotas it reports more than it grants."""
         with self._lock:
             count, refused_until = self._num_segments(), self._refused_until
         if count >= self._max_segments:
@@ -445,7 +449,7 @@ class SsdDirectory:
         return left >= self.config.min_free_bytes
 
     def _begin_segment(self, free: Segment | None) -> Segment | None:
-        """Begin a use of a free segment, or of a new one if there may be one more."""
+        """Start a use of a free segment, or of a new one if one may be added."""
         segment = free or (self._new_segment() if self._can_grow() else None)
         if segment is None:
             return None
@@ -490,21 +494,22 @@ class SsdDirectory:
 
 
 def _is_current(header: object) -> TypeGuard[SegmentHeader]:
-    """Whether it is a segment's header, and what lies behind it is of this release's layout."""
+    """Whether this is a segment's header, and the records after it have this release's layout."""
     return isinstance(header, SegmentHeader) and (
         (header.version, header.records) == (KEY_VERSION, RECORD_VERSION)
     )
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Memory that direct I/O takes."""
+    """Page-aligned memory, as direct I/O requires."""
     return memoryview(mmap.mmap(-1, nbytes))
 
 
 def _records_in(
     segment: Segment, segment_bytes: int, page: memoryview
 ) -> Iterator[tuple[RecordHeader, int]]:
-    """The records of a segment's present use, with their offsets, up to the first that is none."""
+    """Yield the records of a segment's current use with their offsets, up to the first page that
+    is not one."""
     offset = PAGE
     size = min(segment_bytes, os.fstat(segment.file).st_size)
     while offset + PAGE <= size and os.preadv(segment.file, [page], offset) == PAGE:
@@ -523,7 +528,7 @@ def _lock_directory(path: Path) -> int:
     try:
         file = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError as exc:
-        # Made here, it would hide that a drive is not mounted, and fill the one below.
+        # Creating it would hide that a drive is not mounted, and fill the file system below.
         raise KVConfigError(
             f"{path} can't be used for a store: there is no such directory; mount its drive, or "
             "make it"
@@ -542,11 +547,11 @@ def _lock_directory(path: Path) -> int:
 
 @dataclass(slots=True)
 class SsdBudget:
-    """How many bytes may be written: a bucket that fills evenly over the day. Pure.
+    """The write budget of the SSD tier: a token bucket that refills evenly over the day. Pure.
 
     Args:
-        bytes_per_day: the rate; 0 is no limit.
-        full_s: how many seconds' worth it holds: how long a burst may be.
+        bytes_per_day: refill rate; 0 for no limit.
+        full_s: size of the bucket in seconds of refill, which bounds a burst.
     """
 
     bytes_per_day: int
@@ -555,7 +560,7 @@ class SsdBudget:
     _filled_at: float | None = field(init=False, default=None)
 
     def take(self, nbytes: int, now: float) -> bool:
-        """Spend that many bytes, if they are there."""
+        """Spend this many bytes; False if the budget does not have them."""
         if not self.bytes_per_day:
             return True
         rate = self.bytes_per_day / 86_400

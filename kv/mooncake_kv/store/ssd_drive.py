@@ -1,10 +1,10 @@
-"""One drive of an SSD tier: its directory, its threads, and whether it hangs.
+"""One drive of an SSD tier: its directory, its I/O threads, and the detection of hung I/O.
 
-What a drive that hangs was asked to do stays in the kernel, and nothing ends it. So its threads are
-daemons, what is queued for them can be taken back, and who closes leaves them behind after a while.
-Reads and writes are watched apart: some drives are read when nothing can be written any more.
-A directory is opened and scanned on a thread of its own: a drive that hangs then, or has millions
-of records, keeps nobody waiting.
+I/O on a hung drive blocks in the kernel and can't be cancelled. So a drive's threads are daemons,
+requests that are still queued can be taken back, and ``close`` abandons threads that don't end
+within its timeout. Reads and writes are watched separately, since some failing drives can still be
+read when they no longer complete writes. Each directory is opened and scanned on a thread of its
+own, so that neither a hung drive nor one with millions of records delays the store's start.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLOWEST_BYTES_PER_S = 10e6
-"""What a drive gives one of several readers or writers at the least."""
+"""Throughput that one thread of several gets from the slowest supported drive; timeouts grow with
+the bytes of a request at this rate."""
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkWrite:
-    """A chunk that is to be written.
+    """A request to write a chunk.
 
     Args:
-        chunk: what it is.
-        offset: of its bytes in memory.
-        is_held: whether these bytes are the chunk's to this moment.
-        ended: called once, on a thread of the tier or of whoever gives the write up: whether the
-            tier has it now.
+        chunk: the chunk's description.
+        offset: where its bytes are in the arena.
+        is_held: returns whether that memory has held the chunk's bytes until now.
+        ended: called once with whether the chunk is stored, on a thread of the tier or on the
+            thread that cancels the write.
     """
 
     chunk: Chunk
@@ -62,13 +63,14 @@ class ChunkWrite:
 
 
 class HangWatch:
-    """Whether what a drive is asked to do ends. Any thread.
+    """Detects requests to a drive that exceed their timeout. Thread-safe.
 
     Args:
-        path: of its directory.
-        patience_s: beyond what the slowest drive would take for the bytes.
-        clock: seconds.
-        news: for the log: that it hangs, and that it is over.
+        path: the drive's directory, for the log.
+        patience_s: timeout in seconds, on top of the time that the slowest supported drive takes
+            for a request's bytes.
+        clock: monotonic seconds.
+        news: log messages for the start and for the end of a hang.
     """
 
     def __init__(
@@ -82,12 +84,12 @@ class HangWatch:
         self._hung = False
 
     def limit_s(self, nbytes: int) -> float:
-        """How long a drive that does not hang may take for so many bytes."""
+        """Timeout in seconds of a request for this many bytes."""
         return self.patience_s + nbytes / SLOWEST_BYTES_PER_S
 
     @contextmanager
     def watched(self, nbytes: int) -> Iterator[None]:
-        """Around what a drive is asked to do."""
+        """Watch the request that runs in the ``with`` block."""
         name = object()
         self._late_at[name] = self._clock() + self.limit_s(nbytes)
         try:
@@ -96,7 +98,7 @@ class HangWatch:
             del self._late_at[name]
 
     def hangs(self) -> bool:
-        """Whether something takes too long; says so once, and when it is over."""
+        """Whether a request is past its timeout; logs every change of the answer."""
         hangs = self._clock() > min([*self._late_at.values()], default=math.inf)
         if hangs is not self._hung:
             self._hung = hangs
@@ -105,13 +107,13 @@ class HangWatch:
 
 
 class DriveThreads(Generic[Item]):
-    """Threads that do what is queued: one item of each call in turn, so that a call with many of
-    them does not keep the others waiting.
+    """A thread pool with fair queueing: the threads take one item of each ``add`` call in turn, so
+    that a call with many items does not delay the others.
 
     Args:
-        name: of the threads.
-        count: how many.
-        run: what they do with an item.
+        name: prefix of the threads' names.
+        count: number of threads.
+        run: processes one item.
     """
 
     def __init__(self, name: str, count: int, run: Callable[[Item], None]) -> None:
@@ -127,25 +129,25 @@ class DriveThreads(Generic[Item]):
             thread.start()
 
     def add(self, items: Sequence[Item]) -> None:
-        """Queue these, to be begun in their order; in constant time, however many there are."""
+        """Queue items, which are started in their order. Takes constant time."""
         with self._changed:
             self._queue.append(iter(items))
             self._changed.notify(len(items))
 
     def take_back(self) -> list[Item]:
-        """All that was queued and not begun; it is the caller's to end."""
+        """Remove and return all items that have not been started."""
         with self._changed:
             queue, self._queue = self._queue, deque()
         return [item for items in queue for item in items]
 
     def close(self) -> None:
-        """End the threads once nothing is queued. Idempotent."""
+        """Let the threads end once the queue is empty. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def join(self, until: float) -> bool:
-        """Wait for their end; False if it did not come by then, a time of ``time.monotonic``."""
+        """Wait for the threads until a time of ``time.monotonic``; False if some still run."""
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -154,7 +156,7 @@ class DriveThreads(Generic[Item]):
         while (item := self._next()) is not None:
             try:
                 self._run(item)
-            except Exception:  # thread top: what is behind it is others'
+            except Exception:  # thread top: fails this item only
                 logger.exception("%s failed", threading.current_thread().name)
 
     def _next(self) -> Item | None:
@@ -170,15 +172,15 @@ class DriveThreads(Generic[Item]):
 
 
 class Drive:
-    """A directory with its threads.
+    """A directory with its I/O threads. Owned by ``SsdTier``.
 
     Args:
-        directory: on the drive; opened and closed with it.
-        config: of the tier.
-        number: among the tier's.
-        clock: seconds.
-        write: writes a chunk; top of a writing thread.
-        scan: takes what ``scanned`` finds, on the scanning thread.
+        directory: the directory; the drive opens and closes it.
+        config: configuration of the tier.
+        number: index among the tier's drives, for thread names.
+        clock: monotonic seconds.
+        write: writes a chunk; called on a writing thread.
+        scan: consumes ``scanned``; called on the scanning thread.
     """
 
     def __init__(
@@ -222,20 +224,21 @@ class Drive:
         self.keys_of_use: dict[bytes, dict[bytes, None]] = {}
         self.collecting = threading.Lock()
         self.is_scanned = False
-        """Whether all that is there is known: nothing is written before."""
+        """Whether all records of the drive are indexed. Writes wait for that."""
         self.is_stopping = False
 
     def start(self) -> Future[None]:
-        """Open the directory and scan it, in the background. Once.
+        """Open the directory and scan it in the background. May be called once.
 
         Returns:
-            Ends when all is known; has what ``SsdDirectory.open`` raises.
+            A future that is done when the scan has completed, or has failed with what
+            ``SsdDirectory.open`` raised.
         """
         self._scanner.start()
         return self._known
 
     def scanned(self) -> Iterator[ScannedRecord]:
-        """``SsdDirectory.scan``, watched, until the drive is stopped."""
+        """``SsdDirectory.scan`` with hang detection; ends early when the drive is stopped."""
         records = self.directory.scan()
         while not self.is_stopping:
             with self.reading.watched(PAGE):
@@ -245,37 +248,39 @@ class Drive:
             yield found
 
     def hangs(self) -> bool:
-        """Whether nothing more is to be written: who writes reads, too, to collect a segment."""
+        """Whether the drive must get no writes. Hung reads count too, since a write may have to
+        read records to collect a segment."""
         return self.writing.hangs() or self.reading.hangs()
 
     def append(self, nbytes: int) -> RecordLocation | None:
-        """``SsdDirectory.append``, watched."""
+        """``SsdDirectory.append`` with hang detection."""
         segment_bytes = self.directory.config.segment_bytes
         with self.writing.watched(segment_bytes):
             return self.directory.append(nbytes, self.writing.limit_s(segment_bytes))
 
     def write(self, location: RecordLocation, page: memoryview, payload: memoryview) -> None:
-        """``SsdDirectory.write``, watched."""
+        """``SsdDirectory.write`` with hang detection."""
         with self.writing.watched(len(page) + len(payload)):
             self.directory.write(location, page, payload)
 
     def wants_collection(self, wait_s: float) -> Segment | None:
-        """``SsdDirectory.wants_collection``, watched."""
+        """``SsdDirectory.wants_collection`` with hang detection."""
         with self.writing.watched(self.directory.config.segment_bytes):
             return self.directory.wants_collection(wait_s)
 
     def stop(self) -> None:
-        """Begin nothing more; what is queued is dropped."""
+        """Start no more requests, and drop those that are queued."""
         self.is_stopping = True
         for threads in (self.readers, self.writers):
             threads.take_back()
             threads.close()
 
     def close(self, until: float) -> None:
-        """Let what runs end, and give the directory to others; a drive that does not end it by
-        then, a time of ``time.monotonic``, keeps both as long as this process lives."""
+        """Wait for the threads until a time of ``time.monotonic``, then close and unlock the
+        directory. If a thread still runs by then, the directory stays open and locked until this
+        process exits."""
         self.stop()
-        if self._scanner.ident is not None:  # it was started
+        if self._scanner.ident is not None:  # the thread was started
             self._scanner.join(max(0.0, until - time.monotonic()))
         joined = [self.readers.join(until), self.writers.join(until)]
         if all(joined) and not self._scanner.is_alive():
@@ -294,7 +299,7 @@ class Drive:
                 self.directory.open()
             self._scan(self)
             self.is_scanned = not self.is_stopping
-        except Exception as exc:  # noqa: BLE001  # thread top: who started it has it
+        except Exception as exc:  # noqa: BLE001  # thread top: the future carries it
             self._known.set_exception(exc)
         else:
             self._known.set_result(None)
@@ -308,10 +313,10 @@ class Drive:
 
 
 def start_drives(drives: Sequence[Drive], wait_s: float) -> None:
-    """Start them at once, and wait so long until all is known that they have.
+    """Start all drives in parallel, and wait up to ``wait_s`` for their scans.
 
     Raises:
-        KVConfigError: a directory can't be used, and that was known in time; else the log has it.
+        KVConfigError: a directory can't be used. A failure after ``wait_s`` is logged instead.
     """
     known = [drive.start() for drive in drives]
     wait(known, wait_s)

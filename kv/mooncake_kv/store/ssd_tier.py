@@ -1,13 +1,19 @@
-"""Chunks on SSDs: which are there, and what is worth writing. Their drives are ``ssd_drive``'s.
+"""The SSD tier of a node store: the index of all chunks on SSDs, and which chunks to write there.
 
-Chunks are written when they are used a second time: most are never used again, and drives wear.
-What does not fit the day's budget, or finds the queue full, is not written; nothing waits for it.
-Chunks of one prompt are read layer by layer: the beginning of all of them first.
-A drive that has not ended a read for a while hangs: its chunks are not there until it does. One
-that does not end a write is read on, and nothing more is written there until it does.
-What is there at start is found in the background, drive by drive; nothing is written there before.
-Whole segments are collected, the oldest first; records that were read since they were written are
-written again before.
+``NodeStore`` owns the tier and ``TierMoves`` moves chunks between it and memory. ``ssd_drive`` runs
+the threads of each drive, and ``ssd_directory`` lays out its files.
+
+* Writes: a chunk is written on its second use, since most chunks are never used again and SSDs
+  wear out. A chunk that exceeds the daily write budget, or that finds the write queue full, is
+  skipped; the caller never blocks.
+* Reads: the chunks of one prompt are read layer by layer, the leading bytes of all of them first.
+* Hung drives: a drive with a read past its timeout is considered hung, and its chunks are
+  unavailable until that read completes. A drive with a write past its timeout is still read, but
+  gets no new writes until that write completes.
+* Start: the drives are scanned in the background, each on a thread of its own. A drive gets no
+  writes before its scan has completed.
+* Space: whole segments are collected, the oldest first. Records that have been read since they were
+  written are copied to the current segment before.
 """
 
 from __future__ import annotations
@@ -48,29 +54,33 @@ from mooncake_kv.store.ssd_records import (
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED_PUTS = 1 << 18
+"""Upper bound of the keys remembered to recognise a second put; the oldest are forgotten first."""
 MAX_REMEMBERED_DROPS = 1 << 18
-"""While drives are scanned; more are found again, as after a restart."""
+"""Upper bound of the keys dropped during the scan at start, which the scan must not index. Chunks
+dropped beyond it reappear once their records are scanned, as they would after a restart."""
 CLOSE_S = 5.0
-"""How long a close waits for what drives were asked to do."""
+"""Seconds that ``close`` waits for I/O in flight, for all drives together."""
 TOLD_AT_ONCE = 256
-"""Chunks that are found at start and told of at once."""
+"""Chunks found by the scan that are reported in one call of ``found``."""
 COLLECTED_FRACTION = 0.5
-"""How much of a segment may be written again when it is collected."""
+"""Upper bound of the records that collecting a segment rewrites, as a fraction of the segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class SsdConfig:
-    """The SSD tier of a store.
+    """Configuration of a store's SSD tier.
 
     Args:
-        directories: each on a drive of its own, or there is no gain in several.
-        write_bytes_per_day: what all drives together may be worn by; 0 is no limit.
-        read_threads, write_threads: of each directory: how many requests its drive sees at once.
-        max_queued_writes: per directory; what comes when it is full is not written.
-        patience_s: a drive that takes longer to read a part of a chunk, beyond what the slowest
-            would take for its bytes, or to open its directory, is taken to hang; and for as long a
-            start waits until it is known what is there.
-        write_patience_s: the same of writes: drives pause to make room.
+        directories: one per drive; several on one drive bring no gain.
+        write_bytes_per_day: write budget of all drives together; 0 for no limit.
+        read_threads, write_threads: threads per directory, i.e. requests in flight per drive.
+        max_queued_writes: upper bound of the writes queued per directory; chunks beyond it are
+            skipped.
+        patience_s: timeout in seconds of reading a part of a chunk, on top of the time that the
+            slowest supported drive takes for its bytes, and of opening a directory; past it the
+            drive is considered hung. Also how long the store's start waits for the scans.
+        write_patience_s: the same timeout for writes; larger, since drives pause for garbage
+            collection.
     """
 
     directories: tuple[SsdDirectoryConfig, ...]
@@ -84,14 +94,14 @@ class SsdConfig:
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """A chunk on an SSD.
+    """The index entry of a chunk on an SSD.
 
     Args:
-        chunk: what it is.
-        drive: where.
-        location: in there.
-        header: of the record.
-        num_reads: by users, since it was written.
+        chunk: the chunk's description.
+        drive: the drive that has its record.
+        location: where the record is on the drive.
+        header: the record's header.
+        num_reads: completed reads by users since the record was written.
     """
 
     chunk: Chunk
@@ -102,18 +112,21 @@ class _Record:
 
 
 class SsdTier:
-    """The chunks of all directories. Any thread; nothing here waits for a drive.
+    """The chunks of all directories. Thread-safe; apart from ``start``, ``verify`` and ``close``,
+    no method blocks on a drive.
 
     Args:
-        config: see there.
-        view: the memory that chunks are read to and written from: a piece by offset and length.
-        clock: seconds.
-        removed: told of chunks that the tier gave up by itself; on a thread of the tier.
-        found: told of chunks that are there since before the start; on a thread of the tier, which
-            it may keep waiting.
+        config: directories, budget, threads and timeouts.
+        view: returns a range of the arena, by offset and length, to read chunks into and write them
+            from.
+        clock: monotonic seconds.
+        removed: called with the keys of chunks that the tier removed by itself, on one of its
+            threads.
+        found: called with the chunks that the scan at start has found, on the scanning thread; may
+            block it.
 
     Raises:
-        KVConfigError: a directory is too small.
+        KVConfigError: a directory's capacity is too small.
     """
 
     def __init__(
@@ -143,7 +156,8 @@ class SsdTier:
         ]
 
     def start(self) -> None:
-        """Open all directories, and find what is there; what takes long, in the background.
+        """Open and scan all directories. Scans that take longer than ``patience_s`` continue in the
+        background.
 
         Raises:
             KVConfigError: a directory can't be used; the tier is closed.
@@ -155,24 +169,24 @@ class SsdTier:
             raise
 
     def chunk(self, key: bytes) -> Chunk | None:
-        """What is stored under a key."""
+        """The description of the chunk stored under a key; None if there is none."""
         record = self._records.get(key)
         return None if record is None else record.chunk
 
     def answers(self, key: bytes) -> bool:
-        """Whether the drive that a chunk is on does not hang. One that was found at start may be on
-        another drive than it would be written to now."""
+        """Whether reads of the chunk's drive are not hung. A chunk that was found at start may be
+        on another drive than the one to which it would be written now."""
         record = self._records.get(key)
         drive = self._drive_of(key) if record is None else record.drive
         return not drive.reading.hangs()
 
     def chunks(self) -> list[Chunk]:
-        """All that is stored."""
+        """All chunks in the index."""
         with self._lock:
             return [record.chunk for record in self._records.values()]
 
     def note_put(self, key: bytes) -> bool:
-        """Remember that a chunk was put into memory; whether it had been before."""
+        """Remember that a chunk was put into memory; returns whether it had been put before."""
         with self._lock:
             is_known = key in self._put_before
             self._put_before[key] = None
@@ -184,9 +198,9 @@ class SsdTier:
         return is_known
 
     def admit(self, chunk: Chunk) -> bool:
-        """Whether a chunk that was used again is to be written now.
+        """Decide whether to write a chunk that was used again; counts the reason if not.
 
-        ``write`` or ``withdraw`` must follow then.
+        If True, ``write`` or ``withdraw`` must follow.
         """
         with self._lock:
             if chunk.key in self._records or chunk.key in self._writing or not self._drives:
@@ -212,7 +226,7 @@ class SsdTier:
         return True
 
     def withdraw(self, chunk: Chunk) -> None:
-        """An admitted chunk will not be written."""
+        """Undo ``admit``: the chunk will not be written."""
         drive = self._drive_for(chunk)
         assert drive is not None
         with self._lock:
@@ -221,23 +235,23 @@ class SsdTier:
             drive.num_queued_writes -= 1
 
     def write(self, write: ChunkWrite) -> None:
-        """Write an admitted chunk."""
+        """Queue the write of an admitted chunk."""
         self._drive_of(write.chunk.key).writers.add([write])
 
     def give_up_late_writes(self) -> None:
-        """Let go of what is queued for drives that hang: memory that nobody can use."""
+        """Cancel the writes queued for hung drives, to release the memory that they pin."""
         for drive in self._drives:
             if drive.hangs():
                 for write in drive.writers.take_back():
                     self._give_up_write(write)
 
     def read(self, wanted: Sequence[ChunkRead], first_bytes: int | None = None) -> None:
-        """Read chunks into memory.
+        """Queue reads of chunks into memory.
 
         Args:
-            wanted: which; in the order in which they are needed.
-            first_bytes: so many of each are read before any more of one, and so on in small parts;
-                None: each is read whole.
+            wanted: the chunks, in the order in which they are needed.
+            first_bytes: read this many leading bytes of every chunk first, then the next part of
+                every chunk, and so on in small parts. None: read each chunk in one request.
         """
         running: dict[Drive, list[RecordRead]] = {}
         for each in wanted:
@@ -254,7 +268,7 @@ class SsdTier:
             )
 
     def _reading(self, record: _Record, wanted: ChunkRead, first_bytes: int | None) -> RecordRead:
-        """The read of a record that is held."""
+        """Create the read of a record that is held."""
 
         def read_range(start: int, stop: int) -> bool:
             return self._read(record, start, self._view(wanted.offset + start, stop - start))
@@ -268,7 +282,8 @@ class SsdTier:
         return RecordRead(parts, read_range, wanted.is_wanted, wanted.arrived, ended)
 
     def forget(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Give chunks up, those that are being written, too; returns those that were there."""
+        """Remove chunks from the index and cancel their writes; returns the keys that were
+        indexed."""
         with self._lock:
             forgotten = list(keys)
             for key in forgotten:
@@ -282,9 +297,10 @@ class SsdTier:
             return gone
 
     def verify(self) -> tuple[int, int]:
-        """Read every record; returns how many were right, and how many not, which are forgotten.
+        """Read and check every record; blocks until all are read.
 
-        Blocks for as long as that takes.
+        Returns:
+            The number of intact records, and of damaged ones, which are removed from the index.
         """
         num_right = num_wrong = 0
         buffer = aligned_buffer(max((d.directory.max_chunk_bytes for d in self._drives), default=1))
@@ -297,7 +313,7 @@ class SsdTier:
         return num_right, num_wrong
 
     def fill_stats(self, stats: StoreStats) -> None:
-        """Set what SSDs have to do with."""
+        """Set the SSD fields of ``stats``."""
         with self._lock:
             own = self._stats
             stats.ssd_chunks = len(self._records)
@@ -314,8 +330,8 @@ class SsdTier:
             stats.num_ssd_unscanned = sum(not drive.is_scanned for drive in self._drives)
 
     def close(self) -> None:
-        """Let what runs end, and give the directories to others; a drive that hangs is left behind
-        after CLOSE_S. Idempotent."""
+        """Wait for I/O in flight and unlock the directories. A drive that is still busy after
+        CLOSE_S is abandoned, with its directory locked. Idempotent."""
         for drive in self._drives:
             drive.stop()
         until = time.monotonic() + CLOSE_S
@@ -325,7 +341,7 @@ class SsdTier:
     # -- on the tier's threads ------------------------------------------------------------------
 
     def _scan(self, drive: Drive) -> None:
-        """Find what is on a drive; on its scanning thread."""
+        """Index all records of a drive; runs on its scanning thread."""
         with self._lock:
             self._stats.num_ssd_errors += drive.directory.num_unreadable
         found: list[Chunk] = []
@@ -334,14 +350,14 @@ class SsdTier:
             if len(found) >= TOLD_AT_ONCE:
                 self._found(found)
                 found = []
-        if not drive.is_stopping:  # else whoever would be told may have closed
+        if not drive.is_stopping:  # else the receiver may be closed
             self._found(found)
 
     def _index_scanned(self, drive: Drive, found: ScannedRecord) -> list[Chunk]:
-        """The chunk of a record that was found, unless it was known."""
+        """Index a scanned record; returns its chunk unless that is dropped or indexed already."""
         try:
             chunk = found.header.chunk()
-        except ValueError as exc:  # of a release that took more
+        except ValueError as exc:  # written by a release with larger limits
             logger.warning("%s: a record is no chunk: %s", drive.directory.config.path, exc)
             with self._lock:
                 self._stats.num_ssd_corrupt += 1
@@ -362,7 +378,7 @@ class SsdTier:
         is_stored = False
         try:
             is_stored = self._write(drive, write)
-        except Exception as exc:  # noqa: BLE001  # thread top: it is this chunk's
+        except Exception as exc:  # noqa: BLE001  # thread top: fails this chunk only
             self._failed(exc)
         finally:
             self.withdraw(write.chunk)
@@ -370,7 +386,7 @@ class SsdTier:
         self._collect(drive)
 
     def _give_up_write(self, write: ChunkWrite) -> None:
-        """Its drive hangs."""
+        """Skip an admitted write because its drive is hung."""
         with self._lock:
             self._skip("hung")
         self.withdraw(write.chunk)
@@ -381,7 +397,7 @@ class SsdTier:
         try:
             location = drive.append(chunk.nbytes)
             if location is None and not drive.hangs():
-                # another thread's write has filled it, and collects
+                # another thread's write has filled the last segment and is collecting one
                 segment_bytes = drive.directory.config.segment_bytes
                 self._collect(drive, wait_s=drive.writing.limit_s(segment_bytes))
                 location = drive.append(chunk.nbytes)
@@ -395,8 +411,9 @@ class SsdTier:
         with self._writing_at(drive.directory, location):
             payload = self._view(write.offset, rounded_up(chunk.nbytes))
             header = record_header(chunk, location.use, payload)
-            # The checksum is of what memory had until now. Were it another chunk's by now, a wrong
-            # record would look right for ever; bytes that change from here on make it look wrong.
+            # The checksums cover the memory's bytes up to now. If the memory had been reused for
+            # another chunk before, they would match the wrong bytes, so the record is made void.
+            # Bytes that change from here on don't match them, which a later read detects.
             if not write.is_held():
                 header = msgspec.structs.replace(header, key=b"")
             record = _Record(chunk, drive, location, header)
@@ -411,8 +428,9 @@ class SsdTier:
         is_held: Callable[[], bool],
         is_wanted: Callable[[], bool],
     ) -> bool:
-        """Write a record; whether it is indexed: it is unless it is void, the memory that it was
-        written from was not held until the end, or its chunk was forgotten meanwhile."""
+        """Write a record and index it. Returns False without indexing it if the record is void, if
+        ``is_held`` says that the memory was reused during the write, or if ``is_wanted`` says that
+        the chunk was forgotten in the meantime."""
         page = aligned_buffer(PAGE)
         fill_page(page, record.header)
         record.drive.write(record.location, page, payload)
@@ -426,19 +444,19 @@ class SsdTier:
 
     @contextmanager
     def _writing_at(self, directory: SsdDirectory, location: RecordLocation) -> Iterator[None]:
-        """Around the write of a record. One that fails, whatever the reason, ends here: it is
-        counted, and those behind it go to another segment."""
+        """Guard the write of a record. An exception does not propagate: it is counted, and later
+        records go to another segment."""
         try:
             yield
-        except Exception as exc:  # noqa: BLE001  # thread top: whatever it is, it is this record's
+        except Exception as exc:  # noqa: BLE001  # thread top: fails this record only
             directory.leave_hole(location)
             self._failed(exc)
-        finally:  # not before: a segment that is collected takes along what is indexed
+        finally:  # last: collecting the segment must see the record in the index
             directory.give_up(location)
 
     def _hold(self, record: _Record) -> bool:
-        """Keep a record from being collected until ``_end_read``. False: it was, and is forgotten,
-        if it should be indexed yet: it would be looked for again and again."""
+        """Keep a record's segment from being collected until ``_end_read``. False: it has been
+        collected already; a stale index entry is removed, or every lookup would retry the read."""
         if record.drive.directory.hold(record.location):
             return True
         with self._lock:
@@ -448,7 +466,7 @@ class SsdTier:
         return False
 
     def _read_whole(self, record: _Record, payload: memoryview) -> bool:
-        """Read all of a record that is held here and now; whether it is right."""
+        """Read a held record on this thread, end the hold, and return whether it is intact."""
         is_right = False
         try:
             with record.drive.reading.watched(len(payload)):
@@ -458,8 +476,8 @@ class SsdTier:
         return is_right
 
     def _read(self, record: _Record, start: int | None, payload: memoryview) -> bool:
-        """Read a part of a record that is held, or, without a ``start``, all of it, its page, too;
-        whether it is right."""
+        """Read a part of a held record, or all of it with its header page if ``start`` is None;
+        returns whether its checksums match."""
         directory, location, header = record.drive.directory, record.location, record.header
         try:
             if start is None:
@@ -485,15 +503,17 @@ class SsdTier:
         return is_right
 
     def _end_read(self, record: _Record, *, is_right: bool) -> None:
-        """Nothing of a record that was held is read any more."""
+        """End a hold, once no read of the record is in flight. A damaged record is forgotten."""
         record.drive.directory.give_up(record.location)
         if not is_right and (gone := self.forget([record.chunk.key])):
             self._removed(gone)
 
     def _collect(self, drive: Drive, *, wait_s: float = 0.0) -> None:
-        """Empty the oldest segment, if the next one to begin would have to be it; while another
-        thread does so, wait so long for that, or leave it alone. A drive that is stopped meanwhile
-        keeps what it has."""
+        """Empty the oldest segment if no other one is left to write to next.
+
+        If another thread is collecting, wait up to ``wait_s`` for it, and return if it takes
+        longer. A drive that is stopped in the meantime keeps the segment's chunks.
+        """
         if not drive.collecting.acquire(timeout=wait_s):
             return
         try:
@@ -507,22 +527,23 @@ class SsdTier:
             if drive.is_stopping:
                 return
             self._forget_use(drive, use)
-            if drive.directory.recycle(segment):  # nothing is written to it any more
-                self._forget_use(drive, use)
+            if drive.directory.recycle(segment):  # no write to it is in flight any more:
+                self._forget_use(drive, use)  # remove what was indexed since the first call
         except StoreIOError as exc:
             self._failed(exc)
         finally:
             drive.collecting.release()
 
     def _forget_use(self, drive: Drive, use: bytes) -> None:
-        """Forget what lies in a use of a segment, that is indexed by now."""
+        """Remove the chunks of a segment's use from the index, and report them."""
         with self._lock:
             gone = [key for key in [*drive.keys_of_use.get(use, ())] if self._unindex(key)]
         if gone:
             self._removed(gone)
 
     def _keep_hot(self, drive: Drive, keys: Iterable[bytes]) -> None:
-        """Write those that were read again, the most read first, into the segment of now."""
+        """Rewrite the chunks that have been read since they were written, the most read first, to
+        the current segment."""
         records = [record for key in keys if (record := self._records.get(key)) is not None]
         hot = sorted((r for r in records if r.num_reads), key=lambda r: -r.num_reads)
         left = int(drive.directory.config.segment_bytes * COLLECTED_FRACTION)
@@ -545,14 +566,14 @@ class SsdTier:
                 again = _Record(record.chunk, drive, location, header)
                 self._put_record(again, payload, lambda: True, partial(self._is_indexed, record))
 
-    # -- the index; the lock held, but for single look-ups -----------------------------------------
+    # -- the index; with the lock held, except for single look-ups ---------------------------------
 
     def _drive_of(self, key: bytes) -> Drive:
-        """A chunk is written on one drive only."""
+        """The drive to which a chunk is written, chosen by its key."""
         return self._drives[int.from_bytes(key[:4], "big") % len(self._drives)]
 
     def _drive_for(self, chunk: Chunk) -> Drive | None:
-        """Its drive, if it fits there."""
+        """The drive of a chunk; None if the chunk is larger than its segments."""
         drive = self._drive_of(chunk.key)
         return drive if chunk.nbytes <= drive.directory.max_chunk_bytes else None
 
