@@ -56,7 +56,8 @@ class KVTransferRequest:
 
         Otherwise this instance samples the first token itself, from the peer's KV. It does so if
         several answers continue one prompt, because the peer's single token belongs to none of
-        them, and if the client wants log probabilities that the peer did not send, as vLLM."""
+        them, and if the client wants log probabilities that the peer, such as vLLM, did not
+        send."""
         if self.is_first_delivered:
             return True
         return not self.is_shared and (first.logprobs is not None or not wants_logprobs)

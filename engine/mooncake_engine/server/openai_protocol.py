@@ -1,9 +1,10 @@
-"""The requests that the API takes, how their bytes are decoded, and errors in OpenAI's form.
+"""The request types of the OpenAI API, their decoding, and errors in OpenAI's format.
 
-A field that is not here is ignored if that changes no answer, or refused by name: see
-``unknown_fields``. Fields of type ``None`` are OpenAI's too, but not supported: they may be sent as
-null, which is what clients do when they don't use them. What only a service with accounts has a use
-for (``user``, ``metadata``, ``service_tier``) changes nothing.
+A field that is not declared here is ignored if that changes no answer, or else rejected by name:
+see ``unknown_fields``. Fields of type ``None`` exist in OpenAI's API but are not supported here;
+clients may send them as null, as they do with fields that they don't use. Fields that only a
+service with accounts can use (``user``, ``metadata``, ``service_tier``) are accepted and have no
+effect.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from mooncake_engine.server.unknown_fields import refusal, remove, warn_once
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``include_usage``: one last chunk with the token counts; ``continuous_usage_stats``: those so
-    far in every chunk, too. Chunks are never obfuscated."""
+    """``include_usage``: one last chunk with the token counts; ``continuous_usage_stats``: the
+    counts so far in every chunk, too. Chunks are never obfuscated."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -38,17 +39,18 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Any text."""
+    """The output is unrestricted text."""
 
 
 class JsonObjectFormat(
     msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"
 ):
-    """Some JSON object."""
+    """The output is a JSON object."""
 
 
 class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A schema and what OpenAI's clients say about it. It is always kept to the letter."""
+    """A JSON schema and the fields that OpenAI's clients send with it. The output always follows
+    the schema strictly, whatever ``strict`` says."""
 
     name: str | None = None
     description: str | None = None
@@ -59,7 +61,7 @@ class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class JsonSchemaFormat(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
 ):
-    """JSON that a schema describes."""
+    """The output is JSON that follows a schema."""
 
     json_schema: JsonSchema
 
@@ -74,7 +76,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat have in common. null always means the default."""
+    """The fields that completions and chat completions share. null always means the default."""
 
     model: str | None = None
     n: int | None = None
@@ -126,13 +128,13 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
 class TextPart(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"
 ):
-    """A piece of a message's content; only text is served."""
+    """A part of a message's content; only text is supported."""
 
     text: str
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What an earlier response called, its arguments as JSON text."""
+    """The function that an earlier response called; its arguments are JSON text."""
 
     name: str
     arguments: str
@@ -157,7 +159,7 @@ class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool; only functions are served."""
+    """A tool; only functions are supported."""
 
     function: Function
     type: Literal["function"] = "function"
@@ -170,14 +172,15 @@ class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class NamedToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The function that has to be called."""
+    """The function that the model must call."""
 
     function: FunctionName
     type: Literal["function"] = "function"
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One turn. The null fields are those that clients send back from earlier responses."""
+    """One message of a conversation. The fields of type null are part of earlier responses, and
+    clients send them back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -218,13 +221,14 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class AbortBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /abort``: a client's request id, or the ``remote_request_id`` of a hand-over."""
+    """``POST /abort``: a client's request id, or the ``remote_request_id`` of
+    ``kv_transfer_params``."""
 
     request_id: str
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /tokenize``: a prompt, or messages to lay out as a chat request would have them."""
+    """``POST /tokenize``: a prompt, or messages to render as for a chat request."""
 
     model: str | None = None
     prompt: str | None = None
@@ -254,12 +258,12 @@ _MAX_IGNORED = 32
 
 
 def decode_request(body: bytes, request_type: type[RequestType]) -> RequestType:
-    """Parse and type-check.
+    """Decode and type-check a request's body.
 
     Raises:
-        InvalidRequest: malformed JSON, an unknown field that may change the answer (with the
-            nearest known one), a missing field, a wrong type, or an OpenAI field that this server
-            does not support.
+        InvalidRequest: malformed JSON, an unknown field that may change the answer (the message
+            suggests the nearest known field), a missing field, a wrong type, or an OpenAI field
+            that this server does not support.
     """
     try:
         return msgspec.json.decode(body, type=request_type)
@@ -272,7 +276,7 @@ def decode_request(body: bytes, request_type: type[RequestType]) -> RequestType:
 
 
 def _without_unknown(value: Any, request_type: type[RequestType]) -> RequestType:
-    """Decode a body again and again, each time without the unknown field that was found last."""
+    """Decode a body, removing one ignorable unknown field per attempt until none is left."""
     for _ in range(_MAX_IGNORED):
         try:
             return msgspec.convert(value, request_type, str_keys=True)
@@ -310,7 +314,15 @@ _RETRY_AFTER_S = 1
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """An error as a client sees it."""
+    """An error response in OpenAI's format.
+
+    Args:
+        status: the HTTP status.
+        message: what is wrong and what to do.
+        type: OpenAI's error type.
+        param: the request field at fault, if any.
+        code: a machine-readable reason, if any.
+    """
 
     status: int
     message: str
@@ -320,18 +332,19 @@ class ApiError:
 
     @property
     def body(self) -> bytes:
-        """OpenAI's error object, encoded."""
+        """The encoded error object."""
         error: dict[str, Any] = {"message": self.message, "type": self.type}
         return msgspec.json.encode({"error": error | {"param": self.param, "code": self.code}})
 
     def response(self) -> Response:
-        """The HTTP response, where nothing has been sent yet."""
+        """The error as an HTTP response, for use before anything has been sent."""
         headers = {"Retry-After": str(_RETRY_AFTER_S)} if self.status in (429, 503) else None
         return Response(self.body, self.status, headers, media_type="application/json")
 
 
 def to_api_error(exc: Exception) -> ApiError:
-    """What to tell the client. Anything that is not the client's doing is a 5xx."""
+    """Map an exception to the error that the client receives. Errors that the client did not cause
+    have a 5xx status."""
     if isinstance(exc, InvalidRequest):
         code = {404: "model_not_found", 413: "request_too_large"}.get(exc.status)
         if isinstance(exc, PromptTooLong):

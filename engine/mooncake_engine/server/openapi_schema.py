@@ -1,6 +1,6 @@
-"""``GET /openapi.json``: the API as OpenAPI 3.1, made from its routes and the types of its bodies.
+"""``GET /openapi.json``: the API as OpenAPI 3.1, built from its routes and request types.
 
-Ranges of values that the types don't have are in the documentation; a value beyond them is a 400.
+Value ranges that the types can't express are in the documentation; a value out of range is a 400.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     **{path: each.request_type for path, each in API_FORMATS.items()},
     COUNT_TOKENS_PATH: CountTokensRequest,
 }
-"""What is posted where; other paths read no body."""
+"""The request type of each path that reads a body."""
 
 _COMPONENT = "#/components/schemas/{name}"
 _ERROR = {
@@ -57,9 +57,9 @@ _MESSAGES_ERROR = "MessagesError"
 
 
 def openapi_schema(routes: Sequence[Route]) -> Json:
-    """What an application with these routes serves."""
+    """The OpenAPI document of an application with these routes."""
     _, components = msgspec.json.schema_components(BODIES.values(), ref_template=_COMPONENT)
-    # Keys are token ids, which JSON has as text; msgspec leaves their form out.
+    # Keys are token ids, which JSON writes as strings; msgspec omits their pattern.
     for name in ("CompletionRequest", "ChatRequest"):
         biases, _null = components[name]["properties"]["logit_bias"]["anyOf"]
         biases["propertyNames"] = {"pattern": "^-?[0-9]+$"}

@@ -1,8 +1,8 @@
-"""An instance announces itself to proxies (``--register``), so that a fleet needs no list.
+"""Registers an instance with proxies (``--register``), so that they need no list of instances.
 
-A thread per proxy posts what the instance is every third of the lease, and when it begins to drain,
-that it leaves. A proxy that is away is tried again and again: one that is restarted knows the fleet
-a third of a lease later.
+One thread per proxy posts an announcement every third of the lease, and a last one when the
+instance starts to drain. A proxy that can't be reached is retried indefinitely, so that a restarted
+proxy knows all instances after a third of a lease.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ HEADER = "X-Mooncake-Register"
 _TIMEOUT_S = 3.0
 _RETRY_S = 1.0
 _LEAVING_S = 2.0
-"""How long the end waits for proxies to be told."""
+"""Seconds that ``Registration.close`` waits for proxies to receive the last announcement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What an instance says of itself.
+    """The registration that an instance sends to proxies.
 
     Args:
-        url: where proxies reach it.
-        role: what it does.
-        lease_s: how long it counts without being renewed.
-        started_at: seconds since 1970; of two instances at one URL the later one counts.
+        url: the URL at which proxies reach the instance.
+        role: the instance's role.
+        lease_s: seconds for which a proxy keeps the instance without a renewal.
+        started_at: Unix time of the start; of two instances at one URL the later one is used.
     """
 
     url: str
@@ -49,7 +49,7 @@ class Announcement:
     started_at: float
 
     def body(self, number: int, *, is_leaving: bool) -> bytes:
-        """The message, numbered: proxies take no old one again."""
+        """The encoded announcement. Proxies reject a number that they have seen, as a replay."""
         fields = {
             "url": self.url,
             "role": self.role.value,
@@ -62,7 +62,7 @@ class Announcement:
 
 
 def check_registration(host: str, options: ServerOptions) -> None:
-    """Raises ConfigError if proxies would not know where to reach an instance on this host."""
+    """Raises ConfigError if proxies could not reach an instance at the address it listens on."""
     if options.register and options.register_url is None and host in ("0.0.0.0", "::"):
         raise ConfigError(
             f"--register needs --register-url http://HOST:PORT: proxies can't reach {host}"
@@ -70,25 +70,31 @@ def check_registration(host: str, options: ServerOptions) -> None:
 
 
 def registration_of(role: Role, options: ServerOptions, url: str) -> Registration:
-    """Of an instance that listens at this URL, with the proxies that its options name."""
+    """The registration of an instance that listens at ``url``, with the proxies of its options."""
     own = options.register_url or url
     announcement = Announcement(own, role, options.register_lease_s, time.time())
     return Registration(options.register, options.register_secret, announcement)
 
 
 def signed_head(secret: bytes, words: str, body: bytes) -> str:
-    """The header's value: ``WORDS.SHA256-OF-BODY.HMAC``, as the proxy checks it."""
+    """The value of the signature header, which the proxy verifies: ``WORDS.SHA256-OF-BODY.HMAC``.
+
+    Args:
+        secret: the key of the HMAC.
+        words: the text to sign beside the body's digest.
+        body: the body of the request.
+    """
     text = f"{words}.{sha256(body).hexdigest()}"
     return f"{text}.{hmac.digest(secret, text.encode(), 'sha256').hex()}"
 
 
 class Registration:
-    """Keeps an instance registered, from ``start`` to ``close``.
+    """Keeps an instance registered with proxies, from ``start`` to ``close``.
 
     Args:
-        proxies: their URLs, at the admin port where they have one.
-        secret: that proxies and instances share.
-        announcement: what is said.
+        proxies: the proxies' URLs, with the admin port where they have one.
+        secret: the secret that proxies and instances share.
+        announcement: the announcement to send.
     """
 
     def __init__(self, proxies: Sequence[str], secret: str, announcement: Announcement) -> None:
@@ -101,16 +107,16 @@ class Registration:
         ]
 
     def start(self) -> None:
-        """Begin to announce."""
+        """Start the threads that announce the instance."""
         for thread in self._threads:
             thread.start()
 
     def leave(self) -> None:
-        """Tell the proxies that no more requests are wanted. Does not wait; idempotent."""
+        """Tell the proxies to send no more requests. Does not block; idempotent."""
         self._leaving.set()
 
     def close(self) -> None:
-        """The same, and wait for them to be told, for a moment."""
+        """Leave, and wait a short time for the proxies to receive that."""
         self.leave()
         deadline = time.monotonic() + _LEAVING_S
         for thread in self._threads:
@@ -130,7 +136,8 @@ class Registration:
             self._tell(proxy, number, was_taken, is_leaving=True)
 
     def _tell(self, proxy: str, number: int, was_taken: bool | None, *, is_leaving: bool) -> bool:
-        """Whether the proxy took it; the first refusal in a row is logged."""
+        """Send an announcement; returns whether the proxy accepted it. Of consecutive failures only
+        the first is logged."""
         body = self._announcement.body(number, is_leaving=is_leaving)
         try:
             self._post(proxy, body)
@@ -158,4 +165,4 @@ class Registration:
 
 
 class _Refused(Exception):
-    """A proxy does not take the announcement."""
+    """A proxy rejected the announcement."""
