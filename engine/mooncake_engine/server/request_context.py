@@ -1,4 +1,8 @@
-"""One client request on its way through the server: prompts, choices, response options, timing."""
+"""The state of one client request in the server: prompts, choices, response options and timing.
+
+``InputProcessor`` creates a ``RequestContext``; handler, response builders, metrics and tracing
+read it.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,12 @@ from mooncake_engine.text.tool_call_parsers import FirstCallParser, Schemas
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What choices continue.
+    """A prompt that choices continue.
 
     Args:
-        token_ids: as the model gets them.
-        text: None where the client sent token ids and does not want them echoed.
-        offsets: per token, how many characters precede it; only where an echo shows log
+        token_ids: the tokens that the model receives.
+        text: the prompt's text; None where the client sent token ids and wants no echo.
+        offsets: for each token, the number of characters before it; empty unless an echo shows log
             probabilities.
     """
 
@@ -34,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class RequestPhase:
-    """A part of a request's time, in seconds of a clock like ``time.monotonic``."""
+    """A phase of a request; times are in seconds of ``time.monotonic``."""
 
     name: str
     start: float
@@ -42,15 +46,15 @@ class RequestPhase:
 
     @property
     def duration_s(self) -> float:
-        """How long it took."""
+        """The duration in seconds."""
         return self.end - self.start
 
 
 class ChoiceStats:
-    """Token counts and times of one choice, from now on.
+    """Token counts and times of one choice, which starts when this is created.
 
     Args:
-        num_prompt_tokens: of its prompt.
+        num_prompt_tokens: the length of the choice's prompt.
     """
 
     __slots__ = (
@@ -79,8 +83,8 @@ class ChoiceStats:
         self.times: RequestTimes | None = None
 
     def advance(self, update: TextUpdate, now: float) -> float | None:
-        """Take in an update that came at ``now``. Returns seconds since the last token; None for
-        the first one, and for an update without tokens."""
+        """Process an update received at ``now``. Returns the seconds since the previous token; None
+        for the first token, and for an update without tokens."""
         self.finish = update.finish
         self.times = update.times or self.times
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
@@ -93,9 +97,8 @@ class ChoiceStats:
         return gap
 
     def phases(self) -> list[RequestPhase]:
-        """How the time was spent so far: ``queue`` (waiting to be scheduled), ``kv_transfer``
-        (loading a peer's KV), ``prefill`` (computing the prompt) and ``decode`` (tokens after the
-        first one)."""
+        """The phases so far: ``queue`` (waiting to be scheduled), ``kv_transfer`` (loading a peer's
+        KV), ``prefill`` (computing the prompt) and ``decode`` (tokens after the first one)."""
         times = self.times
         if times is None:
             return []
@@ -118,13 +121,13 @@ class ChoiceStats:
 
 @dataclass(slots=True)
 class GeneratedChoice:
-    """One choice of a request, from what the engine gets to what came of it.
+    """One choice of a request, with its engine request and its output.
 
     Args:
-        index: in the response.
-        prompt: what it continues.
-        request: what the engine gets.
-        output: what it has generated so far.
+        index: the choice's index in the response.
+        prompt: the prompt that it continues.
+        request: the request that the engine receives.
+        output: the output so far.
     """
 
     index: int
@@ -139,29 +142,31 @@ class GeneratedChoice:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """One client request: what is generated for it, and how it is answered.
+    """One client request: what to generate for it, and how to respond.
 
     Args:
-        request_id: the client's ``X-Request-Id``, or ours.
+        request_id: the client's ``X-Request-Id``, or a generated id.
         created: Unix time in seconds.
-        model: name as served.
-        prompts: in the request's order.
-        choices: what is generated, prompt after prompt; equally many for each prompt.
-        sampling: of all of them, as the client asked for it.
-        kv_transfer: KV that comes from or goes to another instance.
-        is_streamed: the response is a stream of events.
-        includes_usage: the stream ends with the token counts.
-        has_usage_in_chunks: every chunk has the token counts so far.
-        returns_token_ids: token ids go with the text.
-        echoes: every choice begins with its prompt.
-        is_chat: a chat completion.
-        is_prompt_only: the client wants to know about its prompt, and gets no new token.
-        shows_prompt_logprobs: log probabilities of the prompt are an entry of their own.
-        tool_format: name of the format in which the model calls tools; None if none are offered.
-        tool_schemas: the JSON schemas of their parameters.
-        is_one_call: an answer calls one tool at most.
-        reasoning: where the prompt leaves a model that may reason; None where none is looked for.
-        shows_reasoning: the client wants to see it.
+        model: the model's served name.
+        prompts: the prompts, in the request's order.
+        choices: the choices to generate, prompt after prompt; the same number for each prompt.
+        sampling: the sampling parameters of all choices, as the client sent them.
+        kv_transfer: the KV that is received from or sent to another instance.
+        is_streamed: whether the response is a stream of events.
+        includes_usage: whether the stream ends with the token counts.
+        has_usage_in_chunks: whether every chunk has the token counts so far.
+        returns_token_ids: whether responses have token ids beside the text.
+        echoes: whether every choice starts with its prompt.
+        is_chat: whether this is a chat completion.
+        is_prompt_only: whether the client wants information on its prompt only, and no new token.
+        shows_prompt_logprobs: whether responses have ``prompt_logprobs``.
+        tool_format: the name of the format in which the model calls tools; None if no tools are
+            offered.
+        tool_schemas: the JSON schemas of the tools' parameters.
+        is_one_call: whether an answer may call at most one tool.
+        reasoning: whether the prompt leaves the model inside, before or after its reasoning; None
+            where answers are not parsed for reasoning.
+        shows_reasoning: whether responses show the reasoning.
         trace_parent: W3C ``traceparent`` of the caller's span.
     """
 
@@ -188,7 +193,7 @@ class RequestContext:
     trace_parent: str | None = None
 
     def note_sender(self, host: str | None) -> None:
-        """The address that it came from, where its metaserver is expected."""
+        """Note the address from which the request came: its metaserver is expected there."""
         for choice in self.choices:
             transfer = choice.request.kv_transfer_params
             if transfer.metaserver is not None:
@@ -197,17 +202,17 @@ class RequestContext:
 
     @property
     def operation(self) -> str:
-        """OpenTelemetry's name for what is asked."""
+        """OpenTelemetry's name of the operation."""
         return "chat" if self.is_chat else "text_completion"
 
     @property
     def choices_by_prompt(self) -> list[tuple[GeneratedChoice, ...]]:
-        """The choices of each prompt: ``n``, or ``best_of`` where these are generated."""
+        """The choices of each prompt: ``n`` of them, or ``best_of`` if that is larger."""
         size = len(self.choices) // len(self.prompts)
         return [self.choices[start : start + size] for start in range(0, len(self.choices), size)]
 
     def shown_choices(self) -> Sequence[GeneratedChoice]:
-        """The choices of a complete response: the best ``n`` of each prompt, numbered anew."""
+        """The choices of a complete response: the best ``n`` of each prompt, renumbered."""
         if not self.sampling.is_ranked:
             return self.choices
         shown: list[GeneratedChoice] = []
@@ -217,7 +222,7 @@ class RequestContext:
         return shown
 
     def make_parser(self) -> OutputParser | None:
-        """Finds reasoning and tool calls in one choice."""
+        """A parser for reasoning and tool calls in one choice; None if neither can occur."""
         tools = self._tool_parser()
         if self.reasoning in (None, ReasoningState.CLOSED):
             return tools
@@ -236,8 +241,8 @@ class RequestContext:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Cached tokens of each prompt's first choice: those beside it find the whole prompt
-        cached."""
+        """Cached prompt tokens, summed over the first choice of each prompt. The other choices
+        don't count, as they always find the whole prompt cached."""
         return sum(group[0].output.num_cached_tokens for group in self.choices_by_prompt)
 
     def usage(self) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Prometheus metrics, under vLLM's names where the meaning is the same."""
+"""Prometheus metrics of an API server, under vLLM's names where the meaning is the same.
+
+Requests are counted here; the metrics of the engine are read from its snapshot at each scrape.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ _WHOLE_REQUEST_S = (
 _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
 _ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
 _LEVELS = frozenset({"leases_held", "reservations", "loads_under_way", "saves_under_way"})
-"""Of a connector's figures those that fall again; the others count."""
+"""The statistics of connector and KVCache pool that are gauges; the others are counters."""
 _HISTOGRAMS = {
     "first_token": ("vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S),
     "between_tokens": (
@@ -107,11 +110,11 @@ _HISTOGRAMS = {
 
 @dataclass(frozen=True, slots=True)
 class LatencyObjectives:
-    """What a good answer keeps to, in seconds; None is no objective.
+    """The latency objectives (SLO) by which answers are counted, in seconds; None is no objective.
 
     Args:
-        ttft_s: to the first token.
-        tbt_s: between tokens, for nine in ten gaps of an answer.
+        ttft_s: time to first token.
+        tbt_s: time between tokens, which nine in ten gaps of an answer must meet.
     """
 
     ttft_s: float | None = None
@@ -119,13 +122,13 @@ class LatencyObjectives:
 
     @classmethod
     def of_ms(cls, ttft_ms: float | None, tbt_ms: float | None) -> LatencyObjectives:
-        """In milliseconds, as options have them."""
+        """The objectives from option values in milliseconds."""
         return cls(
             None if ttft_ms is None else ttft_ms / 1000, None if tbt_ms is None else tbt_ms / 1000
         )
 
     def verdicts(self, stats: ChoiceStats) -> Iterator[tuple[str, bool]]:
-        """Each objective that there is, and whether an answer that is over has met it."""
+        """For each configured objective, its name and whether a finished answer has met it."""
         is_whole = stats.finish in (FinishReason.STOP, FinishReason.LENGTH)
         if self.ttft_s is not None:
             first = math.inf if stats.first_token is None else stats.first_token
@@ -139,13 +142,13 @@ _STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
 
 
 class ServerMetrics:
-    """One server's metrics, in a registry of their own.
+    """The metrics of one server, in their own registry.
 
     Args:
-        engine: what it serves.
-        objectives: that answers are judged by.
-        paths: whose responses are counted.
-        cells: where it counts; its API workers share it.
+        engine: the engine client whose snapshot is exported.
+        objectives: the latency objectives by which answers are counted.
+        paths: the paths whose responses are counted.
+        cells: the memory in which API workers count together; None for a single process.
     """
 
     def __init__(
@@ -158,14 +161,15 @@ class ServerMetrics:
         self._objectives = objectives or LatencyObjectives()
         self._tbt_s = self._objectives.tbt_s
         self.registry = CollectorRegistry()
-        self._label_values = (engine.config.model_name, "0")  # the engine is a data-parallel rank
+        # Requests are not told apart by data-parallel rank: they count under engine 0.
+        self._label_values = (engine.config.model_name, "0")
         labels, cells = (_LABELS, self._label_values), cells or MetricCells()
         self._histograms = {
             name: Histogram(metric, words, labels, buckets, cells)
             for name, (metric, words, buckets) in _HISTOGRAMS.items()
         }
         self._between_tokens = self._histograms["between_tokens"]
-        self._gaps: list[float] = []  # of the step that is being delivered
+        self._gaps: list[float] = []  # inter-token gaps of the step that is being delivered
         reasons = [reason.value for reason in FinishReason]
         self._finished = Counter(
             "vllm:request_success",
@@ -199,7 +203,7 @@ class ServerMetrics:
         self.registry.register(_Counted(tuple(self._histograms.values()), counters))
 
     def advance(self, stats: ChoiceStats, update: TextUpdate, now: float) -> None:
-        """An update of a choice has come at ``now`` (``time.monotonic``)."""
+        """Count an update of a choice received at ``now`` (seconds of ``time.monotonic``)."""
         is_first = stats.first_token is None
         gap = stats.advance(update, now)
         if gap is not None:
@@ -208,7 +212,8 @@ class ServerMetrics:
             self._observe("first_token", now - stats.started)
 
     def note_token(self, stats: ChoiceStats, now: float) -> None:
-        """``advance`` by a token, not a choice's first one, of which nothing else is known."""
+        """A faster ``advance`` for an update with one plain token that is not the choice's
+        first."""
         gap = now - (stats.last_token or now)
         stats.last_token = now
         stats.num_tokens += 1
@@ -220,7 +225,7 @@ class ServerMetrics:
         self._gaps.append(gap)
 
     def _count_gaps(self) -> None:
-        """Count a step's in, all at once."""
+        """Record all gaps of a step at once."""
         gaps, self._gaps = self._gaps, []
         self._between_tokens.observe_all(gaps)
 
@@ -231,8 +236,7 @@ class ServerMetrics:
             stats.num_late_gaps += 1
 
     def end(self, context: RequestContext, now: float, otherwise: FinishReason) -> None:
-        """A request is over; ``otherwise`` is the reason of choices that have not come to their own
-        end."""
+        """Count a finished request; ``otherwise`` is the finish reason of choices without one."""
         for choice in context.choices:
             self._finished.inc((choice.stats.finish or otherwise).value)
             self._judge(choice, otherwise)
@@ -246,7 +250,7 @@ class ServerMetrics:
                 self._observe("longest", max(choice.stats.num_tokens for choice in group))
 
     def _judge(self, choice: GeneratedChoice, otherwise: FinishReason) -> None:
-        """Count an answer by the objectives, unless its client left."""
+        """Count whether an answer met the objectives, unless its client disconnected."""
         if (choice.stats.finish or otherwise) is FinishReason.ABORT:
             return
         request_class = RequestClass.of(choice.request.priority).value
@@ -269,7 +273,7 @@ class ServerMetrics:
             self._observe("per_token", decode_s / (stats.num_tokens - 1))
 
     def count_response(self, method: str, handler: str, status: int) -> None:
-        """An HTTP request got its status; ``handler`` is the path of its route."""
+        """Count the status of an HTTP response; ``handler`` is the path of its route."""
         method = method if method in _METHODS else "other"
         self._responses.inc(method, handler, f"{status // 100}xx")
 
@@ -283,7 +287,7 @@ class ServerMetrics:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """What is counted here, as a registry collects it."""
+    """Collects the histograms and counters of this server for its registry."""
 
     histograms: Sequence[Histogram]
     counters: Sequence[Counter]
@@ -299,7 +303,7 @@ class _Counted:
 
 
 class _EngineCollector:
-    """Reads the engine's snapshot whenever Prometheus asks."""
+    """Collects the engine's snapshot at each scrape."""
 
     def __init__(self, engine: EngineClient, model: str) -> None:
         self._engine = engine
@@ -314,7 +318,8 @@ class _EngineCollector:
         stats, facts = self._engine.stats(), self._engine.info
         families: dict[str, Metric] = {}
         for number, part in enumerate(stats.by_dp_rank or (stats,)):
-            if number == 0:  # each counts what all ranks' tokens choose, and all share a store
+            # Each rank's expert load covers the tokens of all ranks, and all ranks share one store.
+            if number == 0:
                 part = replace(part, experts=stats.experts)
             else:
                 part = replace(part, experts=None, pool_store=None)
@@ -327,11 +332,11 @@ class _EngineCollector:
 
 
 class _StatsMetrics:
-    """A snapshot as metrics.
+    """Turns a snapshot of one data-parallel rank into metrics.
 
     Args:
-        facts: of the engine.
-        label_values: of the data-parallel rank.
+        facts: the engine's static properties.
+        label_values: the label values of the data-parallel rank.
     """
 
     def __init__(self, facts: EngineInfo, label_values: tuple[str, ...]) -> None:
@@ -339,7 +344,7 @@ class _StatsMetrics:
         self._label_values = label_values
 
     def collect(self, stats: EngineStats) -> Iterator[Metric]:
-        """The snapshot's."""
+        """The metrics of a snapshot."""
         facts = self._facts
         num_blocks = facts.num_kv_blocks // facts.dp_size
         pool = {"block_size": str(facts.block_size), "num_gpu_blocks": str(num_blocks)}
@@ -429,7 +434,7 @@ class _StatsMetrics:
         yield by_position
 
     def _kv_pool(self, stats: PoolStats) -> Iterator[Metric]:
-        """One metric per field; by tier or reason where it is counted so."""
+        """One metric per field, with a label for tier or reason where the field is a mapping."""
         for field in dataclasses.fields(stats):
             name, value = f"mooncake:kv_pool_{field.name}", getattr(stats, field.name)
             words = f"KVCache pool: {field.name.replace('_', ' ')}."
@@ -445,7 +450,7 @@ class _StatsMetrics:
         yield self._gauge("mooncake:kv_pool_overlap_ratio", words, stats.overlap_ratio)
 
     def _pool_store(self, stats: StoreStats) -> Iterator[Metric]:
-        """As ``mooncake-kv store`` has them."""
+        """The store's metrics, as ``mooncake-kv store`` exports them."""
         for found in families(stats):
             kinds = dict.fromkeys(label for labels in found.rows for label, _ in labels)
             is_counter = found.name.endswith("_total")

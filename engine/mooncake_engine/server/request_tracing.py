@@ -1,12 +1,13 @@
-"""OpenTelemetry spans of requests; only where ``--otlp-endpoint`` asks for them.
+"""OpenTelemetry spans of requests, recorded only with ``--otlp-endpoint``.
 
-    chat m              the request here (server span), under the caller's: the proxy's, as a rule
+    chat m              the request on this instance (server span); the parent is the caller's span,
+    │                   normally the proxy's
     ├── queue           in the waiting queue
-    ├── kv_transfer     a peer's KV comes in
-    ├── prefill         the prompt is computed, up to the first token
-    └── decode          the tokens after it
+    ├── kv_transfer     loading a peer's KV
+    ├── prefill         computing the prompt, up to the first token
+    └── decode          the tokens after the first one
 
-Names follow the semantic conventions for GenAI where these have one.
+Names follow OpenTelemetry's semantic conventions for GenAI where these have one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _TRACES_PATH = "/v1/traces"
 
 
 def load_tracing(endpoint: str, role: Role) -> Tracing:
-    """Spans go to the collector at ``endpoint`` as OTLP over HTTP, from a thread of their own.
+    """Tracing that exports to the collector at ``endpoint`` by OTLP over HTTP, in its own thread.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -54,17 +55,17 @@ def load_tracing(endpoint: str, role: Role) -> Tracing:
 
 
 class Tracing:
-    """Makes the spans of one instance, each request's when it is over."""
+    """Records the spans of one instance; each request's spans are created when it has finished."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("mooncake_engine")
 
     def record(self, context: RequestContext, outcome: FinishReason) -> None:
-        """The spans of a request that has just ended.
+        """Record the spans of a request that has just finished.
 
         Args:
-            outcome: of choices that have not come to an end of their own.
+            outcome: the finish reason of choices without one.
         """
         from opentelemetry.trace import StatusCode
 
@@ -83,7 +84,7 @@ class Tracing:
         span.end(to_ns(time.monotonic()))
 
     def close(self) -> None:
-        """Send what is left; may block while the collector does not respond."""
+        """Export the remaining spans; may block while the collector does not respond."""
         self._provider.shutdown()
 
     def _begin(self, context: RequestContext, start_ns: int) -> Span:
@@ -117,7 +118,7 @@ class Tracing:
 
 
 class _ClockToEpoch:
-    """From readings of ``time.monotonic`` to nanoseconds since 1970."""
+    """Converts readings of ``time.monotonic`` to nanoseconds of Unix time."""
 
     def __init__(self) -> None:
         self._offset = time.time() - time.monotonic()

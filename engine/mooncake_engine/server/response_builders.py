@@ -1,4 +1,7 @@
-"""Bodies and chunks of completions and chat completions, with their log probabilities."""
+"""Builds the bodies and chunks of completions and chat completions, with their log probabilities.
+
+A ``ResponseBuilder`` per endpoint lays out plain data; ``generation_handler`` encodes and sends it.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate
 _MARK = "\x00"
 _ENCODED_MARK = msgspec.json.encode(_MARK)
 encode_text = msgspec.json.Encoder().encode
-"""A text as JSON."""
+"""Encodes a text as a JSON string."""
 DONE = b"data: [DONE]\n\n"
-"""The event that ends a stream in good order."""
+"""The event that ends a stream which completed without an error."""
 TokenBytes = Callable[[int], bytes]
-"""The bytes that a token id stands for."""
+"""Returns the bytes that a token id stands for."""
 
 
 class ResponseBuilder(Protocol):
@@ -32,10 +35,11 @@ class ResponseBuilder(Protocol):
         """The response's ``id``."""
 
     def opening(self, context: RequestContext, index: int) -> dict[str, Any] | None:
-        """What a choice's first chunk holds before any text, if the endpoint has such a chunk."""
+        """The choice in its first chunk, before any text; None if the endpoint has no such
+        chunk."""
 
     def plain_delta(self, index: int, text: str) -> dict[str, Any]:
-        """A choice in a chunk that holds text and nothing else."""
+        """A choice in a chunk that holds only text."""
 
     def delta(
         self,
@@ -45,7 +49,7 @@ class ResponseBuilder(Protocol):
         *,
         is_first: bool,
     ) -> dict[str, Any]:
-        """A choice in a chunk in full; the first one holds the echo."""
+        """A choice in a chunk, with all its fields; the first chunk holds the echo."""
 
     def choice(self, context: RequestContext, choice: GeneratedChoice) -> dict[str, Any]:
         """A choice of a complete response."""
@@ -53,7 +57,7 @@ class ResponseBuilder(Protocol):
     def beside_choices(
         self, context: RequestContext, choices: Sequence[GeneratedChoice]
     ) -> dict[str, Any]:
-        """Fields that a complete response has at its top level."""
+        """Additional top-level fields of a complete response."""
 
 
 class CompletionResponseBuilder:
@@ -222,14 +226,15 @@ class ChatResponseBuilder:
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """Under vLLM's name, and under the one that it had before and that others have."""
+    """The reasoning under vLLM's current field name, and under its former one, which other servers
+    use."""
     return {"reasoning": text, "reasoning_content": text}
 
 
 class ChunkTemplate:
-    """The chunks of one choice that hold nothing but text: two byte strings, encoded once.
+    """The bytes before and after the text in a text-only chunk of one choice, encoded once.
 
-    A streamed token costs one JSON string between the two.
+    A streamed token then only costs the encoding of its own text.
     """
 
     def __init__(self, builder: ResponseBuilder, context: RequestContext, index: int) -> None:
@@ -245,7 +250,8 @@ class ChunkTemplate:
 def chunk(
     builder: ResponseBuilder, context: RequestContext, choices: list[dict[str, Any]], **more: Any
 ) -> dict[str, Any]:
-    """A chunk of a streamed response; ``usage`` is there, if only as null, if it was asked for."""
+    """A chunk of a streamed response. If the client asked for usage, every chunk has ``usage``,
+    which is null where ``more`` gives none."""
     if context.includes_usage:
         more.setdefault("usage", None)
     return {
@@ -264,18 +270,18 @@ def sse(payload: dict[str, Any]) -> bytes:
 
 
 _LEAST = -9999.0
-"""JSON has no infinity; vLLM's value for a token that could not be chosen."""
+"""vLLM's log probability of a token that could not be chosen, as JSON has no infinity."""
 
 
 def completion_logprobs(
     entries: Sequence[TokenLogprobs], text_offsets: Sequence[int], token_bytes: TokenBytes
 ) -> dict[str, Any]:
-    """The form of ``/v1/completions``: four parallel lists."""
+    """Log probabilities in the format of ``/v1/completions``: four parallel lists."""
     return {
         "tokens": [_name(token_bytes(entry.token_id)) for entry in entries],
         "token_logprobs": [_finite(entry.logprob) for entry in entries],
         "top_logprobs": [
-            # the chosen token, too, whatever its rank: clients look it up there
+            # includes the chosen token, whatever its rank, because clients look it up here
             {
                 _name(token_bytes(token_id)): _finite(value)
                 for token_id, value in (*entry.top, (entry.token_id, entry.logprob))
@@ -287,8 +293,8 @@ def completion_logprobs(
 
 
 def after_first_token(lists: dict[str, Any], token: bytes) -> dict[str, Any]:
-    """The four lists with a prompt's first token before them: nothing precedes it, so that it has
-    no probability. Its offset is among the offsets already."""
+    """Prepend a prompt's first token to the four lists. Nothing precedes that token, so it has no
+    probability. The offsets already include it."""
     return {
         "tokens": [_name(token), *lists["tokens"]],
         "token_logprobs": [None, *lists["token_logprobs"]],
@@ -300,10 +306,10 @@ def after_first_token(lists: dict[str, Any], token: bytes) -> dict[str, Any]:
 def prompt_logprobs(
     entries: Sequence[TokenLogprobs], token_bytes: TokenBytes
 ) -> list[dict[str, Any] | None]:
-    """vLLM's form of ``prompt_logprobs``: per token, by id; null for the first one.
+    """vLLM's format of ``prompt_logprobs``: one object per token, by token id; null for the first.
 
     Args:
-        entries: of the prompt's tokens from the second one on.
+        entries: the log probabilities of the prompt's tokens from the second one on.
     """
     return [None, *(_by_id(entry, token_bytes) for entry in entries)]
 
@@ -321,7 +327,7 @@ def _by_id(entry: TokenLogprobs, token_bytes: TokenBytes) -> dict[str, Any]:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> dict[str, Any]:
-    """The form of ``/v1/chat/completions``: one object per token."""
+    """Log probabilities in the format of ``/v1/chat/completions``: one object per token."""
     return {
         "content": [
             _described(token_bytes(entry.token_id), entry.logprob)
@@ -344,7 +350,8 @@ def _described(token: bytes, logprob: float) -> dict[str, Any]:
 
 
 def _name(token: bytes) -> str:
-    """A token's text, or OpenAI's spelling for a piece of a character: names must differ."""
+    """A token's text, or OpenAI's notation for a token that is part of a character, so that
+    different tokens have different names."""
     try:
         return token.decode()
     except UnicodeDecodeError:

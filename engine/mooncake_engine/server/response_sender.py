@@ -1,4 +1,4 @@
-"""Sends the responses to generation requests, and the tokens of a step all at once."""
+"""Sends the responses of generation requests, and batches the tokens of a step over all streams."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ _EVENTS = b"text/event-stream; charset=utf-8"
 
 
 class StepWrites:
-    """The streams that get a token of the step that is being delivered. They are written to one
-    right after the other, when all their events are made: a client on the same host that reads many
-    of them wakes up once and not for each, and takes less from who writes."""
+    """The streams that receive a token of the step that is being delivered; one per event loop.
+
+    They are written back to back, once the events of all of them are encoded. A client on the same
+    host that reads many streams then wakes up once instead of once per stream, and takes less CPU
+    time from the server."""
 
     def __init__(self) -> None:
         self.senders: list[ResponseSender] = []
-        """Who has something to write; the first one calls ``release_soon``."""
+        """The senders with events to write. The first one to join calls ``release_soon``."""
 
     def release_soon(self) -> None:
-        """Release them when the event loop is done with what it does now."""
+        """Schedule a release of all senders after the event loop's current callbacks."""
         asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
@@ -33,15 +35,14 @@ class StepWrites:
 
 
 class ResponseSender:
-    """Sends one HTTP response over ASGI, whole or event by event. Its status goes with its first
-    bytes, so that an error before them has a status of its own.
+    """Sends one HTTP response over ASGI, complete or event by event. The status is sent with the
+    first bytes, so that an earlier error can have its own status.
 
     Args:
-        send: of the ASGI connection.
-        request_id: in the response's headers.
-        step_writes: of all connections of its event loop.
-        write_chunk: the connection's short way for bytes of a body that has begun; None where it
-            has none.
+        send: the ``send`` callable of the ASGI connection.
+        request_id: the request id for the response's headers.
+        step_writes: the writes that all streams of the event loop share.
+        write_chunk: the connection's fast path for bytes of a started body; None if it has none.
     """
 
     __slots__ = (
@@ -72,20 +73,21 @@ class ResponseSender:
         self._flushing: asyncio.Task[None] | None = None
 
     async def whole(self, body: bytes) -> None:
-        """A complete response in JSON."""
+        """Send a complete JSON response."""
         await self._start(
             200, [(b"content-type", _JSON), (b"content-length", str(len(body)).encode())]
         )
         await self._send({"type": "http.response.body", "body": body})
 
     def write(self, events: bytes) -> None:
-        """Events of a stream; the first ones send status 200. They go at once, or in order as soon
-        as the client takes more: a request's length bounds what waits."""
+        """Send events of a stream; the first ones also send status 200. While the client reads too
+        slowly, events are queued in order. The request's length bounds that queue."""
         self._held += events
         self.release()
 
     def write_with_step(self, events: bytes) -> None:
-        """The same, but with those of all other streams that get a token of the same step."""
+        """Send events of a stream together with those of all streams that receive a token of the
+        same step."""
         if not self._held:
             waiting = self._step_writes.senders
             if not waiting:
@@ -94,7 +96,7 @@ class ResponseSender:
         self._held += events
 
     def release(self) -> None:
-        """Write what is held for the step's other streams."""
+        """Write the events that were held for the other streams of the step."""
         events, self._held = self._held, b""
         if not events:
             return
@@ -107,13 +109,13 @@ class ResponseSender:
             self._flushing = asyncio.create_task(self._flush())
 
     async def end(self) -> None:
-        """The stream is complete."""
+        """Send the end of the stream, after all its events."""
         self.release()
         await self._settle()
         await self._send({"type": "http.response.body", "body": b""})
 
     def close(self) -> None:
-        """The client is gone: nothing more is sent."""
+        """Drop events that were not sent; nothing more is sent."""
         self._held = b""
         if self._flushing is not None:
             self._flushing.cancel()
@@ -134,7 +136,7 @@ class ResponseSender:
         self._flushing = None
 
     async def fail(self, error: ApiError) -> None:
-        """An error: with its own status, or as the last event of a stream that has begun."""
+        """Send an error, with its own status or as the last event of a started stream."""
         if self._is_streaming or self._flushing is not None:
             self.write(b"data: " + error.body + b"\n\n")
             await self.end()

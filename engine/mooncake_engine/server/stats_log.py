@@ -1,4 +1,4 @@
-"""One log line every few seconds about what the engine does, with the figures of vLLM's."""
+"""Logs the engine's throughput and queues every few seconds, with the same statistics as vLLM."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ log = logging.getLogger(__name__)
 
 
 class StatsLog:
-    """Logs what happened since the line before; nothing while the engine idles.
+    """Logs the activity since the previous line; logs nothing while the engine is idle.
 
     Args:
-        read: a snapshot of the engine.
-        interval_s: between lines; 0 logs none.
+        read: returns a snapshot of the engine.
+        interval_s: seconds between lines; 0 disables the log.
     """
 
     def __init__(self, read: Callable[[], EngineStats], interval_s: float) -> None:
@@ -25,7 +25,8 @@ class StatsLog:
         self._was_idle = True
 
     def tick(self, now: float) -> None:
-        """To be called again and again; ``now`` is in seconds of ``time.monotonic``."""
+        """Log a line if one is due. Call this periodically, with ``now`` in seconds of
+        ``time.monotonic``."""
         if not self._interval_s:
             return
         if self._before is None:
@@ -36,7 +37,8 @@ class StatsLog:
         stats = self._read()
         self._before = stats, now
         is_idle = _work(stats) == _work(earlier) and not stats.num_running + stats.num_waiting
-        if not is_idle or not self._was_idle:  # the first idle one shows that all has ended
+        # The first idle line is logged, too: it shows that all requests have finished.
+        if not is_idle or not self._was_idle:
             log.info("%s", stats_line(earlier, stats, now - since))
         self._was_idle = is_idle
 
@@ -46,7 +48,7 @@ def _work(stats: EngineStats) -> tuple[int, int]:
 
 
 def stats_line(earlier: EngineStats, stats: EngineStats, seconds: float) -> str:
-    """What happened between two snapshots that lie ``seconds`` apart."""
+    """The log line for the activity between two snapshots taken ``seconds`` apart."""
     tokens_in = (stats.prompt_tokens - earlier.prompt_tokens) / seconds
     tokens_out = (stats.generation_tokens - earlier.generation_tokens) / seconds
     num_queried = stats.prefix_cache_queries - earlier.prefix_cache_queries
