@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from mooncake_hal import __version__
+from mooncake_hal import __version__, hal_env
 from mooncake_hal.command_line import CommandParser, DefaultsInHelp, load_development_module
 from mooncake_hal.errors import HalError, PluginError
 from mooncake_hal.registry import PluginStatus, Registry, TableRow
@@ -89,9 +89,22 @@ def show_devices(options: argparse.Namespace, _: list[str]) -> int:
     """Print the tables. The status is 0 if any backend is available, else 1."""
     registry = Registry.discover()
     found = describe(registry)
-    print(json.dumps(found, indent=2) if options.json else format_tables(found))
+    auto = _auto_backend(registry)
+    if options.json:
+        print(json.dumps({**found, "auto": auto}, indent=2))
+    else:
+        print(f"{format_tables(found)}\n\n--backend auto: {auto}")
     backends = found["backends"]
     return 0 if any(row["status"] == PluginStatus.AVAILABLE.value for row in backends) else 1
+
+
+def _auto_backend(registry: Registry) -> str:
+    """What ``--backend auto`` stands for here: a name, or why there is none."""
+    name = registry.backend_name()
+    if name:
+        return name
+    wanted = hal_env.backend_name()
+    return f"none: MOONCAKE_HAL_BACKEND={wanted} is not installed" if wanted else "none"
 
 
 def collect_env(*, as_json: bool = False) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import json
 import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
@@ -21,10 +23,36 @@ _TEXT_LINE = f"{_TEXT_START} {_TEXT_END}"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """One whose errors are a line: the usage of a command with 80 options would hide it."""
+    """A parser whose errors are one line (the usage of a command with 80 options would hide the
+    error) and suggest the option that a misspelt one was meant to be."""
+
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        said = "; ".join([message, *self._suggestions(), f"see {self.prog} --help"])
+        self.exit(2, f"{self.prog}: error: {said}\n")
+
+    def _suggestions(self) -> Iterator[str]:
+        # argparse reports `--model` as missing, and not that `--modle` is no option.
+        known = set(_option_names(self))
+        for name in (word.partition("=")[0] for word in self._words):
+            is_option = name.startswith("--") and any(each.startswith(name) for each in known)
+            if name.startswith("--") and not is_option:
+                for nearest in difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+                    yield f"did you mean {nearest}, not {name}?"
+
+
+def _option_names(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Of a parser and of those of its commands, as ``--name``."""
+    for action in parser._actions:  # argparse offers no other way to them
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _option_names(command)
 
 
 class DefaultsInHelp(argparse.HelpFormatter):

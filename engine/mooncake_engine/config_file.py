@@ -11,7 +11,9 @@ prefill-args:
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -76,20 +78,54 @@ def _by_name(options: Iterable[Option]) -> dict[str, Option]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    decode = msgspec.json.decode if path.suffix == ".json" else msgspec.yaml.decode
+    is_json = path.suffix == ".json"
     try:
-        return decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as exc:
+        text = path.read_text(encoding="utf-8")
+        decode = msgspec.json.decode if is_json else msgspec.yaml.decode
+        values = decode(text, type=dict[str, Any])
+    except (OSError, ValueError) as exc:  # msgspec's errors are ValueErrors, too
         raise ConfigError(f"can't read --config {path}: {exc}") from exc
+    # Decoders keep the last one of equal keys; which one was meant is not theirs to say.
+    for name in _repeated_in_json(text) if is_json else _repeated_in_yaml(text):
+        raise ConfigError(f"--config {path}: {name!r} is there more than once; keep one of them")
+    return values
+
+
+def _repeated_in_json(text: str) -> list[str]:
+    repeated: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        repeated.extend(_repeated([name for name, _ in pairs]))
+
+    json.loads(text, object_pairs_hook=note)
+    return repeated
+
+
+def _repeated_in_yaml(text: str) -> Iterator[str]:
+    import yaml  # only where there is such a file
+
+    pending = [yaml.compose(text, Loader=yaml.SafeLoader)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, yaml.MappingNode):
+            yield from _repeated([key.value for key, _ in node.value])
+            pending += [value for _, value in node.value]
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def _words_of(
     path: Path, values: Mapping[str, Any], options: Mapping[str, Option]
 ) -> Iterator[str]:
+    given: dict[str, str] = {}
     for name, value in values.items():
         option = options.get(name.replace("-", "_"))
         if option is None:
             raise ConfigError(f"--config {path}: {name!r} is no option of this command")
+        if (other := given.setdefault(option.flag, name)) != name:
+            raise ConfigError(f"--config {path}: {other!r} and {name!r} are the same option")
         yield from _words(option, value, path)
 
 

@@ -76,6 +76,30 @@ def test_what_is_no_section_is_refused(tmp_path: Path, content: str, words: str)
         with_config(("up", "--config", str(path)), OPTIONS, SECTIONS)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.yaml", "model: a\nmodel: b\n", "'model' is there more than once"),
+        (
+            "a.yaml",
+            "prefill-args:\n  tp-size: 1\n  tp-size: 2\n",
+            "'tp-size' is there more than once",
+        ),
+        ("a.json", '{"model": "a", "model": "b"}', "'model' is there more than once"),
+        (
+            "a.yaml",
+            "max-model-len: 1\nmax_model_len: 2\n",
+            "'max-model-len' and 'max_model_len' are",
+        ),
+    ],
+)
+def test_an_option_is_there_once(tmp_path: Path, name: str, content: str, words: str) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        with_config(("up", "--config", str(path)), OPTIONS, SECTIONS)
+
+
 def test_the_command_line_has_the_last_word(file: Path) -> None:
     args = parse("serve", "--max-model-len", "7", "--config", str(file), "--model", "x")
     assert (args.max_model_len, args.model) == (7, Path("x"))

@@ -75,6 +75,21 @@ def test_unknown_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "unrecognized arguments: --jsno" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("cpu", "--backend auto: cpu"),
+        ("foo", "--backend auto: none: MOONCAKE_HAL_BACKEND=foo is not installed"),
+    ],
+)
+def test_devices_says_what_auto_stands_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str, said: str
+) -> None:
+    monkeypatch.setenv("MOONCAKE_HAL_BACKEND", variable)
+    _, text = run(capsys, "devices")
+    assert text.splitlines()[-1] == said
+
+
 def test_a_bad_environment_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

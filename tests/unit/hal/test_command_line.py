@@ -40,6 +40,24 @@ def test_the_end_of_a_process_is_described(
     assert describe(status) == said
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serve", "--modle", "x"], "required: --model; did you mean --model, not --modle?"),
+        (["serve", "--model", "x", "--prot=1"], "--prot=1; did you mean --port, not --prot?"),
+        (["serve", "--model", "x", "--frobnicate"], "unrecognized arguments: --frobnicate; see"),
+        (["serve", "--model", "x", "--max-model-le", "a"], "invalid int value: 'a'; see"),
+    ],
+)
+def test_a_misspelt_option_is_named(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        engine_main(words)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     """What a missing package looks like to an import."""
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
