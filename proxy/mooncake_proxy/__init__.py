@@ -1,3 +1,6 @@
-"""OpenAI-compatible front of prefill and decode pools. Importing it starts and probes nothing."""
+"""OpenAI-compatible server in front of pools of prefill and decode instances.
+
+Importing the package has no side effects.
+"""
 
 __version__ = "0.1.0"

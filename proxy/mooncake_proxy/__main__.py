@@ -1,4 +1,4 @@
-"""`python -m mooncake_proxy` is `mooncake-proxy`."""
+"""`python -m mooncake_proxy` runs `mooncake-proxy`."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""The proxy's processes from a configuration to a clean stop: one, or several workers."""
+"""Runs the proxy from a finished configuration to a clean stop, in one process or several workers.
+
+`cli.py` imports this module only after the options have been checked.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,15 @@ log = logging.getLogger(__name__)
 
 
 def run(config: ProxyConfig) -> int:
-    """Serve until a signal ends it; the exit status.
+    """Serve until SIGINT or SIGTERM.
+
+    Returns:
+        The exit status of the program.
 
     Raises:
-        ConfigError: the address is taken, or a file that the configuration names is of no use;
-            workers log that themselves, and the status is that of the error.
+        ConfigError: the address is taken, or a file that the configuration names can't be used.
+            With several workers it is not raised: the worker logs it, and its exit status is
+            returned.
     """
     _raise_descriptor_limit()
     with background_stderr():
@@ -41,9 +48,11 @@ def run(config: ProxyConfig) -> int:
 
 
 async def serve(config: ProxyConfig, link: WorkerLink | None = None) -> None:
-    """Run until SIGINT or SIGTERM, then drain, which a second one ends.
+    """Serve until SIGINT or SIGTERM, then drain; a second signal ends the draining.
 
-    `link`: to the others where this is one of several workers.
+    Args:
+        config: the checked configuration.
+        link: connects this process with the proxy's other workers; None: a single process.
     """
     app = ProxyApplication(config, link)
     stop = ShutdownSignals()
@@ -57,8 +66,8 @@ async def serve(config: ProxyConfig, link: WorkerLink | None = None) -> None:
         raise kind(f"can't listen on {config.host}:{config.port}: {exc}") from exc
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "https" if config.tls.certificate else "http"
-    # Objects loaded so far live as long as the process: keep the garbage collector off them. The
-    # few hundred of them that are garbage are not worth the 10 ms that finding them takes.
+    # Objects created so far live as long as the process, so the garbage collector need not traverse
+    # them. A few hundred are garbage already: not worth the 10 ms that a collection takes here.
     gc.freeze()
     _announce(f"mooncake-proxy listens on {scheme}://{host}:{app.port}")
     asked = loop.create_task(stop.asked.wait())
@@ -72,20 +81,20 @@ async def serve(config: ProxyConfig, link: WorkerLink | None = None) -> None:
 
 
 def _announce(line: str) -> None:
-    """Print the address. A full disk under standard output is no reason not to serve."""
+    """Print the address. The proxy also serves if stdout can't be written, as on a full disk."""
     try:
         sys.stdout.write(f"{line}\n")  # one write: workers share the output
         sys.stdout.flush()
     except OSError as exc:
         log.warning("can't write to standard output: %s", exc)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it is flushed again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout again at exit
 
 
 def _raise_descriptor_limit() -> None:
-    """Take all descriptors that this process may have: a connection to each side per request."""
+    """Raise the soft limit of descriptors to the hard one: a request needs at least two sockets."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(ValueError, OSError):  # where the kernel allows fewer than it says
+        with suppress(ValueError, OSError):  # the kernel may allow fewer than the hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 

@@ -1,4 +1,8 @@
-"""The proxy as an application: routes, the top of every request, start and stop."""
+"""The proxy application: dispatches requests to their handlers, and starts and stops the server.
+
+`serving.py` runs one `ProxyApplication` per worker process. Each error of a request is caught here,
+answered and counted; it never reaches another request.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +74,14 @@ FLOWS: dict[str, Flow] = {"pull": pull, "push": push, "sglang": sglang}
 SWEEP_INTERVAL_S = 0.25
 FORGET_INTERVAL_S = 60.0
 DRAIN_POLL_S = 0.02
-# Of requests that need no body.
+# The largest body accepted for requests that need none.
 SHORT_BODY_BYTES = 64 * 1024
 ENDPOINTS = {endpoint.path.encode(): endpoint for endpoint in OpenAIEndpoint}
 TRANSLATED = {path.encode(): path for path in FORMAT_PATHS}
 
 
 class _ActiveRequest(Struct, eq=False):
-    """A request, from its top to its line in the access log; `call` once it is understood."""
+    """A request from its arrival to its access log line; `context` is set once it is parsed."""
 
     request: HttpRequest
     request_id: str
@@ -86,7 +90,12 @@ class _ActiveRequest(Struct, eq=False):
 
 
 class ProxyApplication:
-    """One proxy process. `start` listens, `close` drains and stops."""
+    """One proxy process: `start` listens, `close` drains and stops.
+
+    Args:
+        config: the checked configuration.
+        link: connects this process with the proxy's other workers; None: a single process.
+    """
 
     def __init__(self, config: ProxyConfig, link: WorkerLink | None = None) -> None:
         self.config = config
@@ -102,20 +111,26 @@ class ProxyApplication:
         self.checker = HealthChecker(config.health, self.process.pools, self.routers.note_verdict)
         self._flow = FLOWS[config.flow]
         self._listener: asyncio.Server | None = None
-        # Of the admin paths, where they have a port of their own.
+        # Serves the admin paths if they have their own port.
         self._admin_listener: asyncio.Server | None = None
-        # With several workers on one port: one for the metaserver, that reaches only this process;
-        # with early pulls from when there are instances that can do them.
+        # Serves the metaserver when several workers share one port: a decode instance has to reach
+        # the very process that waits for its post. For early pulls it is opened only once the pool
+        # has instances that support them.
         self._own_listener: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        # Proxies on other hosts, where there are any.
+        # Exchanges reservations with proxies on other hosts; None without --peer-proxy.
         self.peers: PeerProxies | None = None
         self.admin_routes = admin_routes.routes(self.process, self.handle)
 
     # ------------------------------------------------ life
 
     async def start(self) -> None:
-        """Check the instances once, then listen. ConfigError when the address is taken."""
+        """Check all instances once, then listen.
+
+        Raises:
+            OSError: the address can't be listened on.
+            ConfigError: a file that the configuration names can't be used.
+        """
         for spec in self.config.instances:
             self.process.pools.add(spec)
         loop = asyncio.get_running_loop()
@@ -138,7 +153,7 @@ class ProxyApplication:
             await self._open_metaserver()
 
     def _meet_peers(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Exchange reservations with proxies on other hosts."""
+        """Start to exchange reservations with proxies on other hosts, if any are configured."""
         conductor = self.config.conductor
         sharing = self.routers.share_reservations() if conductor and conductor.peers else None
         if conductor is None or sharing is None:
@@ -154,14 +169,18 @@ class ProxyApplication:
         self._tasks.append(loop.create_task(peers.run()))
 
     async def _open_metaserver(self) -> None:
-        """Have decode instances post to this process: until then nothing is pulled early."""
+        """Let decode instances post to this process. Until then no request is pulled early."""
         if self._link is not None and self.config.has_metaserver:
             own = self._server(self._answer_metaserver)
             self._own_listener = await self._listen(own, 0)
         self.router.metaserver.set_own_url(self._own_url())
 
     async def _try_to_open_metaserver(self) -> bool:
-        """The same while requests run, which go on without it; False if there is no port."""
+        """Open the metaserver while requests are running; they continue if this fails.
+
+        Returns:
+            False if no port could be opened.
+        """
         try:
             await self._open_metaserver()
         except OSError as exc:
@@ -170,7 +189,7 @@ class ProxyApplication:
         return True
 
     def _server(self, handler: Handler) -> ServerContext:
-        """One more listener's context; its connections are drained and swept with the others."""
+        """Context of another listener. Its connections are drained and swept with all others."""
         server = ServerContext(handler, self.config.server, self.body_limit)
         server.connections = self.server.connections
         self._servers.append(server)
@@ -187,7 +206,7 @@ class ProxyApplication:
         )
 
     async def _follow_sources(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Add the instances that a file or a cluster declares, and follow its changes."""
+        """Add the instances that the pool file or the cluster declares, and watch for changes."""
         if self.config.pool_file is not None:
             file_watch = PoolFileWatch(self.config.pool_file, self.process.pools)
             file_watch.load()
@@ -201,7 +220,7 @@ class ProxyApplication:
             self._tasks.append(loop.create_task(cluster_watch.run()))
 
     def _own_url(self) -> str:
-        """Where decode instances reach this very process."""
+        """The URL at which decode instances reach this very process, not another worker."""
         scheme = "https" if self.config.tls.certificate else "http"
         if self._own_listener is not None:
             advertised = self.config.advertise_url or f"http://{_in_url(self.config.host)}"
@@ -212,18 +231,21 @@ class ProxyApplication:
 
     @property
     def port(self) -> int:
-        """The port that is really listened on (`--port 0` asks for a free one)."""
+        """The port that is listened on (with `--port 0`, the one that the kernel chose)."""
         assert self._listener is not None
         return _port_of(self._listener)
 
     @property
     def admin_port(self) -> int | None:
-        """The same of the admin paths' own port."""
+        """The port of the admin listener; None if the admin paths have no port of their own."""
         return None if self._admin_listener is None else _port_of(self._admin_listener)
 
     async def close(self, stop: ShutdownSignals | None = None) -> None:
-        """Refuse new requests; running ones may finish within `shutdown_timeout_s`, or until `stop`
-        is hurried."""
+        """Refuse new requests, wait for the running ones, then stop.
+
+        Requests that still run after `shutdown_timeout_s`, or at the second shutdown signal of
+        `stop`, are cut off.
+        """
         self.process.is_draining = True
         for server in self._servers:
             server.is_closing = True
@@ -252,7 +274,10 @@ class ProxyApplication:
         self.access.flush()
 
     async def _sweep(self) -> None:
-        """Time limits of both sides, a few times a second instead of a timer per request."""
+        """Enforce timeouts towards clients and instances, and do other periodic work.
+
+        One loop that runs a few times per second is cheaper than a timer per request.
+        """
         forget_at, has_no_port = 0.0, False
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
@@ -272,7 +297,10 @@ class ProxyApplication:
             self.access.flush()
 
     def poll(self) -> None:
-        """Raise what ended a background task: the proxy does not run without its health checks."""
+        """Re-raise the exception of a background task that failed.
+
+        The proxy must not keep running without its health checks, for example.
+        """
         self.routers.poll()
         for task in self._tasks:
             if task.done() and not task.cancelled() and (error := task.exception()):
@@ -281,7 +309,7 @@ class ProxyApplication:
     # ------------------------------------------------ one request
 
     def handle(self, request: HttpRequest) -> Coroutine[Any, Any, None]:
-        """Top of every request."""
+        """Return the coroutine that answers `request`."""
         endpoint = ENDPOINTS.get(request.target)
         if endpoint is not None and request.method == "POST":
             return self._generate(request, endpoint)
@@ -292,8 +320,11 @@ class ProxyApplication:
         return self._answer_other(request)
 
     def body_limit(self, request: HttpRequest) -> int:
-        """How long the body of this request may be, by its head: strangers must not make the proxy
-        hold what they send. 0: it is answered without its body."""
+        """Largest body in bytes that is read for this request, judged by its head.
+
+        Clients without credentials must not make the proxy buffer large bodies. 0: the request is
+        answered without reading its body.
+        """
         longest, keys = self.config.server.max_body_bytes, self.config.api_keys
         if not keys and request.target in ENDPOINTS:
             return longest
@@ -321,7 +352,7 @@ class ProxyApplication:
             answer_error(request, error, b"")
 
     async def _answer_admin(self, request: HttpRequest) -> None:
-        """Top of every request to the admin port."""
+        """Answer a request to the admin port."""
         try:
             if request.path not in {*admin_routes.ADMIN_PATHS, "/health", "/ready"}:
                 raise NotFound(f"no such path here: {request.path}")
@@ -331,7 +362,7 @@ class ProxyApplication:
             answer_error(request, error, b"")
 
     async def _answer_metaserver(self, request: HttpRequest) -> None:
-        """Top of every request to a worker's own port."""
+        """Answer a request to a worker's own metaserver port."""
         try:
             if not request.path.startswith(METASERVER_PATH):
                 raise NotFound(f"no such path here: {request.path}")
@@ -360,7 +391,7 @@ class ProxyApplication:
         self._account(active, failure)
 
     async def _serve(self, active: _ActiveRequest, endpoint: OpenAIEndpoint) -> None:
-        """One request, from its key to the end of its answer."""
+        """Serve one request: check its key, wait for admission, run the flow."""
         request, admission = active.request, self.admission
         tenant = self._check_key(request) if self.config.api_keys else None
         if self.process.is_draining:
@@ -387,7 +418,11 @@ class ProxyApplication:
             self.router.suspects.clear(context.client_body)
 
     def _check_key(self, request: HttpRequest) -> ApiKey | None:
-        """Unauthorized without a key; what the keys file says of this one."""
+        """The tenant of the request's API key, or None if the keys file has no entry for it.
+
+        Raises:
+            Unauthorized: there is no valid key.
+        """
         check_key(request.headers, self.config.api_keys)
         return self.process.tenants.of(request.headers)
 
@@ -416,7 +451,7 @@ class ProxyApplication:
         return context
 
     def _limit_tenant(self, request: HttpRequest, parsed: ParsedRequest, fields: Fields) -> None:
-        """Put into the body what one client may not decide at the cost of others."""
+        """Override body fields that would let one client gain at the expense of others."""
         config, edits = self.config, {}
         if parsed.priority is not None and parsed.priority < config.min_priority:
             parsed.priority = config.min_priority
@@ -442,7 +477,7 @@ class ProxyApplication:
         answer_error(request, error, headers + (context.limit_headers if context else b""))
 
     def _account(self, active: _ActiveRequest, error: ProxyError | None) -> None:
-        """Count a request that was answered."""
+        """Update the metrics for an answered request."""
         request, context, router = active.request, active.context, self.router
         elapsed_s = router.now() - active.arrival
         path = request.target.decode("latin-1")
@@ -453,7 +488,7 @@ class ProxyApplication:
         self._end(active, elapsed_s, error)
 
     def _end(self, active: _ActiveRequest, elapsed_s: float, error: ProxyError | None) -> None:
-        """The request is over: a key gets back what it did not use, and it is written down."""
+        """Finish a request: write the access log, settle its key's rate limits, end its trace."""
         request, context = active.request, active.context
         self.access.write(request, context, active.request_id, elapsed_s, error)
         if context is None:
@@ -484,7 +519,7 @@ class ProxyApplication:
         await handler(request)
 
     def _follow_peer(self, request: HttpRequest) -> None:
-        """POST /conductor/reservations: what a proxy on another host has reserved."""
+        """POST /conductor/reservations: process the reservations of a proxy on another host."""
         if self.peers is None:
             raise NotFound("this proxy has no peers: start it with --peer-proxy")
         if request.method != "POST":
@@ -521,7 +556,7 @@ def _server_tls(config: ProxyConfig) -> ssl.SSLContext | None:
     named = f"--tls-cert {config.tls.certificate}" + (f", --tls-key {key}" if key else "")
     try:
         context.load_cert_chain(config.tls.certificate, key)
-    except OSError as exc:  # of ssl, too; neither says which file it is about
+    except OSError as exc:  # includes ssl.SSLError; neither names the file
         raise ConfigError(f"{named}: wanted a certificate and its key as PEM: {exc}") from exc
     return context
 
@@ -535,6 +570,6 @@ def _upstream_tls(config: ProxyConfig) -> ssl.SSLContext | None:
     if (ca := config.tls.upstream_ca) is not None:
         try:
             return ssl.create_default_context(cafile=ca)
-        except OSError as exc:  # of ssl, too
+        except OSError as exc:  # includes ssl.SSLError
             raise ConfigError(f"--upstream-ca {ca}: wanted certificates as PEM: {exc}") from exc
     return None

@@ -1,4 +1,7 @@
-"""One client request on its way through the proxy."""
+"""One client request: its context, shared by all parts of the proxy, and its bodies for instances.
+
+The application creates a `RequestContext` per request; the flows read and update it.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +34,23 @@ if TYPE_CHECKING:
     from mooncake_proxy.pool.instances import Instance
     from mooncake_proxy.routing.conductor_fleet import RoutedRequest
 
-# Client headers forwarded to instances. Trace headers only where the proxy makes no spans.
+# Client headers forwarded to instances. Trace headers only if the proxy creates no spans itself.
 FORWARDED = (b"authorization",)
 FORWARDED_UNTRACED = (*FORWARDED, b"traceparent", b"tracestate")
 TIMEOUT_HEADER = b"x-request-timeout"
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _BYTES_PER_TOKEN = 4
 _LIST_BEGINS = ord("[")
-# Requests of this `priority`, or of a larger number, are batch work: nobody waits for them.
+# Requests with this `priority` or a larger value are batch work: no user waits for the answer.
 BATCH_PRIORITY = 1000
 
-# An id that no other process makes, without a system call per request.
+# Request ids are unique across processes, without a system call per request.
 _id_prefix = os.urandom(8).hex()
 _id_numbers = itertools.count(int.from_bytes(os.urandom(4), "big"))
 
 
 def new_request_id() -> str:
-    """32 hex digits: random per process, counted within it."""
+    """32 hex digits: a random prefix per process, and a counter."""
     return f"{_id_prefix}{next(_id_numbers):016x}"
 
 
@@ -60,7 +63,10 @@ def request_id_of(headers: dict[bytes, bytes]) -> str:
 
 
 class StreamTiming:
-    """When the tokens of a stream went to its client; loop times in seconds."""
+    """When the tokens of a stream were sent to its client. Loop times in seconds.
+
+    `num_gaps` counts the gaps between tokens, `num_late` those longer than the TBT objective.
+    """
 
     __slots__ = ("first_at", "last_at", "num_gaps", "num_late")
 
@@ -71,14 +77,17 @@ class StreamTiming:
         self.num_late = 0
 
     def begin(self, now: float) -> None:
-        """The first token goes out."""
+        """Note that the first token is sent."""
         self.first_at = self.last_at = now
 
     def verdicts(
         self, arrival: float, ttft_s: float | None, tbt_s: float | None, *, is_whole: bool
     ) -> Iterator[tuple[str, bool]]:
-        """Each objective that there is, and whether a stream that is over has met it. One that
-        failed has met none; TBT is met if at most a tenth of the gaps was too long."""
+        """Yield each configured objective, and whether the ended stream met it.
+
+        A failed stream (not `is_whole`) meets none. TBT is met if at most a tenth of the gaps was
+        too long.
+        """
         if ttft_s is not None:
             is_first_timely = self.first_at is not None and self.first_at - arrival <= ttft_s
             yield "ttft", is_whole and is_first_timely
@@ -87,7 +96,10 @@ class StreamTiming:
 
 
 class RequestContext(Struct, eq=False):
-    """One request in all its steps. `arrival` and `deadline` are loop times in seconds."""
+    """State of one client request across all its attempts and passes.
+
+    `arrival` and `deadline` are loop times in seconds.
+    """
 
     request: HttpRequest
     endpoint: OpenAIEndpoint
@@ -98,47 +110,47 @@ class RequestContext(Struct, eq=False):
     deadline: float
     # Estimated from the body, or counted by the tokenizer.
     prompt_tokens: int
-    # Header lines that every instance gets.
+    # Header lines forwarded to every instance.
     forward: bytes = b""
-    # Of instances that have several data-parallel ranks, the one that was chosen, by instance.
+    # The chosen data-parallel rank by instance name, for instances with several ranks.
     dp_ranks: dict[str, DPRank] | None = None
-    # Grows with every step that is sent a second time; part of the id from then on.
+    # Incremented whenever a step is sent again; from 1 on it is part of the attempt's id.
     attempt: int = 0
-    # As it came; its hash tells whether it is quarantined.
+    # The body as received; its hash identifies quarantined requests.
     client_body: bytes = b""
     # Instances that died or hung up while they worked on a request with this body.
     num_losses: int = 0
-    # Those that its stream has begun at and could not end: not asked again while there are others.
+    # Instances on which the stream started but could not finish; avoided while there are others.
     left: tuple[Instance, ...] = ()
     # True once an instance's own stream events went to the client: no failover from then on.
     is_committed: bool = False
-    # The answer's id once the client has seen it; D's own is replaced from then on.
+    # Id of the answer once the client has seen it; replaces D's id from then on.
     answer_id: str | None = None
-    # To be called once D streams and before anything of it is forwarded: P's token goes out then.
+    # Called when D has started to stream, before its events are forwarded: sends P's token.
     on_accepted: Callable[[], None] | None = None
-    # Token ids of all passes, where there may be several.
+    # Token ids of all passes, if there may be several.
     record: TokenRecord | None = None
     session: str | None = None
     prefix_blocks: tuple[int, ...] = ()
     cached_tokens: Mapping[str, int] | None = None
-    # Of a short prompt that D computes: its uncached tokens, until the first token.
+    # Uncached tokens of a short prompt that D computes; 0 from the first token on.
     num_short_tokens: int = 0
     timing: StreamTiming = field(default_factory=StreamTiming)
-    # Its token ids, where the proxy has made them or the client sent them.
+    # The prompt's token ids, if the proxy tokenized it or the client sent them.
     token_ids: Sequence[int] | None = None
-    # Where the conductor has placed it.
+    # The conductor's placement.
     routed: RoutedRequest | None = None
-    # Whose it is, where the keys file says more of its key than that it is good.
+    # The keys file's entry for the request's API key; None without one.
     tenant: ApiKey | None = None
-    # Header lines that tell the key what is left of its limits.
+    # Response header lines with what remains of the key's rate limits.
     limit_headers: bytes = b""
-    # Of its stream, where it has a tenant.
+    # Stream events sent to the client; counted only for requests with a tenant.
     num_events: int = 0
-    # Tokens of prompt and answer, as the instance that gave the whole answer has counted them.
+    # Tokens of prompt and answer, from the `usage` of a non-streamed answer.
     num_used_tokens: int | None = None
-    # Its spans, where requests are traced.
+    # The spans of a traced request.
     trace: RequestTrace | None = None
-    # For the log: which instances took part.
+    # For the access log: the instances that took part.
     prefiller: str = ""
     decoder: str = ""
 
@@ -149,23 +161,23 @@ class RequestContext(Struct, eq=False):
 
     @property
     def attempt_id(self) -> str:
-        """The id of the present attempt: the request's own, then `-1`, `-2`..."""
+        """Id of the current attempt: the request's id, then that id with `-1`, `-2`..."""
         return f"{self.request_id}-{self.attempt}" if self.attempt else self.request_id
 
     @property
     def reply_headers(self) -> bytes:
-        """Header lines of every answer to this request."""
+        """Header lines of every response to this request."""
         return b"x-request-id: %b\r\n%b" % (self.request_id.encode("ascii"), self.limit_headers)
 
     @property
     def cost_tokens(self) -> int:
-        """What it may come to, with all its answers: its prompt, and the new tokens it asks for."""
+        """Upper bound of the request's tokens: prompt plus requested new tokens of all choices."""
         per_answer = max(self.parsed.token_limit or 0, 0)
         return self.prompt_tokens + per_answer * max(self.parsed.n or 1, 1)
 
     def forward_to(self, instance: Instance) -> bytes:
-        """Header lines for this instance, with the data-parallel rank that the client names or the
-        proxy has chosen."""
+        """Header lines for `instance`, including the data-parallel rank that the proxy has chosen,
+        else the one that the client names."""
         if self.dp_ranks is not None and (rank := self.dp_ranks.get(instance.name)) is not None:
             return self.forward + rank.header
         given = self.request.headers.get(DP_RANK_HEADER)
@@ -193,7 +205,7 @@ class RequestContext(Struct, eq=False):
 def forwarded_headers(
     headers: dict[bytes, bytes], names: tuple[bytes, ...] = FORWARDED_UNTRACED
 ) -> bytes:
-    """Header lines for instances; absent ones are not sent (never `Bearer None`)."""
+    """Header lines for instances. Headers that the client did not send are left out."""
     lines = b""
     if b"x-api-key" in headers and b"authorization" not in headers:
         lines = b"authorization: Bearer %b\r\n" % headers[b"x-api-key"]
@@ -206,8 +218,14 @@ def forwarded_headers(
 
 
 def time_limit(headers: dict[bytes, bytes], parsed: ParsedRequest, limit_s: float) -> float:
-    """Seconds that a request may take, in all its steps: what its client allows in header or body,
-    and at most `limit_s`. A malformed value in the body is left for an instance to refuse."""
+    """Seconds that the whole request may take: the client's limit from header or body, and at most
+    `limit_s`.
+
+    A malformed value in the body is forwarded, and the instance refuses it.
+
+    Raises:
+        BadRequest: the header's value is no positive number.
+    """
     if parsed.timeout is not None and parsed.timeout > 0.0:
         limit_s = min(limit_s, parsed.timeout)
     asked = headers.get(TIMEOUT_HEADER)
@@ -223,7 +241,8 @@ def time_limit(headers: dict[bytes, bytes], parsed: ParsedRequest, limit_s: floa
 
 
 def estimate_prompt_tokens(endpoint: OpenAIEndpoint, parsed: ParsedRequest) -> int:
-    """Prompt tokens, roughly: ids are counted, text is measured, pictures are not text."""
+    """Rough number of prompt tokens: token ids are counted, text counts 1 token per 4 bytes, and
+    inline media (`data:` URLs) count nothing."""
     if endpoint is OpenAIEndpoint.CHAT:
         raw = bytes(parsed.messages)
         if has_media(parsed.messages):
@@ -236,17 +255,22 @@ def estimate_prompt_tokens(endpoint: OpenAIEndpoint, parsed: ParsedRequest) -> i
 
 
 class UntranslatedRequest:
-    """Stands in a request of another form than OpenAI's completions until its body is read: what is
-    refused before, for want of a key, say, is refused in that form."""
+    """Placeholder translation of a request in another API's format, until its body has been read.
+
+    Refusals that need no body, such as a missing API key, are answered in that API's error format.
+    """
 
     def __init__(self, path: str) -> None:
-        from mooncake_api.api_formats import API_FORMATS  # a proxy that only starts needs none
+        from mooncake_api.api_formats import API_FORMATS  # imported late to start faster
 
         self._format = API_FORMATS[path]
 
     def translate(self, request: HttpRequest) -> None:
-        """Make a chat request of it, whose answer is translated back. BadRequest names the wrong
-        field."""
+        """Replace the body by a chat request, and arrange that the answer is translated back.
+
+        Raises:
+            BadRequest: a field is invalid; the error names it.
+        """
         try:
             translation = self._format.translate(request.body)
         except RequestRefused as exc:
@@ -255,17 +279,17 @@ class UntranslatedRequest:
         request.translation = translation
 
     def whole(self, status: int, body: bytes) -> tuple[int, bytes]:
-        """An error."""
+        """Translate a whole response, which can only be an error."""
         return status, self._format.error(status, body)
 
     def events(self, data: bytes) -> bytes:
-        """Nothing is streamed before the body is read."""
+        """Stream events, unchanged: nothing is streamed before the body has been read."""
         return data
 
 
 # ---------------------------------------------------------------- bodies for instances
 
-# For P: prefill, hold the KV, return where it is.
+# Tells P to hold the prompt's KV after the prefill, and to return where it is.
 HOLD_KV_PARAMS = Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
@@ -283,14 +307,17 @@ def prefill_body(
     is_single: bool = False,
     wants_kv_alone: bool = False,
 ) -> bytes:
-    """The body for P: one token, no stream. `min_tokens` only shrinks: EOS may come first.
+    """The body for P: one token, no stream.
+
+    `min_tokens` is reduced but never added: the first token may be an EOS.
 
     Args:
-        context: of the request.
-        params: its KV parameters.
-        wants_token_ids: of the prompt and P's token.
-        is_single: of the first answer alone; the others begin at D.
-        wants_kv_alone: D samples the first token of all answers: P's is no one's, and ends nothing.
+        context: the request.
+        params: its `kv_transfer_params` for P.
+        wants_token_ids: ask for the token ids of the prompt and of P's token.
+        is_single: ask for the first choice only; D starts the others itself.
+        wants_kv_alone: P's token is discarded, because D samples the first token of every choice;
+            stop conditions are removed, so that P's token can't end the request.
     """
     fields = context.fields.copy()
     if is_single or wants_kv_alone:
@@ -314,7 +341,10 @@ def prefill_body(
 
 
 def pull_decode_body(context: RequestContext, params: Raw, *, delivered: bool) -> bytes:
-    """The body for D: the client's own, with P's parameters and who delivers the first token."""
+    """The body for D: the client's, plus P's parameters.
+
+    `delivered` tells D whether the proxy delivers the first token itself.
+    """
     fields = context.fields.copy()
     fields["kv_transfer_params"] = with_delivery(params, delivered=delivered)
     if context.record is not None:
@@ -323,7 +353,7 @@ def pull_decode_body(context: RequestContext, params: Raw, *, delivered: bool) -
 
 
 def with_delivery(params: Raw, *, delivered: bool) -> Raw:
-    """P's parameters plus `first_token_delivered`, otherwise byte for byte."""
+    """P's parameters with `first_token_delivered` appended; the rest stays byte for byte."""
     inside = bytes(params).strip()[1:-1].rstrip()
     comma = b"," if inside else b""
     flag = b"true" if delivered else b"false"
@@ -331,7 +361,8 @@ def with_delivery(params: Raw, *, delivered: bool) -> Raw:
 
 
 def plain_body(context: RequestContext, instance: Instance) -> bytes:
-    """The client's body without its kv_transfer_params, but with what the instance is to fetch."""
+    """The body for an instance that does both: the client's, with its `kv_transfer_params` replaced
+    by the prefix sources that the conductor chose, if any."""
     params = with_prefix_sources(context, instance, Raw(b"{}"))
     if "kv_transfer_params" not in context.fields and len(params) == 2 and context.record is None:
         return context.request.body
@@ -345,8 +376,10 @@ def plain_body(context: RequestContext, instance: Instance) -> bytes:
 
 
 def with_prefix_sources(context: RequestContext, instance: Instance, params: Raw) -> Raw:
-    """An instance's parameters plus the stores that the conductor has it fetch from, where it is
-    the instance that was chosen for that."""
+    """`params` plus the stores from which the conductor wants a cached prefix fetched.
+
+    Unchanged unless `instance` is the one that the conductor chose for the prefill.
+    """
     routed = context.routed
     if routed is None or not routed.prefix_sources or not routed.is_prefilled_by(instance):
         return params

@@ -1,8 +1,9 @@
-"""P's first token goes to the client at once, and D gets it as the end of the prompt.
+"""Continued prompts: the client gets P's token immediately, and D gets it as part of the prompt.
 
-For a D that computes the prompt's last token anyway and samples after it, as vLLM does: asked for
-the prompt and P's token, it repeats nothing, and the client has its first token before D is asked.
-Not for requests whose answer depends on more than the tokens so far: those get every token from D.
+For a D that recomputes the prompt's last token and samples after it, as vLLM does. If its prompt
+ends with P's token, such a D does not repeat that token, so the client can get its first token
+before D has even received the request. Requests whose output depends on more than the tokens so far
+can't be continued this way; D generates all of their tokens.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ OBSTACLES = (
     "stop", "bad_words", "response_format", "structured_outputs", "tools", "functions", "logprobs",
     "top_logprobs", "logits_processors", "vllm_xargs", "prompt_embeds", "suffix",
 )  # fmt: skip
-"""Fields that look back on the answer so far, or whose form depends on where it begins."""
+"""Fields that depend on the answer so far, or whose format depends on where the answer starts."""
 COUNTED = ("presence_penalty", "frequency_penalty")
-"""They count what was generated, and P's token would count as prompt."""
+"""Penalties on generated tokens: D would count P's token as part of the prompt."""
 CUTS_PROMPT = ("truncate_prompt_tokens", "truncation_side")
-"""P has done that: the prompt's token ids are those that it computed. Done again, it would cut P's
-token, or the prompt's first one."""
+"""Truncation of the prompt. P has already applied it; applied again by D, it would cut off P's
+token or the prompt's first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContinuedPrompt:
-    """What D is asked for.
+    """The prompt for D.
 
     Args:
-        token_ids: of the prompt and P's token.
+        token_ids: token ids of the prompt, then P's token.
     """
 
     token_ids: list[int]
 
     def body(self, context: RequestContext, params: Raw) -> bytes:
-        """The body for D: one token less of everything."""
+        """The body for D, with all token limits reduced by P's token."""
         fields = {n: raw for n, raw in context.fields.items() if n not in CUTS_PROMPT}
         parsed = context.parsed
         params = with_delivery(params, delivered=True)
@@ -73,7 +74,7 @@ class ContinuedPrompt:
 
 
 def can_continue(context: RequestContext) -> bool:
-    """Whether a D may go on from P's token as if the client had sent it."""
+    """Whether D may continue from P's token as if the client had sent it."""
     parsed, fields = context.parsed, context.fields
     if not parsed.stream or (parsed.n or 1) > 1:
         return False
@@ -83,7 +84,7 @@ def can_continue(context: RequestContext) -> bool:
         return False
     if any(name in fields and not _is_off(name, fields[name]) for name in (*OBSTACLES, *COUNTED)):
         return False
-    # vLLM's D drops the token ids where a part has a field of media, though it be null.
+    # vLLM's D ignores the token ids if a content part has a media field, even a null one.
     if _fills_context(fields) or has_media(parsed.messages):
         return False
     return "seed" not in fields or is_null(fields["seed"]) or _is_greedy(fields)
@@ -92,12 +93,12 @@ def can_continue(context: RequestContext) -> bool:
 def continued_prompt(
     context: RequestContext, answer: CompletionResponse, token_id: int | None
 ) -> ContinuedPrompt | None:
-    """What to ask D for, or None where P's answer can't be continued.
+    """The prompt for D, or None if P's answer can't be continued.
 
     Args:
-        context: for which ``can_continue`` holds.
-        answer: of P.
-        token_id: the token that P sampled, as its parameters name it.
+        context: a request for which `can_continue` holds.
+        answer: P's answer.
+        token_id: the token that P sampled, according to its `kv_transfer_params`.
     """
     [choice] = answer.choices
     prompt = answer.prompt_token_ids or choice.prompt_token_ids
@@ -105,7 +106,8 @@ def continued_prompt(
         return None
     message: dict[str, Any] = choice.message or {}
     text = choice.text if context.endpoint is OpenAIEndpoint.COMPLETION else message.get("content")
-    # Half a character would make D's detokenizer repeat the prompt; a parser's words are not text.
+    # After an incomplete character D's detokenizer would repeat text of the prompt. Fields other
+    # than `content` are the output of a parser, which can't be continued as text.
     is_plain = not any(value for name, value in message.items() if name not in ("role", "content"))
     if not text or text.endswith(HALF_A_CHARACTER) or not is_plain:
         return None
@@ -113,7 +115,7 @@ def continued_prompt(
 
 
 class ContinuedForwarder(StreamForwarder):
-    """Joins D's stream to P's token: one beginning, one count of tokens."""
+    """Joins D's stream to P's token: drops D's role-only event, and corrects the token counts."""
 
     __slots__ = ()
 
@@ -128,7 +130,7 @@ class ContinuedForwarder(StreamForwarder):
 
 
 def _joined(event: bytes, data: bytes) -> bytes:
-    """An event of D as a part of the whole answer."""
+    """An event of D, changed to fit into the joined answer; empty if it is dropped."""
     if not data or data == b"[DONE]":
         return event
     chunk = msgspec.json.decode(data)
@@ -143,8 +145,11 @@ def _joined(event: bytes, data: bytes) -> bytes:
 
 
 def _value(raw: Raw) -> Any:
-    """What a field says; where that can't be read, as a number that no float holds or what is
-    nested too deeply, it is the instances that refuse it."""
+    """The value of a field, or infinity if it can't be decoded.
+
+    Examples are numbers out of a float's range and JSON that is nested too deeply. The proxy
+    forwards them, and the instances refuse them.
+    """
     try:
         return msgspec.json.decode(raw)
     except UNREADABLE:
@@ -153,14 +158,14 @@ def _value(raw: Raw) -> Any:
 
 def _is_off(name: str, raw: Raw) -> bool:
     value = _value(raw)
-    if name == "logprobs":  # 0 of a completion asks for those of the tokens themselves
+    if name == "logprobs":  # in a completion, 0 asks for logprobs of the sampled tokens
         return value is None or value is False
     return value in (None, 0, False, [], {}, "none")
 
 
 def _fills_context(fields: dict[str, Raw]) -> bool:
-    """Whether the prompt may be cut so that it leaves room for P's token alone: D would be asked
-    for none."""
+    """Whether the prompt may be truncated so that only P's token still fits the context: D would
+    have nothing to generate."""
     length = _value(fields.get("truncate_prompt_tokens", ABSENT))
     return isinstance(length, int) and length < 0
 

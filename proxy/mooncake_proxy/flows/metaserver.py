@@ -1,7 +1,7 @@
-"""The metaserver of the push flow: D posts where its blocks are, and the prefill starts.
+"""The metaserver of push and early pull: D posts where its blocks are, which starts the prefill.
 
-The post is answered at once (202), before the prefill. Each attempt has its own URL, so that a late
-post of an earlier attempt is never taken for the current one.
+The post is answered 202 immediately, not after the prefill. Each attempt has its own URL, so that a
+late post of an earlier attempt can't be mistaken for one of the current attempt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mooncake_proxy.http1.http_request import HttpRequest
 PATH = "/v1/metaserver/"
 _decoder = msgspec.json.Decoder(Fields)
 
-# Prefills one request with the parameters that D posted.
+# Runs the prefill of one request with the parameters that D posted.
 Dispatch = Callable[[Raw], Awaitable[None]]
 
 
@@ -34,9 +34,9 @@ class MetaserverSession:
         self._metaserver = book
         self._dispatch_prefill = dispatch
         self._task: asyncio.Task[None] | None = None
-        # Unguessable: the metaserver has no other authentication.
+        # Random and secret: the metaserver has no other authentication.
         self.key = os.urandom(16).hex()
-        # Gets the exception of a prefill that failed; never a result.
+        # Gets the exception of a failed prefill; never a result.
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __enter__(self) -> MetaserverSession:
@@ -53,17 +53,17 @@ class MetaserverSession:
         if self._task is not None:
             self._task.cancel()
         if self.failed.done():
-            self.failed.exception()  # seen: nothing to log at garbage collection
+            self.failed.exception()  # mark as retrieved, or asyncio logs it at garbage collection
         else:
             self.failed.cancel()
 
     def start(self, params: Raw) -> None:
-        """Begin the prefill; a repeated post of the same attempt changes nothing."""
+        """Start the prefill. Idempotent: D may repeat its post."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(params))
 
     async def _run(self, params: Raw) -> None:
-        """Top of the prefill task: its failure fails the session."""
+        """Run the prefill task, and store its exception in `failed`."""
         try:
             await self._dispatch_prefill(params)
         except Exception as error:  # noqa: BLE001  # kept; raised by `supervise_decode`
@@ -71,7 +71,7 @@ class MetaserverSession:
                 self.failed.set_exception(error)
 
     async def supervise_decode(self, decoding: asyncio.Task[None]) -> None:
-        """Until D is done, or the prefill failed: then D is cancelled, and that error raised."""
+        """Wait for D. If the prefill fails first, cancel D and raise the prefill's error."""
         try:
             await asyncio.wait({decoding, self.failed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -84,11 +84,11 @@ class MetaserverSession:
 
 
 class Metaserver:
-    """All open sessions, by their secret key."""
+    """All open sessions of this process, by their secret key."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, MetaserverSession] = {}
-        # Where decode instances reach it; set once this process listens.
+        # URL at which decode instances reach it; set once this process listens.
         self._url = ""
 
     def set_own_url(self, url: str) -> None:
@@ -97,11 +97,11 @@ class Metaserver:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether that has been set."""
+        """Whether the URL has been set."""
         return bool(self._url)
 
     def url_of(self, session: MetaserverSession) -> str:
-        """Where D posts to for this attempt."""
+        """The URL that D posts to for this attempt."""
         return self._url + session.key
 
     def expect(self, dispatch: Dispatch) -> MetaserverSession:
@@ -113,7 +113,7 @@ class Metaserver:
         return path.removeprefix(PATH) in self.sessions
 
     async def receive(self, request: HttpRequest) -> None:
-        """POST /v1/metaserver/KEY: 202 at once, 404 for an attempt that is over or never was."""
+        """POST /v1/metaserver/KEY: 202 immediately, or 404 if there is no such open attempt."""
         session = self.sessions.get(request.path.removeprefix(PATH))
         if session is None:
             raise NotFound("no such attempt: it is over, or this is not its metaserver address")

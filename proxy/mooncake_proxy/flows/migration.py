@@ -1,9 +1,9 @@
-"""A request goes on at other instances, from the tokens so far, where it can't end where it began.
+"""Continues a request on other instances, from the tokens generated so far.
 
-Two things lead to that. D runs out of KV and gives the request back (`stop_reason: "recomputed"`,
-vLLM-Ascend). Or, with `--migrate-streams`, the D that streams is lost or shuts down: request
-migration, as Dynamo calls it. Either way another pass begins, prefill and decode, whose prompt is
-the first one's and all that was generated.
+There are two reasons to do so. D runs out of KV memory and returns the request for recomputation
+(`stop_reason: "recomputed"`, vLLM-Ascend). Or, with `--migrate-streams`, the D that streams is lost
+or shuts down (request migration, as Dynamo calls it). In both cases another pass of prefill and
+decode starts, whose prompt is the original prompt plus all generated tokens.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ FIRST_PASS_FIELDS = {
     "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
     "top_logprobs", "reasoning_effort", *CUTS_PROMPT,
 }  # fmt: skip
-"""What has made the prompt's token ids, and chat's own: dropped once the prompt is token ids."""
+"""Fields that only the first pass has: those that shaped the prompt's token ids, and those of chat
+requests. Later passes are completions whose prompt is token ids."""
 
 
 def has_passes(router: RequestRouter) -> bool:
-    """Whether requests may need more than one."""
+    """Whether requests may need more than one pass."""
     return router.pool.recomputes or router.config.migrates_streams
 
 
@@ -48,12 +49,18 @@ async def run_passes(
     context: RequestContext,
     one_pass: Callable[[RequestRouter, RequestContext], Awaitable[None]],
 ) -> None:
-    """Prefill and decode until the answer is whole."""
+    """Run passes until the answer is complete.
+
+    Args:
+        router: the router of the request's model.
+        context: the request.
+        one_pass: runs one prefill and decode, by the rules of the flow.
+    """
     context.record = record = _start_record(router, context)
     try:
         await _run_passes(router, context, record, one_pass)
     except UpstreamError:
-        # Kept for a next pass, and there is none.
+        # Events were held back for the next pass, but there is none: flush them.
         if record is not None and context.request.has_started and (events := record.release()):
             context.request.write(events)
         raise
@@ -91,9 +98,9 @@ async def _run_passes(
 
 
 def _start_record(router: RequestRouter, context: RequestContext) -> TokenRecord | None:
-    """A record where another pass could be carried out at all, else None.
+    """A record if the request could be continued in another pass, else None.
 
-    With several choices, tools or chat logprobs, token ids alone cannot continue the answer.
+    With several choices, tools or chat logprobs, token ids alone can't continue the answer.
     """
     parsed = context.parsed
     is_chat = context.endpoint is OpenAIEndpoint.CHAT
@@ -112,15 +119,18 @@ def _start_record(router: RequestRouter, context: RequestContext) -> TokenRecord
 
 
 def _can_migrate(context: RequestContext) -> bool:
-    """Whether a stream's rest can be had elsewhere as if nothing had happened."""
+    """Whether the rest of a stream can be generated elsewhere without the client noticing."""
     return context.disaggregation_obstacle() is None and can_continue(context)
 
 
 def _may_migrate(
     router: RequestRouter, context: RequestContext, record: TokenRecord, error: UpstreamError
 ) -> bool:
-    """Whether a stream goes on elsewhere after this. Like any other retry it takes from the budget,
-    and a request that two instances were lost at stays where it is."""
+    """Whether a stream may be migrated after `error`.
+
+    Like any other retry, a migration takes from the retry budget, unless the instance is shutting
+    down. A request during which MAX_LOSSES instances were lost is not migrated again.
+    """
     has_begun = context.is_committed or context.answer_id is not None
     if not record.may_migrate or not has_begun:
         return False
@@ -135,7 +145,11 @@ def _may_migrate(
 
 
 def _begin_next_pass(context: RequestContext, record: TokenRecord) -> bool:
-    """Make the request one with everything so far as its prompt; False where that can't be."""
+    """Turn the request into one that continues from the tokens so far.
+
+    Returns:
+        False if that is impossible because the prompt's token ids are unknown.
+    """
     record.begin_next_pass()
     if record.generated or context.is_committed or context.answer_id is not None:
         if not record.prompt:
@@ -151,10 +165,10 @@ def _begin_next_pass(context: RequestContext, record: TokenRecord) -> bool:
 
 
 def _ask_for_rest(context: RequestContext, record: TokenRecord) -> None:
-    """The body of the next pass."""
+    """Make the request a completion whose prompt is the prompt so far and the generated tokens."""
     fields = {n: raw for n, raw in context.fields.items() if n not in FIRST_PASS_FIELDS}
     tokens, num_generated = record.prompt + record.generated, len(record.generated)
-    # None stands for "as many as fit", which only a chat request may ask for
+    # None means "as many as fit", which only a chat request may ask for
     left = None if record.limit is None else max(1, record.limit - num_generated)
     fields["prompt"] = Raw(encode(tokens))
     fields["max_tokens"] = Raw(encode(left))

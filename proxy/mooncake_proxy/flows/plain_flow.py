@@ -1,4 +1,7 @@
-"""Plain flow: the request goes to one instance as it is, prefill and decode together."""
+"""Plain flow: one instance both prefills and decodes the request.
+
+The other flows use it as a fallback, and `generate` for their decode step.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 async def plain(router: RequestRouter, context: RequestContext, role: Role) -> None:
-    """Answer `call` from one instance of `role`."""
+    """Serve the request on one instance of `role`."""
     try:
         await router.attempt(role, context, _ask)
     finally:
@@ -47,7 +50,7 @@ async def generate(
     body: bytes,
     forwarder_class: type[StreamForwarder] = StreamForwarder,
 ) -> None:
-    """Send `body` and forward what comes: the whole answer, or the stream as it arrives."""
+    """Send `body` to `instance` and forward its answer: whole, or as a stream while it arrives."""
     started = router.now()
     payload = instance.build_post(
         context.endpoint.path, context.attempt_id, context.forward_to(instance), body
@@ -89,7 +92,7 @@ async def _stream(
         try:
             await answer.forward(forwarder)
         except ConnectionLost:
-            if not forwarder.is_finished:  # else the client has all of it
+            if not forwarder.is_finished:  # else the client has the whole answer already
                 raise
         finally:
             context.request.attach(None)
@@ -100,7 +103,7 @@ async def _stream(
 def _note_first(
     router: RequestRouter, context: RequestContext, instance: Instance, started: float
 ) -> None:
-    """The first event, or the whole answer, has come."""
+    """Note that the instance has sent the first event or the whole answer."""
     now = router.now()
     elapsed_s = now - started
     router.metrics.stage_seconds.observe(elapsed_s, "decode", instance.name)
@@ -115,9 +118,10 @@ def _note_first(
 
 
 def role_without_disaggregation(router: RequestRouter, context: RequestContext) -> Role | None:
-    """The role that serves the whole request where it cannot or need not be split, else None.
+    """The role that serves the whole request if it can't or need not be split, else None.
 
-    NoInstance before any prefill is spent on a request that no instance could decode.
+    Raises:
+        NoInstance: no instance could decode the request; raised before any prefill is spent on it.
     """
     pool = router.pool
     obstacle = context.disaggregation_obstacle()
@@ -145,9 +149,12 @@ def role_without_disaggregation(router: RequestRouter, context: RequestContext) 
 def may_prefill_locally(
     router: RequestRouter, context: RequestContext, error: UpstreamError | NoInstance
 ) -> bool:
-    """Whether D may prefill after P failed, or left before it was asked: unless disabled, too late,
-    refused, or P was lost."""
-    # The request itself may be what P died of: D must not die of it, too.
+    """Whether D may prefill after P failed, or left the pool before the prefill was sent.
+
+    Not if local prefill is disabled, the deadline has passed, P rejected the request as the
+    client's mistake, this host is out of sockets, or P was lost.
+    """
+    # The request itself may have crashed P; it must not crash D too.
     if isinstance(error, UpstreamError) and is_loss(error):
         return False
     if isinstance(error, OutOfSockets):
@@ -166,7 +173,7 @@ async def prefill_locally(router: RequestRouter, context: RequestContext, reason
 
 
 def decode_answer(instance: Instance, body: bytes) -> CompletionResponse:
-    """P's answer as an object."""
+    """Parse an OpenAI answer. Raises MalformedAnswer if it is none."""
     try:
         return answer_decoder.decode(body)
     except UNREADABLE as exc:

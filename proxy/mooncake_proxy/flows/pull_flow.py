@@ -1,9 +1,9 @@
-"""Pull flow: P prefills and holds the KV, D pulls it.
+"""Pull flow: P prefills and holds the KV, then D pulls it and decodes.
 
-A long prompt may go to D first, which pulls it early: see `push_flow`. Others:
+client -> P   max_tokens 1, "hold the KV"       P -> client  the first token, immediately
+       -> D   the request and the KV's location D -> client  everything from the second token on
 
-client -> P   max_tokens 1, "hold the KV"          P -> client  the first token, at once
-       -> D   the request and where the KV is   D -> client  everything from the second token
+Long prompts may instead go to D first, which pulls the KV while P computes it: see `push_flow.py`.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from mooncake_proxy.pool.bootstrap_server import BootstrapServer, for_prefill
 from mooncake_proxy.pool.instances import Instance, Role
 from mooncake_proxy.routing.router import RequestRouter
 
-# How long an answer may still be on its way after the client has left.
+# Seconds to wait for P's answer after the client has disconnected, to learn which KV to release.
 HANG_UP_S = 5.0
 logger = logging.getLogger(__name__)
 
 
 def pull(router: RequestRouter, context: RequestContext) -> Awaitable[None]:
-    """Serve one request from a prefill and a decode instance."""
+    """Serve one request with a prefill and a decode instance, in several passes if needed."""
     if has_passes(router):
         return run_passes(router, context, _pass)
     return _pass(router, context)
 
 
 async def _pass(router: RequestRouter, context: RequestContext) -> None:
-    """Prefill and decode once."""
+    """Run one pass: a prefill and a decode."""
     role = role_without_disaggregation(router, context)
     if router.conductor is not None:
         router.conductor.place(context, role)
@@ -97,28 +97,29 @@ async def _pass(router: RequestRouter, context: RequestContext) -> None:
 
 
 class PrefillResult(Struct, eq=False):
-    """P's answer."""
+    """P's parsed answer."""
 
     instance: Instance
     body: bytes
     answer: CompletionResponse
-    # What D needs, unread; None when P holds nothing.
+    # P's `kv_transfer_params`, forwarded to D as they are; None if P holds no KV.
     params: Raw | None
     kv_params: KVTransferParams
+    # True if P's token is the last one: there is nothing to decode.
     is_final: bool
-    # When P was asked, in loop time.
+    # Loop time at which the request was sent to P.
     began: float = 0.0
-    # For a D that would send the first token again: what it can be asked for instead.
+    # For a D that would repeat the first token: the prompt to send it instead.
     continued: ContinuedPrompt | None = None
-    # One lease for several answers: D samples the first token of each.
+    # One lease serves all choices: D samples the first token of each.
     is_shared: bool = False
 
 
 class HeldKV:
-    """P's KV for this request, until D has pulled it.
+    """Context manager for the KV that P holds for this request until D has pulled it.
 
-    Leaving the block early (client gone, no D, D failed) makes P free the KV at once instead of
-    when its lease expires.
+    If the block is left before that (client disconnected, no D available, D failed), P is told to
+    free the KV now, instead of when its lease expires.
     """
 
     __slots__ = ("_context", "_is_taken", "_prefill", "_router")
@@ -142,7 +143,7 @@ class HeldKV:
     ) -> None:
         if self._is_taken:
             return
-        # D may have begun with one choice and not have fetched the others.
+        # Even a committed D may have fetched only some of several choices.
         kv_params = self._prefill.kv_params
         if not self._context.is_committed or kv_params.choices is not None:
             self._router.release(self._prefill.instance, kv_params)
@@ -150,7 +151,7 @@ class HeldKV:
     async def decode(
         self, router: RequestRouter, context: RequestContext, instance: Instance
     ) -> None:
-        """One attempt: the first token out if it is not yet, then D's own stream or answer."""
+        """Run one decode attempt: deliver P's token unless done before, then forward D's answer."""
         context.decoder = instance.name
         params = self._prefill.params
         assert params is not None
@@ -184,7 +185,7 @@ class HeldKV:
 async def _prefill(
     router: RequestRouter, context: RequestContext, instance: Instance
 ) -> PrefillResult:
-    """One attempt: P's answer, parsed."""
+    """Run one prefill attempt and parse P's answer."""
     is_shared = _shares_lease(router, context, instance)
     if instance.bootstrap is not None:
         if is_shared:
@@ -213,22 +214,28 @@ async def _prefill(
 
 
 def _shares_lease(router: RequestRouter, context: RequestContext, instance: Instance) -> bool:
-    """Whether several answers are to begin from one lease of P: vLLM's P makes one for each answer
-    and names one of them, and vLLM's D fetches one, however many it is given."""
+    """Whether all choices of this request should start from a single lease of P.
+
+    vLLM's P creates a lease per choice but names only one of them, and vLLM's D fetches only one,
+    however many it is given.
+    """
     topology = instance.topology
     splits_choices = topology is not None and topology.splits_choices
     return (context.parsed.n or 1) > 1 and not (splits_choices and router.pool.splits_choices)
 
 
 def _is_for_all(router: RequestRouter, instance: Instance, prefill: PrefillResult) -> bool:
-    """Whether D can begin all answers from this lease. Of foreign connectors each answer would
-    fetch it by itself, and P frees the KV after the first one."""
+    """Whether D can start all choices from this lease.
+
+    With foreign connectors every choice fetches the KV by itself, but P frees it after the first
+    fetch.
+    """
     is_ours = instance.topology is not None or prefill.kv_params.decode_continues_prompt
     return not prefill.is_final and (is_ours or not router.pool.emits_first_token)
 
 
 def _for_decode_alone(instance: Instance) -> PrefillResult:
-    """P holds nothing that several answers could begin from."""
+    """The result when P holds no KV that all choices could start from: D prefills itself."""
     nothing = CompletionResponse([])
     return PrefillResult(instance, b"", nothing, None, KVTransferParams(), is_final=False)
 
@@ -236,7 +243,10 @@ def _for_decode_alone(instance: Instance) -> PrefillResult:
 async def _prefill_with_bootstrap(
     router: RequestRouter, context: RequestContext, instance: Instance, bootstrap: BootstrapServer
 ) -> PrefillResult:
-    """The same for vLLM's own connector: P returns no parameters, the proxy names the transfer."""
+    """Run one prefill attempt for vLLM's Mooncake connector.
+
+    P returns no parameters there: the proxy itself picks the id of the transfer.
+    """
     transfer_id = new_request_id()
     try:
         engine_id = await bootstrap.engine_id()
@@ -260,7 +270,7 @@ async def _send_prefill(
     *,
     wants_kv_alone: bool = False,
 ) -> bytes:
-    """P's whole answer."""
+    """Send the prefill and return the body of P's answer."""
     context.prefiller = instance.name
     started = router.now()
     wants_token_ids = router.pool.emits_first_token and can_continue(context)
@@ -280,7 +290,10 @@ async def _send_prefill(
 
 
 def _hang_up(router: RequestRouter, instance: Instance, connection: UpstreamConnection) -> None:
-    """The client has left: P may have answered already and hold KV that no D will pull."""
+    """Close the connection to P after the client has disconnected.
+
+    P may have answered already, and then holds KV that no D will pull.
+    """
     if connection.hang_up(HANG_UP_S):
         router.spawn(_release_late_answer(router, instance, connection))
 
@@ -288,24 +301,24 @@ def _hang_up(router: RequestRouter, instance: Instance, connection: UpstreamConn
 async def _release_late_answer(
     router: RequestRouter, instance: Instance, answer: UpstreamConnection
 ) -> None:
-    """The client left just as P answered: the answer names the KV to release."""
+    """Read an answer that P sent as the client disconnected, and release the KV that it names."""
     try:
         body = await answer.read()
         prefill = parse_prefill_answer(instance, body)
     except UpstreamError:
-        return  # aborted there: nothing is held
+        return  # P aborted the request and holds nothing
     finally:
         answer.finish()
     router.release(instance, prefill.kv_params)
 
 
 def has_finished(answer: CompletionResponse) -> bool:
-    """Whether every choice ended with its first token."""
+    """Whether every choice finished with its first token."""
     return "length" not in [choice.finish_reason for choice in answer.choices]
 
 
 def parse_prefill_answer(instance: Instance, body: bytes) -> PrefillResult:
-    """What P's answer means. A P without a PD connector answers "length" and no parameters."""
+    """Parse P's answer. A P without a KV connector answers "length" and no parameters."""
     answer = decode_answer(instance, body)
     try:
         kv_params = kv_transfer_params_decoder.decode(answer.kv_transfer_params)
@@ -327,7 +340,7 @@ def parse_prefill_answer(instance: Instance, body: bytes) -> PrefillResult:
 def _answer_from_prefill(
     router: RequestRouter, context: RequestContext, prefill: PrefillResult
 ) -> None:
-    """P's token was the last one: its answer is the answer, or the end of what the client has."""
+    """Complete the client's answer with P's: its token was the last one."""
     request, record = context.request, context.record
     router.release(prefill.instance, prefill.kv_params)
     if not request.has_started:
@@ -361,7 +374,7 @@ def _deliver_first_token(
     instance: Instance,
     continued: ContinuedPrompt | None,
 ) -> None:
-    """Forward P's token before D is even asked, unless D will send it itself."""
+    """Forward P's token to the client, unless D will send it itself."""
     answer = prefill.answer
     is_repeated = instance.spec.repeats_first_token and continued is None
     if context.answer_id is None and not is_repeated:

@@ -1,12 +1,12 @@
-"""Push flow, and early pulls: D reserves blocks, and then the prefill is asked for.
+"""Push flow and early pulls: D reserves blocks first, then the proxy starts the prefill on P.
 
 client -> D            the request and its metaserver URL
-D      -> metaserver   where its blocks are           (202 at once)
-proxy  -> P            one token, "the KV goes there"
-D      -> client       everything
+D      -> metaserver   the addresses of its blocks    (answered 202 immediately)
+proxy  -> P            max_tokens 1, "the KV goes there"
+D      -> client       the whole answer
 
-P pushes the KV into the blocks, layer by layer, or D pulls it early, chunk by chunk. Either way
-room is promised before anything is computed.
+With push, P writes the KV into D's blocks layer by layer; with an early pull, D reads it chunk by
+chunk. In both cases blocks are reserved before anything is computed.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ logger = logging.getLogger(__name__)
 
 
 def push(router: RequestRouter, context: RequestContext) -> Awaitable[None]:
-    """Serve one request: first at D, then at P with the blocks that D has reserved."""
+    """Serve one request: D reserves blocks, then P prefills into them."""
     if has_passes(router):
         return run_passes(router, context, _pass)
     return _pass(router, context)
 
 
 async def _pass(router: RequestRouter, context: RequestContext) -> None:
-    """Decode and prefill once."""
+    """Run one pass: a decode, and the prefill that it asks for."""
     role = role_without_disaggregation(router, context)
     if role is None and (context.parsed.n or 1) > 1 and not router.pool.splits_choices:
-        # A push transfers the KV and first token of one choice; the others need a D that knows.
+        # A push transfers the KV and first token of one choice; a D that can't split choices would
+        # have nothing to start the others from.
         router.metrics.fallbacks.add("several_answers")
         role = Role.DECODE
     if router.conductor is not None:
@@ -63,9 +64,12 @@ async def _pass(router: RequestRouter, context: RequestContext) -> None:
 
 
 async def reserve_first(router: RequestRouter, context: RequestContext, *, is_pulled: bool) -> None:
-    """Serve one request from D and the P that its reservation is sent to.
+    """Serve one request on D, with the prefill on the P that receives D's reservation.
 
-    `is_pulled`: D reads the KV; else P writes it.
+    Args:
+        router: the router of the request's model.
+        context: the request.
+        is_pulled: D reads the KV from P; False: P writes it to D.
     """
     try:
         await router.attempt(
@@ -80,7 +84,10 @@ async def reserve_first(router: RequestRouter, context: RequestContext, *, is_pu
 
 
 def _is_of_prefill(context: RequestContext, error: UpstreamError | NoInstance) -> bool:
-    """Whether the prefill has failed, and not D; its instance may have left since."""
+    """Whether `error` is a failure of the prefill rather than of D.
+
+    Compares names only: the prefill instance may have left the pool since.
+    """
     if isinstance(error, NoInstance):
         return error.code == NO_PREFILL
     return error.instance == context.prefiller
@@ -89,7 +96,7 @@ def _is_of_prefill(context: RequestContext, error: UpstreamError | NoInstance) -
 async def _decode(
     is_pulled: bool, router: RequestRouter, context: RequestContext, decoder: Instance
 ) -> None:
-    """One attempt: D's answer, and beside it the prefill that D's post starts."""
+    """Run one decode attempt, and concurrently the prefill that D's post starts."""
     context.decoder = decoder.name
     with router.metaserver.expect(
         lambda params: _dispatch_prefill(router, context, decoder, params)
@@ -101,7 +108,7 @@ async def _decode(
 
 
 def reserving_decode_body(context: RequestContext, metaserver: str, *, is_pulled: bool) -> bytes:
-    """The body for D: the client's own, and the metaserver URL for D's post."""
+    """The body for D: the client's, plus the metaserver URL that D posts its reservation to."""
     params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": metaserver}
     if is_pulled:
         params["do_pull"] = True
@@ -115,14 +122,14 @@ def reserving_decode_body(context: RequestContext, metaserver: str, *, is_pulled
 async def _dispatch_prefill(
     router: RequestRouter, context: RequestContext, decoder: Instance, params: Raw
 ) -> None:
-    """The prefill, on another P if one fails."""
+    """Run the prefill, on another P if one fails."""
     try:
         prefill = partial(_prefill, params)
         await router.attempt(Role.PREFILL, context, prefill, decoder.is_compatible)
     except (UpstreamError, NoInstance) as error:
         if not context.is_committed:
             raise
-        # D responds already: it has the KV, or computes it itself
+        # D is streaming already: it has the KV, or computes it itself
         logger.info("request %s: its prefill failed, D continues: %s", context.request_id, error)
 
 

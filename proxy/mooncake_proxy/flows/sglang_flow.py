@@ -1,10 +1,10 @@
-"""SGLang's flow: both halves get the request at once, and meet in a room of P's bootstrap server.
+"""SGLang's flow: P and D get the request at the same time and meet in a bootstrap room.
 
-client -> P   the request, and the room           P -> D       KV and the first token
-       -> D   the same                            D -> client  everything
+client -> P   the request and a room              P -> D       KV and the first token
+       -> D   the same                            D -> client  the whole answer
 
-The three fields that name the room are part of SGLang's OpenAI requests. P answers once it has
-sent its KV; only D's answer goes to the client. D can't compute a prompt by itself.
+SGLang's OpenAI requests have three fields that name the room, which is on P's bootstrap server. P
+answers once it has sent its KV; only D's answer goes to the client. An SGLang D can't prefill.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mooncake_proxy.pool.instances import Instance, Role
 from mooncake_proxy.routing.router import RequestRouter
 
 logger = logging.getLogger(__name__)
-# SGLang's own default of --disaggregation-bootstrap-port.
+# SGLang's default of --disaggregation-bootstrap-port.
 BOOTSTRAP_PORT = 8998
 ROOM_BITS = 63
 _rooms = random.SystemRandom()
 
 
 async def sglang(router: RequestRouter, context: RequestContext) -> None:
-    """Serve one request from an SGLang pair."""
+    """Serve one request with an SGLang pair, or with an instance that does both."""
     if _is_served_whole(router, context):
         await plain(router, context, Role.BOTH)
         return
@@ -39,7 +39,11 @@ async def sglang(router: RequestRouter, context: RequestContext) -> None:
 
 
 def _is_served_whole(router: RequestRouter, context: RequestContext) -> bool:
-    """Whether an instance that does both takes it. BadRequest for what a pair can't serve."""
+    """Whether an instance that does both serves the request.
+
+    Raises:
+        BadRequest: only such an instance could, and there is none.
+    """
     pool = router.pool
     obstacle = context.disaggregation_obstacle()
     if obstacle is None and (context.parsed.n or 1) > 1:
@@ -62,7 +66,7 @@ def _is_served_whole(router: RequestRouter, context: RequestContext) -> bool:
 async def _choose_decode(
     router: RequestRouter, context: RequestContext, prefiller: Instance
 ) -> None:
-    """One attempt with this P, on another D if one fails. P's leg is sent anew with each."""
+    """Run one attempt with this P, on another D if one fails. Each D gets a new prefill of P."""
     context.prefiller = prefiller.name
     step = partial(_meet, prefiller)
     await router.attempt(Role.DECODE, context, step, prefiller.is_compatible)
@@ -71,8 +75,11 @@ async def _choose_decode(
 async def _meet(
     prefiller: Instance, router: RequestRouter, context: RequestContext, decoder: Instance
 ) -> None:
-    """One attempt of a pair, in a room of its own. A failure of P, before D has begun to answer,
-    is P's; one of D ends P's leg."""
+    """Run one attempt of a pair in a new room.
+
+    If P fails before D has started to answer, P's error is raised; when D fails, P's request is
+    cancelled.
+    """
     context.decoder = decoder.name
     room = room_fields(prefiller)
     loop = router.client.loop
@@ -83,7 +90,7 @@ async def _meet(
         if not decode.done() and (error := prefill.exception()) is not None:
             if not context.is_committed:
                 raise error
-            # D responds already: it has the KV
+            # D is streaming already: it has the KV
             logger.info("request %s: its prefill failed late: %s", context.request_id, error)
         await decode
     finally:
@@ -93,7 +100,7 @@ async def _meet(
 
 
 def room_fields(prefiller: Instance) -> dict[str, Raw]:
-    """A new room of P's bootstrap server, in the fields of SGLang's requests."""
+    """A new room on P's bootstrap server, as fields of SGLang's requests."""
     host, port = prefiller.spec.origin.host, prefiller.spec.bootstrap_port or BOOTSTRAP_PORT
     return {
         "bootstrap_host": Raw(encode(f"[{host}]" if ":" in host else host)),
@@ -103,12 +110,12 @@ def room_fields(prefiller: Instance) -> dict[str, Raw]:
 
 
 def decode_body(context: RequestContext, room: dict[str, Raw]) -> bytes:
-    """The body for D: the client's own, and where it meets P."""
+    """The body for D: the client's, plus the room."""
     return encode(context.fields | room)
 
 
 def sglang_prefill_body(context: RequestContext, room: dict[str, Raw]) -> bytes:
-    """The body for P: the same, answered as a whole, since nobody reads its tokens."""
+    """The body for P: the same without streaming, because P's tokens are discarded."""
     fields = context.fields | room | {"stream": FALSE}
     fields.pop("stream_options", None)
     return encode(fields)

@@ -1,4 +1,7 @@
-"""Forwards D's stream to the client: whole events, unchanged, checked for errors and the end."""
+"""Forwards D's event stream to the client: whole events, unchanged, checked for errors and the end.
+
+`plain_flow.generate` uses one forwarder per streamed attempt.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from mooncake_proxy.http1.upstream_connection import UpstreamConnection
 
 
 class ChoiceFields(Struct):
-    """What the proxy looks for in a choice of an event."""
+    """Fields of a choice that the proxy reads."""
 
     stop_reason: Any = None
 
@@ -35,7 +38,7 @@ class ErrorFields(Struct):
 
 
 class EventFields(Struct):
-    """What the proxy looks for in an event."""
+    """Fields of an event that the proxy reads."""
 
     id: str = ""
     created: int = 0
@@ -48,10 +51,10 @@ _event_decoder = msgspec.json.Decoder(EventFields)
 
 
 class StreamForwarder:
-    """Forwards events as they come. The first one commits the request to this instance.
+    """Forwards events as they arrive. The first one commits the request to this instance.
 
-    Events are only looked into when they hold a word that may end the stream; a token costs the
-    same whether it came from one instance or another.
+    For speed, events are parsed only if they contain a word that may end the stream; all others are
+    forwarded as bytes.
     """
 
     __slots__ = (
@@ -70,15 +73,15 @@ class StreamForwarder:
         self._context = context
         self._instance = instance
         self._on_start = on_start
-        # Called with every block of events that goes out, but for the first of an answer.
+        # Called for every block of events that is forwarded, except the first of an answer.
         self.on_tokens: Callable[[], None] = _ignore
         self._framer = EventFramer()
-        # (their id, ours) when another id already went to the client: one answer has one id.
+        # (D's id field, the client's) if the client has already seen another id of this answer.
         self._rename: tuple[bytes, bytes] | None = None
         self.is_finished = False
 
     def feed(self, data: bytes) -> None:
-        """Bytes of D's stream."""
+        """Process bytes of D's stream: forward the events that they complete."""
         try:
             block = self._framer.feed(data)
         except EventTooLong as exc:
@@ -91,7 +94,7 @@ class StreamForwarder:
             self._forward(block)
 
     def check_end(self) -> None:
-        """The body ended: was the stream whole?"""
+        """Raise ConnectionLost if the body ended before the stream was complete."""
         if not self.is_finished:
             raise ConnectionLost(self._instance, "the stream ended without [DONE]")
 
@@ -112,12 +115,13 @@ class StreamForwarder:
         context.request.write(block)
 
     def _inspect(self, block: bytes) -> None:
-        """Forward everything before an error event, then raise it."""
+        """Forward all events up to an error or recomputation event, then raise that."""
         good = b""
         for event, data in split_events(block):
             problem = self._problem_of(event, data)
             if problem is not None:
-                # Before the client has seen anything of this stream, another D may still take over.
+                # While the client has seen nothing of this stream, another D can still take over,
+                # so events before an error are dropped.
                 is_given_back = isinstance(problem, Recomputed)
                 if good and (self._context.is_committed or is_given_back):
                     self._forward(good)
@@ -136,7 +140,7 @@ class StreamForwarder:
         try:
             facts = _event_decoder.decode(data)
         except UNREADABLE:
-            return None  # forwarded as it came
+            return None  # forwarded unchanged
         if not is_null(facts.error):
             return FailedStream(self._instance, event, bytes(facts.error), _status_in(facts.error))
         if any(choice.stop_reason == "recomputed" for choice in facts.choices):
@@ -144,16 +148,22 @@ class StreamForwarder:
         return None
 
     def _forward_last(self, data: bytes) -> None:
-        """What the event that gives a request back says besides; a client whose request can't go
-        on gets an error instead."""
+        """Forward the content of the event that returns a request for recomputation.
+
+        Does nothing here: without a token record the request can't be continued, and the client
+        gets an error. `RecordingForwarder` overrides this.
+        """
 
 
 def _ignore() -> None:
-    """Nobody measures."""
+    """Default of `on_tokens`: no timing is measured."""
 
 
 def _rename_for(block: bytes, delivered_id: str | None) -> tuple[bytes, bytes] | None:
-    """What to replace so that D's events carry the id of the first token's event."""
+    """The (old, new) id field, so that D's events carry the id that the client has already seen.
+
+    None if there is nothing to replace.
+    """
     if delivered_id is None:
         return None
     ours = b'"id":"%b"' % delivered_id.encode()
@@ -164,7 +174,7 @@ def _rename_for(block: bytes, delivered_id: str | None) -> tuple[bytes, bytes] |
 
 
 def _status_in(error: Raw) -> int:
-    """The HTTP status that an error object names in `code`, else 502."""
+    """The HTTP status in an error object's `code`, or 502."""
     try:
         code = msgspec.json.decode(error, type=ErrorFields).code
     except UNREADABLE:
@@ -173,7 +183,7 @@ def _status_in(error: Raw) -> int:
 
 
 def check_streams(answer: UpstreamConnection) -> None:
-    """MalformedAnswer unless the response is an event stream."""
+    """Raise MalformedAnswer unless the response is an event stream."""
     kind = answer.headers.get(b"content-type", b"")
     if not kind.startswith(b"text/event-stream"):
         raise MalformedAnswer(

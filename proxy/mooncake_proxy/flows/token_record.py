@@ -1,9 +1,9 @@
-"""What a request has said so far, in token ids and in text, over all its passes.
+"""Records the token ids and text of a request across its passes, and joins them to one answer.
 
-A request that can't end where it began goes on elsewhere with everything so far as its prompt: as
-token ids, which are what the model saw. Text would be tokenised anew, differently, and would have
-to be squeezed through the chat template a second time. The client sees one answer: one id, one
-usage, no finish between.
+`migration.py` continues a request on another instance with the tokens so far as its prompt. It uses
+token ids because they are exactly what the model has seen: text could be tokenized differently, and
+would have to pass through the chat template a second time. The client sees one answer with one id,
+one usage and one finish reason.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from mooncake_proxy.flows.stream_forwarder import StreamForwarder
 from mooncake_proxy.http1.sse import split_events
 
 HALF_A_CHARACTER = "\ufffd"
-# Of events that wait for a whole character. Many more than one needs: then these tokens have no
-# text at all, as special ones, or a stop string may have begun.
+# Limit of events held back until their text is whole characters. A character needs far less; more
+# means that the tokens have no text (special tokens), or that an instance withholds the text
+# because a stop string may have started.
 MAX_HELD_BYTES = 64 * 1024
-# What reading an answer raises that is no OpenAI answer.
+# Raised by code that reads an answer, if that is no OpenAI answer.
 NO_ANSWER = (*UNREADABLE, TypeError, AttributeError, LookupError)
 
 
 class TokenRecord:
-    """Token ids and text of one request over all its passes.
+    """Token ids and text of one request across all its passes.
 
     Args:
-        endpoint: that the client has asked, whatever later passes ask instances for.
-        shows_ids: whether the client itself asked for token ids; else they are taken out again.
-        may_migrate: whether its stream goes on elsewhere where a decode instance is lost.
+        endpoint: the endpoint that the client called; later passes are always completions.
+        shows_ids: the client asked for token ids; otherwise they are removed from its events.
+        may_migrate: the stream may be migrated if its decode instance is lost.
     """
 
     def __init__(
@@ -44,34 +45,34 @@ class TokenRecord:
         self.may_migrate = may_migrate
         self.prompt: list[int] = []
         self.generated: list[int] = []
-        # The leading ones of `generated` that the client has, or whose text is whole. Behind them
-        # is half a character, or nothing that is shown: made again, they lose nothing, and a
-        # character stays whole.
+        # How many leading tokens of `generated` the client has, or whose text is whole characters.
+        # The tokens after them are part of an incomplete character or have no text: the next pass
+        # generates them again, so that no character is split.
         self.num_shown = 0
-        # Whether its last token has been given to the client.
+        # Whether the answer's last token has been delivered to the client.
         self.has_finished = False
-        # Of P's token, which a D that is told of it begins with, without its text.
+        # Token ids of P's token that D repeats at the start of its stream, without text.
         self._num_repeated = 0
-        # Of whole answers that were given back.
+        # Text and logprobs of non-streamed answers that were returned for recomputation.
         self._text = ""
         self._logprobs: dict[str, Any] = {}
-        # Characters of the answer so far, of those the ones that go with `num_shown`, and those of
-        # earlier passes: an instance counts the offsets of its tokens from its own beginning.
+        # Characters of the answer so far, those of the first `num_shown` tokens, and those of
+        # earlier passes. An instance counts text offsets from the start of its own output.
         self._num_chars = self._num_chars_shown = self._num_chars_before = 0
-        # Events whose tokens are no whole characters yet.
+        # Events held back because their tokens are not whole characters yet.
         self._held = b""
-        # What every chunk of the answer begins with; empty before the first one.
+        # Fields that are the same in every chunk of the answer; empty before the first one.
         self.chunk_head: dict[str, Any] = {}
         self.num_passes = 0
-        # Whether instances have each given a part of it: then no usage of theirs is the whole's.
+        # Whether several instances have generated parts of it: then no instance's usage is right.
         self.is_joined = False
-        # The client's limits of new tokens over all passes.
+        # The client's limits of new tokens, across all passes.
         self.limit: int | None = None
         self.min_tokens = 0
 
     @property
     def answer_id(self) -> str | None:
-        """The one id of all passes, once there is one."""
+        """The answer's id in all passes; None until the first chunk."""
         return self.chunk_head.get("id")
 
     def note_prefill(self, answer: CompletionResponse) -> None:
@@ -82,12 +83,15 @@ class TokenRecord:
     def take_first_token(
         self, answer: CompletionResponse, events: bytes, *, is_prompt: bool
     ) -> bytes:
-        """Note P's token, which goes to the client before D is asked; returns its events.
+        """Record P's token, which goes to the client before D is asked.
 
         Args:
-            answer: of P.
-            events: what they are without a record.
-            is_prompt: D gets the token as the end of its prompt, and does not begin with it.
+            answer: P's answer.
+            events: the events of that answer.
+            is_prompt: D gets the token as the end of its prompt, and does not repeat it.
+
+        Returns:
+            The events for the client.
         """
         token_ids = answer.choices[0].token_ids or []
         self.generated += token_ids
@@ -96,20 +100,29 @@ class TokenRecord:
         return b"".join(self.take_event(data) for _, data in split_events(events))
 
     def take_final_answer(self, events: bytes) -> bytes:
-        """Note P's token where it is the last one; returns the events of its answer, a whole
-        stream with token ids."""
+        """Record P's answer if its token is the last one.
+
+        Args:
+            events: a complete stream, with token ids.
+
+        Returns:
+            The events for the client.
+        """
         return b"".join(
             event if data == b"[DONE]" else self.take_event(data)
             for event, data in split_events(events)
         )
 
     def take_event(self, data: bytes, *, may_hold: bool = False) -> bytes:
-        """Note the token ids of a chunk; returns the event for the client, nothing if it has heard
-        that.
+        """Record the token ids of a chunk.
 
         Args:
-            may_hold: keep an event whose tokens are half a character until that is whole: the next
-                pass would make those tokens again, and the client would see them twice.
+            data: the chunk, as JSON.
+            may_hold: hold an event back while its tokens are an incomplete character. The next pass
+                would generate those tokens again, and the client would see them twice.
+
+        Returns:
+            The events for the client; empty if they are held back, or only repeat the role.
         """
         chunk = msgspec.json.decode(data)
         if self.chunk_head and chunk.get("choices") and only_begins(chunk["choices"][0]):
@@ -129,21 +142,26 @@ class TokenRecord:
         return b"" if is_held else self.release()
 
     def release(self) -> bytes:
-        """What was kept, where no more comes and no next pass makes it again."""
+        """Return the events held back, if no later event and no later pass will replace them."""
         events, self._held = self._held, b""
         return events
 
     def _take_chunk_choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> bool:
-        """Note what it says; whether that is no whole character, and the answer goes on."""
+        """Record a choice of a chunk.
+
+        Returns:
+            True if its text is an incomplete character and the answer continues: the event should
+            be held back.
+        """
         num_before = len(self.generated)
         self._take_choice(chunk, choice)
         delta = choice.get("delta") or {}
         is_whole = self._note_text(choice.get("text") or delta.get("content") or "")
-        # what a parser has made of the text can't be told from the text's beginning
+        # The output of a parser (reasoning, tool calls) can't be continued from the text so far.
         is_parsed = any(v for k, v in delta.items() if k not in ("role", "content"))
         self.may_migrate &= not is_parsed
         is_given_back = choice.get("stop_reason") == "recomputed"
-        if is_given_back:  # the answer goes on elsewhere
+        if is_given_back:  # the answer continues elsewhere
             choice["finish_reason"] = choice["stop_reason"] = None
         has_ended = choice.get("finish_reason") is not None
         self.has_finished |= has_ended
@@ -151,7 +169,14 @@ class TokenRecord:
         return not (is_whole or is_parsed or has_ended or says_nothing)
 
     def take_answer(self, body: bytes, instance: str) -> bytes:
-        """The same for a whole answer; Recomputed when D gave the request back."""
+        """Record a non-streamed answer.
+
+        Returns:
+            The whole answer for the client, across all passes.
+
+        Raises:
+            Recomputed: D returned the request for recomputation.
+        """
         try:
             answer = msgspec.json.decode(body)
             [choice] = answer["choices"]
@@ -169,7 +194,7 @@ class TokenRecord:
                 self._logprobs = choice.get("logprobs") or {}
             raise Recomputed(instance, "gave the request back for recomputation")
         if self._logprobs and not choice.get("logprobs"):
-            choice["logprobs"] = self._logprobs  # the last pass had no token to say
+            choice["logprobs"] = self._logprobs  # the last pass generated no tokens
         text = self._text + (piece or "")
         if self.endpoint is OpenAIEndpoint.CHAT:
             choice.pop("text", None)
@@ -182,7 +207,7 @@ class TokenRecord:
         return encode(answer)
 
     def begin_next_pass(self) -> None:
-        """Forget the tokens that are not shown: the next pass makes them again."""
+        """Drop the tokens that the client has not seen: the next pass generates them again."""
         self.num_passes += 1
         self.is_joined = True
         self._num_repeated = 0
@@ -191,7 +216,7 @@ class TokenRecord:
         del self.generated[self.num_shown :]
 
     def closing_events(self, *, includes_usage: bool) -> bytes:
-        """The end of a stream whose last token is out."""
+        """The events that end a stream whose last token has been delivered."""
         if not includes_usage:
             return DONE
         usage: dict[str, Any] = {}
@@ -212,12 +237,12 @@ class TokenRecord:
         if self.num_passes and choice.get("logprobs"):
             self._join_logprobs(choice["logprobs"])
         for part in (answer, choice):
-            # a later pass has what was generated before in its prompt
+            # the prompt of a later pass includes tokens generated before
             if part.pop("prompt_token_ids", None) and self.shows_ids:
                 part["prompt_token_ids"] = self.prompt
 
     def _note_text(self, piece: str) -> bool:
-        """Whether it ends with a whole character, and all tokens so far are shown with it."""
+        """Whether `piece` ends with a whole character; if so, all tokens so far count as shown."""
         self._num_chars += len(piece)
         is_whole = bool(piece) and not piece.endswith(HALF_A_CHARACTER)
         if is_whole:
@@ -228,8 +253,8 @@ class TokenRecord:
         self.num_shown, self._num_chars_shown = len(self.generated), self._num_chars
 
     def _join_logprobs(self, logprobs: dict[str, Any]) -> None:
-        """Of a later pass of a completion: behind those of the answers that were given back, with
-        offsets in the whole text."""
+        """Append the logprobs of a completion's later pass to those of earlier passes, with text
+        offsets relative to the whole answer."""
         num_chars = self._num_chars_before
         offsets = logprobs.get("text_offset") or []
         logprobs["text_offset"] = [num_chars + offset for offset in offsets]
@@ -238,7 +263,11 @@ class TokenRecord:
                 logprobs[name] = earlier + logprobs[name]
 
     def _normalize(self, answer: dict[str, Any], chat_object: str) -> None:
-        """Make all passes one answer: the first id, the endpoint's own form, the total usage."""
+        """Make all passes look like one answer.
+
+        Chunks and answers get the first pass's id, the format of the client's endpoint and the
+        total usage.
+        """
         answer["id"] = self.answer_id
         if self.endpoint is OpenAIEndpoint.CHAT and answer.get("object") == "text_completion":
             answer["object"] = chat_object
@@ -256,7 +285,7 @@ class TokenRecord:
 
 
 class RecordingForwarder(StreamForwarder):
-    """Reads every event for its token ids; only for requests that may have several passes."""
+    """Records the token ids of every event. Used only for requests that may have several passes."""
 
     __slots__ = ("_record",)
 
@@ -281,13 +310,13 @@ class RecordingForwarder(StreamForwarder):
         if not data:
             return event
         try:
-            # One that commits the request to an instance goes out: until then another may begin.
+            # The event that commits the request is never held back: another D could take over.
             return self._record.take_event(data, may_hold=self._context.is_committed)
         except NO_ANSWER as exc:
             raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
 
     def _forward_last(self, data: bytes) -> None:
-        """It may still carry text, and tokens."""
+        """Forward the last event: it may still carry text and tokens."""
         try:
             event = self._record.take_event(data, may_hold=True)
         except NO_ANSWER as exc:
@@ -297,7 +326,7 @@ class RecordingForwarder(StreamForwarder):
 
 
 def only_begins(choice: dict[str, Any]) -> bool:
-    """Whether a chat chunk only says who speaks."""
+    """Whether a chat chunk carries nothing but the role."""
     delta = choice.get("delta") or {}
     says_more = any(value for name, value in delta.items() if name != "role")
     is_more = says_more or choice.get("finish_reason") or choice.get("token_ids")
