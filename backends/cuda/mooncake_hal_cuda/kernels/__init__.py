@@ -1,7 +1,7 @@
-"""Triton kernels, a file per family, and what several of them share.
+"""Triton kernels, a file per family, and the parts that they share.
 
 Importing them needs triton, but neither a driver nor a device.
 
-Numbers that change from call to call carry ``do_not_specialize``: Triton would otherwise compile
-the kernel anew for 1 and for multiples of 16.
+Integer parameters that change from call to call are marked ``do_not_specialize``: Triton would
+otherwise recompile the kernel for 1 and for multiples of 16.
 """

@@ -1,4 +1,4 @@
-"""What attention kernels share: a program's rows, the running softmax, splits of a context."""
+"""Parts shared by the attention kernels: the rows of a program, online softmax, context splits."""
 
 import triton
 import triton.language as tl
@@ -8,17 +8,20 @@ import triton.language as tl
 def rows_of(
     query_start,
     context_lens,
-    first,  # of the sequences that the launch is about
+    first,  # the launch's first sequence
     sequence,
     row_block,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Row r of a sequence is head ``r % GROUP`` of its new token ``r // GROUP``.
+    """Locate the rows of a row block: row r of a sequence is head ``r % GROUP`` of its new token
+    ``r // GROUP``.
 
-    Returns of each row [ROWS] whether there is one, its token among the launch's, its head in the
-    group and its position in the context; then the context's length, how much of it all rows see,
-    and how much any of them: 0 if the block has no row.
+    Returns:
+        For each row, [ROWS]: whether it exists, its token's index among the launch's tokens, its
+        head within the group, and its position in the context. Then three lengths: of the context,
+        of its beginning that all rows see, and of its beginning that any row sees, which is 0 if
+        the block has no rows.
     """
     begin = tl.load(query_start + sequence)
     new_tokens = tl.load(query_start + sequence + 1) - begin
@@ -28,7 +31,7 @@ def rows_of(
     tokens = before + rows // GROUP
     is_row = rows < new_tokens * GROUP
     old = context - new_tokens
-    common = old + (row_block * ROWS) // GROUP + 1  # what the first row sees
+    common = old + (row_block * ROWS) // GROUP + 1  # the tokens that the first row sees
     seen = tl.minimum(context, old + ((row_block + 1) * ROWS - 1) // GROUP + 1)
     seen = tl.where(row_block * ROWS < new_tokens * GROUP, seen, 0)
     return is_row, tokens, rows % GROUP, old + rows // GROUP, context, common, seen
@@ -36,13 +39,14 @@ def rows_of(
 
 @triton.jit
 def row_offsets(tokens, heads, strides):
-    """Where rows begin in a tensor [tokens, heads, dim]: [ROWS, 1] int64."""
+    """Offsets of rows in a tensor [tokens, heads, dim]: [ROWS, 1] int64."""
     return tokens.to(tl.int64)[:, None] * strides[0] + heads[:, None] * strides[1]
 
 
 @triton.jit
 def load_rows(source, is_row, tokens, heads, strides, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """Rows of a tensor [tokens, heads, DIM], zeros where there is none: [ROWS, DIM_PADDED]."""
+    """Load rows of a tensor [tokens, heads, DIM], zeros for rows that don't exist:
+    [ROWS, DIM_PADDED]."""
     dims = tl.arange(0, DIM_PADDED)[None, :]
     mask = is_row[:, None] & (dims < DIM)
     return tl.load(source + row_offsets(tokens, heads, strides) + dims, mask=mask, other=0.0)
@@ -50,15 +54,15 @@ def load_rows(source, is_row, tokens, heads, strides, DIM: tl.constexpr, DIM_PAD
 
 @triton.jit
 def store_rows(
-    out,  # of rows, DIM wide and dense; where row 0 of ``rows`` is
-    running,  # of the softmax, done
-    rows,  # [ROWS]: which rows they are
+    out,  # rows of DIM elements, dense; the address of row 0
+    running,  # final state of the online softmax
+    rows,  # [ROWS] row numbers, relative to ``out``
     is_row,
     value_scale,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    """Store the rows' results."""
+    """Store the results of rows."""
     sums, _, total = running
     result = sums * (value_scale / total)[:, None]
     dims = tl.arange(0, DIM_PADDED)
@@ -69,26 +73,27 @@ def store_rows(
 
 @triton.jit
 def store_weights(
-    weights,  # of splits: float32, one of each row; where that of row 0 is
-    running,  # of the softmax, done
-    rows,  # [ROWS]: which rows they are
+    weights,  # float32, one per row of a split; the address of row 0's
+    running,  # final state of the online softmax
+    rows,  # [ROWS] row numbers, relative to ``weights``
     is_row,
 ):
-    """Store what a split's results count when they are merged: log2 of its sum of exponentials."""
+    """Store the merge weights of a split's rows: log2 of each row's sum of exponentials."""
     _, top, total = running
     tl.store(weights + rows, top + tl.log2(total), mask=is_row)
 
 
 @triton.jit
 def empty_softmax(ROWS: tl.constexpr, DIM: tl.constexpr):
-    """The running softmax of no tokens: weighted sums of values, largest score, sum of weights."""
+    """The initial state of the online softmax: weighted sums of values, largest score, sum of
+    weights."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     return tl.zeros([ROWS, DIM], tl.float32), top, tl.zeros([ROWS], tl.float32)
 
 
 @triton.jit
 def update_softmax(scores, v, running, PRECISION: tl.constexpr):
-    """Take some more tokens into a running softmax."""
+    """Add tokens to the state of the online softmax."""
     sums, top, total = running
     new_top = tl.maximum(top, tl.max(scores, 1))
     shares = tl.exp2(scores - new_top[:, None])
@@ -101,10 +106,10 @@ def update_softmax(scores, v, running, PRECISION: tl.constexpr):
 
 @triton.jit
 def split_tokens(context, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, TOKENS: tl.constexpr):
-    """Tokens of every split but the last: a multiple of TOKENS.
+    """The length of every split but the last, in tokens: a multiple of TOKENS.
 
-    It depends on the sequence's own context alone, so that the order of its sums, and with it its
-    result to the bit, does not depend on the others of its batch.
+    It depends only on the sequence's own context. The order of the sequence's sums, and therefore
+    every bit of its result, does not depend on the rest of its batch.
     """
     splits = tl.maximum(tl.minimum(tl.cdiv(context, MIN_SPLIT), MAX_SPLITS), 1)
     return tl.cdiv(tl.cdiv(context, splits), TOKENS) * TOKENS
@@ -112,20 +117,20 @@ def split_tokens(context, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, TOK
 
 @triton.jit
 def has_one_split(context, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Whether a context is not cut, so that there is nothing to merge."""
+    """Whether a context has a single split, so that nothing has to be merged."""
     return (context <= MIN_SPLIT) | (MAX_SPLITS == 1)
 
 
 @triton.jit
 def split_plan(
     context,
-    seen,  # by the rows in question
+    seen,  # number of tokens that the program's rows see
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """(tokens of a split, how many splits there are); none if no row sees anything."""
+    """(tokens per split, number of splits); no splits if no row sees a token."""
     share = seen
     if IS_SPLIT:
         share = split_tokens(context, MIN_SPLIT, MAX_SPLITS, TOKENS)
@@ -134,24 +139,26 @@ def split_plan(
 
 @triton.jit
 def splits_each(
-    count,  # of splits
-    programs,  # that share them
-    least,  # that one takes, if there are so many
+    count,  # number of splits
+    programs,  # number of programs that share them
+    least,  # least number of splits per program
 ):
-    """Splits of a program, which lie behind each other; the last that has any may have fewer."""
+    """The number of consecutive splits per program; the last program with splits may have fewer."""
     return tl.maximum(tl.cdiv(count, programs), least)
 
 
 @triton.jit
 def is_last_to_arrive(
-    arrivals,  # int32, 0 before the first of them and behind the last
-    programs,  # that share some rows, and all come here
+    arrivals,  # int32 counter, 0 before the first arrival and after the last
+    programs,  # number of programs that share the rows; each of them calls this once
 ):
-    """Whether all others have come. Their stores, and this program's, are read right from here on.
+    """Whether this program is the last one to arrive; if so, the stores of all of them are visible
+    to it.
 
-    What a program's threads have stored is behind a barrier when one of them counts the program in,
-    which releases it; who finds the others counted has acquired what each of them released, and
-    tells its threads at a barrier. So it is in causality order (PTX ISA, memory consistency model).
+    A barrier precedes the atomic addition, so that the addition releases the stores of all threads
+    of the program. The addition that finds all others counted acquires what each of them released,
+    and a second barrier orders it before the reads of the program's other threads. The stores
+    therefore precede the reads in causality order (PTX ISA, memory consistency model).
     """
     tl.debug_barrier()
     arrived = programs - 1
@@ -166,20 +173,20 @@ def is_last_to_arrive(
 
 @triton.jit
 def merge_rows(
-    out,  # of rows, DIM wide and dense; where row 0 is
-    parts,  # float32, of the first split; where row 0 is. The next split is HEADS rows on
-    weights,  # the same
-    count,  # of splits
-    is_row,  # [ROWS], of rows behind each other
+    out,  # rows of DIM elements, dense; the address of row 0
+    parts,  # float32; the address of row 0 of the first split. The next split is HEADS rows later
+    weights,  # float32, in the same order
+    count,  # number of splits
+    is_row,  # [ROWS], for consecutive rows
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Merge the splits of some rows, in their order, and store the results.
+    """Merge the splits of some rows, in order, and store the results.
 
-    By a running softmax again: with the largest weight known beforehand, Triton has threads tell
-    each other the shares of every split, and waits for them in between.
+    This is an online softmax as well. If the largest weight were computed first, Triton would
+    exchange the shares of every split between threads, with a wait for each.
     """
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIM_PADDED)
     mask = is_row[:, None] & (dims < DIM)[None, :]
@@ -211,7 +218,10 @@ def merge_splits(
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """One program: one head of one sequence; one split is no part, but there already."""
+    """Merge the splits of decodes. One program: one head of one sequence.
+
+    A context with a single split needs no merge: its result is already in ``out``.
+    """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     context = tl.load(context_lens + sequence)

@@ -1,4 +1,4 @@
-"""Copies without arithmetic: whole KV blocks, and pieces of memory by their addresses."""
+"""Copy kernels: whole KV blocks, and pieces of memory by address."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def move_blocks(
     target_block_stride,
     target_token_stride,
     target_head_stride,
-    HAS_SOURCE_IDS: tl.constexpr,  # else block i lies at i
+    HAS_SOURCE_IDS: tl.constexpr,  # otherwise block i is at index i
     HAS_TARGET_IDS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -24,7 +24,7 @@ def move_blocks(
     DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program: ROWS rows of one block, a row being one head of one token."""
+    """One program: ROWS rows of one block. A row is one head of one token."""
     old = tl.program_id(0).to(tl.int64)
     new = old
     if HAS_TARGET_IDS:
@@ -46,14 +46,15 @@ def copy_spans(
     sources,  # [spans] int64 addresses
     targets,  # [spans] int64 addresses
     sizes,  # [spans] int64, in words
-    first_chunks,  # [spans] int64, chunks of the spans before each one
-    chunk_spans,  # [chunks] int32, whose chunk it is
+    first_chunks,  # [spans] int64, index of each span's first chunk
+    chunk_spans,  # [chunks] int32, the span of each chunk
     num_chunks,
     WORD: tl.constexpr,  # bytes: 8 if all addresses and sizes are multiples of 16, else 1
     CHUNK: tl.constexpr,  # words per chunk
     WIDTH: tl.constexpr,  # words in flight per program
 ):
-    """Programs take chunks in turn, so that few of them, on few processors, can move a lot."""
+    """Copy all spans. Programs take chunks in turn, so that a few programs, which occupy few
+    processors, can copy any amount."""
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
         span = tl.load(chunk_spans + chunk)
         begin = (chunk - tl.load(first_chunks + span)) * CHUNK
@@ -63,7 +64,7 @@ def copy_spans(
         if WORD == 8:
             old = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
             new = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
-            # else the mask could end between two words, and accesses would be of 8 bytes
+            # otherwise the mask could end within 16 bytes, and accesses would have 8 bytes
             stop = tl.multiple_of(stop, 2)
         else:
             old = source.to(tl.pointer_type(tl.int8))

@@ -1,4 +1,4 @@
-"""fp8 (e4m3) linear layers and experts: rows quantised on the way in, and the products."""
+"""Kernels of fp8 (e4m3) linear layers and experts: quantisation of activations, and products."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ _TINY = tl.constexpr(1e-12)
 @triton.jit
 def quantise_rows(
     out,  # [rows, DIM] e4m3, dense
-    scales,  # [rows] float32; written
+    scales,  # [rows] float32, output
     x,  # [rows, DIM], or gate then up if IS_GATED: [rows, 2 * DIM]
     input_scale,  # [] float32; read only if HAS_SCALE
     x_stride,
@@ -22,7 +22,7 @@ def quantise_rows(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One program: a row, by its largest element or by the scale that is given."""
+    """One program: a row, scaled by its largest element or by ``input_scale``."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, WIDTH)
     x += row * x_stride
@@ -46,15 +46,15 @@ def quantise_rows(
 @triton.jit
 def quantise_blocks(
     out,  # [rows, DIM] e4m3, dense
-    scales,  # [rows, ceil(DIM / BLOCK)] float32, dense; written
+    scales,  # [rows, ceil(DIM / BLOCK)] float32, dense, output
     x,  # [rows, DIM], or gate then up if IS_GATED: [rows, 2 * DIM]
     x_stride,
     IS_GATED: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,  # blocks of a program
+    GROUPS: tl.constexpr,  # blocks per program
 ):
-    """One program: some blocks of a row, each by its largest element."""
+    """One program: GROUPS blocks of a row, each scaled by its largest element."""
     row = tl.program_id(0).to(tl.int64)
     blocks: tl.constexpr = (DIM + BLOCK - 1) // BLOCK
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -70,7 +70,7 @@ def quantise_blocks(
 
 @triton.jit
 def _load(x, at, mask, DIM: tl.constexpr, IS_GATED: tl.constexpr):
-    """Elements of a row in float32; of a gated one ``silu(gate) * up``."""
+    """Load elements of a row as float32; of a gated row, ``silu(gate) * up``."""
     values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if IS_GATED:
         values = silu(values) * tl.load(x + DIM + at, mask=mask, other=0.0).to(tl.float32)
@@ -79,9 +79,12 @@ def _load(x, at, mask, DIM: tl.constexpr, IS_GATED: tl.constexpr):
 
 @triton.jit
 def _products(left, right, IS_EXACT: tl.constexpr):
-    """A block's, in float32. Of e4m3 Hopper's matrix units keep some 14 bits while they add up (the
-    DeepSeek-V3 report, 3.3.2). As bfloat16, in which every number of e4m3 is exact, they keep all,
-    at half of the speed."""
+    """The product of one block, in float32.
+
+    Hopper's matrix units keep only some 14 bits while they accumulate products of e4m3
+    (DeepSeek-V3 report, 3.3.2). With operands in bfloat16, which represents every e4m3 number
+    exactly, they keep all bits, at half the speed.
+    """
     if IS_EXACT:
         left, right = left.to(tl.bfloat16), right.to(tl.bfloat16)
     return tl.dot(left, right)
@@ -103,10 +106,13 @@ def fp8_block_matmul(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # at most BLOCK, and divides it
     BLOCK: tl.constexpr,  # columns of x, and rows and columns of the weight, that share a scale
-    GROUP: tl.constexpr,  # tiles of rows that run beside each other, to share weights in the cache
+    GROUP: tl.constexpr,  # row tiles that are scheduled next to each other, to share weights in L2
 ):
-    """One program: a tile of ROWS by COLUMNS; each block's products are scaled and added up in
-    float32, which makes up for most of what Hopper's matrix units leave out, see ``_products``."""
+    """One program: a tile of ROWS by COLUMNS.
+
+    The product of each block is scaled and accumulated in float32, which recovers most of the
+    precision that Hopper's matrix units lose; see ``_products``.
+    """
     blocks: tl.constexpr = (IN + BLOCK - 1) // BLOCK
     num_tiles = tl.cdiv(num_rows, ROWS)
     row_block, column_block = tiles_of_program(num_tiles, (OUT + COLUMNS - 1) // COLUMNS, GROUP)
@@ -139,14 +145,14 @@ def fp8_block_matmul(
 def fp8_grouped_matmul(
     out,  # [pairs, OUT] dense
     x,  # [pairs // PER_ROW, IN] e4m3, dense
-    x_scales,  # [pairs // PER_ROW, ceil(IN / BLOCK)] float32, dense; [pairs // PER_ROW] of rows
+    x_scales,  # float32 [pairs // PER_ROW, ceil(IN / BLOCK)] dense; of rows: [pairs // PER_ROW]
     weights,  # [experts, OUT, IN] e4m3, dense
-    weight_scales,  # [experts, ceil(OUT / BLOCK), ceil(IN / BLOCK)]; [experts, OUT] of rows
+    weight_scales,  # [experts, ceil(OUT / BLOCK), ceil(IN / BLOCK)]; of rows: [experts, OUT]
     order,
     tile_experts,
     tile_rows,
     num_tiles,
-    IS_BLOCKWISE: tl.constexpr,  # whether scales are of blocks; else of rows
+    IS_BLOCKWISE: tl.constexpr,  # whether the scales are of blocks; otherwise of rows
     IS_EXACT: tl.constexpr,
     IN: tl.constexpr,
     OUT: tl.constexpr,
@@ -156,8 +162,8 @@ def fp8_grouped_matmul(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One program: a tile of one expert's rows by COLUMNS columns. Each BLOCK's products are added
-    up in float32, see ``fp8_block_matmul``; scales of rows come at the end."""
+    """One program: a tile of one expert's rows by COLUMNS columns. Products of a BLOCK are summed
+    in float32, see ``fp8_block_matmul``; scales of rows are applied at the end."""
     blocks: tl.constexpr = (IN + BLOCK - 1) // BLOCK
     tile, column_block = tiles_of_program(num_tiles, (OUT + COLUMNS - 1) // COLUMNS, GROUP)
     expert = tl.load(tile_experts + tile).to(tl.int64)

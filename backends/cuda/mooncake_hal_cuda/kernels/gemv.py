@@ -1,13 +1,17 @@
-"""A linear layer of one row, which is a lone stream's decode step: our kernel, in place of cuBLAS.
+"""Linear layers of a single row by our own kernel instead of cuBLAS.
 
-Reading weights is all that matters there, and a step has a hundred such layers behind each other.
-Each begins with a few microseconds until its first weights are there. Ours is launched while the
-kernel before it still runs (CUDA Programming Guide, programmatic dependent launch): it asks for its
-first weights, and only then waits for what is before it. So the kernel right before it must not
-have written them, as none of a step does: what a kernel that allows no early launch wrote may not
-be there yet, either. What earlier ones wrote is: none but this kernel begins before others end.
-On an H200 the layers of an 8 B model read 4.1 TB/s so, 3.9 without, and 3.7 by cuBLAS. Of two rows
-it was slower.
+They occur in decode steps of a single request. Such a layer is bound by reading its weights, and a
+step runs about a hundred of them in sequence.
+Each takes a few microseconds until its first weights have arrived. This kernel hides that latency:
+it is launched while its predecessor still runs (CUDA Programming Guide, programmatic dependent
+launch), issues the loads of its first weights, and only then waits for the predecessor.
+
+The predecessor must therefore not have written the weights, even if it does not allow early
+launches itself: its stores may not be visible yet. No kernel of a step writes weights. Stores of
+earlier kernels are visible, because no kernel but this one starts before its predecessor has ended.
+
+On an H200, the layers of an 8 B model read their weights at 4.1 TB/s this way, at 3.9 TB/s without
+early launches, and at 3.7 TB/s with cuBLAS. With two rows, the kernel was slower than cuBLAS.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ from torch import Tensor
 from mooncake_hal_cuda.launch_tuning import Tuning, power_of_two
 
 COLUMNS, DEPTH = 2, 1024
-"""Of a weight, to a program: of the tiles that were tried on an H200 the fastest."""
+"""A program's tile of the weight: the fastest of the tiles that were tried on an H200."""
 _MOST_WEIGHT_BYTES = 256 << 20
-"""Larger ones, as of a vocabulary, keep a device busy for so long that cuBLAS is as fast."""
+"""Larger weights, such as a vocabulary's, take so long to read that cuBLAS is as fast."""
 
 
 @triton.jit
@@ -34,10 +38,10 @@ def gemv(
     HAS_BIAS: tl.constexpr,
     IN: tl.constexpr,
     OUT: tl.constexpr,
-    COLUMNS: tl.constexpr,  # of the result, to a program
+    COLUMNS: tl.constexpr,  # elements of the result per program
     DEPTH: tl.constexpr,
 ):
-    """One program: some elements of the result. Launched early, see above."""
+    """One program: COLUMNS elements of the result. It is launched early; see the module."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < OUT
     depths = tl.arange(0, DEPTH)
@@ -60,8 +64,11 @@ def gemv(
 
 
 def is_faster(x: Tensor, weight: Tensor, bias: Tensor | None, tuning: Tuning) -> bool:
-    """Whether ``multiply_row`` is for this layer: where it was measured to be. What does not fit
-    together is left to torch, which says so: the kernel would read what lies behind x."""
+    """Whether ``multiply_row`` is faster than torch for this layer, where it was measured.
+
+    Operands whose shapes or types don't match are left to torch, which raises an error: the kernel
+    would read beyond the end of x.
+    """
     return (
         tuning.has_early_launches
         and x.dim() == 2
@@ -77,7 +84,7 @@ def is_faster(x: Tensor, weight: Tensor, bias: Tensor | None, tuning: Tuning) ->
 
 
 def multiply_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``linear`` of a single row: [1, out]."""
+    """Compute ``linear`` of a single row; returns [1, out]."""
     fan_out, fan_in = weight.shape
     out = torch.empty((1, fan_out), dtype=x.dtype, device=x.device)
     gemv[(-(-fan_out // COLUMNS),)](

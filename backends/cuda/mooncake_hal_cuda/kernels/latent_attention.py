@@ -1,10 +1,10 @@
 """Causal attention over paged latents, in the absorbed form of DeepSeek-V2 (arXiv 2405.04434).
 
-All heads share the keys (latent and rope together) and the values (the latent again): the heads
-of a sequence's new tokens are rows of one matrix, row r being head ``r % HEADS`` of token
-``r // HEADS``. A latent is read once, for its score and for its share of the sum.
+All heads share the keys (latent and rope together) and the values (the latent again), so the heads
+of a sequence's new tokens are rows of one matrix: row r is head ``r % HEADS`` of token
+``r // HEADS``. A latent is read once and used as key and as value.
 
-Half of the kernel's lines are its arguments, which a launch has to name one by one.
+Half of the kernel's lines are its parameters, each of which Triton needs by name.
 """
 
 import triton
@@ -27,22 +27,22 @@ from mooncake_hal_cuda.kernels.paged_cache import clamped_token_offsets
 @triton.jit(do_not_specialize=["first", "splits", "programs", "table_stride"])
 def latent_attention(
     out,  # [tokens, HEADS, LATENT] dense
-    parts,  # of splits: float32 [tokens, splits, HEADS, LATENT] dense; none of a context's only one
-    weights,  # of splits: float32 [tokens, splits, HEADS], log2 of each one's sum of exponentials
+    parts,  # float32 [tokens, splits, HEADS, LATENT] dense: results of splits, unless there is one
+    weights,  # float32 [tokens, splits, HEADS]: log2 of each split's sum of exponentials
     query,  # [tokens, HEADS, LATENT + ROPE]
     latent_cache,
     rope_cache,
     block_tables,
     context_lens,
     query_start,
-    first,  # of the sequences that this launch is about
+    first,  # the launch's first sequence
     table_stride,
-    scale,  # with log2(e) and the latents' own
-    splits,  # that the partial results have room for
-    programs,  # per row block; each takes one split in so many
+    scale,  # of the scores, times log2(e) and the latents' KV scale
+    splits,  # capacity of ``parts`` and ``weights``, in splits per token
+    programs,  # programs per row block; program i computes splits i, i + programs, ...
     latent_scale,
-    query_strides,  # of tokens and heads
-    strides,  # of blocks and tokens in the latents, and of both in the rope rows
+    query_strides,  # (token, head)
+    strides,  # (block, token) of the latents, then (block, token) of the rope rows
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
     LATENT_PADDED: tl.constexpr,
@@ -56,9 +56,9 @@ def latent_attention(
     MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: some rows of one sequence, over all it sees or some splits of it.
+    """One program: some rows of one sequence, over their whole context or over some of its splits.
 
-    Row blocks of a split are neighbours: what one reads, the next one finds in the L2 cache.
+    The programs of one split's row blocks are neighbours, so that they share its latents in L2.
     """
     row_blocks = tl.num_programs(0) // programs
     row_block, turn = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
@@ -75,7 +75,7 @@ def latent_attention(
     caches = (latent_cache, rope_cache)
     if IS_SPLIT:
         for split in tl.range(turn, count, programs, disable_licm=True):
-            context = tl.load(context_lens + sequence)  # anew, see _store
+            context = tl.load(context_lens + sequence)  # reloaded to save registers, see _store
             share = split_tokens(context, MIN_SPLIT, MAX_SPLITS, TOKENS)
             running = _attend_range(
                 (q, q_rope), positions, context, scale, caches, strides, table, split * share,
@@ -110,7 +110,7 @@ def _store(
     row_block,
     splits,
     split,
-    is_whole,  # nothing to merge
+    is_whole,  # whether the context has a single split
     latent_scale,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
@@ -118,14 +118,14 @@ def _store(
     ROWS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Store a row block's results, of all its tokens or of a split.
+    """Store a row block's results, for the whole context or for one split.
 
-    Where they go is read and computed anew for each split: kept over its loop, it would take the
-    last registers.
+    The addresses are recomputed for each split: kept across its loop, they would take the last
+    registers.
     """
     begin = tl.load(query_start + sequence)
     rows = tl.arange(0, ROWS)
-    if HEADS % ROWS == 0:  # a block has all of its rows, or none and nothing to do
+    if HEADS % ROWS == 0:  # a block has all of its rows, or none and no splits
         is_row = tl.full([ROWS], True, tl.int1)
     else:
         heads = (tl.load(query_start + sequence + 1) - begin) * HEADS
@@ -142,9 +142,9 @@ def _store(
 
 @triton.jit
 def _attend_range(
-    queries,  # what meets the latents, and what meets the rope rows
+    queries,  # (queries for the latents, queries for the rope rows)
     positions,
-    common,  # tokens that all rows see
+    common,  # number of leading tokens that all rows see
     scale,
     caches,
     strides,
@@ -158,7 +158,10 @@ def _attend_range(
     PRECISION: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):
-    """The rows' softmax over the tokens [start, stop); not IS_CAUSAL, every row sees them all."""
+    """The rows' online softmax over the tokens [start, stop).
+
+    Without IS_CAUSAL, every row sees all of these tokens.
+    """
     running = empty_softmax(queries[0].shape[0], queries[0].shape[1])
     for begin in range(start, stop, TOKENS):
         running = _attend(
@@ -187,16 +190,17 @@ def _attend(
     PRECISION: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):
-    """Take TOKENS tokens from ``begin`` on into the rows' running softmax.
+    """Add TOKENS tokens from ``begin`` on to the rows' online softmax.
 
-    Loads have no mask for tokens, whose predicates would take the last registers: beyond ``stop``
-    the last token is read again, and not counted.
+    Loads have no mask for tokens, whose predicates would take the last registers. Beyond ``stop``
+    the last token is read again, and its score is masked.
 
-    Scores are two products, masked behind a branch, for a reason: where Triton sees that one
-    product feeds another one, it has every group of four warps make all of it. It does not look
-    past a branch, so the groups halve the scores between them. And latents of a narrower type are
-    read twice, the second time from the cache: widened for two products, one tile would come
-    through registers.
+    The scores are two products, and masking them is behind a branch, for a reason: where Triton
+    sees that one product feeds another one, every group of four warps computes all of the first. It
+    does not look past a branch, so that here two groups compute half of the scores each.
+
+    Latents of a narrower type are loaded twice, the second time from the L1 or L2 cache: a tile
+    that is widened once for both products would pass through registers.
     """
     q, q_rope = queries
     latent_at, rope_at = clamped_token_offsets(table, begin, stop, strides, BLOCK_SIZE, TOKENS)
@@ -209,7 +213,7 @@ def _attend(
     else:
         values = tl.load(values_at, mask=(dims < LATENT)[None, :], other=0.0)
     if values.dtype == q.dtype:
-        keys = tl.trans(values)  # the same tile
+        keys = tl.trans(values)  # the same tile in shared memory
     elif q.shape[1] == LATENT:
         keys = tl.load(keys_at)
     else:

@@ -1,4 +1,4 @@
-"""Mixture of experts: pairs sorted by expert, the grouped product, and the weighted sum."""
+"""Mixture-of-experts kernels: sort pairs by expert, grouped product, weighted sum."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ def count_pairs(
     num_pairs,
     WIDTH: tl.constexpr,
 ):
-    """One program: how many pairs chose one expert."""
+    """One program: count the pairs of one expert."""
     expert = tl.program_id(0)
     count = 0
     for begin in range(0, num_pairs, WIDTH):
@@ -23,9 +23,9 @@ def count_pairs(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def group_pairs(
-    order,  # [tiles * ROWS] int32, pairs of each expert from a tile's begin on; the rest is unset
-    tile_experts,  # [tiles] int32, filled with -1 before
-    tile_rows,  # [tiles] int32, how many rows of the tile are pairs
+    order,  # [tiles * ROWS] int32, each expert's pairs from a tile boundary on; the rest is unset
+    tile_experts,  # [tiles] int32, filled with -1 by the caller
+    tile_rows,  # [tiles] int32, number of pairs in each tile
     counts,
     expert_ids,
     num_pairs,
@@ -34,7 +34,7 @@ def group_pairs(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One program: the pairs of one expert, and the tiles that it fills."""
+    """One program: write the pairs of one expert, and the tiles that they fill."""
     expert = tl.program_id(0)
     others = tl.arange(0, EXPERTS_PADDED)
     before = tl.load(counts + others, mask=(others < expert) & (others < EXPERTS), other=0)
@@ -69,7 +69,7 @@ def grouped_matmul(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,  # tiles of rows that run beside each other, to share weights in the cache
+    GROUP: tl.constexpr,  # row tiles that are scheduled next to each other, to share weights in L2
     PRECISION: tl.constexpr,
 ):
     """One program: a tile of one expert's rows by COLUMNS columns."""
@@ -101,7 +101,7 @@ def grouped_matmul(
 
 @triton.jit
 def tiles_of_program(num_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """A program's tile of rows, of ``num_tiles``, and its tile of columns."""
+    """(row tile, column tile) of the current program; there are ``num_tiles`` row tiles."""
     per_group: tl.constexpr = GROUP * COLUMN_TILES
     first = tl.program_id(0) // per_group * GROUP
     height = tl.minimum(num_tiles - first, GROUP)
@@ -118,7 +118,7 @@ def combine_experts(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One program: WIDTH elements of one token."""
+    """One program: the weighted sum of WIDTH elements of one token."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_dim = dims < DIM

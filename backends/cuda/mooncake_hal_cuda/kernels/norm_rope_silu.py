@@ -1,4 +1,4 @@
-"""Per-token kernels of a layer: RMS norm, rotary positions, and the gate of the MLP."""
+"""Per-token kernels of a layer: RMS norm, rotary embedding, and the MLP's gate (SiLU and mul)."""
 
 import triton
 import triton.language as tl
@@ -11,13 +11,13 @@ def rms_norm(
     residual,  # [rows, DIM] dense; overwritten with the sum
     weight,
     eps,
-    inner,  # rows per step of ``outer_stride``
+    inner,  # rows per ``outer_stride``
     outer_stride,
     inner_stride,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    IS_AHEAD: tl.constexpr,  # of a kernel that may begin meanwhile, see ``kernels.gemv``
+    IS_AHEAD: tl.constexpr,  # whether the next kernel may be launched early, see ``kernels.gemv``
 ):
     """One program: one row. ``out`` may be ``x``."""
     if IS_AHEAD:
@@ -54,7 +54,7 @@ def rope(
     HALF_PADDED: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """One program: HEADS heads of one token, of the query's first and then of the key's."""
+    """One program: HEADS heads of one token. The first programs rotate queries, the rest keys."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     query_tiles: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
@@ -92,7 +92,7 @@ def rotate_heads(
     HALF_PADDED: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Rotate a tile of a token's heads, of which there are TOTAL, in place."""
+    """Rotate, in place, a tile of a token's TOTAL heads."""
     heads = tile * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, HALF_PADDED)[None, :]
     mask = (heads < TOTAL) & (dims < HALF)
@@ -126,6 +126,6 @@ def silu_mul(
 
 @triton.jit
 def silu(gate):
-    """Of float32, by the branch whose exponential can't overflow."""
+    """SiLU of float32, in the form whose exponential can't overflow."""
     small = tl.exp(-tl.abs(gate))
     return gate * (tl.where(gate >= 0, 1.0, small) / (1.0 + small))

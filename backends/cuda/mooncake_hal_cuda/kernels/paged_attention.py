@@ -1,10 +1,10 @@
-"""Causal attention with grouped heads over paged KV: decodes, prompts, and chunks of prompts.
+"""Causal grouped-head attention over paged KV: decodes, prompts, and chunks of prompts.
 
 The query heads of a group share keys and values, so they are rows of one matrix: row r of a
-sequence is head ``r % GROUP`` of its new token ``r // GROUP``. Softmax is carried along as in
+sequence is head ``r % GROUP`` of its new token ``r // GROUP``. Softmax is computed online as in
 FlashAttention-2 (Dao 2023, arXiv 2307.08691), in base 2.
 
-Half of the kernel's lines are its arguments, which a launch has to name one by one.
+Half of the kernel's lines are its parameters, each of which Triton needs by name.
 """
 
 import triton
@@ -28,50 +28,52 @@ from mooncake_hal_cuda.kernels.paged_cache import clamped_token_offsets, token_o
 @triton.jit(do_not_specialize=["first", "splits", "programs", "least", "table_stride"])
 def paged_attention(
     out,  # [tokens, heads, DIM], dense
-    parts,  # of splits: float32 [tokens, splits, heads, DIM], dense
-    weights,  # of splits: float32 [tokens, splits, heads], log2 of each one's sum of exponentials
-    arrivals,  # of splits: int32 [sequences, kv heads, row blocks], zeros before and after
+    parts,  # float32 [tokens, splits, heads, DIM], dense: partial results of splits
+    weights,  # float32 [tokens, splits, heads]: log2 of each split's sum of exponentials
+    arrivals,  # int32 [sequences, kv heads, row blocks]: counters, zeros before and after
     query,  # [tokens, heads, DIM]
     key_cache,
     value_cache,
     block_tables,
     context_lens,
     query_start,
-    first,  # of the sequences that this launch is about
+    first,  # the launch's first sequence
     table_stride,
-    scale,  # with log2(e) and the keys' own
-    splits,  # that the partial results have room for
-    programs,  # per row block; each takes some splits that lie behind each other
-    least,  # of which so many, if there are
+    scale,  # of the scores, times log2(e) and the keys' KV scale
+    splits,  # capacity of ``parts`` and ``weights``, in splits per token
+    programs,  # programs per row block; each computes consecutive splits
+    least,  # least number of splits per program
     value_scale,
-    query_strides,  # of tokens and heads
-    key_strides,  # of blocks, tokens and heads
-    value_strides,  # the same
+    query_strides,  # (token, head)
+    key_strides,  # (block, token, head)
+    value_strides,  # (block, token, head)
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,  # of ROWS as many as may be some, a power of two
+    MERGED_ROWS: tl.constexpr,  # rows of a decode's block that may exist, as a power of two
     TOKENS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
-    IS_AHEAD: tl.constexpr,  # of a kernel that may begin meanwhile, see ``kernels.gemv``
+    IS_AHEAD: tl.constexpr,  # whether the next kernel may be launched early, see ``kernels.gemv``
 ):
-    """One program: some rows of one sequence and kv head, over all it sees or some splits of it.
+    """One program: some rows of one sequence and KV head, over their whole context or over some of
+    its splits.
 
-    Of decodes, which begin with the first sequence and have one token each, the last program to be
-    done with its splits merges those of all. A launch of its own would follow in every layer.
+    Decodes begin with the batch's first sequence and have one token each. The last program of a row
+    block to finish merges the splits of all of them, which saves a merge launch in every layer.
     """
     if IS_AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
-    # the last rows see most, and begin first: else the longest programs would end the launch alone
+    # the last rows see most tokens and start first: otherwise the longest programs would run alone
+    # at the end of the launch
     row_block = (tl.num_programs(0) - 1 - tl.program_id(0)) // programs
     if IS_SPLIT and GROUP <= ROWS:
-        row_block = 0  # the only one, which the compiler has to be told
+        row_block = 0  # the only row block, which the compiler can't infer
     turn = tl.program_id(0) % programs
     kv_head, sequence = tl.program_id(1), first + tl.program_id(2)
     is_row, tokens, heads, positions, context, common, seen = rows_of(
@@ -88,7 +90,7 @@ def paged_attention(
     table = block_tables + sequence.to(tl.int64) * table_stride
     strides = (key_strides[0], key_strides[1], value_strides[0], value_strides[1])
     if IS_SPLIT:
-        # in one loop: a split that had its own would begin with empty buffers
+        # one loop over all splits: with a loop per split, each would begin with an empty pipeline
         running = empty_softmax(ROWS, DIM_PADDED)
         stop = tl.minimum(seen, (split + each) * share)
         for begin in tl.range(split * share, stop, TOKENS, disable_licm=True):
@@ -120,16 +122,16 @@ def paged_attention(
 
 @triton.jit
 def _store_split(
-    part,  # where the first of its rows is
-    weight,  # the same
-    running,  # of the softmax, done
-    num_heads,  # of which there are rows
+    part,  # address of the result of the split's first row
+    weight,  # address of the weight of the split's first row
+    running,  # final state of the online softmax
+    num_heads,  # number of heads from the first row on, each of which is a row
     value_scale,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Store a split's results. Which rows these are is computed anew; see ``_merge``."""
+    """Store a split's results. The rows are recomputed to save registers; see ``_merge``."""
     rows = tl.arange(0, ROWS)
     store_rows(part, running, rows, rows < num_heads, value_scale, DIM, DIM_PADDED)
     store_weights(weight, running, rows, rows < num_heads)
@@ -155,8 +157,11 @@ def _merge(
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Merge a row block's splits, if its other programs are done with theirs. What the caller knows
-    is computed anew: kept over its loop, it would take registers from that."""
+    """Merge a row block's splits if its other programs have finished.
+
+    Values that the caller has computed already are recomputed here: kept across the caller's loop,
+    they would take registers from it.
+    """
     kv_head, sequence = tl.program_id(1), tl.program_id(2)
     row_blocks = tl.num_programs(0) // programs
     row_block = (tl.num_programs(0) - 1 - tl.program_id(0)) // programs
@@ -165,7 +170,7 @@ def _merge(
     context = tl.load(context_lens + sequence)
     _, count = split_plan(context, context, MIN_SPLIT, MAX_SPLITS, TOKENS, True)
     counted = (sequence * tl.num_programs(1) + kv_head) * row_blocks + row_block
-    busy = tl.cdiv(count, splits_each(count, programs, least))  # programs that have splits
+    busy = tl.cdiv(count, splits_each(count, programs, least))  # number of programs with splits
     if is_last_to_arrive(arrivals + counted, busy):
         head = kv_head * GROUP + row_block * ROWS
         row = sequence.to(tl.int64) * HEADS + head
@@ -182,12 +187,12 @@ def _attend_range(
     q,
     positions,
     scale,
-    caches,  # of this kv head
+    caches,  # of this KV head
     strides,
     table,
     start,
     stop,
-    common,  # tokens that every row sees
+    common,  # number of leading tokens that every row sees
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -195,7 +200,7 @@ def _attend_range(
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The rows' softmax over the tokens [start, stop)."""
+    """The rows' online softmax over the tokens [start, stop)."""
     running = empty_softmax(ROWS, DIM_PADDED)
     whole = start + tl.maximum(tl.minimum(common, stop) - start, 0) // TOKENS * TOKENS
     for begin in range(start, whole, TOKENS):
@@ -216,7 +221,7 @@ def _attend(
     q,
     positions,
     scale,
-    caches,  # of this kv head
+    caches,  # of this KV head
     strides,
     table,
     begin,
@@ -229,9 +234,9 @@ def _attend(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take TOKENS tokens from ``begin`` on into the rows' running softmax.
+    """Add TOKENS tokens from ``begin`` on to the rows' online softmax.
 
-    Not MASKED, all of them are before ``stop`` and seen by every row.
+    Without MASKED, all of them must lie before ``stop`` and be seen by every row.
     """
     k_at, v_at = token_offsets(table, begin, stop, strides, BLOCK_SIZE, TOKENS, MASKED)
     dims = tl.arange(0, DIM_PADDED)
@@ -251,7 +256,7 @@ def _attend(
 
 @triton.jit
 def _attend_few(
-    q,  # of the sequence's last token, which sees all of it
+    q,  # queries of the sequence's last token, which sees the whole context
     scale,
     caches,
     strides,
@@ -265,7 +270,8 @@ def _attend_few(
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The same without a mask for tokens, which costs registers: see ``clamped_token_offsets``."""
+    """``_attend`` for a decode, without a load mask for tokens, which would cost registers; see
+    ``clamped_token_offsets``."""
     k_at, v_at = clamped_token_offsets(table, begin, stop, strides, BLOCK_SIZE, TOKENS)
     dims = tl.arange(0, DIM_PADDED)
     k_at = caches[0] + k_at[None, :] + dims[:, None]

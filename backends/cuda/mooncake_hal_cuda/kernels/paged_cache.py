@@ -1,4 +1,4 @@
-"""A paged cache of any strides: where a slot lies, and writes of keys, values and latents."""
+"""Paged caches of any strides: offsets of tokens, and kernels that write KV and latents."""
 
 import triton
 import triton.language as tl
@@ -11,13 +11,13 @@ def token_offsets(
     table,
     begin,
     stop,
-    strides,  # of blocks and tokens in the first plane, and of both in the second
+    strides,  # (block, token) of the first plane, then (block, token) of the second
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Offsets of TOKENS tokens from ``begin`` on in both planes: [TOKENS] int64 each."""
-    if BLOCK_SIZE % TOKENS == 0:  # all in one block
+    if BLOCK_SIZE % TOKENS == 0:  # all tokens are in one block
         block = tl.load(table + begin // BLOCK_SIZE).to(tl.int64)
         inside = begin % BLOCK_SIZE + tl.arange(0, TOKENS)
     else:
@@ -35,7 +35,8 @@ def token_offsets(
 def clamped_token_offsets(
     table, begin, stop, strides, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """The same; for those from ``stop`` on, which may never have been written, the last before."""
+    """``token_offsets``, with the offset of the last token before ``stop`` in place of later ones,
+    which may never have been written."""
     seen = tl.minimum(begin + tl.arange(0, TOKENS), stop - 1)
     if BLOCK_SIZE % TOKENS == 0:
         block = tl.load(table + begin // BLOCK_SIZE).to(tl.int64)
@@ -63,8 +64,8 @@ def write_kv(
     value_block_stride,
     value_slot_stride,
     value_cache_head_stride,
-    key_factor,  # one over the plane's scale; only for caches of a narrower type
-    value_factor,  # the same
+    key_factor,  # reciprocal of the keys' KV scale; used only for caches of a narrower type
+    value_factor,  # the same for values
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -115,7 +116,7 @@ def _copy(
 
 @triton.jit
 def to_cache_dtype(values, cache, factor):
-    """Values in the cache's type."""
+    """Convert values to the cache's type, scaled and clamped to its range if it is e4m3."""
     if cache.dtype.element_ty == tl.float8e4nv:
         values = tl.clamp(values.to(tl.float32) * factor, -448.0, 448.0).to(tl.float8e4nv)
     return values
@@ -123,7 +124,7 @@ def to_cache_dtype(values, cache, factor):
 
 @triton.jit
 def write_latents(
-    query,  # rotated in token_offsets
+    query,  # rotated in place
     compressed,  # [tokens, LATENT_DIM + 2 * HALF]
     weight,
     eps,
@@ -139,8 +140,8 @@ def write_latents(
     latent_slot_stride,
     rope_block_stride,
     rope_slot_stride,
-    latent_factor,  # one over the plane's scale; only for caches of a narrower type
-    rope_factor,  # the same
+    latent_factor,  # reciprocal of the latents' KV scale; used only for caches of a narrower type
+    rope_factor,  # the same for rope rows
     QUERY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     LATENT_DIM: tl.constexpr,
@@ -149,7 +150,8 @@ def write_latents(
     HALF_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program: HEADS heads of one token's query; the token's last one: its two rows."""
+    """One program: HEADS heads of one token's query. The token's last program: its latent and its
+    rope row."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     cos, sin = angles_at(cos_sin, tl.load(positions + token), HALF, HALF_PADDED)

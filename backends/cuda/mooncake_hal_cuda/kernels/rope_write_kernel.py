@@ -1,5 +1,5 @@
-"""What stands between a layer's projection and its attention, in one kernel: norms of queries and
-keys, rotation, and the write of keys and values into the paged cache.
+"""One kernel for everything between a layer's QKV projection and its attention: norms of queries
+and keys, rotation, and the write of keys and values to the paged cache.
 """
 
 import triton
@@ -11,7 +11,7 @@ from mooncake_hal_cuda.kernels.paged_cache import to_cache_dtype
 
 @triton.jit
 def rope_and_write_kv(
-    query,  # overwritten
+    query,  # normalised and rotated in place
     key,
     value,
     key_cache,
@@ -22,13 +22,13 @@ def rope_and_write_kv(
     positions,
     cos_sin,  # [max_positions, 2 * HALF] float32
     slot_mapping,
-    query_strides,  # of tokens and heads
-    key_strides,  # the same
-    value_strides,  # the same
-    key_cache_strides,  # of blocks, slots and heads
-    value_cache_strides,  # the same
-    key_factor,  # one over the plane's scale; only for caches of a narrower type
-    value_factor,  # the same
+    query_strides,  # (token, head)
+    key_strides,  # (token, head)
+    value_strides,  # (token, head)
+    key_cache_strides,  # (block, slot, head)
+    value_cache_strides,  # (block, slot, head)
+    key_factor,  # reciprocal of the keys' KV scale; used only for caches of a narrower type
+    value_factor,  # the same for values
     HAS_NORMS: tl.constexpr,
     QUERY_TILES: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
@@ -43,7 +43,7 @@ def rope_and_write_kv(
     VALUE_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program: a tile of heads of one token, of its queries first and then of its KV."""
+    """One program: a tile of heads of one token. The first programs have queries, the rest KV."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     cos, sin = angles_at(cos_sin, tl.load(positions + token), HALF, HALF_PADDED)
@@ -80,8 +80,8 @@ def _copy(source, target, factor, mask):
 
 @triton.jit
 def _norm_and_rotate(
-    source,  # [tile, 1], where each head begins
-    target,  # the same
+    source,  # [tile, 1], address of each head
+    target,  # [tile, 1], address of each head
     is_head,
     weight,
     eps,
@@ -89,7 +89,7 @@ def _norm_and_rotate(
     sin,
     factor,
     HAS_NORM: tl.constexpr,
-    MOVES_REST: tl.constexpr,  # what is not rotated, too
+    MOVES_REST: tl.constexpr,  # whether to store the elements that are not rotated
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     REST: tl.constexpr,
@@ -120,7 +120,7 @@ def _norm_and_rotate(
 
 @triton.jit
 def _scaled(values, inverse, weight, mask, source):
-    """Normed values, rounded as rows of ``source`` are."""
+    """Normalised values, rounded to the type of ``source``."""
     scaled = values * inverse * tl.load(weight, mask=mask, other=0.0).to(tl.float32)
     return scaled.to(source.dtype.element_ty).to(tl.float32)
 

@@ -1,40 +1,41 @@
-"""Draws a token per row of logits within top-k, top-p and min-p, without sorting.
+"""Samples a token per row of logits under top-k, top-p and min-p, without sorting.
 
-Every filter is a threshold on how far a logit is below its row's largest. Such a distance is no
-negative float, so its bits order as integers do. ``summarise_slices`` reads a row once and leaves
-the largest logit of every group of 64. Only groups whose largest is near enough can hold a
-candidate; ``sample_tokens`` lists those, in token order, and searches the thresholds among them.
-Where a filter tells no group apart, as in flat distributions, all are listed: the result is the
-same, and takes longer.
+Every filter is a threshold on a logit's distance below the largest logit of its row. A distance is
+a non-negative float, so its bits compare as integers do. ``summarise_slices`` reads each row once
+and stores the largest logit of every group of 64. A group can only contain a candidate if its
+largest logit is within the threshold: ``sample_tokens`` lists such groups, in token order, and
+searches for the exact thresholds among their logits. If a filter excludes no group, as with flat
+distributions, all groups are listed: the result is the same, but takes longer.
 """
 
 import triton
 import triton.language as tl
 
 GROUP = 64
-"""Logits of a group: 256 bytes, read as one or not at all."""
+"""Logits per group: 256 bytes, which are read together or not at all."""
 
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
 _QUADS: tl.constexpr = tl.constexpr(GROUP // 4)
 _SMALLEST_TEMPERATURE: tl.constexpr = tl.constexpr(1e-5)
 _FARTHEST: tl.constexpr = tl.constexpr(0x7F7FFFFF)
-"""The largest finite distance: what is masked is never drawn."""
+"""The bits of the largest finite distance: masked tokens, which are farther, are never sampled."""
 _EVEN_ROUNDS: tl.constexpr = tl.constexpr(5)
-"""Rounds of a search that cut distances evenly; those after them cut their bits."""
+"""Rounds in which a threshold search divides the interval of distances evenly; later rounds divide
+the interval of their bits."""
 
 
 @triton.jit
 def summarise_slices(
-    maxima,  # [rows, slices * GROUPS] float32, of each group
+    maxima,  # [rows, slices * GROUPS] float32, largest logit of each group
     slice_maxima,  # [rows, slices] float32
-    slice_masses,  # [rows, slices] float64, relative to the slice's largest
+    slice_masses,  # [rows, slices] float64, sums of weights relative to the slice's largest logit
     logits,  # [rows, vocab_size] float32
     temperatures,  # [rows] float32
     vocab_size,
     row_stride,
     GROUPS: tl.constexpr,
 ):
-    """One program: GROUPS groups of one row."""
+    """One program: a slice of one row, which has GROUPS groups."""
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     slices = tl.num_programs(0)
@@ -55,14 +56,14 @@ def summarise_slices(
 def sample_tokens(
     tokens,  # [rows] int64
     logits,  # [rows, vocab_size] float32
-    maxima,  # of summarise_slices
-    slice_maxima,  # the same
-    slice_masses,  # the same
-    lists,  # [rows, 2, SLICES * GROUPS] int32, for ids of groups
-    temperatures,  # [rows] float32; 0 takes the largest
-    top_ks,  # [rows] int32; 0 is off
-    top_ps,  # [rows] float32; 1 is off
-    min_ps,  # [rows] float32; 0 is off
+    maxima,  # output of summarise_slices
+    slice_maxima,  # output of summarise_slices
+    slice_masses,  # output of summarise_slices
+    lists,  # [rows, 2, SLICES * GROUPS] int32, buffers for lists of group ids
+    temperatures,  # [rows] float32; 0: the largest logit (greedy)
+    top_ks,  # [rows] int32; 0: off
+    top_ps,  # [rows] float32; 1: off
+    min_ps,  # [rows] float32; 0: off
     uniforms,  # [rows] float64 in [0, 1)
     vocab_size,
     row_stride,
@@ -102,7 +103,7 @@ def sample_tokens(
             SLICES * GROUPS, GROUPS,
         )  # fmt: skip
         target = tl.where(temperature == 0.0, 0.0, tl.load(uniforms + row) * mass)
-    else:  # the sums of slices say where
+    else:  # the slices' sums tell which slice has the token
         target = tl.load(uniforms + row) * mass
         last = tl.max(tl.where(masses > 0.0, slices, 0), 0)
         chosen = tl.min(tl.where(tl.cumsum(masses, 0) > target, slices, last), 0)
@@ -118,12 +119,12 @@ def sample_tokens(
 def _merge_slices(
     slice_maxima, slice_masses, row, inverse, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr
 ):
-    """A row's largest logit, and what each slice weighs relative to it."""
+    """A row's largest logit, and the sum of weights of each slice relative to it."""
     slices = tl.arange(0, SLICES_PADDED)
     at = row * SLICES + slices
     largest = tl.load(slice_maxima + at, mask=slices < SLICES, other=float("-inf"))
     top = tl.max(largest, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)  # all masked: all infinitely far
+    top = tl.where(top == float("-inf"), 0.0, top)  # all tokens are masked: all infinitely far
     masses = tl.load(slice_masses + at, mask=slices < SLICES, other=0.0)
     return top, masses * tl.exp(-((top - largest) * inverse))
 
@@ -143,8 +144,12 @@ def _filter(
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """List the groups that may hold a candidate; within which distance these lie, what they weigh,
-    and how many groups are listed."""
+    """List the groups that may contain a candidate.
+
+    Returns:
+        The largest distance of a candidate, the sum of the candidates' weights, and the number of
+        listed groups.
+    """
     is_cut = limit < _FARTHEST
     top_p = top_p.to(tl.float64)
     listed = tl.full([], 0, tl.int32)
@@ -197,10 +202,10 @@ def _nearest_groups(
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Within which distance the largest of a group that holds a candidate lies.
+    """An upper bound of the distance of the largest logit of any group that contains a candidate.
 
-    As soon as the largest of k groups are near enough, k tokens are; and where those of some groups
-    weigh as much as is wanted, so do the tokens that are no farther.
+    If the largest logits of k groups lie within a distance, at least k tokens do. If the largest
+    logits of the groups within a distance have the wanted total weight, so do the tokens within it.
     """
     rows: tl.constexpr = (SIZE + _GROUP - 1) // _GROUP
     near = limit
@@ -222,8 +227,10 @@ def _nearest_groups(
 
 @triton.jit
 def _farthest_needed(limit, rest, size):
-    """A distance beyond which less than ``rest`` lies, with some room for rounding: none of
-    ``size`` tokens weighs more there than e to the power of minus it."""
+    """A distance beyond which the total weight is less than ``rest``, with a margin for rounding.
+
+    Beyond a distance d, each of ``size`` tokens has a weight of at most exp(-d).
+    """
     rest = rest.to(tl.float32)
     needed = tl.log(tl.maximum(size / rest, 1.0)) * 1.001 + 0.001
     bits = tl.where(rest > 0.0, needed.to(tl.int32, bitcast=True), _FARTHEST)
@@ -232,10 +239,13 @@ def _farthest_needed(limit, rest, size):
 
 @triton.jit
 def _quads(values, size, lists, listed, begin, count, top, inverse, GROUPS: tl.constexpr):
-    """Up to GROUPS groups, in fours: distances from ``top``, their bits, and where they are.
+    """Load up to GROUPS groups, four logits per row.
 
-    The groups are those from ``begin`` to ``count`` of the list at ``listed``; of all where that
-    is negative.
+    The groups are the entries from ``begin`` to ``count`` of the list at ``listed``, or of all
+    groups if that is negative.
+
+    Returns:
+        Distances from ``top``, their bits, and their indices in ``values``.
     """
     quads = tl.arange(0, GROUPS * _QUADS)
     place = begin + quads // _QUADS
@@ -252,7 +262,7 @@ def _quads(values, size, lists, listed, begin, count, top, inverse, GROUPS: tl.c
 
 @triton.jit
 def _extent(values, size, count, top, inverse, limit, GROUPS: tl.constexpr):
-    """The largest distance that is within ``limit``, and what all of those weigh."""
+    """The largest distance within ``limit``, and the total weight of all distances within it."""
     far = tl.full([GROUPS * _QUADS], 0, tl.int32)
     mass = tl.zeros([GROUPS * _QUADS], tl.float64)
     for begin in range(0, count, GROUPS):
@@ -278,9 +288,10 @@ def _sweep(
     WEIGHED: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """How many lie, or what they weigh, beyond ``low`` and within each of three distances.
+    """The number of tokens, or if WEIGHED their total weight, beyond ``low`` and within each of
+    three distances.
 
-    Four at a time are summed in float32, those sums in float64.
+    Four tokens at a time are summed in float32, and these sums in float64.
     """
     one = tl.zeros([GROUPS * _QUADS], tl.float64)
     two = tl.zeros([GROUPS * _QUADS], tl.float64)
@@ -311,10 +322,15 @@ def _threshold(
     WEIGHED: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """The smallest distance within which tokens number, or weigh, ``wanted``, and what they do.
+    """Find the smallest distance within which the number of tokens, or if WEIGHED their total
+    weight, is at least ``wanted``.
 
-    It is ``high`` where even those within ``high`` don't. A list of groups too long for one look is
-    cut down, in ``lists`` at ``spare``, once few can hold it.
+    A list with more than GROUPS groups is reduced, in ``lists`` at ``spare``, once few groups can
+    contain the threshold.
+
+    Returns:
+        The distance, or ``high`` if there is none up to ``high``; and the number or weight of the
+        tokens within it.
     """
     low = tl.full([], -1, tl.int32)
     below = tl.full([], 0.0, tl.float64)
@@ -343,7 +359,7 @@ def _threshold(
             low + step, low + 2 * step, low + 3 * step,
             WEIGHED, GROUPS,
         )  # fmt: skip
-    if mass < 0.0:  # no round ended there
+    if mass < 0.0:  # no round has computed the sum within ``high``
         mass, _, _ = _sweep(
             values, size, lists, listed, count, top, inverse, low, high, high, high, WEIGHED, GROUPS
         )
@@ -371,7 +387,7 @@ def _round(
     WEIGHED: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Narrow a search from three places between its ends; at least by one."""
+    """Narrow the interval of a search by three distances within it, at least by one."""
     first = tl.minimum(tl.maximum(first, low + 1), high - 1)
     second = tl.minimum(tl.maximum(second, first), high - 1)
     third = tl.minimum(tl.maximum(third, second), high - 1)
@@ -394,7 +410,7 @@ def _round(
 
 @triton.jit
 def _list_groups(maxima, lists, top, inverse, near, SIZE: tl.constexpr, GROUPS: tl.constexpr):
-    """List the groups whose largest is within ``near``; how many there are."""
+    """List the groups whose largest logit is within ``near``; returns their number."""
     width: tl.constexpr = GROUPS * _QUADS
     count = tl.full([], 0, tl.int32)
     for begin in range(0, SIZE, width):
@@ -410,7 +426,8 @@ def _list_groups(maxima, lists, top, inverse, near, SIZE: tl.constexpr, GROUPS: 
 def _list_groups_between(
     values, size, lists, listed, spare, count, top, inverse, low, high, GROUPS: tl.constexpr
 ):
-    """List, at ``spare``, those groups of a list that have a token between two distances."""
+    """List, at ``spare``, those groups of a list that have a token with a distance in (low, high];
+    returns their number."""
     found = tl.full([], 0, tl.int32)
     for begin in range(0, count, GROUPS):
         place = begin + tl.arange(0, GROUPS)
@@ -429,7 +446,7 @@ def _list_groups_between(
 
 @triton.jit
 def _append(lists, groups, is_wanted, count):
-    """Put the wanted ones behind the ``count`` that there are; how many there are then."""
+    """Append the wanted groups to a list of ``count`` entries; returns the new length."""
     until = tl.cumsum(is_wanted.to(tl.int32), 0)
     tl.store(lists + count + until - 1, groups, mask=is_wanted)
     return count + tl.sum(is_wanted.to(tl.int32), 0)
@@ -450,11 +467,12 @@ def _find(
     target,
     GROUPS: tl.constexpr,
 ):
-    """The first token at which the running weight exceeds ``target``; at worst the last kept.
+    """The first token at which the cumulative weight exceeds ``target``, or the last kept token if
+    rounding prevents that.
 
     Args:
-        begin: the first group of the list that may hold it.
-        before: what the tokens of those before weigh.
+        begin: the first entry of the list that may contain the token.
+        before: total weight of the tokens in earlier groups.
     """
     last = tl.full([], -1, tl.int32)
     chosen = tl.full([], -1, tl.int32)
