@@ -1,11 +1,12 @@
-"""Prompts whose beginning the KVCache pool has: look it up, choose, load, run while it comes in.
+"""Loads from the KVCache pool: looks prompts up, decides what to load, and runs requests early.
 
-A prompt that comes in is looked up; so are a prompt whose KV did not come from a peer, and what a
-preempted request has, prompt and answer. What is found is loaded when the request's turn comes, or
-before if there are blocks that nobody more urgent waits for; the rest is computed. A step may begin
-before all layers are there: ranks wait for each layer of a load before they read it. What such a
-step brings is *unproven* until the load has ended well: nobody is told, nobody shares the blocks.
-If it does not end well, the request starts over and computes its prompt.
+The pool is asked for the prompt of a new request, for a prompt whose KV did not arrive from a peer,
+and for the tokens of a preempted request, prompt and output. Chunks that were found are loaded when
+the request's turn comes, or earlier if there are free blocks that no more urgent request waits for;
+the remaining tokens are computed. Steps may run a request before all layers of its load have
+arrived, since ranks wait for each layer before they read it. The results of such a step are
+*unproven* until the load has succeeded: they are not reported, and other requests can't share the
+blocks. If the load fails, the request starts over and its prompt is computed.
 """
 
 from __future__ import annotations
@@ -45,44 +46,47 @@ from mooncake_kv.store.chunk_store import CopyTerms
 logger = logging.getLogger(__name__)
 
 MAX_LOADS = 16
-"""Under way at once: more would only share what a link carries."""
+"""Maximum number of loads in flight; more would only divide the link's bandwidth further."""
 MIN_PATIENCE_S = 2.0
+"""Minimum timeout of a lookup or a load, in seconds."""
 PATIENCE = 4.0
-"""A load may take so many times what it, or computing instead, was estimated to take."""
+"""Timeout of a load, as a multiple of its estimate or that of recomputing, whichever is longer."""
 MIN_HINT_PATIENCE_S, MAX_HINT_PATIENCE_S = 0.05, 1.0
-"""How long a store that a request names may take until it says what it has."""
+"""Bounds of the lookup timeout at a store that a request names, in seconds."""
 MIN_COST_S = 1e-6
+"""Minimum cost that a store is given to weigh a copy by, in seconds: it must be positive."""
 CHOICE_S = 0.5
-"""So long a prompt that waits for room is not weighed again."""
+"""Seconds for which the choice between loading and computing is reused while a prompt waits."""
 MAX_STALE_HITS = 64
-"""So many hits of requests that have ended are not worth looking for."""
+"""Up to this many hits of requests that have ended are kept rather than searched for."""
 GRACE_S = 0.5
-"""Ranks end a load themselves at its deadline; so much later the scheduler does."""
+"""Seconds after the ranks' own deadline of a load at which the scheduler gives the load up."""
 
 
 class Turn(Enum):
-    """What becomes of a request whose turn has come."""
+    """The outcome of a request's turn."""
 
     COMPUTE = auto()
-    """It is computed: nothing is worth loading."""
+    """The request is computed: there is nothing to load, or computing is faster."""
     LOADS = auto()
-    """It has blocks now, and loads; or it waits for another one's load."""
+    """The request has left the waiting queue: it loads, or waits for another request's load."""
     NO_ROOM = auto()
-    """There are no blocks for it."""
+    """The request keeps waiting: there are too few free blocks, or too many loads in flight."""
 
 
 @dataclass(slots=True, eq=False)
 class _Hit:
-    """What the pool has of a request's prompt.
+    """The chunks of a request's prompt that the pool has.
 
     Args:
-        request: whose.
-        keys: of its leading chunks.
-        sources: of those that were found.
+        request: the request.
+        keys: keys of its leading chunks.
+        sources: sources of the chunks that were found, a prefix of ``keys``.
 
     Attributes:
-        choice: what was best when it was asked last: at which time, and with how many tokens on the
-            device.
+        choice: the last decision between loading and computing; None before the first.
+        chosen_at: when it was made, in seconds.
+        num_cached: tokens in the device's prefix cache that it assumes.
     """
 
     request: Request
@@ -95,18 +99,19 @@ class _Hit:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A load under way.
+    """A load in flight.
 
     Args:
-        request: whose.
-        load_id: unique.
-        keys: of the chunks that the request will have.
-        estimated_end: when it should be over.
-        patience_end: when it is given up.
-        sources: of these, where they come from.
-        first: the first of them that is loaded.
-        blocks: that they go to, and how often each was handed out.
-        held: steps that ran on it, and what came of them.
+        request: the request that loads.
+        load_id: unique id of the load.
+        keys: keys of the leading chunks that the request has after the load.
+        sources: sources of these chunks.
+        first: index of the first chunk that is loaded; the device has those before it.
+        blocks: target blocks, with their allocation counts at the start of the load.
+        estimated_end: when the load should complete, in seconds.
+        patience_end: deadline at which it is given up, in seconds.
+        held: shares and results of the steps that ran the unproven request, to apply when the load
+            has ended.
     """
 
     request: Request
@@ -121,19 +126,19 @@ class _Load:
 
 
 class PoolLoads:
-    """See the module.
+    """One scheduler's lookups in the KVCache pool and loads from it; owned by ``PoolUse``.
 
     Args:
-        queues: where requests stand.
-        blocks: their tables.
-        outputs: what they have got.
-        pool: moves chunks.
-        prefill: what computing costs.
-        saves: take what came from other stores.
-        max_step_tokens: that a prompt gets in one step.
+        queues: queues of the requests.
+        blocks: allocates their block tables.
+        outputs: keeps the tables of cancelled loads until they are drained.
+        pool: looks up and loads chunks.
+        prefill: estimates the cost of computing.
+        saves: copies chunks from other stores to the own store.
+        max_step_tokens: maximum number of tokens of a prompt in one step.
 
     Attributes:
-        num_unproven: requests that steps run although their load has not ended.
+        num_unproven: number of requests that steps run before their load has completed.
     """
 
     def __init__(
@@ -164,19 +169,19 @@ class PoolLoads:
     # -- looking up -----------------------------------------------------------------------------
 
     def look_up(self, request: Request) -> None:
-        """Queue a request without blocks: for its turn; before that, where the pool has to be asked
-        for the beginning of what it has to compute, for the answer."""
+        """Queue a request without blocks. If the pool has to look up its tokens first, the request
+        waits for that; otherwise it waits for its turn."""
         if not self._asks(request):
             self._queues.wait(request)
 
     def _asks(self, request: Request) -> bool:
-        """Look a request up; True: it waits for the answer now."""
+        """Look a request up in the pool, if useful; True if it now waits for the answer."""
         if request.awaits_scores or not request.has_verified_kv:
             return False
         num_tokens = len(request.token_ids)
         num_keys = num_loadable_chunks(num_tokens, self._pool.chunk_tokens)
         num_cached = self._blocks.count_cached(request, num_tokens - 1)
-        # Others that are before it, or have preempted it, may take what is cached now.
+        # Requests ahead of it, or those that preempted it, may evict what is cached now.
         is_next = not self._queues.waiting and not request.num_preemptions
         if not num_keys or (is_next and num_keys * self._pool.chunk_tokens <= num_cached):
             return False
@@ -191,26 +196,26 @@ class PoolLoads:
             self._note(request, keys, found)
             return False
         self._asked[load_id] = request
-        # From its arrival: the last step of an engine that was idle is long ago.
+        # Not from queues.now alone: in an idle engine that is long ago.
         request.deadline = max(self._queues.now, request.arrival) + MIN_PATIENCE_S
         self._queues.look_up(request)
         return True
 
     def _hints(self, request: Request, num_cached: int) -> list[PrefixSource]:
-        """Stores that are said to have chunks which the device has not."""
+        """Returns the request's hints at stores with more of the prompt than the device has."""
         size = self._pool.chunk_tokens
         hints = request.spec.kv_transfer_params.prefix_sources
         return [hint for hint in hints if hint.num_tokens // size * size > num_cached]
 
     def _hint_patience_s(self, request: Request) -> float:
-        """No longer than computing the prompt would take."""
+        """Returns the timeout of hinted lookups: the time to compute the prompt, within bounds."""
         if not self._prefill.is_known:
             return MAX_HINT_PATIENCE_S
         seconds = self._prefill.seconds(0, len(request.token_ids), self._queues.now)
         return min(max(seconds, MIN_HINT_PATIENCE_S), MAX_HINT_PATIENCE_S)
 
     def found(self, event: ChunksFound) -> None:
-        """The pool answers."""
+        """Handle the pool's answer to a lookup."""
         request = self._asked.pop(event.load_id, None)
         if request is None or request.state is not RequestStatus.LOOKING_UP:
             return
@@ -229,19 +234,19 @@ class PoolLoads:
         self._queues.dequeue(request)
         self._queues.wait(request)
 
-    # -- beginning ------------------------------------------------------------------------------
+    # -- starting loads -------------------------------------------------------------------------
 
     def has_hit(self, request: Request) -> bool:
-        """Whether the pool has something of its prompt, and nothing was decided about that."""
+        """Whether the pool has chunks of the request that its turn has not dealt with yet."""
         hit = self._hits.get(request.request_id)
         return hit is not None and hit.request is request
 
     def take_turn(self, request: Request, reserve: int) -> Turn:
-        """The request is the most urgent one that waits: load, or leave it to be computed.
+        """Start the load of a request with a hit, or leave the request to be computed.
 
         Args:
-            request: has a hit.
-            reserve: blocks that must stay free.
+            request: the request whose turn has come; has a hit.
+            reserve: number of blocks that must stay free.
         """
         hit = self._hits[request.request_id]
         if request.shares_prompt and request.group.find_prompt() is not None:
@@ -254,7 +259,7 @@ class PoolLoads:
         num_tokens = len(request.token_ids)
         num_cached = self._blocks.count_cached(request, num_tokens - 1)
         wanted = self._blocks.blocks_for(num_tokens - num_cached) + reserve
-        if wanted > self._blocks.pool.num_free:  # first: it is so in every step under load
+        if wanted > self._blocks.pool.num_free:  # checked first: the usual case under load
             return Turn.NO_ROOM
         choice = self._choose(hit, num_cached)
         if choice.num_chunks * self._pool.chunk_tokens <= num_cached:
@@ -276,19 +281,19 @@ class PoolLoads:
         return Turn.LOADS
 
     def start_early(self, reserve: int, *, has_batch: bool) -> None:
-        """Begin loads of requests whose turn has not come, with blocks that are left.
+        """Start loads of waiting requests before their turn, with the blocks that are left.
 
         Args:
-            reserve: blocks that must stay free besides those that more urgent requests wait for.
-            has_batch: whether batch work's are begun, too: not while somebody waits, or what it
-                gives up for that one would be taken again.
+            reserve: blocks that must stay free, besides those that more urgent requests wait for.
+            has_batch: whether to start loads of batch work, too. Not while an interactive request
+                waits: batch work would take back the blocks that it has just given up for it.
         """
         if len(self._hits) > len(self._queues.waiting) + MAX_STALE_HITS:
             self._forget_ended()
         for request in self._queues.waiting.in_order() if self._hits else ():
             if len(self._loads) >= MAX_LOADS or self._blocks.pool.num_free <= reserve:
                 return
-            if is_batch(request) and not has_batch:  # and so are all behind it
+            if is_batch(request) and not has_batch:  # all behind it are batch work, too
                 return
             turn = self.take_turn(request, reserve) if self.has_hit(request) else Turn.COMPUTE
             if turn is Turn.NO_ROOM:
@@ -297,14 +302,15 @@ class PoolLoads:
                 reserve += self._blocks.blocks_for(len(request.token_ids))
 
     def _forget_ended(self) -> None:
-        """Drop the hits of requests that have ended before their turn came."""
+        """Drop the hits of requests that ended before their turn."""
         live = self._queues.requests
         self._hits = {
             name: hit for name, hit in self._hits.items() if live.get(name) is hit.request
         }
 
     def _choose(self, hit: _Hit, num_cached: int) -> LoadChoice:
-        """What is best, or was a moment ago, where so many tokens are on the device."""
+        """Returns the best choice for a prompt with ``num_cached`` tokens on the device; one that
+        is at most ``CHOICE_S`` old is reused."""
         pool, now = self._pool, self._queues.now
         is_fresh = hit.num_cached == num_cached and now - hit.chosen_at <= CHOICE_S
         if hit.choice is None or not is_fresh:
@@ -323,18 +329,18 @@ class PoolLoads:
         return hit.choice
 
     def _same_load(self, hit: _Hit, choice: LoadChoice, num_cached: int) -> _Load | None:
-        """A load under way that brings what this request would load, sooner than it could itself
-        (single flight)."""
+        """Returns a load in flight that brings the chunks this request would load, sooner than a
+        load of its own would (single flight), or None."""
         first, now = num_cached // self._pool.chunk_tokens, self._queues.now
         for load in self._loads.values():
             is_wanted = self._is_loading(load) or load.request.is_unproven
             if not is_wanted or now > load.patience_end:
                 continue
-            # late already: it may take as long again
+            # if it is late already, it may take as long again
             remaining_s = abs(load.estimated_end - now)
             if _num_equal(load.keys, hit.keys[: choice.num_chunks]) <= first:
                 continue
-            # loading it twice would take the link twice, and slow both loads down
+            # loading the chunks twice would use the link twice and slow both loads down
             if remaining_s + choice.compute_s <= choice.total_s + 2 * choice.load_s:
                 return load
         return None
@@ -392,10 +398,10 @@ class PoolLoads:
             )
         )
 
-    # -- ending ---------------------------------------------------------------------------------
+    # -- ending loads ---------------------------------------------------------------------------
 
     def released(self, event: LoadReleased) -> None:
-        """Steps may run the request from now on; ranks wait for its layers."""
+        """Let steps run the request from now on; ranks wait for each layer of its load."""
         load = self._loads.get(event.load_id)
         if load is None or not self._is_loading(load):
             return
@@ -404,17 +410,17 @@ class PoolLoads:
         self._join_in(load.request, event.num_chunks)
 
     def hold(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
-        """A step ran an unproven request: what came of it waits for the load."""
+        """Keep a step's result for an unproven request until its load has ended."""
         assert request.pool_load is not None, "an unproven request has a load"
         self._loads[request.pool_load].held.append((sequence, result))
 
     def ended(
         self, event: PoolLoadEnded
     ) -> Sequence[tuple[Request, ScheduledSequence, StepResult]]:
-        """A load is over and drained.
+        """Handle the end of a load, which is drained.
 
         Returns:
-            What came of steps that ran on it, to be taken in now.
+            The results of the steps that ran on it, to be applied now.
         """
         load = self._loads.pop(event.load_id, None)
         if load is None:
@@ -423,7 +429,7 @@ class PoolLoads:
         was_loading = self._is_loading(load)
         if event.error is None:
             self._offer_copies(load, event.num_chunks)
-        # Else it was given up, and the request may be running on another one by now.
+        # Otherwise the load was given up, and the request may have started another one since.
         is_its = request.pool_load == load.load_id
         if is_its:
             request.pool_load = None
@@ -442,7 +448,7 @@ class PoolLoads:
         return ()
 
     def expire(self) -> None:
-        """Give up look-ups and loads that take too long."""
+        """Give up the lookups and loads that have timed out."""
         now = self._queues.now
         for request in list(self._queues.looking_up):
             if request.deadline is not None and now > request.deadline:
@@ -454,8 +460,10 @@ class PoolLoads:
                 self._give_up(load, "the pool is too slow; computing its prompt")
 
     def give_up_batch(self) -> None:
-        """Somebody waits for blocks: give up the least urgent load of batch work, which no step
-        runs on, unless the one before has yet to be drained. It begins anew when there is room."""
+        """Give up the least urgent load of batch work, to free blocks for an interactive request.
+
+        Loads that steps run on are kept. Nothing is given up until the previous one is drained. The
+        batch request keeps its hit, and loads again once there are free blocks."""
         if any(self._outputs.is_draining(load_id) for load_id in self._loads):
             return
         batch = [each for each in self._loads.values() if is_batch(each.request)]
@@ -466,7 +474,7 @@ class PoolLoads:
             self._hits[load.request.request_id] = _Hit(load.request, load.keys, load.sources)
 
     def recompute(self, request: Request) -> None:
-        """Its load has failed, and no step in flight runs it: its prompt is computed."""
+        """Requeue a request to be computed: its load has failed, and no step in flight runs it."""
         request.has_wrong_kv = False
         request.num_output_placeholders = 0
         request.num_saved = request.num_offered = 0
@@ -477,7 +485,8 @@ class PoolLoads:
         self._queues.wait(request)
 
     def _offer_copies(self, load: _Load, num_chunks: int) -> None:
-        """What came from other stores goes to the own one, where it is worth its room there."""
+        """Offer the own store copies of the chunks that came from other stores; the store decides
+        by cost whether to keep them."""
         pool, now = self._pool, self._queues.now
         remote = [p for p in range(load.first, num_chunks) if load.sources[p].store]
         if not remote:
@@ -495,7 +504,8 @@ class PoolLoads:
         return is_its and request.state is RequestStatus.TRANSFERRING
 
     def _join_in(self, request: Request, num_chunks: int) -> None:
-        """It goes on from what is there: what the device had, at least."""
+        """Requeue a request, to continue behind the chunks that were loaded or that the device had
+        already."""
         self._queues.dequeue(request)
         num_loaded = num_chunks * self._pool.chunk_tokens
         request.num_computed = max(request.num_computed, num_loaded)
@@ -511,7 +521,7 @@ class PoolLoads:
     ) -> Sequence[tuple[Request, ScheduledSequence, StepResult]]:
         request = load.request
         self._end_unproven(request)
-        self._queues.release_followers(request)  # whom its logits have not been kept for
+        self._queues.release_followers(request)  # its logits have not been kept for them
         if request.state is not RequestStatus.FINISHED:
             if event.error is None:
                 self._blocks.publish(request)
@@ -538,7 +548,7 @@ class PoolLoads:
         self._queues.wait(request)
 
     def _unpark(self, load: _Load) -> None:
-        """Who waited for this load looks again at what the device has, and what is missing."""
+        """Requeue the requests that waited for this load; their turn decides anew what to load."""
         waiting = [name for name, (other, _) in self._parked.items() if other is load]
         for name in waiting:
             _, hit = self._parked.pop(name)
@@ -548,7 +558,8 @@ class PoolLoads:
 
 
 def _num_equal(first: Sequence[bytes], second: Sequence[bytes]) -> int:
-    """How many leading keys two sequences share. Keys are chained: the last equal one says it."""
+    """Returns how many leading keys two sequences share, by bisection: keys are chained, so equal
+    keys imply equal keys before them."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""What goes to the KVCache pool, and whether what was copied is what it is said to be."""
+"""Saves to the KVCache pool: offers computed chunks, and verifies that the copies are valid."""
 
 from __future__ import annotations
 
@@ -16,41 +16,42 @@ from mooncake_kv.store.chunk_keys import completes_chunks
 from mooncake_kv.store.chunk_store import CopyTerms
 
 COPIED_AT_ONCE = 4
-"""Chunks of a copy that others find at the same moment: those behind them are still copied."""
+"""Chunks per save when a load is copied to the own store: lookups find these while later chunks are
+still being copied."""
 MAX_REFUSED = 64
-"""Requests whose refused chunks are remembered behind their end."""
+"""Maximum number of requests whose rejected chunks are kept to be offered again."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOut:
-    """Blocks, and how often each had been handed out: see ``BlockPool.uses``."""
+    """Blocks and their allocation counts at some moment: see ``BlockPool.uses``."""
 
     block_ids: Sequence[int]
     uses: Sequence[int]
 
     @classmethod
     def now(cls, block_ids: Sequence[int], pool: BlockPool) -> HandedOut:
-        """As it is."""
+        """Returns the blocks with their current allocation counts."""
         return cls(block_ids, pool.uses(block_ids))
 
     def between(self, start: int, stop: int) -> HandedOut:
-        """A part of them."""
+        """Returns the blocks with the indices ``start`` to ``stop - 1``."""
         return HandedOut(self.block_ids[start:stop], self.uses[start:stop])
 
     def are_same(self, pool: BlockPool) -> bool:
-        """Whether none was handed out again since."""
+        """Whether none of the blocks has been allocated again since, so all keep their content."""
         return self.uses == pool.uses(self.block_ids)
 
 
 @dataclass(slots=True, eq=False)
 class _Refused:
-    """What the pool did not take, and no next chunk has brought along yet.
+    """A save that the pool rejected, to be offered again.
 
     Args:
-        request: whose.
-        save: what was offered.
-        handed_out: the blocks of its table.
-        is_computed: whether they hold what they are said to.
+        request: the request whose chunks were offered.
+        save: the rejected save.
+        handed_out: the leading blocks of the request's table, up to the save's end.
+        is_computed: whether the KV of all its chunks has been computed.
     """
 
     request: Request
@@ -60,19 +61,20 @@ class _Refused:
 
 
 class PoolSaves:
-    """What of a sequence goes to the pool, and when: full chunks, prompts' and answers'.
+    """One scheduler's saves to the KVCache pool: full chunks of prompts and outputs. Owned by
+    ``PoolUse``.
 
-    What a step with a prompt completes is copied layer by layer while it runs, all else once it is
-    computed.
+    Chunks that a prefill step completes are copied layer by layer while the step runs; all other
+    chunks are copied after they have been computed.
 
-    Saving takes nothing away from anybody: blocks that are being copied may be given up and handed
-    out again like all others. Blocks count how often they were handed out, so what was copied from
-    blocks that have been handed out since is known to be worthless, and is not stored. For the same
-    reason what was refused as a request ended can be offered again while its blocks are cached.
+    A save does not pin its blocks: they may be freed and allocated again while they are copied. The
+    block pool counts the allocations of each block, so a copy whose blocks have been allocated
+    again is known to be invalid, and is discarded. For the same reason, chunks that were rejected
+    when a request ended can be offered again while its blocks are still cached.
 
     Args:
-        blocks: the tables.
-        pool: copies chunks.
+        blocks: owner of the block tables.
+        pool: copies and stores chunks.
     """
 
     def __init__(self, blocks: BlockManager, pool: ChunkPool) -> None:
@@ -80,11 +82,16 @@ class PoolSaves:
         self._pool = pool
         self._ids = count()
         self._copying: dict[str, HandedOut] = {}
-        self._refused: dict[str, _Refused] = {}  # by request, the oldest first
+        self._refused: dict[str, _Refused] = {}  # by request id, the oldest first
 
     def offer_planned(self, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """A step is about to be run by these requests, in its order: its first sequence's, those of
-        its siblings, the next sequence's."""
+        """Offer the prompt chunks that a planned step completes.
+
+        Args:
+            plan: the step's plan.
+            requests: the step's requests in the plan's order; each sequence's request is followed
+                by those of its siblings.
+        """
         self._offer_refused()
         if not plan.sequences or plan.sequences[-1].count == 1:
             return
@@ -98,9 +105,16 @@ class PoolSaves:
                 self.offer(request, stop, plan.step)
 
     def offer(self, request: Request, num_tokens: int, step: int | None = None) -> None:
-        """So many tokens of the request are computed, or will be by a step that is planned; a chunk
-        may be complete. What the pool does not take now is offered again with the next chunk: those
-        behind it are of no use without it."""
+        """Offer the complete chunks among a request's leading ``num_tokens`` tokens to the pool.
+
+        Chunks that the pool rejects are offered again with the next chunk, which is of no use
+        without them.
+
+        Args:
+            request: the request.
+            num_tokens: leading tokens that are computed, or that ``step`` computes.
+            step: the planned step that computes the last of them; None if all are computed.
+        """
         size = self._pool.chunk_tokens
         stop, first = num_tokens // size, request.num_saved // size
         num_refused = request.num_offered // size - first
@@ -126,8 +140,8 @@ class PoolSaves:
             del self._refused[next(iter(self._refused))]
 
     def computed(self, request: Request) -> None:
-        """A step of the request is over: it may have completed a chunk, or computed one that was
-        refused when the step was planned."""
+        """Offer the chunks that a completed step has computed; a rejected save whose chunks it has
+        computed can now be offered again even after the request ends."""
         size, num_tokens = self._pool.chunk_tokens, request.num_computed
         refused = self._refused.get(request.request_id)
         if refused is not None and num_tokens >= len(refused.save.keys) * size:
@@ -136,11 +150,11 @@ class PoolSaves:
             self.offer(request, num_tokens)
 
     def _offer_refused(self) -> None:
-        """Offer again what was refused to requests that have ended, as far as their blocks have not
-        been handed out since; no further than the pool takes it."""
+        """Offer rejected saves of ended requests again, oldest first, until the pool rejects one.
+        Saves whose blocks have been allocated again since are dropped."""
         for request_id, refused in list(self._refused.items()):
             if refused.request.state is not RequestStatus.FINISHED:
-                continue  # with its next chunk
+                continue  # offered again with the request's next chunk
             save = refused.save
             again = replace(
                 save,
@@ -161,15 +175,15 @@ class PoolSaves:
         handed_out: HandedOut,
         terms: CopyTerms,
     ) -> None:
-        """Chunks have been loaded from another store: the own one may keep a copy. Others find the
-        first ones while the last ones are copied.
+        """Offer the own store copies of chunks that were loaded from another store, in several
+        saves: lookups find the first chunks while the last ones are still being copied.
 
         Args:
-            request: that they were loaded for.
-            keys: of all leading chunks of the sequence up to the last one.
-            first: the first one that came from elsewhere.
-            handed_out: the sequence's blocks, when the load began.
-            terms: on which the store decides.
+            request: the request that loaded them.
+            keys: keys of the sequence's leading chunks, up to the last one to copy.
+            first: index of the first chunk that came from another store.
+            handed_out: the sequence's blocks at the start of the load.
+            terms: costs by which the store decides whether to keep the copies.
         """
         salt = request.spec.cache_salt
         blocks_per_chunk = self._pool.chunk_tokens // self._blocks.block_size
@@ -182,14 +196,14 @@ class PoolSaves:
                 return
 
     def _published_tokens(self, request: Request, first: int, stop: int) -> Sequence[int]:
-        """Of these chunks; none where nobody is told of them."""
+        """Returns the tokens of these chunks; none if saves are not published."""
         if not self._pool.publishes_saves:
             return ()
         size = self._pool.chunk_tokens
         return request.token_ids[first * size : stop * size]
 
     def _begin(self, save: SaveRequest, handed_out: HandedOut) -> bool:
-        """Whether the pool takes it."""
+        """Start a save; False if the pool rejects it."""
         first = save.first_chunk * self._pool.chunk_tokens // self._blocks.block_size
         is_taken = self._pool.save(save)
         if is_taken:
@@ -197,7 +211,7 @@ class PoolSaves:
         return is_taken
 
     def copied(self, event: ChunksCopied) -> None:
-        """A save's chunks have been copied: are they what they were?"""
+        """Commit a copied save if its blocks have kept their content, otherwise discard it."""
         copied = self._copying.pop(event.save_id)
         if event.is_complete:
             is_right = copied.are_same(self._blocks.pool)

@@ -1,4 +1,4 @@
-"""The scheduler's use of the KVCache pool: what it loads, what it saves, what computing costs."""
+"""The scheduler's use of the KVCache pool: its loads, its saves, and the cost of computing."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ from mooncake_kv.pool.pool_events import (
 
 
 class PoolUse:
-    """Loads and saves of one scheduler.
+    """The loads and saves of one scheduler, which owns this object.
 
     Args:
-        limits: of steps.
-        queues: where requests stand.
-        blocks: their tables.
-        outputs: what they have got.
+        limits: bounds of steps.
+        queues: queues of the requests.
+        blocks: allocates their block tables.
+        outputs: keeps the tables of cancelled loads until they are drained.
         pool: moves chunks.
+
+    Attributes:
+        chunk_pool: the pool.
+        chunk_tokens: tokens per chunk.
+        saves: the saves.
+        loads: the loads.
     """
 
     def __init__(
@@ -58,11 +64,11 @@ class PoolUse:
 
     @property
     def has_unproven(self) -> bool:
-        """Whether steps have run on a load that has not ended."""
+        """Whether steps run any request before its load has completed."""
         return self.loads.num_unproven > 0
 
     def take(self, event: PoolEvent) -> Sequence[tuple[Request, ScheduledSequence, StepResult]]:
-        """Take an event in; returns what came of steps, to be taken in now."""
+        """Handle an event from the pool; returns held results of steps, to be applied now."""
         if isinstance(event, ChunksCopied):
             self.saves.copied(event)
         elif isinstance(event, ChunksFound):
@@ -76,8 +82,8 @@ class PoolUse:
         return ()
 
     def recompute_wrong(self) -> None:
-        """Have requests compute their prompts whose load has failed, and which no step in flight
-        runs any more."""
+        """Requeue the requests whose load has failed to be computed, as soon as no step in flight
+        runs them."""
         if not self._wrong:
             return
         live = [r for r in self._wrong if r.has_wrong_kv and r in self._queues.running]
@@ -87,7 +93,8 @@ class PoolUse:
         self._wrong = [request for request in live if request.has_wrong_kv]
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """What a step took, if it had a prompt, and did not wait for layers."""
+        """Update the estimated cost of computing with the duration of a step; steps without prompt
+        tokens and steps that may have waited for layers of a load are ignored."""
         sequences = plan.sequences
         if not sequences or sequences[-1].count == 1 or self.loads.num_unproven:
             return
