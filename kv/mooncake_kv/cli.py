@@ -42,8 +42,7 @@ from mooncake_kv.pool.pool_config import (
 from mooncake_kv.store.chunk_store import Tier
 from mooncake_kv.store.eviction import DEFAULT_POLICY, POLICIES
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
-from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
-from mooncake_kv.store.ssd_tier import SsdConfig
+from mooncake_kv.store.ssd_config import SsdConfig, SsdDirectoryConfig
 from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_metrics import MetricsServer, prometheus_text
 from mooncake_kv.store.store_service import StoreAddress, StoreService

@@ -26,8 +26,7 @@ from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys
 from mooncake_kv.store.chunk_store import Chunk, ChunkContent, WriteHandle
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig, StoreUser
-from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
-from mooncake_kv.store.ssd_tier import SsdConfig
+from mooncake_kv.store.ssd_config import SsdConfig, SsdDirectoryConfig
 
 IDENTITY = KVIdentity("llama", "float32", chunk_tokens=64)
 CHUNK_BYTES = 1 << 16

@@ -26,8 +26,7 @@ from mooncake_kv.store.chunk_store import ChunkStore, StoreObserver, StoreStats
 from mooncake_kv.store.chunk_table import QUARANTINE_MARGIN_S
 from mooncake_kv.store.mooncake_store import MooncakeChunkStore, MooncakeStoreConfig
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
-from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
-from mooncake_kv.store.ssd_tier import SsdConfig
+from mooncake_kv.store.ssd_config import SsdConfig, SsdDirectoryConfig
 from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_service import StoreAddress, StoreService
 

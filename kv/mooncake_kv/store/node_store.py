@@ -41,7 +41,8 @@ from mooncake_kv.store.chunk_store import (
 from mooncake_kv.store.chunk_table import ChunkTable, NoObserver, TableSettings
 from mooncake_kv.store.eviction import DEFAULT_POLICY, make_policy
 from mooncake_kv.store.residence_index import IndexObserver, ResidenceIndex
-from mooncake_kv.store.ssd_tier import SsdConfig, SsdTier
+from mooncake_kv.store.ssd_config import SsdConfig
+from mooncake_kv.store.ssd_tier import SsdTier
 from mooncake_kv.store.store_events import StoreEventLog
 from mooncake_kv.store.tier_moves import TierMoves
 

@@ -23,12 +23,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
 from mooncake_kv.errors import KVConfigError, StoreIOError
 from mooncake_kv.store.chunk_keys import KEY_VERSION
+from mooncake_kv.store.ssd_config import SsdDirectoryConfig
 from mooncake_kv.store.ssd_records import (
     PAGE,
     RECORD_VERSION,
@@ -51,24 +52,6 @@ GROW_AGAIN_S = 300.0
 """Seconds before the next attempt to add a segment after the file system refused one."""
 BEGIN_WAIT_S = 10.0
 """Default of the seconds that ``append`` waits for a segment that another thread is starting."""
-
-
-@dataclass(frozen=True, slots=True)
-class SsdDirectoryConfig:
-    """Configuration of a directory that one store uses exclusively.
-
-    Args:
-        path: an existing, writable directory.
-        capacity_bytes: size of all its segments together.
-        segment_bytes: size of one segment.
-        min_free_bytes: free space to leave on the file system: no segment is added that would leave
-            less.
-    """
-
-    path: Path
-    capacity_bytes: int
-    segment_bytes: int = 256 << 20
-    min_free_bytes: int = 2 << 30
 
 
 @dataclass(slots=True, eq=False)
@@ -543,34 +526,3 @@ def _lock_directory(path: Path) -> int:
             f"{path} is in use by another store; give each a directory of its own"
         ) from exc
     return file
-
-
-@dataclass(slots=True)
-class SsdBudget:
-    """The write budget of the SSD tier: a token bucket that refills evenly over the day. Pure.
-
-    Args:
-        bytes_per_day: refill rate; 0 for no limit.
-        full_s: size of the bucket in seconds of refill, which bounds a burst.
-    """
-
-    bytes_per_day: int
-    full_s: float = 3600.0
-    _left: float = field(init=False, default=0.0)
-    _filled_at: float | None = field(init=False, default=None)
-
-    def take(self, nbytes: int, now: float) -> bool:
-        """Spend this many bytes; False if the budget does not have them."""
-        if not self.bytes_per_day:
-            return True
-        rate = self.bytes_per_day / 86_400
-        most = max(rate * self.full_s, nbytes)
-        if self._filled_at is None:
-            self._left = most
-        else:
-            self._left = min(most, self._left + rate * (now - self._filled_at))
-        self._filled_at = now
-        if self._left < nbytes:
-            return False
-        self._left -= nbytes
-        return True

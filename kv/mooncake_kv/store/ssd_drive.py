@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from mooncake_kv.store.chunk_store import Chunk
+from mooncake_kv.store.ssd_config import SsdConfig
 from mooncake_kv.store.ssd_directory import (
     RecordLocation,
     ScannedRecord,
@@ -31,9 +32,6 @@ from mooncake_kv.store.ssd_directory import (
 )
 from mooncake_kv.store.ssd_reads import RecordRead
 from mooncake_kv.store.ssd_records import PAGE
-
-if TYPE_CHECKING:
-    from mooncake_kv.store.ssd_tier import SsdConfig
 
 logger = logging.getLogger(__name__)
 

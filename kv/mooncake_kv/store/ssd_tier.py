@@ -32,12 +32,11 @@ import msgspec
 from mooncake_kv.errors import StoreIOError
 from mooncake_kv.store.arena_allocator import rounded_up
 from mooncake_kv.store.chunk_store import Chunk, StoreStats
+from mooncake_kv.store.ssd_config import SsdBudget, SsdConfig
 from mooncake_kv.store.ssd_directory import (
     RecordLocation,
     ScannedRecord,
-    SsdBudget,
     SsdDirectory,
-    SsdDirectoryConfig,
     aligned_buffer,
 )
 from mooncake_kv.store.ssd_drive import ChunkWrite, Drive, start_drives
@@ -64,32 +63,6 @@ TOLD_AT_ONCE = 256
 """Chunks found by the scan that are reported in one call of ``found``."""
 COLLECTED_FRACTION = 0.5
 """Upper bound of the records that collecting a segment rewrites, as a fraction of the segment."""
-
-
-@dataclass(frozen=True, slots=True)
-class SsdConfig:
-    """Configuration of a store's SSD tier.
-
-    Args:
-        directories: one per drive; several on one drive bring no gain.
-        write_bytes_per_day: write budget of all drives together; 0 for no limit.
-        read_threads, write_threads: threads per directory, i.e. requests in flight per drive.
-        max_queued_writes: upper bound of the writes queued per directory; chunks beyond it are
-            skipped.
-        patience_s: timeout in seconds of reading a part of a chunk, on top of the time that the
-            slowest supported drive takes for its bytes, and of opening a directory; past it the
-            drive is considered hung. Also how long the store's start waits for the scans.
-        write_patience_s: the same timeout for writes; larger, since drives pause for garbage
-            collection.
-    """
-
-    directories: tuple[SsdDirectoryConfig, ...]
-    write_bytes_per_day: int = 0
-    read_threads: int = 8
-    write_threads: int = 4
-    max_queued_writes: int = 64
-    patience_s: float = 2.0
-    write_patience_s: float = 10.0
 
 
 @dataclass(slots=True, eq=False)

@@ -19,9 +19,9 @@ from mooncake_hal.bench.transfer_speed import TransferShape, transport_mover
 from mooncake_kv.store.arena_memory import ArenaMemory
 from mooncake_kv.store.chunk_store import Chunk, Residence
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
-from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
+from mooncake_kv.store.ssd_config import SsdConfig, SsdDirectoryConfig
 from mooncake_kv.store.ssd_reads import ChunkRead
-from mooncake_kv.store.ssd_tier import SsdConfig, SsdTier
+from mooncake_kv.store.ssd_tier import SsdTier
 
 CHUNK = 2 << 20
 COUNT = 48

@@ -24,7 +24,8 @@ from mooncake_kv.pool.pool_worker import PoolWorker, _RunningLoad
 from mooncake_kv.pool.step_progress import StepProgress
 from mooncake_kv.store import ssd_records
 from mooncake_kv.store.node_store import NodeStore
-from mooncake_kv.store.ssd_directory import SsdDirectory, SsdDirectoryConfig
+from mooncake_kv.store.ssd_config import SsdDirectoryConfig
+from mooncake_kv.store.ssd_directory import SsdDirectory
 from mooncake_kv.store.ssd_sections import section_checksums
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

@@ -19,8 +19,7 @@ from mooncake_kv.store.residence_index import (
     ResidenceIndex,
     ResidenceView,
 )
-from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
-from mooncake_kv.store.ssd_tier import SsdConfig
+from mooncake_kv.store.ssd_config import SsdConfig, SsdDirectoryConfig
 
 EPOCH = "0123456789abcdef"
 

@@ -8,13 +8,8 @@ import pytest
 
 from mooncake_kv.errors import KVConfigError, StoreIOError
 from mooncake_kv.store.chunk_store import Chunk
-from mooncake_kv.store.ssd_directory import (
-    GROW_AGAIN_S,
-    SsdBudget,
-    SsdDirectory,
-    SsdDirectoryConfig,
-    aligned_buffer,
-)
+from mooncake_kv.store.ssd_config import SsdBudget, SsdDirectoryConfig
+from mooncake_kv.store.ssd_directory import GROW_AGAIN_S, SsdDirectory, aligned_buffer
 from mooncake_kv.store.ssd_records import (
     PAGE,
     SegmentHeader,

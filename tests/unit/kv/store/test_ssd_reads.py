@@ -13,7 +13,8 @@ from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.store.chunk_store import Chunk, Residence, Tier
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
-from mooncake_kv.store.ssd_directory import SsdDirectory, SsdDirectoryConfig
+from mooncake_kv.store.ssd_config import SsdConfig, SsdDirectoryConfig
+from mooncake_kv.store.ssd_directory import SsdDirectory
 from mooncake_kv.store.ssd_reads import RecordRead
 from mooncake_kv.store.ssd_records import (
     MAX_PARTS,
@@ -25,7 +26,7 @@ from mooncake_kv.store.ssd_records import (
     record_bytes,
     section_bytes,
 )
-from mooncake_kv.store.ssd_tier import SsdConfig, SsdTier
+from mooncake_kv.store.ssd_tier import SsdTier
 from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_service import StoreAddress, StoreService
 from mooncake_kv.store.tier_moves import TierMoves

@@ -22,10 +22,10 @@ from mooncake_kv.store.chunk_store import (
     Tier,
 )
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
-from mooncake_kv.store.ssd_directory import SsdDirectory, SsdDirectoryConfig
+from mooncake_kv.store.ssd_config import SsdConfig, SsdDirectoryConfig
+from mooncake_kv.store.ssd_directory import SsdDirectory
 from mooncake_kv.store.ssd_drive import DriveThreads
 from mooncake_kv.store.ssd_records import PAGE, read_page, record_bytes
-from mooncake_kv.store.ssd_tier import SsdConfig
 
 NBYTES = 4 * GRANULE
 SEGMENT = PAGE + 8 * record_bytes(NBYTES)

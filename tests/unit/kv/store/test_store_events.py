@@ -26,8 +26,7 @@ from mooncake_kv.store import ssd_tier
 from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys
 from mooncake_kv.store.chunk_store import Chunk, ChunkContent, Tier, WriteHandle
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
-from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
-from mooncake_kv.store.ssd_tier import SsdConfig
+from mooncake_kv.store.ssd_config import SsdConfig, SsdDirectoryConfig
 from mooncake_kv.store.store_events import StoreEventBuffer, StoreEventLog
 
 IDENTITY = KVIdentity("llama", "float32", chunk_tokens=64)

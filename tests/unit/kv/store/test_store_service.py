@@ -31,8 +31,7 @@ from mooncake_kv.store.chunk_store import (
     Tier,
 )
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
-from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
-from mooncake_kv.store.ssd_tier import SsdConfig
+from mooncake_kv.store.ssd_config import SsdConfig, SsdDirectoryConfig
 from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_messages import (
     MAX_KEYS,
