@@ -1,4 +1,5 @@
-"""Sampling parameters and structured-output grammars from a request's fields."""
+"""Derives and validates sampling parameters and structured-output grammars from a request's fields;
+used by ``InputProcessor``."""
 
 from __future__ import annotations
 
@@ -38,28 +39,28 @@ _SAME_NAME = (
     "include_stop_str_in_output",
 )
 _MAX_CHOICES = 1999
-"""Texts to choose from. The grammar library follows 2,000 possibilities at once: more texts that
-begin alike would fail in the middle of an output."""
+"""Texts in ``structured_outputs.choice``. The grammar library tracks at most 2,000 alternatives at a
+time: with more texts of a common prefix, generation would fail in the middle of an output."""
 _MAX_STOPS = 64
 _MAX_STOP_CHARACTERS = 8192
 _MAX_STOP_TOKEN_IDS = 1024
-"""Stop token ids are looked up for each generated token."""
+"""Stop token ids per request; they are checked for each generated token."""
 _MAX_LOGIT_BIAS = 1024
-"""Tokens whose logits change: each answer of a batch has cells of its own for them."""
+"""Tokens in ``logit_bias``: each answer of a batch has its own memory for them."""
 
 
 def completion_sampling(
     request: CompletionRequest, info: EngineInfo, defaults: SamplingDefaults = NO_DEFAULTS
 ) -> SamplingParams:
-    """Of a completion; ``max_tokens`` is 16 unless given.
+    """The sampling parameters of a completion; ``max_tokens`` defaults to 16.
 
     Raises:
-        InvalidRequest: a value out of range, or a combination that is not served.
+        InvalidRequest: a value is out of range, or a combination is not supported.
     """
     _check_ranking(request)
     max_tokens = 16 if request.max_tokens is None else request.max_tokens
     if is_prompt_only(request):
-        max_tokens = 1  # it is not shown
+        max_tokens = 1  # the response omits this token
     sampling = _sampling(request, info, defaults, max_tokens=max_tokens, logprobs=request.logprobs)
     if request.best_of is not None:
         sampling = replace(sampling, best_of=request.best_of)
@@ -84,7 +85,7 @@ def _check_ranking(request: CompletionRequest) -> None:
 
 
 def is_prompt_only(request: CompletionRequest) -> bool:
-    """Whether the client wants to know about its prompt, and no new token: ``max_tokens`` 0."""
+    """Whether the client wants information on its prompt only: ``max_tokens`` is 0."""
     shows_prompt = request.echo or request.prompt_logprobs is not None
     return request.max_tokens == 0 and bool(shows_prompt)
 
@@ -92,10 +93,10 @@ def is_prompt_only(request: CompletionRequest) -> bool:
 def chat_sampling(
     request: ChatRequest, info: EngineInfo, defaults: SamplingDefaults = NO_DEFAULTS
 ) -> SamplingParams:
-    """Of a chat completion; without a limit it goes on to the context's end.
+    """The sampling parameters of a chat completion; without a limit it may fill the context.
 
     Raises:
-        InvalidRequest: a value out of range, or a combination that is not served.
+        InvalidRequest: a value is out of range, or a combination is not supported.
     """
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -188,13 +189,15 @@ def _check_token_ids(name: str, token_ids: tuple[int, ...] | list[int], info: En
 
 
 MAX_GRAMMAR_CHARACTERS = 512 << 10
+"""The longest source of a grammar, or of the grammar of a request's tools, that is compiled."""
 
 
 def grammar_of(request: GenerationFields) -> Grammar | None:
-    """The grammar that ``response_format`` or ``structured_outputs`` ask for.
+    """The grammar that ``response_format`` or ``structured_outputs`` requests; None for neither.
 
     Raises:
-        InvalidRequest: both are given, or more than one structure.
+        InvalidRequest: both fields are given, or ``structured_outputs`` holds more than one
+            constraint.
     """
     found = [_of_format(request), _of_structure(request.structured_outputs)]
     grammars = [grammar for grammar in found if grammar is not None]
@@ -206,7 +209,7 @@ def grammar_of(request: GenerationFields) -> Grammar | None:
 
 
 def check_grammar_size(grammar: Grammar, field: str) -> None:
-    """Raises InvalidRequest for a grammar that is too large to look at."""
+    """Raises InvalidRequest for a grammar that is too long to compile."""
     if len(grammar.source) > MAX_GRAMMAR_CHARACTERS:
         raise InvalidRequest(
             f"the {grammar.kind.value} has {len(grammar.source)} characters, more than "
@@ -216,14 +219,14 @@ def check_grammar_size(grammar: Grammar, field: str) -> None:
 
 
 def check_grammar(grammar: Grammar, field: str, tokenizer: Tokenizer, info: EngineInfo) -> None:
-    """Compile a grammar, on another thread than the server's; the engine will find it compiled.
+    """Compile a grammar, so that the engine finds it in the cache. Must not run on the event loop.
 
     Args:
-        field: of the request, which asked for it.
+        field: the request field that asked for the grammar.
 
     Raises:
-        InvalidRequest: it is wrong, costs too much, or the library is not installed.
-        RequestFailed: it can't be compiled now.
+        InvalidRequest: the grammar is invalid or too expensive, or the library is not installed.
+        RequestFailed: the grammar can't be compiled at the moment.
     """
     try:
         vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids).check(grammar)
@@ -232,7 +235,7 @@ def check_grammar(grammar: Grammar, field: str, tokenizer: Tokenizer, info: Engi
 
 
 def structure_field(request: GenerationFields) -> str:
-    """The field that asks for structured output, where one does."""
+    """The name of the field that requests structured output, for error messages."""
     return "response_format" if request.structured_outputs is None else "structured_outputs"
 
 

@@ -1,4 +1,4 @@
-"""ServerOptions: every option of the HTTP server."""
+"""``ServerOptions``: the options of the HTTP server, each with its command-line flag."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ OF_ONE_INSTANCE = (
     "api_keys",
     *("register", "register_secret", "register_url", "register_lease_s"),
 )
-"""Options that the instances of a deployment on one host are not given."""
+"""Options that ``mooncake-engine up`` does not pass to the instances of a local deployment."""
 
 
 def read_keys(path: Path | None) -> frozenset[str]:
-    """API keys of a file, one per line; empty lines and ``#`` comments are skipped. None: no keys.
+    """The API keys in a file, one per line; empty lines and ``#`` comments are skipped. Without a
+    file there are no keys.
 
     Raises:
-        ConfigError: it can't be read, or holds no key, which would lock everybody out.
+        ConfigError: the file can't be read, or holds no key, which would lock out all clients.
     """
     if path is None:
         return frozenset()
@@ -45,10 +46,10 @@ def read_keys(path: Path | None) -> frozenset[str]:
 
 
 def read_register_secret(path: Path | None) -> str:
-    """The secret of ``--register``; empty for no file.
+    """The secret for ``--register``; empty without a file.
 
     Raises:
-        ConfigError: it can't be read, or is empty.
+        ConfigError: the file can't be read, or is empty.
     """
     if path is None:
         return ""
@@ -58,15 +59,16 @@ def read_register_secret(path: Path | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What is set about the API, beside the engine.
+    """The options of the API server, as opposed to those of the engine.
 
-    ``api_keys``: one of them is needed to generate; empty for no check. ``model_aliases``: names
-    that the model is served under, beside its own. ``shutdown_timeout_s`` is by default some
-    seconds less than the 30 that Kubernetes and others allow. ``worker``: name of this process
-    among the API workers, empty where there is one.
+    ``api_keys``: clients need one of these to generate; empty disables the check.
+    ``model_aliases``: additional names under which the model is served. ``shutdown_timeout_s``: the
+    default is some seconds less than the 30 that Kubernetes and others allow. ``worker``: the name
+    of this process among the API workers; empty where there is only one.
 
     Raises:
-        ConfigError: an unknown parser, an endpoint that is no http or https URL, a negative time.
+        ConfigError: an unknown parser, an endpoint that is not an http or https URL, or a number
+            out of range.
     """
 
     tool_call_parser: str = field(
@@ -244,13 +246,13 @@ class ServerOptions:
             )
 
     def has_reasoning(self, tokenizer: Tokenizer) -> bool:
-        """Whether answers of this model are looked through for reasoning."""
+        """Whether answers of this model are parsed for reasoning."""
         if self.reasoning_parser == AUTO:
             return detect_reasoning(tokenizer.chat_template)
         return self.reasoning_parser != NONE
 
     def tool_format(self, tokenizer: Tokenizer) -> str | None:
-        """The form in which this model calls tools; None if it can't."""
+        """The name of the format in which this model calls tools; None if it can't."""
         if self.tool_call_parser == AUTO:
             return detect_parser(tokenizer.chat_template)
         return None if self.tool_call_parser == NONE else self.tool_call_parser
@@ -260,5 +262,5 @@ def _is_http_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number, or an IPv6 address is cut off
+    except ValueError:  # the port is not a number, or an IPv6 address is truncated
         return False

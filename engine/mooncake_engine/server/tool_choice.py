@@ -1,4 +1,5 @@
-"""Tools: what a request offers, the grammar that forces a call, and calls in a response."""
+"""Tool calling: the tools that a request offers, the grammar that forces a call, and the layout of
+calls in a response."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ from mooncake_engine.text.tool_call_parsers import Schemas
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """The tools of one request.
+    """The tools that one request offers.
 
     Args:
-        tool_format: how the model calls them; None where no calls are looked for.
-        shown: what the chat template gets.
-        grammar: that the output must follow where a call is wanted.
+        tool_format: the format in which the model calls them; None where the output is not parsed
+            for calls.
+        shown: the tools as the chat template receives them.
+        grammar: the grammar that constrains the output; None where the output is free.
     """
 
     tool_format: str | None = None
@@ -38,7 +40,7 @@ class OfferedTools:
 
     @property
     def schemas(self) -> Schemas:
-        """Of their parameters."""
+        """The JSON schema of each tool's parameters, by tool name."""
         functions = [tool["function"] for tool in self.shown]
         return {function["name"]: function.get("parameters", {}) for function in functions}
 
@@ -46,14 +48,15 @@ class OfferedTools:
 def offered_tools(
     request: ChatRequest, tool_format: str | None, structure: Grammar | None
 ) -> OfferedTools:
-    """What a request offers and wants, for a model that calls tools in that form.
+    """The tools that a request offers, and the grammar that its ``tool_choice`` implies.
 
     Args:
-        structure: grammar of an output that calls nothing.
+        tool_format: the format in which the model calls tools; None if it can't.
+        structure: the grammar for an output without calls.
 
     Raises:
-        InvalidRequest: a choice without tools or of an unknown one, two tools of one name, a model
-            without tools, or a structure beside a call that has to be made.
+        InvalidRequest: ``tool_choice`` without tools or with an unknown one, two tools of the same
+            name, a model that can't call tools, or structured output beside a forced call.
     """
     choice = request.tool_choice
     if not request.tools:
@@ -78,7 +81,7 @@ def offered_tools(
 
 
 def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Tools as chat templates expect them."""
+    """The tools in the form that chat templates expect."""
     shown = []
     for tool in tools:
         function: dict[str, Any] = {"name": tool.function.name}
@@ -91,13 +94,14 @@ def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 CallIds = Callable[[int], str]
-"""The id of a choice's call, by its number."""
+"""Returns the id of a choice's call, given the call's number."""
 _SHORT_ID_FORMAT = "mistral"
-"""Whose chat templates take only ids of nine letters and digits."""
+"""The format whose chat templates accept only ids of nine letters and digits."""
 
 
 def call_ids(request_id: str, index: int, tool_format: str | None) -> CallIds:
-    """Ids of the calls of a choice; the same on every instance that continues it."""
+    """The ids of a choice's calls. They are deterministic, so that every instance that continues
+    the choice uses the same ones."""
 
     def long_id(number: int) -> str:
         return f"call_{request_id}_{index}_{number}"
@@ -109,7 +113,7 @@ def call_ids(request_id: str, index: int, tool_format: str | None) -> CallIds:
 
 
 def call_deltas(call_id: CallIds, update: TextUpdate) -> list[dict[str, Any]]:
-    """Pieces of calls as a stream shows them."""
+    """The call deltas of a streamed chunk."""
     return [
         {"index": delta.index, "function": {"arguments": delta.arguments}}
         if delta.name is None
@@ -132,10 +136,11 @@ def whole_calls(call_id: CallIds, output: ChoiceOutput) -> list[dict[str, Any]]:
 
 
 def template_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """An earlier response's calls as chat templates expect them: arguments as data.
+    """The calls of an earlier response in the form that chat templates expect, with decoded
+    arguments.
 
     Raises:
-        InvalidRequest: arguments that are no JSON.
+        InvalidRequest: the arguments of a call are not JSON.
     """
     shown = []
     for call in calls:
@@ -197,25 +202,30 @@ _CALLS = {
     "deepseek_v31": ("call", '""'),
     "mistral": ("call", '", "'),
 }
-"""By form: a call in Lark, and what stands between two of them."""
+"""By format: one call as a Lark expression, and the separator between two calls."""
 _AROUND_CALLS = {
     "mistral": ("[TOOL_CALLS][", "]"),
     **dict.fromkeys(
         ("deepseek_v3", "deepseek_v31"), (DeepseekParser.opening, DeepseekParser.closing)
     ),
 }
-"""By form: what stands before and behind all calls, where something does."""
+"""By format: the text before and after the list of calls, where there is any."""
 _DEFINITIONS = ("$defs", "definitions")
 
 
 def call_grammar(
     tools: Sequence[Tool], tool_format: str, *, is_one: bool, instead: str | None = None
 ) -> Grammar:
-    """Calls of these tools, or ``instead`` of any call something else, as a Lark rule's body.
+    """The Lark grammar of calls of these tools.
+
+    Args:
+        is_one: whether at most one call is allowed.
+        instead: the body of a Lark rule for an alternative output without calls; None where a call
+            is required.
 
     Raises:
-        InvalidRequest: it gets too long. A tool's definitions are repeated for each argument, so
-            that it may be much longer than the tools are.
+        InvalidRequest: the grammar is too long. A tool's definitions are repeated for each of its
+            arguments, so that the grammar may be much longer than the tools.
     """
     call, separator = _CALLS[tool_format]
     calls = "one" if is_one else f"one ({separator} one)*"
@@ -252,12 +262,12 @@ def _call_rules(tool: Tool, tool_format: str, rule: str) -> Iterator[str]:
 
 
 def _literal(text: str) -> str:
-    """A text as Lark writes it."""
+    """A text as a Lark string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _deepseek_call(tool: Tool, rule: str, *, is_fenced: bool) -> Iterator[str]:
-    """The rules of a call in one of DeepSeek's forms."""
+    """The rules of a call in one of DeepSeek's formats."""
     form, name = DeepseekParser, tool.function.name
     before, behind = f"{form.call}{name}{form.separator}", form.call_end
     if is_fenced:
@@ -269,10 +279,10 @@ def _deepseek_call(tool: Tool, rule: str, *, is_fenced: bool) -> Iterator[str]:
 
 
 def _tagged_call(tool: Tool, rule: str) -> Iterator[str]:
-    """The rules of a call in Qwen3-Coder's form: its arguments in the schema's order."""
+    """The rules of a call in Qwen3-Coder's format, with the arguments in the schema's order."""
     parameters = tool.function.parameters or {}
     required, properties = parameters.get("required"), parameters.get("properties")
-    named = required if isinstance(required, list) else []  # of another type it says nothing
+    named = required if isinstance(required, list) else []  # any other type is invalid
     needed = {name for name in named if isinstance(name, str)}
     properties = properties if isinstance(properties, dict) else {}
     parts = []
@@ -286,7 +296,8 @@ def _tagged_call(tool: Tool, rule: str) -> Iterator[str]:
 
 
 def _tagged_value(parameters: dict[str, Any], name: str, rule: str) -> str:
-    """The rule of an argument with its closing tag: strings have no quotes and no escapes."""
+    """The rule of an argument's value and closing tag. Strings are written without quotes and
+    escapes."""
     schema = parameters["properties"][name]
     end = '"\\n</parameter>\\n"'
     types = types_of(parameters, name)
@@ -303,7 +314,8 @@ def _tagged_value(parameters: dict[str, Any], name: str, rule: str) -> str:
 
 
 def _schema(tool: Tool, field_name: str) -> dict[str, Any]:
-    """A call as a schema. Definitions move up with it, because references start at the top."""
+    """The JSON schema of a call. The definitions in the parameters' schema move to its top level,
+    because references are resolved from there."""
     parameters = dict(tool.function.parameters or {"type": "object"})
     names = [name for name in _DEFINITIONS if name in parameters]
     definitions: dict[str, Any] = {name: parameters.pop(name) for name in names}

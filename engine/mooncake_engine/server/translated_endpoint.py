@@ -1,7 +1,7 @@
-"""Serves a form of request that is not OpenAI's chat by the chat endpoint.
+"""Serves other API formats (Anthropic's messages, OpenAI's responses) through the chat endpoint.
 
-The body is translated on its way in and the response on its way out; between the two there is
-nothing but a chat request.
+The request body is translated to a chat request, and the chat response is translated back; the chat
+endpoint sees an ordinary chat request.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mooncake_engine.server.openai_protocol import to_api_error
 
 @dataclass(frozen=True, slots=True)
 class TranslatedEndpoint:
-    """An ASGI application before that of ``/v1/chat/completions``.
+    """An ASGI application that wraps that of ``/v1/chat/completions``.
 
     Args:
-        api_format: what is spoken with the client.
-        chat: serves the requests.
-        max_body_bytes: longer bodies are not read.
+        api_format: the format of the client's requests and responses.
+        chat: the chat endpoint, which serves the translated requests.
+        max_body_bytes: the largest request body that the server reads.
     """
 
     api_format: ApiFormat
@@ -50,7 +50,7 @@ class TranslatedEndpoint:
             await translated_error(self.api_format, exc)(scope, receive, send)
             return
         body_message: Message = {"type": "http.request", "body": translation.chat_body}
-        # Without the connection's short way for bytes of a body: all of them are translated.
+        # Hides the connection's WRITE_CHUNK, which would bypass the translation of the body.
         scope = {**scope, "extensions": {}}
         await self.chat(
             scope, _Replayed(body_message, receive), _TranslatingSend(translation, send)
@@ -58,7 +58,7 @@ class TranslatedEndpoint:
 
 
 def translated_error(api_format: ApiFormat, exc: EngineError) -> Response:
-    """What ``to_api_error`` says, in another form."""
+    """The response for an error, as ``to_api_error`` maps it, in another API format."""
     response = to_api_error(exc).response()
     body = api_format.error(response.status_code, bytes(response.body))
     headers = {name: value for name, value in response.headers.items() if name == "retry-after"}
@@ -66,7 +66,7 @@ def translated_error(api_format: ApiFormat, exc: EngineError) -> Response:
 
 
 class _Replayed:
-    """Receives one message that is already here, then what comes."""
+    """An ASGI ``receive`` that first returns a given message, then those of the connection."""
 
     def __init__(self, message: Message, receive: Receive) -> None:
         self._message: Message | None = message
@@ -79,8 +79,8 @@ class _Replayed:
 
 
 class _TranslatingSend:
-    """Sends a chat response in the form that was asked for. The head of a complete one waits for
-    its body, whose length it names."""
+    """An ASGI ``send`` that translates a chat response. The head of a complete response is held
+    back until its body is translated, because it contains the body's length."""
 
     def __init__(self, translation: Translation, send: Send) -> None:
         self._translation = translation
@@ -89,7 +89,7 @@ class _TranslatingSend:
         self._is_stream = False
 
     async def __call__(self, message: Message) -> None:
-        """Send one message of the response."""
+        """Translate and send one message of the response."""
         if message["type"] == "http.response.start":
             self._head = message
             kind = dict(message["headers"]).get(b"content-type", b"")

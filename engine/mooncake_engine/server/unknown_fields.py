@@ -1,7 +1,8 @@
-"""Fields of requests that this server does not know: ignored where that changes no answer.
+"""Decides whether an unknown request field is ignored or rejected; used by ``decode_request``.
 
-Clients send what other servers take: accounting, caching hints, their own tags. A field that would
-change the answer is refused, whether it is another server's or a known one misspelt.
+Clients send fields of other servers: accounting, caching hints, their own tags. These are ignored
+if they change no answer. A field that would change the answer is rejected, whether it is another
+server's or a misspelt known one.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _OPEN = re.compile(r"(messages|tools)(\[|\.|$)")
-"""Objects that clients decorate, and whose known fields say it all; what is in any other object
-asks for something."""
+"""Paths of objects to which clients add fields without effect on the answer; their known fields are
+complete. An unknown field in any other object requests some behaviour."""
 _INSTEAD = {
     "guided_json": "structured_outputs",
     "guided_regex": "structured_outputs",
@@ -68,19 +69,20 @@ _NEUTRAL: dict[str, Any] = {
     "echo": False,
     "spaces_between_special_tokens": True,
 }
-"""What clients send that name every parameter: as it is here anyway."""
+"""Values of these fields that match this server's behaviour. Clients that send every parameter send
+them, and they are ignored."""
 _MAX_WARNED = 256
 _warned: set[str] = set()
 
 
 def refusal(body: Any, field: str, path: str, known: list[str]) -> str | None:
-    """Why a field that is not known can't be ignored, as a message for the client; None if it can.
+    """The error message for an unknown field that can't be ignored; None if it can be ignored.
 
     Args:
-        body: decoded.
-        field: its name.
+        body: the decoded body.
+        field: the name of the field.
         path: the object that holds it, such as ``messages[0]``; empty for the body itself.
-        known: fields of the body.
+        known: the known fields of the body.
     """
     if path and not _OPEN.match(path):
         return f"unknown field {path}.{field}; remove it"
@@ -95,8 +97,8 @@ def refusal(body: Any, field: str, path: str, known: list[str]) -> str | None:
 
 
 def remove(value: Any, path: str, field: str) -> None:
-    """Take a field out of a decoded body, from the object at ``path`` and those beside it in its
-    lists."""
+    """Remove a field from a decoded body: from the object at ``path``, and from its siblings in the
+    lists on that path."""
     found = [value]
     for step in re.findall(r"[^.\[\]]+|\[", path):
         if step == "[":
@@ -109,7 +111,7 @@ def remove(value: Any, path: str, field: str) -> None:
 
 
 def warn_once(field: str, path: str) -> None:
-    """Tell the operator of a field that is ignored: once for each, and of a bounded number."""
+    """Log an ignored field, once per field and for a bounded number of fields."""
     name = re.sub(r"\[\d+\]", "[]", f"{path}.{field}" if path else field)
     if name in _warned or len(_warned) >= _MAX_WARNED:
         return
