@@ -1,7 +1,8 @@
-"""The runtime of devices with streams, over the module that torch has for their kind.
+"""The runtime of devices with streams, on top of torch's module for the device type (``torch.cuda``
+or its counterpart).
 
-These modules have the same functions: a backend names its own, describes its devices, and says how
-a graph is captured there.
+All these modules have the same functions: a backend passes its own, describes its devices, and
+implements graph capture.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from mooncake_hal.errors import DeviceError
 
 
 class AcceleratorEvent:
-    """An event without timing, which is cheaper.
+    """An event without timing, which is cheaper than one with it.
 
     Args:
-        module: of the devices.
-        device: whose stream it marks.
+        module: torch's module for the device type.
+        device: the device whose current stream it marks.
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
@@ -42,12 +43,12 @@ class AcceleratorEvent:
 
 
 class AcceleratorCopyStream:
-    """A stream for copies, and the thread that enqueues on it and waits for it: a copy from or to
-    memory that is not page-locked would hold up whoever enqueues it.
+    """A stream for copies, and a thread that enqueues on it and waits for it: copies from or to
+    memory that is not page-locked block the thread that enqueues them.
 
     Args:
-        module: of the devices.
-        device: whose stream.
+        module: torch's module for the device type.
+        device: the device that the stream belongs to.
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
@@ -75,14 +76,15 @@ class AcceleratorCopyStream:
 
 
 class AcceleratorRuntime:
-    """The devices of one kind that this process sees. A backend adds ``capture``.
+    """Base class of runtimes for the devices of one type that are visible to this process. A
+    backend adds ``capture``.
 
     Args:
-        name: of the backend, for messages.
-        module: torch's, of this kind of device.
-        kind: what torch calls such a device.
-        visible: the environment variable that shows and hides devices.
-        devices: described by the backend.
+        name: the backend's name, for messages.
+        module: torch's module for the device type.
+        kind: torch's name of the device type.
+        visible: name of the environment variable that selects the visible devices.
+        devices: the devices, as the backend describes them.
     """
 
     def __init__(
@@ -130,8 +132,9 @@ class AcceleratorRuntime:
         self._module.reset_peak_memory_stats(self.device(index))
 
     def peak_bytes(self, index: int) -> int:
-        # Drivers report what all processes have taken together: what was taken when this one came
-        # to the device is others' (and this one's context, which is there by then).
+        # Drivers report the memory of all processes together. What was allocated when this process
+        # bound its first thread belongs to others (and to this process's context, which exists by
+        # then), so it is subtracted.
         device, info = self.device(index), self.memory_info(index)
         reserved = self._module.memory_reserved(device)
         returned = self._module.max_memory_reserved(device) - reserved
@@ -147,14 +150,16 @@ class AcceleratorRuntime:
     def run_captured(
         self, run: Callable[[], None], capture: Callable[[Any, Any], AbstractContextManager[Any]]
     ) -> None:
-        """Run once, which compiles kernels and fills the libraries' caches, then once captured.
+        """Call ``run`` twice: once to compile kernels and fill the libraries' caches, then once
+        under capture.
 
-        Other threads may go on using the device meanwhile. All graphs share one pool of memory:
-        what a graph has computed is lost when another one is replayed.
+        Other threads may keep using the device meanwhile. All graphs share one memory pool, so
+        replaying a graph overwrites the results of the others.
 
         Args:
-            run: what is captured.
-            capture: given the pool and the stream, what captures in a ``with`` block.
+            run: the work to capture.
+            capture: given the pool's handle and a stream, returns the context manager that
+                captures.
         """
         stream = self._capture_stream()
         current = self._module.current_stream()
@@ -166,15 +171,16 @@ class AcceleratorRuntime:
             run()
 
     def keep_in_pool(self, graph: object) -> None:
-        """A graph was captured; the pool lives as long as one of them."""
+        """Record that a graph was captured in the pool, which lives as long as any of its
+        graphs."""
         self._pool.add(graph)
 
     def _capture_stream(self) -> Any:
-        """The one stream of the current device on which everything is captured.
+        """The current device's stream on which all graphs are captured.
 
-        Torch keeps a workspace for the matrix library per stream that has run a product, tens of
-        megabytes each, and never gives it back. It hands streams out of a pool of 32: a new one for
-        each capture would hold a gigabyte, taken after the memory for KV was measured.
+        For every stream on which a matrix product has run, torch allocates a workspace of tens of
+        megabytes and never frees it. New streams come from a pool of 32, so a new stream per
+        capture would end up holding a gigabyte, allocated after the memory for KV was measured.
         """
         index = self._module.current_device()
         if index not in self._capture_streams:

@@ -1,6 +1,6 @@
-"""What backends are put together from: a runtime without streams, a thread for copies, an
-allocation, a pool for graphs, a group of one rank; what brings a host's arrays to a device; and
-what turns rows of KV there.
+"""Building blocks that backends share: a runtime without streams, a copy thread, an allocation, a
+graph memory pool, a single-rank communicator, copies of host arrays to a device, and the reordering
+of rotated KV rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mooncake_hal.transport import MemoryRegion
 
 
 class FinishedEvent:
-    """An event of a device whose work is done when the call returns."""
+    """An event of a device that executes work synchronously: it has always finished."""
 
     def record(self) -> None:
         pass
@@ -37,7 +37,7 @@ class FinishedEvent:
 
 
 class _WorkFence:
-    """Of work that a thread does."""
+    """Completion of work that a thread executes."""
 
     def __init__(self, work: Future[object]) -> None:
         self._work = work
@@ -50,10 +50,10 @@ class _WorkFence:
 
 
 class CopyThread:
-    """A copy stream whose work a thread of its own does, and waits for.
+    """A copy stream that executes submitted work on a thread of its own, one item after the other.
 
     Args:
-        device: what errors and the thread are named after.
+        device: name of the device, for the thread's name.
     """
 
     def __init__(self, device: str) -> None:
@@ -67,12 +67,13 @@ class CopyThread:
 
 
 class SynchronousRuntime:
-    """What the runtime of one device is that works in host memory, and in the calling thread.
+    """Base class of runtimes whose single device is the host: its memory is host memory, and work
+    runs synchronously in the calling thread.
 
-    A backend adds ``devices``, ``memory_info``, the watch over the peak, and ``capture``.
+    A backend adds ``devices``, ``memory_info``, ``reset_peak``, ``peak_bytes`` and ``capture``.
 
     Args:
-        name: of the backend, for messages.
+        name: the backend's name, for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -97,27 +98,27 @@ class SynchronousRuntime:
         return CopyThread(self._name)
 
     def require_device(self, index: int) -> None:
-        """Refuse every index but 0; raises DeviceError."""
+        """Raise DeviceError for every index but 0."""
         require_device(self._name, index)
 
 
 def require_device(name: str, index: int) -> None:
-    """Refuse every index but 0, for backends of one device.
+    """Check a device index of a backend that has a single device.
 
     Raises:
-        DeviceError: the message says what there is.
+        DeviceError: the index is not 0.
     """
     if index != 0:
         raise DeviceError(f"{name} has device 0 only, device {index} was asked for")
 
 
 class TensorAllocation:
-    """Memory of a backend: one tensor, its region, and a way to give it back.
+    """An allocation of a backend: one tensor, its region, and how to release it.
 
     Args:
-        region: where it lies.
-        tensor: all of it, flat uint8.
-        release: gives the memory back; None if it goes with the tensor.
+        region: the memory to register with transports.
+        tensor: the whole allocation, flat uint8.
+        release: releases the memory; None if it is released with the tensor.
     """
 
     def __init__(
@@ -133,12 +134,12 @@ class TensorAllocation:
 
     @property
     def is_freed(self) -> bool:
-        """Whether its memory was given back; something else may lie there by now."""
+        """Whether the memory was released; it may have been reused since."""
         return self._tensor is None
 
     @property
     def tensor(self) -> Tensor:
-        """Raises DeviceError once it is freed."""
+        """Raises DeviceError once the allocation is freed."""
         if self._tensor is None:
             raise DeviceError(f"this allocation of {self._region.nbytes} bytes has been freed")
         return self._tensor
@@ -155,13 +156,13 @@ Handle = TypeVar("Handle")
 
 
 class GraphPool(Generic[Handle]):
-    """One pool for graphs that never run at once.
+    """One memory pool shared by graphs that never run concurrently.
 
-    torch ends a pool with the last graph that was captured in it, and refuses its handle from then
-    on.
+    torch destroys a pool together with the last graph that was captured in it and rejects its
+    handle afterwards; a new pool is created then.
 
     Args:
-        make_handle: of a new pool.
+        make_handle: creates a pool and returns its handle.
     """
 
     def __init__(self, make_handle: Callable[[], Handle]) -> None:
@@ -170,18 +171,19 @@ class GraphPool(Generic[Handle]):
         self._graphs: WeakSet[object] = WeakSet()
 
     def handle(self) -> Handle:
-        """Where to capture the next graph."""
+        """Handle of the pool in which to capture the next graph."""
         if self._handle is None or not self._graphs:
             self._handle = self._make_handle()
         return self._handle
 
     def add(self, graph: object) -> None:
-        """A graph was captured in it; the pool lives as long as one of them."""
+        """Record that a graph was captured in the pool, which lives as long as any of its
+        graphs."""
         self._graphs.add(graph)
 
 
 class FinishedExchange:
-    """An all-to-all whose rows are there already."""
+    """An all-to-all that has already completed."""
 
     def __init__(self, arrived: Tensor) -> None:
         self._arrived = arrived
@@ -191,7 +193,7 @@ class FinishedExchange:
 
 
 class SingleRankCommunicator:
-    """Collectives of one rank; needs no process group and no port."""
+    """Collectives of a group of one rank; needs no process group and no port."""
 
     rank = 0
     world_size = 1
@@ -225,9 +227,9 @@ class SingleRankCommunicator:
 
 
 def quantised(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """``x / scale`` as the cache keeps it; what is too large becomes the largest number.
+    """Return ``x / scale`` in the cache's dtype, saturated at its largest finite number.
 
-    A cache of x's own type keeps it as it is.
+    If the cache has x's own dtype, x is returned unscaled.
     """
     if dtype == x.dtype:
         return x
@@ -236,7 +238,8 @@ def quantised(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 _ALIGNMENT = 256
-"""Of each array, as an allocation of its own would have: kernels are compiled for whole words."""
+"""Alignment of each array in bytes, as in an allocation of its own: kernels are compiled for
+aligned word accesses."""
 _TORCH_TYPES = {
     np.dtype(np.bool_): torch.bool,
     np.dtype(np.uint8): torch.uint8,
@@ -248,15 +251,15 @@ _TORCH_TYPES = {
 
 
 def to_device(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-    """Tensors with these arrays' content, shapes and types. Those of the host share memory with the
-    arrays; for another device see ``copy_at_once``.
+    """Return tensors on a device with the arrays' content, shapes and types. Tensors on the host
+    share memory with the arrays; for other devices, see ``copy_at_once``.
 
     Args:
-        device: of the tensors.
-        arrays: contiguous.
+        device: the tensors' device.
+        arrays: contiguous arrays.
 
     Raises:
-        TypeError: as of ``copy_at_once``, on every device alike.
+        TypeError: an array's type is not supported, on any device; see ``copy_at_once``.
     """
     if device.type != "cpu":
         return copy_at_once(device, arrays, is_pinned=True)
@@ -266,27 +269,27 @@ def to_device(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tens
 
 
 def index_tensor(device: torch.device, indexes: Sequence[int]) -> Tensor:
-    """[indexes] int64 on a device, which is not waited for."""
+    """Return the indexes as an int64 tensor on a device, without waiting for the device."""
     return to_device(device, [np.array(indexes, dtype=np.int64)])[0]
 
 
 def copy_at_once(
     device: torch.device, arrays: Sequence[NDArray[Any]], *, is_pinned: bool
 ) -> list[Tensor]:
-    """Copy many small arrays as one.
+    """Copy many small arrays to a device in one transfer.
 
-    Copied one by one from pageable memory, each costs a call of the driver, which stages it first
-    and may wait for the stream: steps that should run ahead of the device would wait for it (CUDA's
-    "API synchronization behavior"). Here they are put behind each other in one page-locked buffer,
-    which torch gives out again once its copy is done, and the tensors are views of the copy.
+    Copied one by one from pageable memory, each array costs a driver call, which stages it first
+    and may wait for the stream, so that steps which should run ahead of the device would block on
+    it (CUDA's "API synchronization behavior"). Here the arrays are packed into one page-locked
+    buffer, which torch reuses once its copy is done, and the tensors are views of the copy.
 
     Args:
-        device: of the tensors.
-        arrays: contiguous.
-        is_pinned: whether the buffer is page-locked; else the host waits for the copy.
+        device: the tensors' device.
+        arrays: contiguous arrays.
+        is_pinned: whether the buffer is page-locked; otherwise the call blocks until it is copied.
 
     Raises:
-        TypeError: an array is of a type that is not brought to devices; the message says which are.
+        TypeError: an array's type is not supported; the message lists the supported types.
     """
     types = [_torch_type(array) for array in arrays]
     rooms = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
@@ -317,23 +320,24 @@ def _torch_type(array: NDArray[Any]) -> torch.dtype:
 def turn_rope(
     planes: Sequence[Tensor], block_ids: Sequence[int], tokens: tuple[int, int], order: str
 ) -> None:
-    """Bring rotated rows of latents into the other order, in place; returns when that is enqueued.
+    """Convert rope rows from their current element order to the other one, in place; returns when
+    the work is enqueued.
 
-    Scores are sums over all elements, so that either order will do, if queries and keys have the
-    same. Engines keep what suits their kernels.
+    Attention scores are sums over all elements, so either order works as long as queries and keys
+    have the same one; engines choose the order that suits their kernels.
 
     Args:
-        planes: of rope rows, ``[num_blocks, block_size, 1, rope_dim]``.
+        planes: planes of rope rows, ``[num_blocks, block_size, 1, rope_dim]``.
         block_ids: a request's block table.
-        tokens: the first whose rows are meant, and the one behind the last.
-        order: what they are in: ``latents.PAIRS`` or ``latents.HALVES``.
+        tokens: half-open range of token positions whose rows are converted.
+        order: current order of the rows: ``latents.PAIRS`` or ``latents.HALVES``.
     """
     block_size, half, device = planes[0].shape[1], planes[0].shape[-1] // 2, planes[0].device
     blocks = index_tensor(device, [block_ids[token // block_size] for token in range(*tokens)])
     offsets = index_tensor(device, [token % block_size for token in range(*tokens)])
     shape = (half, 2) if order == PAIRS else (2, half)
     for plane in planes:
-        # not every device indexes floats of a byte
+        # not every device can index one-byte floats
         numbers = plane.view(torch.uint8) if plane.element_size() == 1 else plane
         rows = numbers[blocks, offsets]
         turned = rows.view(*rows.shape[:-1], *shape).transpose(-1, -2)

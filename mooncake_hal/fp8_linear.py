@@ -1,11 +1,11 @@
-"""Linear layers and experts whose weights are fp8 (e4m3) numbers with scales, for backends that
-multiply such.
+"""The contract of linear layers and experts with fp8 (e4m3) weights, for backends that multiply
+them natively.
 
-A weight is its number times its scale. Scales are of rows (per channel; one for a whole tensor is
-that of each row), or of blocks of 128 by 128 as DeepSeek-V3 publishes them. Activations are
-quantised as they come: each row of x by its own largest element, with scales of blocks each 128
-elements of it; or, with rows, by one scale that the checkpoint has (static). Between the two
-products of experts they are quantised again.
+A weight's value is its fp8 number times its scale. There is a scale per row (per channel; a scale
+of the whole tensor is repeated for each row), or per block of 128 by 128, as DeepSeek-V3 publishes
+them. Activations are quantised dynamically: each row of x (with block scales, each 128 elements of
+it) by its own largest element. With row scales, a checkpoint may have a static scale for them
+instead. Between the two products of experts, activations are quantised again.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FP8_BLOCK = 128
-"""Rows and columns that share a scale."""
+"""Rows and columns of a block that shares a scale."""
 FP8_MULTIPLE = 16
-"""Rows and columns of every weight are multiples of it, as matrix libraries ask."""
+"""Both dimensions of every weight are multiples of this, as matrix libraries require."""
 FP8_TINY = 1e-12
-"""What a row of zeros has as its largest element, so that it can be divided by."""
+"""Lower bound of a row's largest element, so that a row of zeros does not divide by zero."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Weight:
-    """The weight of a linear layer, or those of a layer's experts, with one dimension before.
+    """The weight of a linear layer, or the weights of a layer's experts, with a leading dimension.
 
     Args:
         values: [out, in] or [experts, out, in] float8_e4m3fn; out and in are multiples of 16.
-        scales: float32, [out] of rows, or [ceil(out / 128), ceil(in / 128)] of blocks; of experts
-            [experts, ...].
-        input_scale: [] float32, what x is divided by; None: by what its largest elements say.
-            Experts have none.
+        scales: float32, [out] for rows or [ceil(out / 128), ceil(in / 128)] for blocks; with
+            experts, [experts, ...].
+        input_scale: [] float32, the static scale by which x is divided; None: x is quantised
+            dynamically. Experts have none.
     """
 
     values: Tensor
@@ -42,69 +42,71 @@ class Fp8Weight:
 
     @property
     def is_blockwise(self) -> bool:
-        """Whether scales are of blocks."""
+        """Whether there is a scale per block, not per row."""
         return self.scales.dim() == self.values.dim()
 
 
 class Fp8LinearOps(Protocol):
-    """What the ``ops`` of a backend with ``"fp8"`` in ``capabilities.quantization`` also do."""
+    """Fp8 linear layers; implemented where ``capabilities.quantization`` has ``"fp8"``."""
 
     def pack_fp8_weight(self, weight: Fp8Weight) -> Fp8Weight:
-        """Return the weight in the form that ``fp8_linear`` runs on best.
+        """Return the weight in the layout that ``fp8_linear`` runs fastest on.
 
-        Called once per weight after loading; the caller then drops the original. The result is
-        opaque: only ``fp8_linear`` takes it.
+        The caller calls this once per weight after loading, then drops the original. The result is
+        opaque and accepted by ``fp8_linear`` only.
         """
         ...
 
     def fp8_linear(
         self,
         x: Tensor,  # [tokens, in]
-        weight: Fp8Weight,  # what pack_fp8_weight returned for [out, in]
+        weight: Fp8Weight,  # the result of pack_fp8_weight for [out, in]
         bias: Tensor | None,  # [out]
     ) -> Tensor:  # [tokens, out]
-        """``x @ weight.T + bias`` of quantised x.
+        """Return ``x @ weight.T + bias`` with quantised x.
 
-        A row of x (or 128 elements of it) is divided by its scale, which is its largest absolute
-        value / 448, and rounded to e4m3; with ``input_scale`` by that, what is too large becomes
-        the largest number there is. Products are summed in float32 at least within 128 columns. A
-        row of the result depends on that row of x alone.
+        Each row of x (or 128 elements of it) is divided by its scale, which is its largest absolute
+        value / 448, and rounded to e4m3. With ``input_scale``, it is divided by that and saturated
+        at the largest finite number. Products are accumulated in float32 at least within 128
+        columns. A row of the result depends on that row of x alone.
         """
         ...
 
 
 class Fp8ExpertOps(Protocol):
-    """What the ``ops`` of a backend with ``"fp8_experts"`` in ``capabilities.quantization`` do."""
+    """Fp8 experts; implemented where ``capabilities.quantization`` has ``"fp8_experts"``."""
 
     def pack_fp8_experts(self, weights: Fp8Weight) -> Fp8Weight:
-        """Return the experts' weights in the form that ``fp8_moe`` runs on best; see
-        ``pack_fp8_weight``.
+        """Return the experts' weights in the layout that ``fp8_moe`` runs fastest on, as
+        ``pack_fp8_weight`` does for ``fp8_linear``.
 
-        The result is opaque: only ``fp8_moe`` and ``unpack_fp8_experts`` take it.
+        The result is opaque and accepted by ``fp8_moe`` and ``unpack_fp8_experts`` only.
         """
         ...
 
     def unpack_fp8_experts(
         self,
-        packed: Fp8Weight,  # what pack_fp8_experts returned for [experts, out, in]
+        packed: Fp8Weight,  # the result of pack_fp8_experts for [experts, out, in]
     ) -> Fp8Weight:
-        """Numbers and scales as they were before, bit by bit, both dense; may be memory of
-        ``packed``, which the caller then uses no more. For experts that move to other ranks."""
+        """Return the original values and scales, bit for bit and both dense, so that experts can
+        move to other ranks. The result may share memory with ``packed``, which the caller must not
+        use afterwards."""
         ...
 
     def fp8_moe(
         self,
         x: Tensor,  # [tokens, hidden]
-        gate_up: Fp8Weight,  # what pack_fp8_experts returned for [experts, 2 * inner, hidden]
-        down: Fp8Weight,  # what pack_fp8_experts returned for [experts, hidden, inner]
-        expert_ids: Tensor,  # [tokens, chosen] int64, all different in a row
-        expert_weights: Tensor,  # [tokens, chosen] float32
+        gate_up: Fp8Weight,  # the result of pack_fp8_experts for [experts, 2 * inner, hidden]
+        down: Fp8Weight,  # the result of pack_fp8_experts for [experts, hidden, inner]
+        expert_ids: Tensor,  # [tokens, top_k] int64, distinct within a row
+        expert_weights: Tensor,  # [tokens, top_k] float32
     ) -> Tensor:  # [tokens, hidden]
-        """``Ops.moe`` of quantised rows: x as for ``fp8_linear``, the first product rounded to the
-        type of x, ``silu_mul`` of that in float32 and quantised in the same way.
+        """``Ops.moe`` with quantised activations: x is quantised as for ``fp8_linear``; the first
+        product is rounded to x's dtype, and its ``silu_mul`` is computed in float32 and quantised
+        in the same way.
 
-        Both weights have scales of the same kind; with scales of blocks, ``inner`` is a multiple of
-        128, so that no block has rows of gate and of up. The sum is made in float32 and rounded
-        once.
+        Both weights have the same kind of scales; with block scales, ``inner`` is a multiple of
+        128, so that no block spans rows of gate and of up. The sum is accumulated in float32 and
+        rounded once.
         """
         ...

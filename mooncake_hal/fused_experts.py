@@ -1,4 +1,4 @@
-"""Dispatch, experts and combine by a backend's own ops, for those that have such."""
+"""The contract of fused experts: dispatch, experts and combine as one op of the backend."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mooncake_hal.backend import GroupSpec
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """What experts are divided over ranks.
+    """Sizes of an expert layer whose experts are divided over ranks.
 
     Args:
-        num_slots: places for experts of a layer, all ranks together.
-        chosen: experts of each token.
-        hidden_size: of a token's row.
+        num_slots: slots for experts of a layer, on all ranks together.
+        chosen: experts per token (top-k).
+        hidden_size: elements of a token's row.
     """
 
     num_slots: int
@@ -26,29 +26,32 @@ class ExpertShape:
 
 
 class FusedExperts(Protocol):
-    """One rank of a group whose ranks have equal shares of all slots, in order."""
+    """One rank of an expert-parallel group; the slots are divided evenly over the ranks, in
+    order."""
 
     @property
     def most_tokens(self) -> int:
-        """Of a rank in one call."""
+        """Largest number of tokens that a rank may pass to one call."""
         ...
 
     def run(
         self,
         x: Tensor,  # [tokens, hidden]
-        gate_up: tuple[Tensor, ...],  # of this rank's slots, as ``Ops.pack_experts`` made them
-        down: tuple[Tensor, ...],  # the same
-        slots: Tensor,  # [tokens, chosen] int64, of all ranks
+        gate_up: tuple[Tensor, ...],  # the result of ``Ops.pack_experts`` for this rank's slots
+        down: tuple[Tensor, ...],  # the same for the second product
+        slots: Tensor,  # [tokens, chosen] int64, numbered over all ranks
         weights: Tensor,  # [tokens, chosen] float32
         *,
         most_tokens: int,
     ) -> Tensor:  # [tokens, hidden]
-        """The weighted sums of this rank's tokens' experts, wherever these are; every rank calls
-        it, with tokens or without. Nothing is read back to the host.
+        """Return the weighted sums of the experts' outputs for this rank's tokens, on whichever
+        ranks the experts are. Every rank makes this call, even without tokens. No result is copied
+        back to the host.
 
         Args:
-            x, gate_up, down, slots, weights: see above; a token's slots differ.
-            most_tokens: that any rank has in this call, the same on every rank.
+            x, gate_up, down, slots, weights: see above; a token's slots are distinct.
+            most_tokens: largest number of tokens of any rank in this call; the same value on every
+                rank.
         """
         ...
 
@@ -58,10 +61,10 @@ class FusedExperts(Protocol):
 
 
 class FusedExpertsBackend(Protocol):
-    """A backend whose ``capabilities.fused_experts`` is true."""
+    """What a backend also implements if ``capabilities.fused_experts`` is True."""
 
     def fused_experts(self, group: GroupSpec, shape: ExpertShape) -> FusedExperts | None:
-        """Join ranks in a group of its own, behind those joined at the same address before; every
-        rank calls it. None, with the reason in the log, where the ops don't take that shape or so
-        many ranks."""
+        """Join a new group of ranks for fused experts. Every rank makes this call, in the same
+        order relative to other groups at the same address. Returns None and logs the reason if the
+        op does not support the shape or the number of ranks."""
         ...

@@ -1,8 +1,8 @@
 """The contract of host copies: pinned memory, and copies between it and a device's memory.
 
-They run beside what the device computes, on a stream of their own. A backend whose devices have
-memory of their own offers them in its ``BackendSpec``; what is written once against them (the
-``staged`` transport) then works for its devices, too.
+The copies run on a stream of their own, concurrently with the device's computation. A backend whose
+devices have their own memory offers host copies in its ``BackendSpec``; the ``staged`` transport,
+which is written against this contract, then works for its devices.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ Addresses = NDArray[np.uint64]
 
 
 class PinnedMemory(Protocol):
-    """Host memory that a device copies from and to without the processor's help."""
+    """Page-locked host memory, which the device copies from and to by DMA."""
 
     @property
     def address(self) -> int:
-        """Its first byte, at a multiple of 64."""
+        """Address of the first byte; a multiple of 64."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Length in bytes."""
         ...
 
     def close(self) -> None:
-        """Give it back, from any thread. Idempotent; nothing copies from or to it any more."""
+        """Free the memory. May be called from any thread, once no copy uses the memory any more.
+        Idempotent."""
         ...
 
 
 class HostCopier(Protocol):
-    """Copies pieces of device memory in the order of its calls. One thread at a time uses it.
+    """Copies pieces of device memory in call order. Only one thread at a time may use it.
 
-    Copies don't wait for what the device computes: the caller knows that the pieces are written,
-    or that nobody reads them.
+    Copies do not wait for the device's computation: the caller must know that pieces to be read
+    are completely written, and that pieces to be written are not in use.
     """
 
     def gather(
@@ -46,7 +47,8 @@ class HostCopier(Protocol):
         nbytes: Addresses,  # [pieces]
         host: int,  # address of pinned memory
     ) -> None:
-        """Enqueue packing the pieces into pinned memory, one behind the other from ``host`` on."""
+        """Enqueue copies of the pieces to pinned memory, packed one after the other from ``host``
+        on."""
         ...
 
     def scatter(
@@ -55,25 +57,25 @@ class HostCopier(Protocol):
         addresses: Addresses,  # [pieces] in the memory of the device's backend
         nbytes: Addresses,  # [pieces]
     ) -> None:
-        """Enqueue unpacking what lies packed from ``host`` on into the pieces."""
+        """Enqueue copies from pinned memory, packed from ``host`` on, to the pieces."""
         ...
 
     def drain(self) -> None:
-        """Block until everything that was enqueued has been copied; raises DeviceError."""
+        """Block until all enqueued copies have finished; raises DeviceError if one failed."""
         ...
 
     def close(self) -> None:
-        """Give the stream back."""
+        """Release the stream."""
         ...
 
 
 class HostCopies(Protocol):
-    """Of one device. Any thread."""
+    """The host copies of one device; may be used from any thread."""
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         """Allocate pinned memory; raises OutOfMemory or DeviceError."""
         ...
 
     def copier(self) -> HostCopier:
-        """Make a copier for the calling thread."""
+        """Create a copier for the calling thread."""
         ...

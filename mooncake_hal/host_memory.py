@@ -1,4 +1,4 @@
-"""How much memory this host has for this process; standard library only."""
+"""How much host memory this process may use; imports the standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(available, total) bytes of this process: the machine's, or its control group's if less."""
+    """Return (available, total) bytes: the machine's, or those of this process's control group if
+    its limit is lower."""
     fields = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         key, _, value = line.partition(":")
@@ -24,9 +25,10 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _cgroup_bytes() -> tuple[int | None, int]:
-    """(limit, used) of the control group, or of the one around it that leaves least; (None, 0)
-    where there is no limit. Of either version. File pages that the kernel gives back are not used:
-    weights that were read stay in them."""
+    """Return (limit, used) bytes of the control group, v1 or v2, that leaves the least: this
+    process's own or one of its parents; (None, 0) if there is no limit.
+
+    Reclaimable file pages don't count as used: weights that were read stay in the page cache."""
     found = []
     for limit_file, used_file, group in _group_files():
         with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
@@ -41,13 +43,13 @@ def _cgroup_bytes() -> tuple[int | None, int]:
 
 
 def _group_files() -> Iterator[tuple[str, str, Path]]:
-    """Names of the files that say the limit and what is used, and the directory that they are in,
-    of this process's control group and those around it; not all of them are there."""
+    """Yield (limit file, usage file, directory) for this process's control group and its parents;
+    the files need not exist."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:
         lines = []
-    lines.append("0::/")  # in a container without a namespace of its own the path is the host's
+    lines.append("0::/")  # without a cgroup namespace, the path in a container is the host's
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -65,7 +67,7 @@ def _group_files() -> Iterator[tuple[str, str, Path]]:
 
 
 def _file_pages(group: Path) -> int:
-    """Bytes of files that a group has read or written: the kernel gives them back."""
+    """Bytes of a group's file pages, which the kernel can reclaim."""
     fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return sum(
         int(fields.get(f"total_{name}", fields.get(name, 0)))

@@ -1,8 +1,9 @@
-"""What is known of backends without their hardware: enough to judge a plan on any machine.
+"""Descriptions of the supported hardware, with which a deployment plan can be checked anywhere.
 
-A deployment of GPUs, NPUs and CPUs is planned on a machine that has one of them or none. Every
-distribution carries this, and a third party's plugin says its own (``BackendSpec.hardware``). A
-test per backend holds it against what the backend says on its device. Standard library only.
+A deployment of GPUs, NPUs and CPUs may be planned on a machine that has only one of them or none.
+Every distribution ships these descriptions; third-party plugins provide their own
+(``BackendSpec.hardware``). A test per backend compares them with what the backend reports on its
+device. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from mooncake_hal.specs import TransportConstraints
 
 @dataclass(frozen=True, slots=True)
 class HardwareInfo:
-    """What a plan needs to know of a backend where its hardware is not.
+    """What a deployment plan needs to know about a backend whose hardware is not present.
 
     Args:
-        generations: of its devices, the one that is meant if none is named first; empty where
-            only the device itself can say.
-        block_sizes: tokens per KV block, best first.
-        transports: those that can move its memory, with what each asks of both ends.
+        generations: its device generations, the default first; empty if only the device itself can
+            tell.
+        block_sizes: supported tokens per KV block, best first.
+        transports: the transports that can move its memory, with their constraints.
     """
 
     generations: tuple[str, ...]
@@ -54,4 +55,4 @@ ASCEND = HardwareInfo(
 KNOWN_HARDWARE: Mapping[str, HardwareInfo] = MappingProxyType(
     {"cpu": CPU, "cuda": CUDA, "ascend": ASCEND}
 )
-"""By the backend's name, for plugins that are not even installed."""
+"""Hardware by the backend's name; also covers plugins that are not installed."""

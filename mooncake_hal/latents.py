@@ -1,7 +1,7 @@
-"""Latent attention's part of a backend's contract, and its writes composed of other ops.
+"""The latent attention ops of a backend's contract, and a composed implementation of its KV writes.
 
 Latent attention (MLA; DeepSeek-V2, arXiv 2405.04434) has the planes latent and rope in place of key
-and value: per token a latent row and a rotated row, of one head that all heads of a query share.
+and value: per token one latent row and one rotated row, which all query heads share.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 
 
 PAIRS = "pairs"
-"""An order of rotated elements: 0 and 1 are turned together, 2 and 3, and so on, as in DeepSeek's
-checkpoints."""
+"""Order of rotated elements in which neighbours form a pair (0 and 1, 2 and 3, ...), as in
+DeepSeek's checkpoints."""
 HALVES = "halves"
-"""The other one, NeoX form: elements i and i + n / 2 are turned together."""
+"""Order of rotated elements in which i and i + n / 2 form a pair (NeoX style)."""
 
 
 class LatentRows(NamedTuple):
-    """New tokens as a layer's narrow projection leaves them, and what their rows are made with.
+    """Output of a layer's compressing projection for new tokens, and the parameters for turning it
+    into KV rows.
 
     Args:
-        compressed: [tokens, latent_dim + rope_dim]; what is rotated comes last, in the order of
-            ``LatentOps.pack_rope``.
-        norm_weight: [latent_dim], of the latents' RMS norm.
-        eps: of that norm.
+        compressed: [tokens, latent_dim + rope_dim]; the elements to be rotated come last, in the
+            order that ``LatentOps.pack_rope`` establishes.
+        norm_weight: [latent_dim], weight of the latents' RMS norm.
+        eps: epsilon of that norm.
         positions: [tokens] int64.
         cos_sin: [max_positions, rope_dim] float32, cosines then sines.
     """
@@ -47,23 +48,24 @@ class LatentOps(Protocol):
         self,
         rows: Tensor,  # [rope_dim, ...]
     ) -> Tensor:  # like rows
-        """Return rows of a projection's weight or bias, whose outputs are to be rotated as halves,
-        in the order that ``write_latents`` takes those outputs in; called once after loading."""
+        """Reorder rows of a projection's weight or bias, from the order of halves to the order in
+        which ``write_latents`` expects the projection's outputs. Called once after loading."""
         ...
 
     def write_latents(
         self,
-        query: Tensor,  # [tokens, heads, rope_dim], what is rotated of the queries
+        query: Tensor,  # [tokens, heads, rope_dim], the part of the queries to be rotated
         rows: LatentRows,
         latent_cache: Tensor,
         rope_cache: Tensor,
         slot_mapping: Tensor,  # [tokens] int64
     ) -> Tensor:  # like query
-        """Norm the latents, rotate what is rotated, store both rows of each token in its slot.
+        """Normalise the latents, rotate the rope rows and queries, and write both rows of each
+        token to its slot.
 
-        Returns the rotated queries. They, and the rows in the cache, are halves (NeoX form). The
-        norm and the rotation are those of ``Ops``, but the rows may be rotated by a table that is
-        rounded to their type first. May work in place.
+        Returns the rotated queries. They and the rope rows in the cache are in the order of halves
+        (NeoX style). The norm and the rotation are those of ``Ops``, except that the table may be
+        rounded to the rows' dtype before the rotation. May work in place.
         """
         ...
 
@@ -77,8 +79,8 @@ class LatentOps(Protocol):
     ) -> Tensor:  # [num_decodes, heads, latent_dim]
         """Attention of the batch's leading decodes over paged latents, in the absorbed form.
 
-        A token's key is its latent and its rope row together, its value the latent again; all
-        heads share them.
+        A token's key is its latent followed by its rope row, its value is the latent; all heads
+        share both.
         """
         ...
 
@@ -90,36 +92,38 @@ class LatentOps(Protocol):
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:  # [tokens, heads, latent_dim]
-        """The same, causal, for the remaining sequences."""
+        """The same for the remaining sequences, with a causal mask."""
         ...
 
 
 class NativeLatentOps(Protocol):
-    """What the ``ops`` of a backend with ``capabilities.native_latents`` also do.
+    """Latents in the device's native layout; implemented where ``capabilities.native_latents`` is
+    True.
 
-    Attention may read latents best in blocks of another form than rows: the native form. It is
-    opaque, and lies within the bytes of the block's own planes; ops that move whole blocks keep it.
+    A device's attention may read the latents of a block faster in a layout other than rows: the
+    native layout. It is opaque and uses exactly the bytes of the block's own planes, so that ops
+    which move whole blocks preserve it.
     """
 
     def with_native_latents(self) -> LatentOps:
-        """The same ops over caches all of whose blocks are in the native form."""
+        """Return the same ops for caches all of whose blocks are in the native layout."""
         ...
 
     def convert_latents(
         self,
         cache: Tensor,  # one plane of a layer
-        block_ids: Tensor,  # [n] int64, all different
+        block_ids: Tensor,  # [n] int64, distinct
     ) -> None:
-        """Turn blocks of rows, filled in whole or in part, into the native form, in place."""
+        """Convert blocks from rows to the native layout, in place; they may be partly filled."""
         ...
 
 
 class ComposedLatentWrites:
-    """A base for ops without a fused kernel: queries and rows are rotated in one call of ``rope``,
-    and ``write_kv`` brings scales of the KV along."""
+    """Base class for ops without a fused kernel. Queries and rows are rotated in one call of
+    ``rope``; the KV's scales are applied by ``write_kv``."""
 
     def pack_rope(self, rows: Tensor) -> Tensor:
-        """Halves, as ``rope`` takes them."""
+        """Return the rows unchanged: ``rope`` takes halves."""
         return rows
 
     def write_latents(

@@ -1,8 +1,9 @@
-"""Choosing the transport between two instances: what both ends list, the best that works wins.
+"""Negotiation of the transport between two instances: the best one that both have and that works.
 
-Each side opens an endpoint per transport that it has and publishes all their addresses. The
-side that connects ranks what both have, by priority, asks each transport whether it reaches, and
-connects with the first that does; a better one that did not is named in the log, with its reason.
+Each side opens an endpoint for every transport that it has and publishes all their addresses. The
+connecting side goes through the common transports by priority, asks each whether it reaches the
+peer, and connects over the first that does. It logs every better transport that did not, with the
+reason.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class OpenedTransport:
 
     Args:
         transport: the loaded transport.
-        endpoint: this instance's end of it.
-        priority: the spec's; the highest that reaches wins.
-        constraints: the spec's; what the pair has to meet.
+        endpoint: this instance's endpoint.
+        priority: the spec's priority; the reachable transport with the highest one is used.
+        constraints: the spec's constraints, which a pair of instances must satisfy.
     """
 
     transport: Transport
@@ -49,9 +50,9 @@ class NegotiatedPeer:
     """A negotiated connection.
 
     Args:
-        name: the transport that won.
+        name: the transport that was chosen.
         peer: the connection.
-        reason: why this one, and why none of the better ones; for logs and status pages.
+        reason: why it was chosen, and why each better one was not; for logs and status pages.
     """
 
     name: str
@@ -60,10 +61,10 @@ class NegotiatedPeer:
 
 
 class Transports:
-    """The transports that an instance has open, as one thing to register with and connect by.
+    """The open transports of an instance, behind one interface to register memory and to connect.
 
     Args:
-        candidates: at least one; they are closed with this object.
+        candidates: at least one opened transport; owned and closed by this object.
     """
 
     def __init__(self, candidates: Sequence[OpenedTransport]) -> None:
@@ -78,21 +79,21 @@ class Transports:
         wanted: str = AUTO,
         allowed: Sequence[str] | None = None,
     ) -> Transports:
-        """Open what this host has.
+        """Open the transports that are available on this host.
 
         Args:
             registry: the discovered plugins.
-            options: how to open each endpoint; a port other than 0 is for the one transport
-                that ``wanted`` names.
-            wanted: ``"auto"`` or the one transport to use.
-            allowed: names that ``auto`` may take, such as a backend's
-                ``capabilities.transports``; None allows all whose priority is not below zero.
+            options: how to open each endpoint; a port other than 0 requires ``wanted`` to name a
+                transport.
+            wanted: ``"auto"``, or the name of the only transport to open.
+            allowed: names that ``auto`` may open, such as a backend's ``capabilities.transports``;
+                None allows all whose priority is not below zero.
 
         Raises:
-            TransportUnavailable: the forced transport, or every one, is unavailable here.
-            PluginError: the forced transport's plugin is broken.
-            PortsExhausted: the ports of a range don't last for all of them.
-            OSError: the forced transport can't bind its host or port.
+            TransportUnavailable: the wanted transport, or with ``auto`` every one, is unavailable.
+            PluginError: the wanted transport's plugin is broken.
+            PortsExhausted: the port range has too few free ports for all of them.
+            OSError: the wanted transport can't bind its host or port.
         """
         if wanted != AUTO:
             return cls([_open_one(registry, wanted, options)])
@@ -117,26 +118,28 @@ class Transports:
 
     @property
     def addresses(self) -> dict[str, bytes]:
-        """Address by transport, to publish."""
+        """The endpoints' addresses by transport, for peers to connect to."""
         return {candidate.name: candidate.endpoint.address for candidate in self._candidates}
 
     @property
     def constraints(self) -> dict[str, TransportConstraints]:
-        """What each transport asks of both ends."""
+        """Each transport's constraints, by name."""
         return {candidate.name: candidate.constraints for candidate in self._candidates}
 
     @property
     def ends_writes(self) -> bool:
-        """Whether peers' writes end with their writers, whichever transport they come by."""
+        """Whether peers' writes stop with their writers on every open transport; see
+        ``Transport.ends_writes``."""
         return all(candidate.transport.ends_writes for candidate in self._candidates)
 
     def register(self, region: MemoryRegion) -> dict[str, int]:
-        """Register a region with every transport; returns its key by transport.
+        """Register a region with every transport; returns its keys by transport.
 
-        A transport that can't take it is closed and offered no more, with a warning.
+        A transport that can't register it is closed and no longer offered; this is logged at
+        WARNING.
 
         Raises:
-            TransportUnavailable: none can take it.
+            TransportUnavailable: no transport can register it.
         """
         keys, kept = {}, []
         for candidate in self._candidates:
@@ -153,25 +156,25 @@ class Transports:
         return keys
 
     def revoke(self, keys: Mapping[str, int]) -> None:
-        """Withdraw a region from every transport; see ``Endpoint.revoke``.
+        """Revoke a region on every transport; see ``Endpoint.revoke``.
 
         Args:
-            keys: what ``register`` returned.
+            keys: the keys that ``register`` returned.
         """
         for candidate in self._candidates:
             if candidate.name in keys:
                 candidate.endpoint.revoke(keys[candidate.name])
 
     def connect(self, addresses: Mapping[str, bytes], *, timeout: float) -> NegotiatedPeer:
-        """Connect to the instance that published ``addresses``, by the best common transport.
+        """Connect to the instance that published ``addresses``, over the best common transport.
 
         Args:
-            addresses: address by transport, as the peer says.
-            timeout: seconds for each transport that is tried.
+            addresses: the peer's addresses by transport.
+            timeout: timeout of each connection attempt, in seconds.
 
         Raises:
-            TransportUnavailable: no common transport reaches; the message has every reason.
-            TransferError: the peer is lost or denies access; that is no question of transport.
+            TransportUnavailable: no common transport reaches the peer; the message has all reasons.
+            TransferError: the peer is lost or denies access; other transports are not tried then.
         """
         refusals: list[str] = []
         for candidate in self._candidates:
@@ -209,17 +212,19 @@ class Transports:
 def count_ports(
     registry: Registry, *, wanted: str = AUTO, allowed: Sequence[str] | None = None
 ) -> int:
-    """TCP ports that ``Transports.open`` listens on, for the same arguments, if all goes well."""
+    """Number of TCP ports that ``Transports.open`` listens on for the same arguments, provided that
+    every available transport opens."""
     return sum(spec.num_ports for spec in _specs(registry, wanted, allowed))
 
 
 def reserved_ports(
     registry: Registry, *, wanted: str = AUTO, allowed: Sequence[str] | None = None
 ) -> list[ReservedPorts]:
-    """TCP ports that may be taken below what ``Transports.open`` opens, for the same arguments.
+    """TCP ports that libraries below the transports may take, if ``Transports.open`` is called with
+    the same arguments.
 
     Raises:
-        HalError: a transport's settings make no sense.
+        HalError: a transport's settings are invalid.
     """
     return [each for spec in _specs(registry, wanted, allowed) for each in spec.reserved_ports()]
 
@@ -227,12 +232,13 @@ def reserved_ports(
 def offered_transports(
     registry: Registry, *, wanted: str = AUTO, allowed: Sequence[str] | None = None
 ) -> dict[str, TransportConstraints]:
-    """What ``Transports.open`` offers, if all goes well, with what each asks of both ends."""
+    """The transports that ``Transports.open`` opens for the same arguments, with their constraints,
+    provided that every available transport opens."""
     return {spec.name: spec.constraints for spec in _specs(registry, wanted, allowed)}
 
 
 def _specs(registry: Registry, wanted: str, allowed: Sequence[str] | None) -> list[TransportSpec]:
-    """What ``Transports.open`` opens, if all goes well."""
+    """Specs of the transports that ``Transports.open`` opens."""
     if wanted != AUTO:
         names = [wanted] if wanted in registry.transports else []
     else:
@@ -242,7 +248,8 @@ def _specs(registry: Registry, wanted: str, allowed: Sequence[str] | None) -> li
 
 
 def _eligible(registry: Registry, allowed: Sequence[str] | None) -> list[TableRow]:
-    """Those that ``auto`` looks at: one of priority below zero has to be named."""
+    """The transports that ``auto`` considers; one with a priority below zero only if ``allowed``
+    names it."""
     return [
         row
         for row in registry.transport_table()

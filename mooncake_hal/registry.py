@@ -1,8 +1,8 @@
-"""Finding plugins, and choosing a backend or a transport among what they offer.
+"""The registry of plugins: discovers them, and selects a backend or a transport by name.
 
 Entry points of the group ``mooncake_hal`` are loaded one by one, each into a plugin manager of its
-own: a plugin that fails is a row in a table with its reason, never the end of the process. What
-two plugins both claim is different: there is no right choice, so that is an error.
+own. A plugin that fails to load becomes a table row with its reason and never stops the process.
+Two plugins that offer the same name are an error, since neither choice would be right.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ Spec = TypeVar("Spec", BackendSpec, TransportSpec)
 
 
 class PluginStatus(str, Enum):
-    """What became of a plugin, or of something that it offers."""
+    """The state of a plugin, or of a backend or transport that it offers."""
 
     AVAILABLE = "available"
-    """The probe found what it needs."""
+    """The probe found everything that it needs."""
     UNAVAILABLE = "unavailable"
-    """The plugin works; the hardware, driver or library that it drives is missing."""
+    """The plugin works, but its hardware, driver or library is missing."""
     ABSENT = "absent"
-    """An entry point names a module that is not installed."""
+    """The entry point names a module that is not installed."""
     BROKEN = "broken"
-    """The plugin or its probe fails, or breaks the contract."""
+    """The plugin or its probe fails, or violates the contract."""
     BLOCKED = "blocked"
     """MOONCAKE_HAL_BLOCK names it; it was not imported."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One line of a table: a backend, a transport, or a plugin that offers nothing.
+    """One row of a table: a backend, a transport, or a plugin that was not loaded.
 
     Args:
-        name: the spec's name; for a plugin that was not loaded, its entry point's.
-        status: what became of it.
-        reason: why it is not available, or what was found.
-        priority: the spec's; None for a plugin that was not loaded.
-        plugin: module that the entry point names.
+        name: the spec's name; the entry point's name for a plugin that was not loaded.
+        status: the state of the row's backend, transport or plugin.
+        reason: why it is not available, or what the probe found.
+        priority: the spec's priority; None for a plugin that was not loaded.
+        plugin: the module that the entry point names.
     """
 
     name: str
@@ -82,10 +82,10 @@ class TableRow:
 
 @dataclass(slots=True)
 class Registry:
-    """What the installed plugins offer. Construct it with ``discover``.
+    """The backends and transports of the installed plugins. Construct it with ``discover``.
 
     Args:
-        backends, transports: (spec, plugin module's name) by the spec's name.
+        backends, transports: (spec, name of the plugin's module) by the spec's name.
         not_loaded: plugins that are absent, broken or blocked, with their reasons.
     """
 
@@ -98,19 +98,19 @@ class Registry:
         """Load every installed plugin.
 
         Args:
-            points: entry points to load in place of the installed ones.
+            points: entry points to load instead of the installed ones.
 
         Raises:
             PluginError: two plugins offer the same name.
-            HalError: MOONCAKE_HAL_BLOCK can't be read.
+            HalError: MOONCAKE_HAL_BLOCK can't be parsed.
         """
         registry = cls()
         blocked = hal_env.blocked_plugins()
         if points is None:
-            from importlib.metadata import entry_points  # slow to import, and --help finds nothing
+            from importlib.metadata import entry_points  # slow to import; not needed for --help
 
             points = entry_points(group=ENTRY_POINT_GROUP)
-        # stale metadata can list a plugin twice; the same module is not a rival of itself
+        # stale metadata can list an entry point twice, which is no conflict: load it once
         for _, point in sorted({(point.name, point.value): point for point in points}.items()):
             if point.name in blocked:
                 registry._refuse(point, PluginStatus.BLOCKED, "named by MOONCAKE_HAL_BLOCK")
@@ -119,25 +119,26 @@ class Registry:
         return registry
 
     def backend_table(self) -> list[TableRow]:
-        """Probe every backend; best priority first."""
+        """Probe every backend; highest priority first."""
         return _table(self.backends.values())
 
     def transport_table(self) -> list[TableRow]:
-        """Probe every transport; best priority first."""
+        """Probe every transport; highest priority first."""
         return _table(self.transports.values())
 
     def select_backend(self, name: str = "auto") -> Backend:
         """Load a backend.
 
         Args:
-            name: its name. ``"auto"`` is MOONCAKE_HAL_BACKEND if that is set, else the available
-                backend of highest priority (one below zero has to be named).
+            name: its name. ``"auto"`` selects MOONCAKE_HAL_BACKEND if that is set, otherwise the
+                available backend with the highest priority, which must not be below zero.
 
         Raises:
-            BackendNotFound: no plugin offers it; the message lists what there is.
-            BackendUnavailable: the probe or the load refused; the reason says why.
-            PluginError: the plugin that should offer it is broken, or offers less than the
-                contract asks for; the message names what.
+            BackendNotFound: no plugin offers it; the message lists the installed backends.
+            BackendUnavailable: its hardware can't be used, according to the probe or to ``load``;
+                the reason says why.
+            PluginError: its plugin is broken, or the loaded backend violates the contract; the
+                message lists the violations.
         """
         wanted = hal_env.backend_name() if name == "auto" else name
         if wanted is None:
@@ -156,7 +157,8 @@ class Registry:
         return _load_backend(spec, plugin)
 
     def backend_name(self, name: str = "auto") -> str:
-        """Which backend ``select_backend`` would load, without loading it; empty if none.
+        """Name of the backend that ``select_backend`` would load, without loading it; empty if
+        there is none.
 
         Args:
             name: as ``select_backend`` takes it.
@@ -172,8 +174,8 @@ class Registry:
         return wanted if wanted in self.backends else ""
 
     def device_type(self, name: str = "auto") -> str:
-        """What torch calls the devices of a backend, without loading it; empty where these are the
-        host, and where no such backend is there.
+        """Torch's name of a backend's device type, without loading the backend; empty if its device
+        is the host, or if there is no such backend.
 
         Args:
             name: as ``select_backend`` takes it.
@@ -182,13 +184,14 @@ class Registry:
         return self.backends[wanted][0].device_type if wanted else ""
 
     def host_copies(self, device: str) -> HostCopies:
-        """Copies between a device's memory and the host's.
+        """Return the host copies of a device, from the backend that offers them.
 
         Args:
-            device: such as ``"cuda:0"``.
+            device: the device's name, such as ``"cuda:0"``.
 
         Raises:
-            BackendUnavailable: no backend offers them for such a device, or it is not here.
+            BackendUnavailable: no installed backend offers host copies for this device type, or the
+                backend is unavailable here.
             DeviceError: there is no such device.
         """
         kind, _, index = device.partition(":")
@@ -200,7 +203,8 @@ class Registry:
         )
 
     def known_hardware(self, backend: str) -> HardwareInfo | None:
-        """What is known of a backend without its hardware; None if nothing is."""
+        """Return the description of a backend's hardware, which need not be present; None if there
+        is no description."""
         if backend in self.backends and (known := self.backends[backend][0].hardware) is not None:
             return known
         return KNOWN_HARDWARE.get(backend)
@@ -269,13 +273,13 @@ class Registry:
 
 
 def _require_sound(row: TableRow) -> None:
-    """Raise PluginError for a row whose plugin, and not the machine, is at fault."""
+    """Raise PluginError for a row that is not available because of its plugin, not the machine."""
     if row.status is not PluginStatus.AVAILABLE:
         raise PluginError(f"plugin {row.name!r} ({row.plugin}) is {row.status.value}: {row.reason}")
 
 
 def _load_backend(spec: BackendSpec, plugin: str) -> Backend:
-    """Load a backend and hold it against the contract; raises PluginError if it falls short."""
+    """Load a backend and check it against the contract; raises PluginError if it violates it."""
     from mooncake_hal.contract import breaches
 
     backend = _loaded(spec, plugin)
@@ -310,7 +314,7 @@ def _loaded(spec: BackendSpec | TransportSpec, plugin: str) -> Backend | Transpo
 
 
 def _missing_module(point: EntryPoint, exc: ModuleNotFoundError) -> tuple[PluginStatus, str]:
-    """Tell a plugin that is not there from one that lacks something it imports."""
+    """Distinguish a plugin that is not installed from one whose own import failed."""
     wanted = point.module
     if exc.name is not None and (wanted == exc.name or wanted.startswith(f"{exc.name}.")):
         return PluginStatus.ABSENT, f"module {exc.name!r} is not installed"
@@ -318,11 +322,11 @@ def _missing_module(point: EntryPoint, exc: ModuleNotFoundError) -> tuple[Plugin
 
 
 def _offers(module: ModuleType) -> tuple[list[BackendSpec], list[TransportSpec]]:
-    """Ask one plugin what it offers.
+    """Call a plugin's hooks and return the backends and transports that it offers.
 
     Raises:
-        PluginError: it offers nothing, or something that breaks the contract.
-        pluggy.PluginValidationError: it implements a hook that does not exist or differs.
+        PluginError: it offers nothing, or a spec that violates the contract.
+        pluggy.PluginValidationError: it implements an unknown hook, or one with other parameters.
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT_NAME)
     manager.add_hookspecs(hookspecs)

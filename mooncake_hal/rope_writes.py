@@ -1,7 +1,7 @@
-"""Norms of queries and keys, rotation and the write of KV as one op, for backends that fuse them.
+"""The contract of fused KV writes: norms of queries and keys, rotation and the KV write as one op.
 
-Between a layer's projection and its attention stand up to four ops, each of which reads and writes
-the same few rows; on a device each is a launch.
+Up to four ops run between a layer's projection and its attention. Each reads and writes the same
+few rows, and each is a kernel launch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class QKNorms(NamedTuple):
-    """RMS norms of a layer's queries and keys, head by head.
+    """RMS norms of a layer's queries and keys, applied per head.
 
     Args:
         query, key: [head_dim], the weights.
-        eps: of both.
+        eps: epsilon of both norms.
     """
 
     query: Tensor
@@ -28,14 +28,15 @@ class QKNorms(NamedTuple):
 
 
 class KVRows(NamedTuple):
-    """New tokens as a layer's projection leaves them, and what becomes of their queries and keys.
+    """Keys and values of new tokens as a layer's projection returns them, and the parameters of
+    their norms and rotation.
 
     Args:
-        key: [tokens, kv_heads, head_dim]; with value and query it may be a view of one tensor.
-        value: [tokens, kv_heads, head_dim], may be of another width.
+        key: [tokens, kv_heads, head_dim]; key, value and query may be views of one tensor.
+        value: [tokens, kv_heads, value_dim]; value_dim may differ from head_dim.
         positions: [tokens] int64.
         cos_sin: [max_positions, rotary_dim] float32, cosines then sines.
-        norms: before the rotation; None without.
+        norms: applied before the rotation; None: no norms.
     """
 
     key: Tensor
@@ -46,7 +47,7 @@ class KVRows(NamedTuple):
 
 
 class RopeWriteOps(Protocol):
-    """What the ``ops`` of a backend with ``capabilities.fused_rope_writes`` also do."""
+    """The fused op; implemented where ``capabilities.fused_rope_writes`` is True."""
 
     def rope_and_write_kv(
         self,
@@ -56,20 +57,21 @@ class RopeWriteOps(Protocol):
         value_cache: Tensor,
         slot_mapping: Tensor,  # [tokens] int64
     ) -> Tensor:  # like query
-        """Norm queries and keys where asked, rotate them, store each token's key and value in its
-        slot; returns the queries.
+        """Normalise queries and keys if ``rows.norms`` is set, rotate them, and write each token's
+        key and value to its slot; returns the queries.
 
-        The same as ``rms_norm``, ``rope`` and ``write_kv`` of ``Ops`` one after the other, also in
-        what is rounded: normed rows to their type before they are rotated. May work in place.
+        Gives the same result as ``rms_norm``, ``rope`` and ``write_kv`` of ``Ops`` one after the
+        other, including the rounding of normalised rows to their dtype before the rotation. May
+        work in place.
         """
         ...
 
 
 class ComposedRopeWrites:
-    """The same by the ops of a backend that does not fuse them.
+    """``RopeWriteOps`` composed of a backend's separate ops, for backends that do not fuse them.
 
     Args:
-        ops: of the layer, scales of its KV included.
+        ops: the layer's ops, with the scales of its KV.
     """
 
     def __init__(self, ops: Ops) -> None:

@@ -1,7 +1,8 @@
-"""A time limit around awaits that never loses a cancellation.
+"""A timeout around awaits that never loses a cancellation.
 
-`asyncio.wait_for` before Python 3.12 swallows a cancellation that arrives in the same turn of the
-loop as the result (python/cpython#86296): a client's leaving or a shutdown would go unnoticed.
+`asyncio.wait_for` before Python 3.12 swallows a cancellation that arrives in the same iteration of
+the event loop as the result (python/cpython#86296): a client's disconnect or a shutdown would go
+unnoticed.
 """
 
 from __future__ import annotations
