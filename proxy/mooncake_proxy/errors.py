@@ -31,6 +31,7 @@ ProxyError
 
 from __future__ import annotations
 
+import errno
 import math
 
 # The error code of an instance, or of this proxy, that shuts down and takes no new requests.
@@ -54,6 +55,12 @@ class ConfigError(ProxyError):
 
 class AddressTaken(ConfigError):
     """Another program listens there; it may end soon."""
+
+
+def cannot_listen(host: str, port: int, exc: OSError) -> ConfigError:
+    """The error for an address that the system refuses to bind."""
+    kind = AddressTaken if exc.errno == errno.EADDRINUSE else ConfigError
+    return kind(f"can't listen on {host}:{port}: {exc}")
 
 
 class Refusal(ProxyError):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import logging
 import os
@@ -19,7 +18,6 @@ import uvloop
 
 from mooncake_proxy.api.application import ProxyApplication
 from mooncake_proxy.config import ProxyConfig
-from mooncake_proxy.errors import AddressTaken, ConfigError
 from mooncake_proxy.ops.background_stderr import background_stderr
 from mooncake_proxy.ops.proxy_process import ShutdownSignals
 from mooncake_proxy.ops.worker_link import WorkerLink
@@ -59,11 +57,7 @@ async def serve(config: ProxyConfig, link: WorkerLink | None = None) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: stop.signal(loop.time()))
-    try:
-        await app.start()
-    except OSError as exc:
-        kind = AddressTaken if exc.errno == errno.EADDRINUSE else ConfigError
-        raise kind(f"can't listen on {config.host}:{config.port}: {exc}") from exc
+    await app.start()
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "https" if config.tls.certificate else "http"
     # Objects created so far live as long as the process, so the garbage collector need not traverse

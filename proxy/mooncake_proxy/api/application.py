@@ -44,6 +44,7 @@ from mooncake_proxy.errors import (
     ProxyError,
     Refusal,
     ShuttingDown,
+    cannot_listen,
 )
 from mooncake_proxy.flows.metaserver import PATH as METASERVER_PATH
 from mooncake_proxy.flows.pull_flow import pull
@@ -128,8 +129,8 @@ class ProxyApplication:
         """Check all instances once, then listen.
 
         Raises:
-            OSError: the address can't be listened on.
-            ConfigError: a file that the configuration names can't be used.
+            AddressTaken: another program listens on one of the ports.
+            ConfigError: a port, or a file that the configuration names, can't be used.
         """
         for spec in self.config.instances:
             self.process.pools.add(spec)
@@ -183,7 +184,7 @@ class ProxyApplication:
         """
         try:
             await self._open_metaserver()
-        except OSError as exc:
+        except ConfigError as exc:
             logger.warning("nothing is pulled early: no port for what D posts: %s", exc)
             return False
         return True
@@ -196,14 +197,18 @@ class ProxyApplication:
         return server
 
     async def _listen(self, server: ServerContext, port: int) -> asyncio.Server:
-        return await asyncio.get_running_loop().create_server(
-            lambda: ServerProtocol(server),
-            self.config.host,
-            port,
-            ssl=_server_tls(self.config),
-            backlog=4096,
-            reuse_port=self._link is not None,
-        )
+        tls = _server_tls(self.config)
+        try:
+            return await asyncio.get_running_loop().create_server(
+                lambda: ServerProtocol(server),
+                self.config.host,
+                port,
+                ssl=tls,
+                backlog=4096,
+                reuse_port=self._link is not None,
+            )
+        except OSError as exc:
+            raise cannot_listen(self.config.host, port, exc) from exc
 
     async def _follow_sources(self, loop: asyncio.AbstractEventLoop) -> None:
         """Add the instances that the pool file or the cluster declares, and watch for changes."""

@@ -6,7 +6,6 @@ signals on.
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import os
@@ -19,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from mooncake_proxy.config import ProxyConfig
-from mooncake_proxy.errors import AddressTaken, ConfigError
+from mooncake_proxy.errors import AddressTaken, ConfigError, cannot_listen
 from mooncake_proxy.ops.background_stderr import background_stderr
 from mooncake_proxy.ops.worker_link import (
     MAX_MESSAGE_BYTES,
@@ -242,6 +241,5 @@ def _reserve(host: str, port: int) -> socket.socket:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind((host, port))
     except OSError as exc:
-        kind = AddressTaken if exc.errno == errno.EADDRINUSE else ConfigError
-        raise kind(f"can't listen on {host}:{port}: {exc}") from exc
+        raise cannot_listen(host, port, exc) from exc
     return reserved
