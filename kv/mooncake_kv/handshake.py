@@ -1,4 +1,5 @@
-"""What instances say of themselves in the handshake, and which of them can't exchange KV."""
+"""The metadata that instances exchange in the handshake, and the check of whether two of them can
+exchange KV."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ from mooncake_kv.numerics import ROPE_ORDER, Numerics, differences
 
 
 class RankMetadata(msgspec.Struct, frozen=True):
-    """One rank.
+    """Metadata of one rank.
 
     Args:
-        shard, layout: what it holds, and where.
-        endpoints: transport name to the address that a peer's endpoint connects to.
+        shard, layout: the part of the model's KV that it holds, and its addresses.
+        endpoints: the addresses that a peer's endpoints connect to, by transport.
     """
 
     shard: KVShard
@@ -36,28 +37,27 @@ class RankMetadata(msgspec.Struct, frozen=True):
 
     @property
     def placement(self) -> KVShardSpec:
-        """As the planner takes it."""
+        """The shard and its layout, in the form that the transfer planner takes."""
         return KVShardSpec(self.shard, self.layout)
 
 
 class InstanceMetadata(msgspec.Struct, frozen=True):
-    """One instance, as it is: measured, not configured.
+    """Metadata of one instance, as found at run time rather than as configured.
 
     Args:
         engine_id: name of this epoch.
-        model_fingerprint: equal for equal files.
-        tokenizer_fingerprint: the same; empty where the instance is given token ids.
+        model_fingerprint: hash of the checkpoint's weights; equal for equal files.
+        tokenizer_fingerprint: hash of the tokenizer; empty if the instance is given token ids.
         model_settings: what else the KV of equal tokens depends on, by name: see
             ``ModelFingerprint``.
-        geometry: of the whole model's KV.
+        geometry: geometry of the whole model's KV.
         block_size: tokens per block.
-        hardware: what it runs on.
-        ranks: all of its ranks: stage after stage, and within one by tensor-parallel rank.
-        host: the kernel and network namespace that its side channel is in; empty if that is not
-            known.
-        transports: those that all ranks have open, with what each asks of both ends.
-        numerics: what the numbers of its KV mean, and how they were rounded.
-        turns_rope: whether it brings the rope rows of latents that it gets into its own order.
+        hardware: backend and device generation.
+        ranks: all of its ranks: stage after stage, and by tensor-parallel rank within a stage.
+        host: identity of the kernel and network namespace of its side channel; empty if unknown.
+        transports: transports that are open on all ranks, with the constraints of each.
+        numerics: what the numbers of its KV mean, and how they are rounded.
+        turns_rope: whether it converts the rope rows of received latents into its own order.
     """
 
     engine_id: str
@@ -85,7 +85,8 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
 
     @property
     def must_match(self) -> dict[str, str]:
-        """What ``check_compatible`` wants to be equal, for those who pair instances beforehand."""
+        """The properties that ``check_compatible`` requires to be equal, for proxies that choose
+        pairs of instances in advance."""
         facts = {f"the model's {name}": value for name, value in self.model_settings.items()}
         meaning = self.numerics.meaning.items()
         facts |= {f"KV's {name}": value for name, value in meaning if not self.can_mend(name)}
@@ -97,18 +98,18 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
         return facts
 
     def can_mend(self, fact: str) -> bool:
-        """Whether it can decode from KV of which that fact of its ``numerics`` is another one."""
+        """Whether this instance can decode from KV that differs in that fact of ``numerics``."""
         return fact == ROPE_ORDER and self.turns_rope
 
     @property
     def compatibility_info(self) -> InstanceInfo:
-        """What the rules of deployments look at."""
+        """The properties that the deployment rules check."""
         return InstanceInfo(
             self.hardware, self.tp_size, self.block_size, self.pp_size, self.transports
         )
 
     def reachable_by(self, transports: tuple[str, ...]) -> tuple[RankMetadata, ...]:
-        """The ranks, with the endpoints of these transports alone."""
+        """The ranks, with the endpoints of these transports only."""
         return tuple(
             msgspec.structs.replace(
                 rank,
@@ -136,18 +137,18 @@ _SAME_PACKING = (
 )
 
 CompatibilityCheck = Callable[[InstanceMetadata, InstanceMetadata], "tuple[str, ...]"]
-"""``check_decode_peer`` or ``check_prefill_peer``: takes our metadata and the peer's, returns the
+"""``check_decode_peer`` or ``check_prefill_peer``. Takes our metadata and the peer's; returns the
 transports that may be used between the two."""
 
 
 def check_compatible(prefill: InstanceMetadata, decode: InstanceMetadata) -> tuple[str, ...]:
-    """Whether KV of one instance can serve the other. Both sides run this on what the peer says.
+    """Check that two instances can exchange KV. Both sides run this on the other's metadata.
 
     Returns:
         Names of the transports whose constraints the pair meets.
 
     Raises:
-        HandshakeRefused: names the first fact that differs, with both values.
+        HandshakeRefused: they can't; names the first property that differs, with both values.
     """
     for instance in (prefill, decode):
         _check_ranks(instance)
@@ -164,7 +165,7 @@ def check_compatible(prefill: InstanceMetadata, decode: InstanceMetadata) -> tup
 
 
 def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Check]:
-    """What must be equal; what is easier to understand first."""
+    """The properties that must be equal, those that are easiest to understand first."""
     for name in sorted(prefill.model_settings.keys() | decode.model_settings.keys()):
         ours, theirs = prefill.model_settings.get(name), decode.model_settings.get(name)
         yield _Check(f"the model's {name}", ours, theirs)
@@ -175,7 +176,7 @@ def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Ch
         "serve the same weights: one with an adapter merged into it is another model",
     )
     if prefill.tokenizer_fingerprint and decode.tokenizer_fingerprint:
-        # Where one of the two gets token ids from elsewhere, requests' prompt_digest has to do.
+        # If one of the two is given token ids, each request's prompt_digest is checked instead.
         yield _Check("tokenizer", prefill.tokenizer_fingerprint, decode.tokenizer_fingerprint)
     yield _Check("the type of KV", prefill.geometry.dtype, decode.geometry.dtype, _SAME_NUMBERS)
     yield _Check(
@@ -212,7 +213,8 @@ def check_prefill_peer(own: InstanceMetadata, peer: InstanceMetadata) -> tuple[s
 
 
 def _check_ranks(instance: InstanceMetadata) -> None:
-    """What an instance says of its memory must make sense, because addresses come of it."""
+    """Validate an instance's description of its memory: transfer addresses are computed from
+    it."""
     for index, rank in enumerate(instance.ranks):
         if not _is_sound(rank, instance):
             raise HandshakeRefused(
@@ -255,12 +257,13 @@ MAX_INCOMPATIBLE_PEERS = 256
 
 
 class IncompatiblePeers:
-    """Incarnations whose handshake was refused. Metadata don't change in an instance's life, so
-    that such a pair never fits. Noted on the loop's thread, read on any.
+    """Epochs whose handshake was refused, by either side. An instance's metadata never change, so
+    such a pair stays incompatible for as long as both run. Written on the loop's thread, read on
+    any.
 
     Attributes:
-        engine_ids: the latest ones.
-        num_peers: all there ever were.
+        engine_ids: the most recent ones, MAX_INCOMPATIBLE_PEERS at most.
+        num_peers: number of all such epochs so far.
     """
 
     def __init__(self) -> None:
@@ -271,7 +274,7 @@ class IncompatiblePeers:
         return engine_id in self.engine_ids
 
     def note(self, engine_id: str, reason: str) -> None:
-        """Remember a peer, and say so once."""
+        """Record a peer, and log it once."""
         if engine_id in self.engine_ids:
             return
         self.engine_ids = (*self.engine_ids, engine_id)[-MAX_INCOMPATIBLE_PEERS:]
@@ -285,6 +288,6 @@ class IncompatiblePeers:
         )
 
     def level(self, engine_id: str) -> int:
-        """How loudly to log that a request's KV did not come across: of a refused peer all has
-        been said."""
+        """The level at which to log that a request's KV could not be transferred: INFO for an
+        incompatible peer, which was logged already."""
         return logging.INFO if engine_id in self.engine_ids else logging.WARNING

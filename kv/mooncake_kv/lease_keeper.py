@@ -1,5 +1,5 @@
-"""The reader's side of leases: keepalives to those who hold KV for this instance, and words to
-them that need no answer. Loop thread only."""
+"""The reader's side of leases: renews the leases at instances that hold KV for this one, and sends
+them notifications that need no answer. Loop thread only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mooncake_kv.peers import IDLE_S, PeerInstance, PeerTable
 logger = logging.getLogger(__name__)
 
 OnLost = Callable[[str, str], None]
-"""Takes a request whose lease is lost, and why; may be told again."""
+"""Called with a request whose lease is lost, and the reason; possibly more than once."""
 
 
 @dataclass(slots=True)
@@ -27,50 +27,50 @@ class _Kept:
 
 
 class LeaseKeeper:
-    """Keeps leases at peers alive, one message per peer for all of them.
+    """Renews leases, with one message per peer for all leases there.
 
     Args:
-        context: what it works with.
-        peers: who hold KV.
+        context: services of the connector.
+        peers: the instances that hold KV.
     """
 
     def __init__(self, context: ConnectorContext, peers: PeerTable) -> None:
         self._context = context
         self._peers = peers
         self._kept: dict[str, _Kept] = {}
-        # a peer that is not asked anything for IDLE_S is dropped, however long its leases are
+        # PeerTable drops a peer that is not asked anything for IDLE_S, however long its leases are.
         interval = KeepaliveInterval(context.lease_s, IDLE_S / KEEPALIVES_PER_LEASE)
         self._keepalive = Keepalive(interval, self._renew, context.spawn, context.has_stalled)
 
     def keep(self, request_id: str, remote: RemoteKV, on_lost: OnLost) -> None:
-        """Keep a request's lease alive until it is dropped."""
+        """Renew a request's lease until ``drop``."""
         self.drop(request_id)
         self._kept[request_id] = _Kept(remote, self._context.clock(), on_lost)
         self._peers.hold(remote)
         self._keepalive.hasten(remote)
 
     def drop(self, request_id: str) -> None:
-        """The lease is over, or is no longer wanted. Idempotent."""
+        """Stop renewing a request's lease. Idempotent."""
         kept = self._kept.pop(request_id, None)
         if kept is not None:
             self._peers.release(kept.remote)
 
     async def keep_leases(self) -> None:
-        """Renew, in one message per peer, what is kept; until cancelled."""
+        """Renew all leases periodically, until cancelled."""
         await self._keepalive.give(lambda: self._kept)
 
     def spawn_failed(self, remote: RemoteKV, reason: str) -> None:
-        """Say to a holder that its KV will not be read."""
+        """Notify a holder that its KV will not be read."""
         self._context.spawn(self._tell(remote, lambda peer: peer.failed(remote.request_id, reason)))
 
     def spawn_done(self, remote: RemoteKV, reader: str) -> None:
-        """Say to a holder that its KV is not needed."""
+        """Notify a holder that its KV is not needed any more."""
         self._context.spawn(self._tell(remote, lambda peer: peer.done(remote.request_id, reader)))
 
     async def _tell(
         self, remote: RemoteKV, say: Callable[[PeerInstance], Awaitable[object]]
     ) -> None:
-        """A holder that is not reached has its deadline."""
+        """Notify a holder, if it can be reached; otherwise its lease times out."""
         try:
             await say(self._peers.get(remote))
         except KVTransferError as exc:
@@ -78,7 +78,8 @@ class LeaseKeeper:
             self._peers.forget(remote, str(exc))
 
     async def _renew(self, group: dict[str, _Kept], within_s: float) -> None:
-        """One peer's leases: what it has lost, or all of them if it has long been silent."""
+        """Renew one peer's leases. Fails those that the peer has lost, or all of them if it has
+        been silent for a lease."""
         names = {kept.remote.request_id: name for name, kept in group.items()}
         try:
             peer = self._peers.get(next(iter(group.values())).remote)
@@ -100,6 +101,6 @@ class LeaseKeeper:
                 self._peers.forget(kept.remote, reason)
 
     def _lose(self, request_id: str, kept: _Kept, reason: str) -> None:
-        """Unless it was dropped, or is kept somewhere else by now."""
+        """Report a lost lease, unless it was dropped or replaced meanwhile."""
         if self._kept.get(request_id) is kept:
             kept.on_lost(request_id, reason)

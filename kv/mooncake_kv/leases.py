@@ -1,16 +1,16 @@
-"""Which blocks are held for a peer, until when, and how each of them ended. Pure: the clock is an
-argument.
+"""Leases and reservations: which blocks are held for a peer, until when, and how each hold ended.
+Pure: the clock is an argument.
 
 ``LeaseTable``: finished prompts that a decode instance pulls. A lease ends when the decode instance
-releases it, when we do, or when it times out. We can't stop a one-sided read. Timing out is safe
-only because the reader asks, after the read, whether the lease was valid the whole time; the reply
-stays the same however often it is asked.
+releases it, when we end it, or when it times out. We can't stop a one-sided read. Timing out is
+safe only because the reader asks, after the read, whether the lease was valid the whole time; the
+reply to a repeated question stays the same.
 
 ``ReservationTable``: blocks that a prefill instance may write. A reservation is granted to one
-writer. Until then it can be taken back at once. From then on its blocks are not free before the
-writer has said that it is drained, or is known to be dead. A silent writer makes the request stop
-waiting, but its blocks stay reserved. All messages may come early, late, twice or from strangers;
-the reply to a repeated one stays the same.
+writer. Before that it can be revoked immediately. Afterwards its blocks are not free until the
+writer has reported that it is drained, or is known to be dead. If a writer falls silent, the
+request stops waiting, but the blocks stay reserved. Any message may arrive early, late, twice or
+from an unknown peer; the reply to a repeated one stays the same.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from mooncake_kv.protocol import LeaseStatus, Writer
 
 NO_READER = ""
 REMEMBERED_ENDINGS = 65_536
+"""Ended leases, and ended reservations, whose outcome is kept to answer repeated messages."""
 
 
 class LeaseTable:
     """Leases by request id. Pure: the clock is an argument.
 
     Args:
-        duration_s: how long a lease lasts without a renewal.
+        duration_s: how long a lease lasts without a renewal, in seconds.
     """
 
     def __init__(self, duration_s: float) -> None:
@@ -42,7 +43,7 @@ class LeaseTable:
         return len(self._deadlines)
 
     def grant(self, request_id: str, now: float) -> None:
-        """Begin to hold a request's KV."""
+        """Start a lease."""
         self._deadlines[request_id] = now + self.duration_s
 
     def renew(self, request_ids: Iterable[str], now: float) -> tuple[str, ...]:
@@ -57,9 +58,10 @@ class LeaseTable:
         return tuple(lost)
 
     def end(self, request_id: str, ending: LeaseStatus, reader: str = NO_READER) -> LeaseStatus:
-        """End a lease by somebody's word; returns how it ended, now or back then.
+        """End a lease before its deadline; returns how it ended, now or earlier.
 
-        One that a reader released is EXPIRED for every other: it may have read later.
+        A lease that one reader released is EXPIRED for every other reader, which may have read
+        after the release.
         """
         if self._deadlines.pop(request_id, None) is not None:
             self._remember(request_id, ending, reader)
@@ -68,11 +70,11 @@ class LeaseTable:
         return LeaseStatus.EXPIRED if status is LeaseStatus.RELEASED and by != reader else status
 
     def is_held(self, request_id: str) -> bool:
-        """Whether the lease is running."""
+        """Whether the lease is current."""
         return request_id in self._deadlines
 
     def expire(self, now: float) -> list[str]:
-        """End the leases whose deadline has passed; returns them."""
+        """End the leases whose deadline has passed; returns their request ids."""
         expired = []
         while self._deadlines:
             request_id, deadline = next(iter(self._deadlines.items()))
@@ -92,27 +94,31 @@ Written = tuple[tuple[int, int, int], ...]
 
 
 class ReservationState(Enum):
-    """Where a reservation stands."""
+    """State of a reservation."""
 
     OFFERED = auto()
-    """Sent to the metaserver; no writer yet."""
+    """Posted to the metaserver; no writer yet."""
     GRANTED = auto()
-    """A writer was let in, and is expected to say how it ended."""
+    """Granted to a writer, which is expected to report how it ended."""
     REVOKED = auto()
-    """We want it back; the writer may not have stopped yet."""
+    """Revoked by us; the writer may not have stopped yet."""
 
 
 @dataclass(slots=True)
 class Reservation:
-    """Blocks of one request.
+    """The reserved blocks of one request.
 
     Args:
-        request_id: ours.
-        tokens: the prompt's tokens whose KV has to come: from one on to its end.
-        deadline: without a word until then, the peer is looked for or given up.
-        last_heard: when the writer last said something.
-        last_sign: when something at its address last answered, the writer or its kernel.
-        prompt_digest: of the prompt whose KV it has to be.
+        request_id: our name for the request.
+        tokens: half-open range of the prompt's tokens whose KV is to be written; ends with the
+            prompt.
+        deadline: if no message arrives until then, a writer is asked for its status, and a
+            reservation without a writer ends.
+        last_heard: when the writer last sent a message.
+        last_sign: when anything at the writer's address last answered, the writer or its kernel.
+        stage: the state.
+        writer: the writer that it was granted to, if any.
+        prompt_digest: digest of the prompt whose KV is to be written.
     """
 
     request_id: str
@@ -129,8 +135,8 @@ class ReservationTable:
     """Reservations by request id.
 
     Args:
-        open_s: how long a reservation waits for its writer.
-        silence_s: how long a writer may say nothing.
+        open_s: how long a reservation waits for its writer, in seconds.
+        silence_s: how long a writer may be silent before it is overdue, in seconds.
     """
 
     def __init__(self, open_s: float, silence_s: float) -> None:
@@ -149,13 +155,14 @@ class ReservationTable:
     def reserve(
         self, request_id: str, tokens: tuple[int, int], now: float, prompt_digest: str = ""
     ) -> None:
-        """Blocks are ready for a writer."""
+        """Add a reservation, which is open to the first writer."""
         self._held[request_id] = Reservation(
             request_id, tokens, now + self._open_s, now, now, prompt_digest=prompt_digest
         )
 
     def open(self, request_id: str, writer: Writer, now: float) -> LeaseStatus:
-        """Let a writer in: HELD; a second one is not: EXPIRED."""
+        """Grant a reservation to a writer: HELD. EXPIRED if another writer has it, or it was
+        revoked."""
         held = self._held.get(request_id)
         if held is None:
             return self._endings.get(request_id, (LeaseStatus.UNKNOWN, None))[0]
@@ -167,7 +174,7 @@ class ReservationTable:
         return LeaseStatus.HELD
 
     def renew(self, request_ids: Iterable[str], now: float) -> tuple[str, ...]:
-        """A writer is alive; returns those that it should stop."""
+        """Process a writer's keepalive; returns the requests that it has to stop writing."""
         lost = []
         for request_id in request_ids:
             held = self._held.get(request_id)
@@ -178,7 +185,8 @@ class ReservationTable:
         return tuple(lost)
 
     def end(self, request_id: str, writer: Writer | None, ending: LeaseStatus) -> bool:
-        """The writer says that it is drained (None: we know); False if that changes nothing."""
+        """End a reservation: its writer reports that it is drained, or we know it (``writer`` is
+        None). Returns False if the reservation does not exist or has another writer."""
         held = self._held.get(request_id)
         if held is None or (writer is not None and held.writer not in (None, writer)):
             return False
@@ -194,7 +202,7 @@ class ReservationTable:
         return LeaseStatus.EXPIRED if status is LeaseStatus.RELEASED and by != writer else status
 
     def revoke(self, request_id: str, now: float) -> bool:
-        """Take it back; True if it is free at once, since it had no writer."""
+        """Revoke a reservation; returns True if it is free immediately because it had no writer."""
         held = self._held.get(request_id)
         if held is None:
             return False
@@ -204,7 +212,8 @@ class ReservationTable:
         return False
 
     def overdue(self, now: float) -> list[Reservation]:
-        """Those whose deadline has passed; each is named again after another silence."""
+        """The reservations whose deadline has passed. Each is returned again after another
+        ``silence_s`` without a message."""
         late = [held for held in self._held.values() if held.deadline <= now]
         for held in late:
             held.deadline = now + self._silence_s

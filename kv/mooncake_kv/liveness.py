@@ -1,4 +1,5 @@
-"""Keepalives to peers that hold something for us, and a look for peers that have fallen silent."""
+"""Keepalives to peers that hold KV or reservations for us, and status inquiries to peers that have
+fallen silent."""
 
 from __future__ import annotations
 
@@ -24,18 +25,18 @@ logger = logging.getLogger(__name__)
 
 KEEPALIVES_PER_LEASE = 6
 LONGEST_PUSH_PAUSE_S = 1.0
-"""Between the keepalives of an instance that pushes, however long the leases are."""
+"""Maximum interval between the keepalives of an instance that pushes, however long the leases."""
 
 SHORTEST_PAUSE_S = 0.02
-"""Whatever lease a request names."""
+"""Minimum interval between keepalives, however short a lease a request names."""
 
 
 class HasRemote(Protocol):
-    """Something that a peer holds for us, or waits for."""
+    """An item for which keepalives are sent: KV that a peer holds for us, or waits for."""
 
     @property
     def remote(self) -> RemoteKV:
-        """What, and where."""
+        """The KV, and the peer's address."""
         ...
 
 
@@ -45,31 +46,32 @@ _Key = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class KeepaliveInterval:
-    """How often signs are given.
+    """The rule for the interval between keepalives.
 
     Args:
-        lease_s: how long this instance itself waits.
-        longest_s: the longest pause, however long the leases are.
+        lease_s: this instance's own lease, in seconds.
+        longest_s: maximum interval, however long the leases, in seconds.
     """
 
     lease_s: float
     longest_s: float = float("inf")
 
     def of(self, remotes: Iterable[RemoteKV]) -> float:
-        """Seconds between keepalives: a sixth of the shortest lease among these peers and us."""
+        """The interval in seconds: a sixth of the shortest lease among these peers and ours."""
         leases = (remote.lease_s for remote in remotes if remote.lease_s is not None)
         shortest_s = min((self.lease_s, *leases))
         return max(min(shortest_s / KEEPALIVES_PER_LEASE, self.longest_s), SHORTEST_PAUSE_S)
 
 
 class Keepalive(Generic[Item]):
-    """One message per peer and pause; a silent peer delays no other. Loop thread only.
+    """Sends each peer one keepalive per interval; a silent peer does not delay the others. Loop
+    thread only.
 
     Args:
-        interval: how often.
-        send: sends a peer one keepalive for these items, by request id, within that many seconds.
+        interval: the rule for the interval.
+        send: sends a peer one keepalive for items by request id, with a timeout in seconds.
         spawn: runs a task on the loop.
-        has_stalled: whether the engine does not step: nothing is sent meanwhile.
+        has_stalled: returns whether the engine has stopped stepping; suspends the keepalives.
     """
 
     def __init__(
@@ -89,12 +91,16 @@ class Keepalive(Generic[Item]):
         self._is_shorter = asyncio.Event()
 
     def hasten(self, remote: RemoteKV) -> None:
-        """Start covering this peer; wake up early if its lease is shorter."""
+        """Account for a new peer: wake up early if its lease requires a shorter interval."""
         if self._interval.of([remote]) < self._pause_s:
             self._is_shorter.set()
 
     async def give(self, concerned: Callable[[], Mapping[str, Item]]) -> None:
-        """Send every peer a keepalive for what it holds, again and again, until cancelled."""
+        """Send every peer keepalives for its items, periodically, until cancelled.
+
+        Args:
+            concerned: returns the current items, by request id.
+        """
         while True:
             await self._pause(concerned)
             if self._must_be_silent():
@@ -109,8 +115,8 @@ class Keepalive(Generic[Item]):
                     self._spawn(self._send_one(key, group))
 
     def _must_be_silent(self) -> bool:
-        """Whether peers should take this instance for dead: what they keep for it would be kept for
-        as long as a step hangs."""
+        """Whether to let peers consider this instance dead, because a step of the engine hangs:
+        they would otherwise hold KV for it for as long as the step does."""
         was_silent, self._is_silent = self._is_silent, self._has_stalled()
         if self._is_silent and not was_silent:
             logger.error("no step of the engine returns: keepalives to peers are suspended")
@@ -123,7 +129,8 @@ class Keepalive(Generic[Item]):
             self._in_flight.discard(key)
 
     async def _pause(self, concerned: Callable[[], Mapping[str, Item]]) -> None:
-        """Wait until the next keepalive is due; a shorter lease cuts it short."""
+        """Wait until the next keepalive is due; a new peer with a shorter lease shortens the
+        wait."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._pause_s = self._longest_pause(concerned())
@@ -147,11 +154,12 @@ _OWN_SHORTAGES = (
     errno.ENOMEM,
     errno.EADDRNOTAVAIL,
 )
-"""Why this host connects to nobody: they say nothing of the other one."""
+"""Errors of connecting that are caused by a shortage on this host, so that they prove nothing about
+the peer."""
 
 
 class _Line(asyncio.BaseProtocol):
-    """A connection over which nothing is said; its kernel's keepalives find out if a host dies."""
+    """An idle TCP connection, whose keepalives let the kernel detect that the peer's host died."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
@@ -160,7 +168,7 @@ class _Line(asyncio.BaseProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        with suppress(OSError):  # it is over already, which is noticed next
+        with suppress(OSError):  # closed already, which connection_lost reports next
             tune(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
@@ -173,21 +181,22 @@ class _Line(asyncio.BaseProtocol):
         self.over.set()
 
     def hang_up(self) -> None:
-        """End it. Idempotent."""
+        """Close the connection. Idempotent."""
         self.over.set()
         if self._transport is not None:
             self._transport.abort()
 
 
 class StatusInquiry:
-    """Looks for instances that push here and have fallen silent. Loop thread only.
+    """Asks instances that push here and have fallen silent for their status. Loop thread only.
 
-    The connection to one that does not answer is held. A process that is stopped accepts none, and
-    once as many wait as its kernel keeps, the next one gets no answer, as from a host that is gone;
-    one that was there before stays, and ends when that host does.
+    The TCP connection to an instance that does not answer is kept open. A stopped process accepts
+    no connections, and once its kernel's backlog is full, a new connection attempt gets no answer,
+    just as if the host were gone. A connection that was established before persists for as long as
+    the host does, so it tells the two cases apart.
 
     Args:
-        peers: of all peers.
+        peers: table of all peers.
     """
 
     def __init__(self, peers: PeerTable) -> None:
@@ -197,19 +206,19 @@ class StatusInquiry:
     async def ask(
         self, writer: PeerAddress, request_ids: Sequence[str], *, is_near: bool
     ) -> StatusReply:
-        """Ask an instance how its pushes stand.
+        """Ask an instance for the status of its pushes.
 
         Args:
-            writer: the epoch, and its side channel.
-            request_ids: its own names for them.
+            writer: the epoch, and the address of its side channel.
+            request_ids: its own names of the requests.
             is_near: whether its side channel is in this process' network namespace.
 
         Raises:
-            PeerGone: nothing listens at its address, or another instance, and our own kernel says
-                so. A side channel listens for as long as its process may write: it is dead.
+            PeerGone: our own kernel says that nothing listens at its address, or another instance
+                does. A side channel listens for as long as its process may write, so it is dead.
             PeerAbsent: the same, said by another host, which may not be the writer's.
-            PeerUnreachable: nothing answers there, not even a kernel.
-            KVTransferError: it can't be known.
+            PeerUnreachable: nothing at its address answers, not even a kernel.
+            KVTransferError: the status is unknown.
         """
         try:
             await self._reach(writer)
@@ -231,20 +240,21 @@ class StatusInquiry:
         return reply
 
     def close(self) -> None:
-        """Hold no connection any more. Idempotent."""
+        """Close all connections. Idempotent."""
         for line in self._lines.values():
             line.hang_up()
         self._lines.clear()
 
     async def _reach(self, writer: PeerAddress) -> None:
-        """Connect, if we are not: a kernel answers for a process that lives, however busy."""
+        """Connect, if not yet connected. The kernel completes the connection for a process that
+        lives, however busy it is."""
         line = self._lines.get((writer.host, writer.port))
         if line is not None and not line.over.is_set():
             return
         async with timeout(CONNECT_TIMEOUT_S):
             loop = asyncio.get_running_loop()
             _, line = await loop.create_connection(_Line, writer.host, writer.port)
-        self._hang_up(writer)  # another look at it may have been faster
+        self._hang_up(writer)  # a concurrent inquiry may have connected first
         self._lines = {at: each for at, each in self._lines.items() if not each.over.is_set()}
         self._lines[writer.host, writer.port] = line
 
@@ -256,7 +266,7 @@ class StatusInquiry:
     async def _missing(
         self, writer: PeerAddress, found: str, *, is_near: bool
     ) -> PeerGone | PeerAbsent:
-        """What to raise when ``found`` listens where the writer did."""
+        """The exception to raise when ``found`` listens at the writer's address."""
         self._peers.forget(writer, f"{found} listens there now")
         if is_near and await is_own_address(writer.host):
             return PeerGone(f"instance {writer.engine_id} is gone: {found} listens there")

@@ -1,4 +1,5 @@
-"""The instances that this one asks, by epoch. Loop thread only."""
+"""The instances that this one connects to, by epoch: handshakes, requests, and when to drop them.
+Loop thread only."""
 
 from __future__ import annotations
 
@@ -29,41 +30,41 @@ from mooncake_kv.side_channel import SideChannelClient, tcp_url
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 4096
-"""How many are kept; each costs a connection of the side channel, and some of every rank."""
+"""Maximum number of peers; each costs a connection of the side channel, and several per rank."""
 
 IDLE_S = 600.0
-"""How long a peer is kept that is not asked anything. Keepalives are sent while anything is held
-there or on its way, so that there is nothing then."""
+"""Seconds without a request after which a peer is dropped. Keepalives are sent while KV is held
+there or in flight, so an idle peer has neither."""
 
 
 class PeerAddress(Protocol):
-    """Whom to ask, and where."""
+    """The epoch of a peer, and the address of its side channel."""
 
     @property
     def engine_id(self) -> str:
-        """The epoch."""
+        """The peer's epoch."""
         ...
 
     @property
     def host(self) -> str:
-        """Of its side channel."""
+        """Host of its side channel."""
         ...
 
     @property
     def port(self) -> int:
-        """Of its side channel."""
+        """Port of its side channel."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """What a handshake with a peer that this instance asks takes.
+    """Everything that a handshake with a peer needs.
 
     Args:
         own: this instance's metadata.
-        ranks: of this instance, which connect to peers and forget them.
-        check: judges a peer's metadata.
-        incompatible: takes those that are refused, or refuse.
+        ranks: the ranks of this instance, which connect to peers and forget them.
+        check: the compatibility check.
+        incompatible: records the peers that are refused, or that refuse.
     """
 
     own: InstanceMetadata
@@ -73,15 +74,15 @@ class Handshake:
 
 
 class PeerInstance:
-    """One epoch of an instance.
+    """One epoch of a peer instance.
 
     Args:
-        engine_id: which.
-        client: asks it; also for what has no method here.
-        handshake: how to introduce ourselves, and judge it.
+        engine_id: name of the epoch.
+        client: sends it requests, including those that have no method here.
+        handshake: what the handshake needs.
 
     Attributes:
-        metadata: what it says of itself; None before the handshake.
+        metadata: the peer's metadata; None before the handshake.
     """
 
     def __init__(self, engine_id: str, client: SideChannelClient, handshake: Handshake) -> None:
@@ -94,11 +95,11 @@ class PeerInstance:
 
     @property
     def is_known(self) -> bool:
-        """Whether hands were shaken."""
+        """Whether the handshake has succeeded."""
         return self.metadata is not None
 
     def check_claims(self, remote: RemoteKV) -> None:
-        """Whether a request's parameters say of this peer what it says of itself.
+        """Check that a request's parameters describe this peer as its metadata do.
 
         Raises:
             HandshakeRefused: they differ; both values are in the message.
@@ -116,12 +117,12 @@ class PeerInstance:
                 )
 
     async def shake_hands(self) -> None:
-        """Exchange metadata, once, and tell the ranks where the peer's KV lies.
+        """Exchange metadata, once, and send the peer's ranks to ours.
 
         Raises:
-            HandshakeRefused: either side found that the two do not fit, now or earlier.
+            HandshakeRefused: either side found the two incompatible, now or earlier.
             LeaseLost: another instance answers at that address now.
-            KVTransferError: none does.
+            KVTransferError: no instance answers.
         """
         async with self._lock:
             if self.is_known:
@@ -140,7 +141,7 @@ class PeerInstance:
             self.metadata = metadata
 
     async def introduce(self) -> None:
-        """Say Hello again, to a peer that has met so many others since that it has forgotten us.
+        """Send Hello again, to a peer that has evicted our metadata.
 
         Raises:
             HandshakeRefused, LeaseLost, KVTransferError: see ``shake_hands``.
@@ -148,7 +149,8 @@ class PeerInstance:
         await self._exchange_metadata()
 
     async def _exchange_metadata(self) -> tuple[InstanceMetadata, tuple[str, ...]]:
-        """The peer's metadata, and the transports that may be used to it."""
+        """Exchange Hello and Welcome; returns the peer's metadata, and the transports that may be
+        used between the two."""
         own = self._handshake.own
         welcome = await self.client.ask(
             lambda ticket: Hello(ticket, PROTOCOL_VERSION, own), Welcome
@@ -161,23 +163,23 @@ class PeerInstance:
         return metadata, self._handshake.check(own, metadata)
 
     async def renew(self, request_ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
-        """Keep leases alive; returns those that are lost."""
+        """Renew leases; returns those that are lost."""
         answer = await self.client.ask(
             lambda ticket: Renew(ticket, request_ids), Renewed, tries=1, try_timeout_s=timeout_s
         )
         return answer.lost
 
     async def done(self, request_id: str, reader: str) -> LeaseStatus:
-        """Say that this attempt has read a prompt; returns how its lease ended."""
+        """Report that this reader has read a prompt; returns how its lease ended."""
         answer = await self.client.ask(lambda ticket: Done(ticket, request_id, reader), LeaseReply)
         return answer.status
 
     async def failed(self, request_id: str, reason: str) -> None:
-        """Say that a prompt will not be read."""
+        """Report that a prompt will not be read."""
         await self.client.ask(lambda ticket: Failed(ticket, request_id, reason), LeaseReply)
 
     def close(self, reason: str) -> None:
-        """Disconnect; pending requests fail with the reason."""
+        """Disconnect; requests in flight fail with the reason."""
         self.client.close(reason)
 
 
@@ -187,30 +189,30 @@ _Key = tuple[str, str]
 
 @dataclass(slots=True)
 class _Entry:
-    """A peer, and when it was wanted last."""
+    """A peer, and when it was last used."""
 
     peer: PeerInstance
     last_wanted: float
 
 
 class PeerTable:
-    """All peers, by epoch and address: a request that names a wrong address can't touch the
-    connections of others.
+    """All peers, by epoch and address. The address is part of the key, so a request that names a
+    wrong one can't affect the connections of others.
 
-    A peer that requests are held at, or that is being asked, is kept; of the others the one that
-    was wanted longest ago goes for a new one.
+    When the table is full, a new peer replaces the least recently used one that holds nothing for
+    a request and has no request in flight.
 
     Args:
-        secret: of the deployment.
-        handshake: with each of them.
-        max_peers: how many there may be.
+        secret: the deployment's secret.
+        handshake: what the handshake with each peer needs.
+        max_peers: capacity of the table.
     """
 
     def __init__(self, secret: bytes, handshake: Handshake, max_peers: int = MAX_PEERS) -> None:
         self._secret = secret
         self._handshake = handshake
         self._max_peers = max_peers
-        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # longest unwanted first
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # least recently used first
         self._at_url: defaultdict[str, set[str]] = defaultdict(set)
         self._urls_of: defaultdict[str, set[str]] = defaultdict(set)
         self._num_held: Counter[_Key] = Counter()
@@ -219,21 +221,21 @@ class PeerTable:
         return len(self._entries)
 
     def hold(self, remote: PeerAddress) -> None:
-        """A request has something there, or on its way there, until ``release``."""
+        """Keep a peer until ``release``: it holds KV for a request, or KV is in flight to it."""
         self._num_held[_key(remote)] += 1
 
     def release(self, remote: PeerAddress) -> None:
-        """It has nothing there any more."""
+        """Undo one ``hold``."""
         key = _key(remote)
         self._num_held[key] -= 1
         if self._num_held[key] <= 0:
             del self._num_held[key]
 
     def get(self, remote: PeerAddress) -> PeerInstance:
-        """The peer of that name and address.
+        """Return the peer of an epoch and address, adding it if it is new.
 
         Raises:
-            KVTransferError: its address can't be one, or all peers that there may be are in use.
+            KVTransferError: the address is invalid, or the table is full and all peers are in use.
         """
         key, now = _key(remote), asyncio.get_running_loop().time()
         if key not in self._entries:
@@ -249,13 +251,13 @@ class PeerTable:
         return entry.peer
 
     async def reach(self, remote: RemoteKV) -> PeerInstance:
-        """The peer that holds this, or waits for it, once hands are shaken; one that does not
+        """Return the peer that holds or awaits this KV, after the handshake. A peer that does not
         answer is dropped.
 
         Raises:
-            HandshakeRefused: it does not fit, which it is kept to remember, or is not what the
-                request says.
-            KVTransferError: it can't be asked.
+            HandshakeRefused: the peer is incompatible, in which case it stays in the table to
+                remember that; or it is not what the request's parameters claim.
+            KVTransferError: the peer can't be reached.
         """
         peer = self.get(remote)
         try:
@@ -276,29 +278,29 @@ class PeerTable:
             if key not in self._num_held and not self._entries[key].peer.client.is_asking:
                 self._forget(key, f"more than {self._max_peers} peers are known, it was idle")
                 return
-            self._entries.move_to_end(key)  # it is wanted
+            self._entries.move_to_end(key)  # in use
         logger.warning("all %d peers that there may be are in use", self._max_peers)
         raise KVTransferError(f"all {self._max_peers} peers that there may be are in use")
 
     def forget_predecessors(self, remote: PeerAddress) -> None:
-        """Drop the earlier epochs of a peer that has just proved who it is."""
+        """Drop earlier epochs at the address of a peer whose handshake has succeeded."""
         engine_id, url = _key(remote)
         for other in self._at_url.get(url, set()) - {engine_id}:
             self._forget((other, url), f"{engine_id} answers there now")
 
     def forget(self, remote: PeerAddress, reason: str) -> None:
-        """Drop a peer that failed; a later request starts afresh. Idempotent."""
+        """Drop a peer that failed; a later request starts with a new handshake. Idempotent."""
         self._forget(_key(remote), reason)
 
     async def sweep(self) -> None:
-        """Drop idle peers, again and again, until cancelled."""
+        """Drop idle peers periodically, until cancelled."""
         while True:
             await asyncio.sleep(IDLE_S / 10)
             self.forget_idle(asyncio.get_running_loop().time())
 
     def forget_idle(self, now: float) -> None:
-        """Drop peers that are not asked any more: where instances come and go at ever new
-        addresses, nothing else tells of those that went while they had nothing for us."""
+        """Drop peers that have been idle for IDLE_S. Where instances come and go at changing
+        addresses, nothing else detects that a peer left while it was idle."""
         for key, entry in list(self._entries.items()):
             if now - entry.last_wanted > IDLE_S:
                 self._forget(key, f"it was not needed for {IDLE_S:g} s")

@@ -1,8 +1,8 @@
-"""What instances say to each other on the side channel: versioned and typed; never pickled.
+"""The messages of the side channel: versioned and typed; never pickled.
 
-A message is one msgpack map, the payload of a session's request or reply. Requests carry a ticket
-that the answer repeats. All of them may be sent twice: identities are minted once per prefill, so a
-repeated one changes nothing.
+A message is one msgpack map, the payload of a session's request or reply. A request carries a
+ticket, which the answer repeats. Every request may be sent twice: request ids are unique per
+prefill, so a repeated message changes nothing.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from mooncake_kv.params import FirstToken
 
 PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = (16 << 20) - 1024
-"""What a frame of the session holds, less its own words."""
+"""Size of a session's frame, less its header."""
 
 
 class LeaseStatus(str, Enum):
-    """What the holder answers about a lease."""
+    """The holder's answer about a lease or reservation."""
 
     HELD = "held"
     RELEASED = "released"
-    """It was held until the reader said that it was done: what was read is valid."""
+    """The lease was held until the reader reported that it was done: what was read is valid."""
     EXPIRED = "expired"
-    """It ended before: what was read since may be someone else's KV."""
+    """The lease ended earlier: what was read may be another request's KV."""
     UNKNOWN = "unknown"
+    """The holder has no record of the request."""
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower):
@@ -38,35 +39,35 @@ class Message(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower):
 
 
 class Hello(Message, frozen=True):
-    """Decode to prefill, once per pair and epoch: who I am."""
+    """From the instance that connects, once per pair of epochs: its metadata."""
 
     version: int
     instance: InstanceMetadata
 
 
 class Welcome(Message, frozen=True):
-    """The answer: who I am, and where my KV lies."""
+    """The answer to Hello: the metadata of the instance that was connected to."""
 
     instance: InstanceMetadata
 
 
 class Renew(Message, frozen=True):
-    """I still want these, or write them; sent for all of a pair at once."""
+    """A keepalive for all KV that the sender still wants to read, or is writing, at this peer."""
 
     request_ids: tuple[str, ...]
 
 
 class Renewed(Message, frozen=True):
-    """The answer: these of them are not held for you (any more)."""
+    """The answer to Renew: the requests for which nothing is held (any more)."""
 
     lost: tuple[str, ...]
 
 
 class Done(Message, frozen=True):
-    """I have read it; was it valid all along?
+    """Decode to prefill: the prompt is read; was its lease held the whole time?
 
     Args:
-        reader: one attempt to read; a lease ends with the first, and is void for the others.
+        reader: name of the reader. The first one ends the lease, which is void for all others.
     """
 
     request_id: str
@@ -74,20 +75,19 @@ class Done(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """I will not read it (any more)."""
+    """Decode to prefill: the prompt will not be read (any more)."""
 
     request_id: str
     reason: str
 
 
 class Writer(msgspec.Struct, frozen=True):
-    """Who computes a prompt for blocks that were reserved: one attempt of one epoch of a prefill
-    instance.
+    """The prefill instance that computes a prompt for reserved blocks: one attempt of one epoch.
 
     Args:
-        engine_id: the epoch.
+        engine_id: name of the epoch.
         request_id: its own name for the request.
-        host, port: its side channel.
+        host, port: address of its side channel.
     """
 
     engine_id: str
@@ -97,22 +97,22 @@ class Writer(msgspec.Struct, frozen=True):
 
 
 class PrefillProgress(Message, frozen=True):
-    """Prefill to decode: so much is computed of the KV that you have reserved blocks for; read it.
+    """Prefill to decode: how much of a prompt is computed and may be read into the reserved blocks.
 
-    Each one stands for all before it. HELD means that the reader waits for more; from the first one
-    on it keeps the lease alive, and ends it as any other.
+    Each message supersedes all earlier ones. HELD means that the reader waits for more. From the
+    first message on, the reader renews the lease, and ends it like any other.
 
     Args:
-        request_id: the reader's.
-        holder: who computes it, under which name.
-        attempt: another one whenever the holder has lost its blocks meanwhile (preemption): what
-            was read in an earlier one counts for nothing.
-        block_ids: the holder's table, as far as it has one.
-        num_tokens: the first tokens of the prompt, whose KV is there.
-        prompt_digest: of the prompt that the holder was given, which must be the request's.
-        lease_s: how long the holder waits for a keepalive.
-        first_token: the answer's first, once all is computed.
-        error: it will not be computed; empty if it will.
+        request_id: the reader's name for the request.
+        holder: the instance that computes the prompt, and its name for the request.
+        attempt: changes whenever the holder has lost its blocks (preemption); what was read in an
+            earlier attempt is invalid.
+        block_ids: the holder's block table, as far as it is allocated.
+        num_tokens: number of leading tokens of the prompt whose KV is computed.
+        prompt_digest: digest of the prompt that the holder was given; must match the request's.
+        lease_s: how long the holder waits for a keepalive, in seconds.
+        first_token: the sampled token, once the whole prompt is computed.
+        error: reason for which the prefill will not complete; empty if it will.
     """
 
     request_id: str
@@ -127,13 +127,13 @@ class PrefillProgress(Message, frozen=True):
 
 
 class PushOpen(Message, frozen=True):
-    """Prefill to decode: may I write that request's KV into the blocks that you reserved?
+    """Prefill to decode: asks for the permission to write a request's KV into its reserved blocks.
 
-    HELD means yes; from then on the blocks are not used otherwise until this writer says Pushed
-    or PushFailed, or is dead. A request has one writer.
+    HELD grants it. From then on the blocks are reserved until this writer sends Pushed or
+    PushFailed, or is dead. A request has one writer.
 
     Args:
-        prompt_digest: of the prompt that the writer was given, which must be the request's.
+        prompt_digest: digest of the prompt that the writer was given; must match the request's.
     """
 
     request_id: str
@@ -142,12 +142,14 @@ class PushOpen(Message, frozen=True):
 
 
 class Pushed(Message, frozen=True):
-    """All is written, and drained: RELEASED means that it is complete and was taken.
+    """Prefill to decode: all KV is written, and drained. RELEASED means that the reader found it
+    complete and uses it.
 
     Args:
         written: bytes from each of the writer's ranks to each of the reader's:
-            ``(writer rank, reader rank, bytes)``; what the reader finds missing is a failure.
-        first_token: the answer's first.
+            ``(writer rank, reader rank, bytes)``. The push fails if a count is not what the reader
+            expects.
+        first_token: the sampled token.
     """
 
     request_id: str
@@ -157,11 +159,11 @@ class Pushed(Message, frozen=True):
 
 
 class PushFailed(Message, frozen=True):
-    """Nothing more will be sent, and it is not complete.
+    """Prefill to decode: the push has failed; nothing more will be sent.
 
     Args:
-        may_land: a write failed under way. All is drained on this side; where the transport can't
-            revoke, what had been sent may change the peer's memory yet.
+        may_land: whether a write failed in flight. The writer's side is drained; if the transport
+            can't revoke access, data already sent may still change the peer's memory.
     """
 
     request_id: str
@@ -171,22 +173,23 @@ class PushFailed(Message, frozen=True):
 
 
 class StatusRequest(Message, frozen=True):
-    """Decode to prefill: nothing has come of these pushes; who are you, and how do they stand?
+    """Decode to prefill: asks for the status of silent pushes, and for the epoch that answers.
 
     Args:
-        request_ids: the writer's own names.
+        request_ids: the writer's own names of the requests.
     """
 
     request_ids: tuple[str, ...]
 
 
 class StatusReply(Message, frozen=True):
-    """The answer. What is named neither way is over: nothing is written there, nor will be.
+    """The answer to StatusRequest. A push in neither list is over: nothing is being or will be
+    written.
 
     Args:
-        engine_id: this epoch.
-        running: those under way, by the writer's own names.
-        endings: how others ended, as it has been said or is about to be.
+        engine_id: the epoch that answers.
+        running: pushes in flight, by the writer's own names.
+        endings: how other pushes ended, as was or will be reported.
     """
 
     engine_id: str
@@ -201,7 +204,7 @@ class LeaseReply(Message, frozen=True):
 
 
 class Reject(Message, frozen=True):
-    """A message that was not understood, or not allowed; it changed nothing."""
+    """The answer to a message that was not understood, or not allowed; it had no effect."""
 
     reason: str
 
@@ -216,15 +219,15 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 def encode(message: AnyMessage) -> bytes:
-    """Return the message's bytes."""
+    """Encode a message."""
     return _encoder.encode(message)
 
 
 def decode(payload: bytes) -> AnyMessage:
-    """Read a message.
+    """Decode a message.
 
     Raises:
-        BadFrame: says why it is none.
+        BadFrame: the payload is not a message; has the reason.
     """
     if not 0 < len(payload) <= MAX_MESSAGE_BYTES:
         raise BadFrame(f"a frame of {len(payload)} bytes")
@@ -238,7 +241,7 @@ def check_version(theirs: int) -> None:
     """Refuse a peer of another protocol version.
 
     Raises:
-        HandshakeRefused: names both.
+        HandshakeRefused: the versions differ; names both.
     """
     if theirs != PROTOCOL_VERSION:
         raise HandshakeRefused(
@@ -250,10 +253,10 @@ def check_version(theirs: int) -> None:
 def welcome(
     hello: Hello, own: InstanceMetadata, check: CompatibilityCheck, incompatible: IncompatiblePeers
 ) -> Welcome:
-    """Reply to a peer that introduces itself.
+    """Check a peer that sends Hello, and return the reply.
 
     Raises:
-        HandshakeRefused: it does not fit, which is remembered.
+        HandshakeRefused: the peer is incompatible, which is recorded.
     """
     try:
         check_version(hello.version)
