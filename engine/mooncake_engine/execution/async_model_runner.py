@@ -1,12 +1,13 @@
-"""Model runner for async scheduling: enqueues a step before the last one's tokens are known.
+"""Model runner for async scheduling: enqueues a step before the previous step's tokens are known.
 
 The host prepares the next step while the device runs the current one, so that the device never
-waits for Python. It can't know the tokens that the current step samples: the next step's inputs get
-placeholders, which are filled on the device from a buffer of sampled tokens. The host reads the
-tokens later; until then its copy of a request ends in placeholders.
+waits for Python. The host does not know the tokens that the current step samples yet, so the next
+step's inputs get placeholders, which are filled on the device from a buffer of sampled tokens. The
+host reads the tokens later; until then its copy of a request ends in placeholders.
 
-How many tokens come of a step with drafts is not known before, so there the next step is launched
-when the device has reached the end. It is planned by then, and nobody but the ranks is waited for.
+How many tokens a step with drafts yields is not known before it has run. So the step after it is
+launched only when the device has finished it. The scheduler has planned that step by then, so the
+device waits only for the ranks' own work.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class SampledTokenBuffer:
     """The newest sampled token of every request, on the device.
 
     Args:
-        num_rows: requests to have room for at first; more make it grow.
-        device: where.
-        depth: steps that may be in flight: the tokens of those before are known on the host.
+        num_rows: initial capacity, in requests; the buffer grows as needed.
+        device: device that holds the buffer.
+        depth: the most steps in flight; the host knows the tokens of all earlier steps.
     """
 
     def __init__(self, num_rows: int, device: torch.device, depth: int) -> None:
@@ -61,18 +62,18 @@ class SampledTokenBuffer:
         self._last_tokens = self._newest[:0]
 
     def store(self, states: Sequence[CachedRequest], token_ids: Tensor) -> None:
-        """Keep what was sampled: [states] int64, not to be changed any more."""
-        if self._last != states:  # mostly the requests of the step before
+        """Store a step's sampled tokens, [states] int64. The caller must not change the tensor."""
+        if self._last != states:  # most steps have the same requests as the step before
             self._settle()
             self._last, self._last_rows = states, [state.row for state in states]
         self._last_tokens = token_ids
 
     def fill(self, token_ids: Tensor, at: Sequence[int], states: Sequence[CachedRequest]) -> None:
-        """Put the newest tokens of some requests into a step's tokens, in place.
+        """Write the newest tokens of some requests into a step's tokens, in place.
 
         Args:
-            token_ids: [tokens] int64, all of the step's.
-            at: where each of the requests' tokens belongs; rising.
+            token_ids: [tokens] int64, the tokens of the step.
+            at: the index in ``token_ids`` of each request's token, ascending.
             states: the requests.
         """
         newest = self._last_tokens
@@ -85,7 +86,7 @@ class SampledTokenBuffer:
             token_ids.index_copy_(0, index_tensor(self._device, at), newest)
 
     def _settle(self) -> None:
-        """Bring the tokens of the last batch to their rows: another one wants some of them."""
+        """Write the tokens of the last batch to their rows, before another batch reads them."""
         if not self._last_rows:
             return
         missing = max(self._last_rows) + 1 - len(self._newest)
@@ -97,11 +98,11 @@ class SampledTokenBuffer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepEnd:
-    """The end of a step that the device runs, and what is known of it before.
+    """The end of a step in flight, and the parts of its result that are known already.
 
     Args:
-        step: its plan's.
-        passed: recorded behind the copy of what it samples to the host.
+        step: number of the step.
+        passed: event recorded after the copy of the sampled tokens to the host.
         is_copying, grammar_failed: see ``StepResult``.
     """
 
@@ -116,7 +117,7 @@ class StepEnd:
         failed: dict[str, str],
         num_drafted: dict[str, int] | None = None,
     ) -> StepResult:
-        """With what has come of the step; see ``StepResult``."""
+        """Build the step's result; for the arguments see ``StepResult``."""
         return StepResult(
             self.step,
             tokens,
@@ -129,12 +130,12 @@ class StepEnd:
 
 @dataclass(slots=True, eq=False)
 class EnqueuedStep:
-    """A step that the device runs.
+    """A step in flight on the device.
 
     Args:
         states: the requests that sample.
-        chosen: their tokens on the host, there when the step has ended.
-        end: of the step.
+        chosen: their tokens, in host memory that is valid once the step has ended.
+        end: the end of the step.
     """
 
     states: list[CachedRequest]
@@ -151,14 +152,15 @@ class EnqueuedStep:
         return self.end.result(tokens, failed_requests(tokens) if NO_TOKEN in token_ids else {})
 
     def complete(self) -> None:
-        """Fill the requests' placeholders; in the thread that runs steps."""
+        """Fill the requests' placeholders. Called in the thread that launches steps."""
         _, token_ids = self._wait()
-        if NO_TOKEN in token_ids:  # of a request that fails: any token
+        if NO_TOKEN in token_ids:  # the request fails: any token will do
             token_ids = [max(token_id, 0) for token_id in token_ids]
         fill_placeholders(self.states, token_ids)
 
     def _wait(self) -> tuple[list[SampledToken], list[int]]:
-        """The tokens, and their ids; two threads ask, each of which may be the first."""
+        """Wait for the step; returns the tokens and their ids. Called by two threads, in any
+        order."""
         known = self._known
         if known is None:
             self.end.passed.synchronize()
@@ -169,11 +171,11 @@ class EnqueuedStep:
 
 @dataclass(slots=True, eq=False)
 class EnqueuedDrafts:
-    """A step with draft tokens that the device runs; its requests have no placeholders.
+    """A step with draft tokens in flight on the device. Its requests have no placeholders.
 
     Args:
-        verified: what comes of the drafts, on the host, there when the step has ended.
-        end: of the step.
+        verified: the verified drafts, in host memory that is valid once the step has ended.
+        end: the end of the step.
     """
 
     verified: VerifiedDrafts
@@ -185,11 +187,11 @@ class EnqueuedDrafts:
         return self.end.result(tokens, failed_requests(tokens), self.verified.drafts.num_drafted)
 
     def complete(self) -> None:
-        """Append the requests' tokens; in the thread that runs steps."""
+        """Append the requests' tokens. Called in the thread that launches steps."""
         append_tokens(self.verified.states, self._wait())
 
     def _wait(self) -> dict[str, tuple[SampledToken, ...]]:
-        """The tokens; two threads ask, each of which may be the first."""
+        """Wait for the step; returns the tokens. Called by two threads, in any order."""
         known = self._known
         if known is None:
             self.end.passed.synchronize()
@@ -200,15 +202,15 @@ class EnqueuedDrafts:
 class AsyncModelRunner(ModelRunner):
     """A ModelRunner that enqueues a step and does not wait for it.
 
-    A grammar has to know the last token before the next one is sampled: the host waits for it when
-    the model is enqueued that computes the next one's logits. Where it looks at logits between two
-    steps (log probabilities of a prompt), the whole batch waits for the host. Drafts are proposed
-    when all tokens before them are known.
+    A grammar has to know the previous token before the next one is sampled, so the host waits for
+    that token after it has enqueued the forward pass that computes the next logits. If the host
+    reads logits between two steps (``prompt_logprobs``), the whole batch waits for the host. Drafts
+    are proposed when all tokens before them are known.
 
     Args:
-        parts: what it works with.
-        sampled: carries tokens from step to step.
-        proposer: proposes draft tokens; None if nothing does.
+        parts: the runner's collaborators.
+        sampled: carries sampled tokens from step to step.
+        proposer: proposes draft tokens; None without speculative decoding.
     """
 
     def __init__(
@@ -221,8 +223,8 @@ class AsyncModelRunner(ModelRunner):
     def _take_over(self, plan: StepPlan) -> None:
         is_behind_drafts = bool(self._enqueued) and isinstance(self._enqueued[-1], EnqueuedDrafts)
         needs_tokens = is_behind_drafts or plan.has_drafts
-        # else the core has the tokens of those before; first, since the row of counts of a request
-        # that is removed may be another one's afterwards
+        # Without drafts, the core already has the tokens of all but the newest depth - 1 steps.
+        # This comes first: once a request is removed, its row of counts may go to another request.
         self._complete(0 if needs_tokens else self._sampled.depth - 1)
         super()._take_over(plan)
 
@@ -230,7 +232,7 @@ class AsyncModelRunner(ModelRunner):
         inputs = super()._make_inputs(batch)
         states = batch.states
         placeholders = [i for i, state in enumerate(states) if state.num_output_placeholders]
-        if placeholders:  # decodes, which come first, with one token each
+        if placeholders:  # all decodes, which come first in a batch and have one token each
             waiting = (
                 states if len(placeholders) == len(states) else [states[i] for i in placeholders]
             )
@@ -271,20 +273,20 @@ class AsyncModelRunner(ModelRunner):
         return step
 
     def _end(self, plan: StepPlan, inputs: StepInputs) -> StepEnd:
-        """Of a step all of whose work is enqueued."""
+        """Record the end of a step, all of whose work is enqueued."""
         passed = self._make_event()
         passed.record()
         failed = grammar_failures(inputs.sampling) if self._requests.num_grammars else {}
         return StepEnd(plan.step, passed, self._copier.is_copying, failed)
 
     def _complete(self, num_left: int) -> None:
-        """Take the tokens of all steps but the last ``num_left`` in."""
+        """Complete all steps in flight except the newest ``num_left``."""
         while len(self._enqueued) > num_left:
             self._enqueued.popleft().complete()
 
 
 def _to_host(token_ids: Tensor) -> Tensor:
-    """A copy under way; where the host is another device, to page-locked memory."""
+    """Start a copy to the host, into page-locked memory. On the CPU, returns the tensor itself."""
     if token_ids.device.type == "cpu":
         return token_ids
     host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)

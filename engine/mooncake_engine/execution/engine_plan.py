@@ -1,4 +1,4 @@
-"""The plan of an engine: what follows from config, checkpoint and backend before anything is
+"""The engine plan: everything that config, checkpoint and backend decide before the model is
 loaded."""
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """The draft model's part.
+    """The draft model in an engine plan.
 
     Args:
-        model: its config.
-        geometry: its KV, in blocks of the same ids and size as the model's.
-        max_positions: longest sequence that it takes.
+        model: config of the draft model.
+        geometry: KV of the draft model, in blocks of the same ids and size as the model's.
+        max_positions: longest sequence that the draft model takes, in tokens.
     """
 
     model: ModelConfig
@@ -55,26 +55,27 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """Everything that is decided before anything is loaded: made once, and sent to every rank.
+    """The decisions that are made before the model is loaded. ``make_plan`` makes a plan once, and
+    the executor sends it to every rank.
 
     Args:
-        config: of the instance.
+        config: config of the instance.
         backend: name of the backend, never ``auto``.
-        model: the model's config.
-        dtype: of weights and activations.
-        geometry: the model's KV, and its type.
+        model: config of the model.
+        dtype: type of weights and activations.
+        geometry: the model's KV and its type.
         block_size: tokens per KV block, and the reason for the number.
         layout_name: key of ``KV_LAYOUTS``.
-        max_model_len: longest sequence; a pool that is measured later may lower it.
-        pool_size: blocks per rank; None if the KV cache gets what the loaded model leaves free,
-            which each rank measures: see ``with_blocks``.
-        draft: what proposes draft tokens; None if no model does.
-        swap_space_bytes: host memory of each rank that preempted groups are swapped to.
+        max_model_len: longest sequence, in tokens; a pool that is measured later may lower it.
+        pool_size: size of each rank's KV pool; None if the pool gets the memory that the loaded
+            model leaves free, which each rank measures: see ``with_blocks``.
+        draft: the draft model; None if there is none.
+        swap_space_bytes: host memory per rank to which preempted groups are swapped.
         kv_scales, has_native_latents: see ``ParallelContext``.
-        graphs: what is captured.
+        graphs: the graphs to capture.
         expert_slots: see ``ParallelContext``.
-        has_fp8_linears, has_fp8_experts: whether fp8 weights of linear layers, and of experts, are
-            multiplied as they are; else they are dequantised while they are loaded.
+        has_fp8_linears, has_fp8_experts: whether the backend multiplies fp8 weights of linear
+            layers, and of experts; if not, they are dequantised while they are loaded.
     """
 
     config: EngineConfig
@@ -96,8 +97,8 @@ class EnginePlan:
     has_fp8_experts: bool = False
 
     def keeps_fp8_experts(self, model: ModelConfig) -> bool:
-        """Whether the experts of one of the models stay in fp8, where ranks have whole blocks of
-        them. Those with scales of inputs don't: each expert of a layer has its own."""
+        """Whether the experts of one of the models stay in fp8, on ranks that hold whole blocks of
+        them. Experts with input scales don't: each expert of a layer has its own scale."""
         quantization = model.quantization
         is_dynamic = quantization is not None and not quantization.has_input_scales
         return model.moe is not None and is_dynamic and self.has_fp8_experts
@@ -109,13 +110,14 @@ class EnginePlan:
 
     @property
     def geometries(self) -> tuple[KVGeometry, ...]:
-        """The KV of all models, whose blocks come and go together."""
+        """The KV of all models; their blocks are allocated and freed together."""
         return (self.geometry,) if self.draft is None else (self.geometry, self.draft.geometry)
 
     @property
     def kv_meaning(self) -> dict[str, str]:
-        """What the numbers of this instance's KV mean, for ``mooncake_kv.numerics``: models whose
-        checkpoints rotate pairs are turned to halves as they are loaded."""
+        """How the values of this instance's KV are to be interpreted, for ``mooncake_kv.numerics``.
+        The RoPE order is always halves: checkpoints that rotate pairs are converted while they are
+        loaded."""
         mla = self.model.mla
         scale = self.model.head_dim**-0.5 if mla is None else mla.scale
         meaning = {ROPE_ORDER: HALVES, "softmax scale": f"{scale:.6g}, on the scores"}
@@ -126,7 +128,8 @@ class EnginePlan:
 
     @property
     def whole_experts(self) -> ExpertShape | None:
-        """What is divided over ranks if each expert is whole on one and none in fp8; else None."""
+        """The shape of the experts that are divided over ranks, if each expert is whole on one rank
+        and none is in fp8; else None."""
         config, moe = self.config, self.model.moe
         if self.keeps_fp8_experts(self.model):
             return None
@@ -138,7 +141,7 @@ class EnginePlan:
 
     @property
     def num_scratch_blocks(self) -> int:
-        """Blocks for the padding of captured graphs, behind those of requests."""
+        """Blocks for the padding of captured graphs, at the end of the pool."""
         return self.graphs.scratch_blocks(self.block_size.tokens)
 
     @property
@@ -147,13 +150,13 @@ class EnginePlan:
         return -(-self.max_model_len // self.block_size.tokens)
 
     def with_blocks(self, num_blocks: int) -> EnginePlan:
-        """The plan for a pool of that many blocks.
+        """The plan for a pool of ``num_blocks`` blocks.
 
-        Host memory gets no more of them: preempted requests resume before new ones start, so hardly
-        more are ever swapped out at once.
+        Host memory gets at most as many blocks: preempted requests resume before new ones start, so
+        more are hardly ever swapped out at once.
 
         Raises:
-            ConfigError: the longest sequence that was asked for does not fit.
+            ConfigError: the longest sequence that the config asks for does not fit into the pool.
         """
         block_size = self.block_size.tokens
         host_block_bytes = largest_block(self.config, (self.geometry,), block_size)
@@ -166,11 +169,11 @@ class EnginePlan:
 
 
 def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
-    """Read the checkpoint's config and decide what the config leaves open.
+    """Read the checkpoint's config and decide what the engine config leaves open.
 
     Raises:
         CheckpointError: the checkpoint's config is missing, incomplete or unsupported.
-        ConfigError: the config asks for what the model or the backend does not have.
+        ConfigError: the config asks for something that the model or the backend does not have.
     """
     capabilities = backend.capabilities
     config = _choose_scheduling(config, backend)
@@ -219,7 +222,8 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
 
 
 def _choose_scheduling(config: EngineConfig, backend: Backend) -> EngineConfig:
-    """Steps overlap where the device computes while the host plans: a CPU does both by itself."""
+    """Unless the config says, use async scheduling if the device computes while the host plans. A
+    CPU does both itself, so that they can't overlap."""
     if config.async_scheduling is not None:
         return config
     overlaps = is_apart(config, backend) and config.allows_async_scheduling
@@ -232,10 +236,10 @@ def is_apart(config: EngineConfig, backend: Backend) -> bool:
 
 
 def choose_block_size(config: EngineConfig, backend: Backend) -> BlockSize:
-    """Tokens per KV block: as asked for, or what suits the backend.
+    """Tokens per KV block: the config's choice, or the backend's default.
 
     Raises:
-        ConfigError: the backend does not take what was asked for.
+        ConfigError: the backend does not support the config's block size.
     """
     capabilities = backend.capabilities
     if config.block_size is None:
@@ -250,11 +254,12 @@ def choose_block_size(config: EngineConfig, backend: Backend) -> BlockSize:
 
 
 def choose_swap_space(config: EngineConfig, free_bytes: int) -> int:
-    """Bytes of host memory per rank that preempted groups are swapped to.
+    """Bytes of host memory per rank to which preempted groups are swapped.
 
     Args:
-        config: may say.
-        free_bytes: of the host, which is taken for all its ranks; weights pass through it, too.
+        config: config of the instance, which may set the swap space.
+        free_bytes: free memory of the host, which all its ranks share; weights pass through it too
+            while they are loaded.
     """
     if config.swap_space_bytes is not None:
         return config.swap_space_bytes
@@ -273,12 +278,13 @@ def choose_swap_space(config: EngineConfig, free_bytes: int) -> int:
 
 _GIB = 1 << 30
 DEFAULT_SWAP_BYTES = 4 * _GIB
-"""As vLLM had it."""
+"""The most swap space per rank by default; the same as vLLM's former default."""
 _SWAP_SHARE = 0.25
+"""The share of the host's free memory that all its ranks take for swap space by default."""
 
 
 def largest_block(config: EngineConfig, geometries: Sequence[KVGeometry], block_size: int) -> int:
-    """Bytes of a block of all these models' KV, on the rank that holds most."""
+    """Bytes of one block of all these models' KV, on the rank that holds the largest shards."""
     ranks = zip(*(all_shards(config, geometry) for geometry in geometries), strict=True)
     return max(block_bytes(geometries, shards, block_size) for shards in ranks)
 
@@ -286,13 +292,13 @@ def largest_block(config: EngineConfig, geometries: Sequence[KVGeometry], block_
 def block_bytes(
     geometries: Sequence[KVGeometry], shards: Sequence[KVShard], block_size: int
 ) -> int:
-    """Bytes of a block of all these models' KV, on the rank with these shards of them."""
+    """Bytes of one block of all these models' KV, on the rank that holds these shards."""
     pairs = zip(geometries, shards, strict=True)
     return sum(layout_bytes(geometry, shard, 1, block_size) for geometry, shard in pairs)
 
 
 def all_shards(config: EngineConfig, geometry: KVGeometry) -> list[KVShard]:
-    """What each rank holds, in rank order.
+    """The KV shard of each rank, in rank order.
 
     Raises:
         ConfigError: there are more pipeline stages than layers.
@@ -306,9 +312,9 @@ def all_shards(config: EngineConfig, geometry: KVGeometry) -> list[KVShard]:
 
 
 def is_profiled(config: EngineConfig, backend: Backend) -> bool:
-    """Whether the KV pool gets what a profiling run leaves of the device's memory.
+    """Whether the KV pool gets the device memory that a profiling run leaves free.
 
-    By default only where the device has memory of its own: a host's belongs to others, too.
+    By default only if the device is not the host, whose memory is shared with other processes.
     """
     if config.num_kv_blocks is not None or config.kv_cache_bytes is not None:
         return False
@@ -337,7 +343,7 @@ def _plan_draft(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
 
 
 def rank_device(config: EngineConfig, devices: list[DeviceInfo], rank: int) -> int:
-    """Device index of a rank; a machine with a single device (a CPU) shares it among ranks.
+    """The device index of a rank. If the host has a single device (a CPU), its ranks share it.
 
     Raises:
         ConfigError: the rank has no device.
@@ -354,7 +360,7 @@ def rank_device(config: EngineConfig, devices: list[DeviceInfo], rank: int) -> i
 
 
 def _require_latents(geometry: KVGeometry, backend: Backend) -> None:
-    """Refuse latent attention of a width that the backend's kernels don't take."""
+    """Raise ConfigError if the backend's kernels don't support the width of the model's latents."""
     possible = backend.capabilities.latent_dims
     if geometry.kind is AttentionKind.MLA and possible and geometry.plane_dims not in possible:
         raise ConfigError(
@@ -364,8 +370,8 @@ def _require_latents(geometry: KVGeometry, backend: Backend) -> None:
 
 
 def _quantise(config: EngineConfig, model: ModelConfig, backend: Backend) -> ModelConfig:
-    """The model, with weights that are quantised while they are loaded if that was asked for; fp8
-    ones of a checkpoint stay as they are."""
+    """The model config, with weights to be quantised while they are loaded if the engine config
+    asks for that. A checkpoint that is in fp8 already stays as it is."""
     if config.quantization is None:
         return model
     wanted = f"quantization {config.quantization!r} was asked for, "
@@ -387,7 +393,7 @@ def _quantise(config: EngineConfig, model: ModelConfig, backend: Backend) -> Mod
 
 
 def _warn_of_dequantised(plan: EnginePlan) -> None:
-    """Weights that take more memory than the checkpoint says."""
+    """Warn if fp8 weights are dequantised, and so take more memory than in the checkpoint."""
     dtype = str(plan.dtype).removeprefix("torch.")
     for model in plan.models:
         if model.quantization is None:
@@ -414,7 +420,7 @@ def _warn_of_dequantised(plan: EnginePlan) -> None:
 
 
 def _warn_of_window(plan: EnginePlan) -> None:
-    """A context that is shorter than the model's, if nobody asked for that."""
+    """Warn if a sliding window limits the context and the config did not set a length."""
     window = plan.model.sliding_window
     if window is not None and plan.config.max_model_len is None:
         logger.warning(
@@ -427,11 +433,11 @@ def _warn_of_window(plan: EnginePlan) -> None:
 def _keeps_native_latents(
     config: EngineConfig, geometry: KVGeometry, capabilities: Capabilities
 ) -> bool:
-    """Whether latents are kept in the backend's own form rather than as rows.
+    """Whether latents are kept in the backend's native layout rather than as rows.
 
-    What moves between instances is rows. So only a decode instance does so, which turns what it is
-    given and hands nothing on, neither to a peer nor to a KVCache pool; one that was asked for a
-    layout by its name keeps to it.
+    Instances exchange rows. So only a decode instance uses the native layout: it converts the KV
+    that it receives, and sends none, neither to a peer nor to a KVCache pool. If the config names a
+    layout, that layout is used.
     """
     is_latent = geometry.kind is AttentionKind.MLA
     is_free = config.role is Role.DECODE and config.kv_layout == "auto" and config.kv_pool is None
@@ -461,7 +467,7 @@ def _choose_dtype(config: EngineConfig, model: ModelConfig, backend: Backend) ->
 
 
 def _choose_kv_dtype(config: EngineConfig, backend: Backend) -> torch.dtype | None:
-    """The narrower type that KV is kept in, or None."""
+    """The narrower type in which KV is stored; None to store it in the model's type."""
     if config.kv_cache_dtype == "auto":
         return None
     name = KV_CACHE_DTYPES[config.kv_cache_dtype]
@@ -476,7 +482,8 @@ def _choose_kv_dtype(config: EngineConfig, backend: Backend) -> torch.dtype | No
 
 
 def _choose_length(config: EngineConfig, model: ModelConfig, pool_tokens: int) -> int:
-    """The longest sequence that was asked for, or else that the model and the pool allow."""
+    """The longest sequence, in tokens: the config's choice, or what the model and the pool
+    allow."""
     wanted = config.max_model_len
     if wanted is None:
         return min(model.max_positions, pool_tokens)

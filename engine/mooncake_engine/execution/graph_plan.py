@@ -1,4 +1,4 @@
-"""Which steps are replayed, and in what sizes."""
+"""Decides which steps are replayed from captured graphs, and in what sizes."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from mooncake_engine.config import EngineConfig, Role
 from mooncake_hal.backend import Backend
 
 _MOST_PIECEWISE = 512
-"""Tokens of a piecewise step on a device with memory of its own; what is larger keeps it busy while
-Python launches."""
+"""The most tokens of a piecewise step on a device that is not the host. Larger steps keep the
+device busy while Python launches their kernels, so graphs would not speed them up."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """The sizes to capture, rising; none where such steps are launched op by op.
+    """The graph sizes to capture, ascending; steps of a kind without sizes run eagerly.
 
     Args:
-        decode_sizes: sequences of steps of nothing but decodes.
-        piecewise_sizes: tokens of all other steps; with experts divided over ranks, of all steps.
+        decode_sizes: sequences per graph, for steps of decodes only.
+        piecewise_sizes: tokens per graph, for all other steps, or, if experts are divided over
+            ranks, for all steps.
     """
 
     decode_sizes: tuple[int, ...] = ()
     piecewise_sizes: tuple[int, ...] = ()
 
     def scratch_blocks(self, block_size: int) -> int:
-        """Blocks with a slot for each token that a step may be short of.
+        """Blocks that have a slot for each padding token of a step.
 
-        While graphs of decodes are captured that is every token; the others repeat slots.
+        While graphs of decodes are captured, all of their tokens are padding. Piecewise graphs may
+        be captured with fewer slots, which they use repeatedly.
         """
         sizes = self.piecewise_sizes
         most = max(self.decode_sizes, default=0)
@@ -42,10 +44,11 @@ NO_GRAPHS = GraphPlan()
 def plan_graphs(
     config: EngineConfig, backend: Backend, num_layers: int, *, has_experts: bool = False
 ) -> GraphPlan:
-    """What an instance captures: what its backend can, of models in one stage.
+    """Choose the graphs that an instance captures. There are none with several pipeline stages, or
+    if the backend can't capture the model.
 
-    How many tokens a rank's own experts get differs from step to step. So where experts are divided
-    over ranks they are left out of the graphs, which all steps then have in pieces.
+    If experts are divided over ranks, the number of tokens that a rank's experts get differs from
+    step to step. The graphs then exclude the experts, and all steps are replayed piecewise.
     """
     if not backend.capabilities.graphs or config.enforce_eager:
         return NO_GRAPHS
@@ -69,14 +72,15 @@ def plan_graphs(
 
 
 def decode_sizes(largest: int) -> tuple[int, ...]:
-    """Sequences per graph, rising: close together where a step is short."""
+    """Sequences per graph, ascending; close together for small steps, where padding costs most."""
     return _up_to(
         largest, [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, largest, 32)]
     )
 
 
 def piecewise_sizes(largest: int) -> tuple[int, ...]:
-    """Tokens per graph, rising, an eighth to a quarter apart: each has graphs for every layer."""
+    """Tokens per graph, ascending, an eighth to a quarter apart; not closer, as each size has a
+    graph for every layer."""
     sizes = [8, 16, 24]
     for power in range(5, largest.bit_length()):
         sizes += range(1 << power, 2 << power, 1 << max(power - 2, 4))
@@ -84,7 +88,7 @@ def piecewise_sizes(largest: int) -> tuple[int, ...]:
 
 
 def thinned(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """At most ``most`` of the sizes, evenly chosen, the largest among them."""
+    """At most ``most`` of the sizes, evenly spread, the largest included."""
     count = max(min(len(sizes), most), 0)
     return tuple(sizes[(index + 1) * len(sizes) // count - 1] for index in range(count))
 

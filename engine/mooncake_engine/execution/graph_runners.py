@@ -1,8 +1,8 @@
-"""Steps as captured graphs: one replay in place of hundreds of launches.
+"""Graph runners: replay a captured graph of a step in place of hundreds of kernel launches.
 
 A graph runs on fixed addresses and for a fixed number of tokens. So a step's inputs are copied to
-buffers, and there is a graph for each of a few sizes: a step takes the smallest that it fits into,
-and is padded to it. Padding writes to scratch blocks, which no request ever has.
+buffers, and graphs are captured for a few sizes: a step uses the smallest size that it fits into,
+and is padded to it. Padding writes its KV to scratch blocks, which are never given to a request.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from mooncake_hal.errors import CapabilityError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphInputs:
-    """The tokens of a step, and where their KV goes.
+    """The input buffers of graphs: the tokens of a step and the slots of their KV.
 
     Args:
         token_ids, positions, slot_mapping: [size] int64.
-        scratch_slots: [any] int64, of blocks that no request ever has: for padding.
+        scratch_slots: [any] int64, slots of the scratch blocks, for padding.
     """
 
     token_ids: Tensor
@@ -44,7 +44,7 @@ class GraphInputs:
 
     @classmethod
     def of(cls, size: int, pool: KVPool) -> GraphInputs:
-        """For that many tokens, all of them padding; the pool ends with scratch blocks."""
+        """Buffers for ``size`` tokens, filled with padding. The pool must have scratch blocks."""
         device, end = pool.device, pool.layout.num_blocks * pool.block_size
         token_ids, positions = torch.zeros(2, size, dtype=torch.int64, device=device)
         scratch = torch.arange(pool.num_blocks * pool.block_size, end, device=device)
@@ -67,20 +67,20 @@ Captured = TypeVar("Captured")
 
 
 class GraphRunner(ABC, Generic[Captured]):
-    """A StageRunner in front of another one, which runs what is not replayed.
+    """A StageRunner that replays some steps, and passes all others to the StageRunner it wraps.
 
     Args:
-        stage: the other one.
-        pool: KV, which ends with a scratch slot for each token that a step may be short of.
-        runtime: captures.
-        sizes: tokens per step, rising.
+        stage: the wrapped StageRunner.
+        pool: the KV pool, which ends with a scratch slot for each padding token of a step.
+        runtime: captures the graphs.
+        sizes: tokens per graph, ascending.
     """
 
     name: ClassVar[str]
-    """What is replayed, for messages."""
+    """The kind of steps that are replayed, for messages."""
 
     remedy: ClassVar[str]
-    """The option that leaves such steps as they are."""
+    """The option that turns these graphs off."""
 
     def __init__(
         self, stage: StageRunner, pool: KVPool, runtime: Runtime, sizes: Sequence[int]
@@ -94,17 +94,18 @@ class GraphRunner(ABC, Generic[Captured]):
 
     @torch.inference_mode()
     def capture(self, most: int | None = None) -> int:
-        """Capture now, the largest sizes first: the others fit into their memory. Without this a
-        size is captured when it is first wanted.
+        """Capture the graphs now, the largest sizes first, as the others fit into their memory.
+        Without this call, a size is captured when a step first needs it.
 
         Args:
-            most: how many sizes; None is all of them.
+            most: the most sizes to capture; None captures all of them.
 
         Returns:
-            How many sizes are still to be captured.
+            The number of sizes that are not captured yet.
 
         Raises:
-            ConfigError: a step can't be captured, for a reason that the backend did not foresee.
+            ConfigError: a step can't be captured, for a reason that the backend does not report as
+                CapabilityError.
         """
         for size in tuple(reversed(self._sizes))[:most]:
             self._of(size)
@@ -115,7 +116,7 @@ class GraphRunner(ABC, Generic[Captured]):
     def forward(
         self, token_ids: Tensor, positions: Tensor, context: ForwardContext
     ) -> Tensor | None:
-        """What a replay returns is valid until the next one."""
+        """See ``StageRunner``. The result of a replay is valid until the next replay."""
         count = len(token_ids)
         size = self._fitting(count) if self._takes(count, context) else None
         if size is not None:
@@ -130,25 +131,26 @@ class GraphRunner(ABC, Generic[Captured]):
 
     @abstractmethod
     def _takes(self, count: int, context: ForwardContext) -> bool:
-        """Whether a step of that many tokens is of the kind that is replayed."""
+        """Whether a step of ``count`` tokens is of the kind that this runner replays."""
 
     def _fill(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, size: int) -> None:
-        """Bring a step to where the graphs of a size read it."""
+        """Copy a step to the buffers that the graphs of a size read."""
         self._inputs.fill(token_ids, positions, batch.slot_mapping, size)
 
     @abstractmethod
     def _capture(self, size: int) -> Captured:
-        """The graphs of a size; raises what ``Runtime.capture`` does."""
+        """Capture the graphs of a size; raises what ``Runtime.capture`` does."""
 
     @abstractmethod
     def _replay(self, captured: Captured, size: int, count: int, context: ForwardContext) -> Tensor:
-        """Run a step that was filled in; its hidden rows, [count, hidden]."""
+        """Run the step that ``_fill`` has copied; returns its hidden rows, [count, hidden]."""
 
     def _fitting(self, count: int) -> int | None:
         return next((size for size in self._sizes if size >= count), None)
 
     def _of(self, size: int) -> Captured | None:
-        """The graphs of a size; None if this model's steps can't be captured here."""
+        """The graphs of a size, captured if needed; None if the backend can't capture the model's
+        steps."""
         if size in self._captured or not self._sizes:
             return self._captured.get(size)
         try:
@@ -167,11 +169,11 @@ class GraphRunner(ABC, Generic[Captured]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Who attends to what in a step of decodes, at fixed addresses.
+    """The buffers of the attention batch that graphs of decodes read, at fixed addresses.
 
     Args:
         context_lens: [size] int32.
-        query_start: [size + 1] int32, one token after the other.
+        query_start: [size + 1] int32: 0, 1, 2, and so on, as each sequence has one token.
         block_tables: [size, max_blocks] int32.
     """
 
@@ -181,13 +183,13 @@ class _Batch:
 
     @classmethod
     def of(cls, size: int, max_blocks: int, device: torch.device) -> _Batch:
-        """For that many sequences, all of them padding."""
+        """Buffers for ``size`` sequences, filled with padding."""
         lens = torch.ones(size, dtype=torch.int32, device=device)
         start = torch.arange(size + 1, dtype=torch.int32, device=device)
         return cls(lens, start, torch.zeros(size, max_blocks, dtype=torch.int32, device=device))
 
     def fill(self, batch: AttentionBatch, size: int) -> None:
-        """Copy a step's batch in, and pad it with sequences of one token."""
+        """Copy a step's batch, and pad it to ``size`` with sequences of one token."""
         count, width = batch.block_tables.shape
         self.context_lens[:count].copy_(batch.context_lens)
         self.block_tables[:count, :width].copy_(batch.block_tables)
@@ -195,7 +197,7 @@ class _Batch:
             self.context_lens[count:size].fill_(1)
 
     def captured(self, size: int, slots: Tensor, block_size: int) -> AttentionBatch:
-        """What a graph of that many sequences attends by."""
+        """The attention batch of a graph of ``size`` sequences."""
         ones = (1,) * size
         return AttentionBatch(
             num_decodes=size,
@@ -210,14 +212,15 @@ class _Batch:
 
 
 class DecodeGraphRunner(GraphRunner[tuple[Graph, Tensor]]):
-    """A stage whose steps of nothing but decodes are replayed.
+    """Replays steps that contain only decodes.
 
     Args:
-        stage: the whole model.
-        pool: its KV, with a scratch slot for each sequence of the largest graph at the end.
-        runtime: captures.
-        sizes: sequences per graph, rising.
-        max_blocks: of the longest sequence.
+        stage: runs the whole model.
+        pool: the model's KV pool, which ends with a scratch slot for each sequence of the largest
+            graph.
+        runtime: captures the graphs.
+        sizes: sequences per graph, ascending.
+        max_blocks: blocks of the longest sequence.
     """
 
     name = "steps of decodes"
@@ -243,7 +246,7 @@ class DecodeGraphRunner(GraphRunner[tuple[Graph, Tensor]]):
         self._batch.fill(batch, size)
 
     def _capture(self, size: int) -> tuple[Graph, Tensor]:
-        """A graph of that many decodes, and where it leaves its hidden rows."""
+        """Capture a graph of ``size`` decodes; returns it and the tensor of its hidden rows."""
         inputs = self._inputs
         batch = self._batch.captured(size, inputs.slot_mapping[:size], self._block_size)
         context = ForwardContext(batch, self._kv)
@@ -266,40 +269,44 @@ class DecodeGraphRunner(GraphRunner[tuple[Graph, Tensor]]):
 
 
 class _Segments(NamedTuple):
-    """A captured step: a graph before each layer's attention and one behind the last, which leaves
-    its [tokens, hidden] in ``hidden``."""
+    """A step captured piecewise.
+
+    Args:
+        graphs: one that ends at each layer's attention, and one after the last attention.
+        hidden: [tokens, hidden], the output of the last graph.
+    """
 
     graphs: list[Graph]
     hidden: Tensor
 
 
 class PiecewiseGraphRunner(GraphRunner[_Segments]):
-    """Replays steps with prompts piecewise, and steps with a layer hook.
+    """Replays piecewise the steps that contain prompts or have a layer hook.
 
-    What a layer does besides attention depends on the number of tokens alone. So there are graphs
-    for a few numbers of tokens, one from each layer's attention to the next one's, and attention is
-    launched between them, over the actual (unpadded) tokens, as vLLM's piecewise CUDA graphs do.
-    There the host has its say in each layer: the layer hook of a push connector works. Where a
-    layer's experts are divided over ranks, all that it does behind its attention is launched, too,
-    and decodes are replayed in pieces as well.
+    The work of a layer other than attention depends only on the number of tokens. So there are
+    graphs for a few numbers of tokens, each from one layer's attention to the next, and attention
+    is launched between the graphs, over the actual (unpadded) tokens, as with vLLM's piecewise CUDA
+    graphs. Between graphs the host can run code for each layer, such as the layer hook of a push
+    connector. If a layer's experts are divided over ranks, the rest of the layer after its
+    attention is launched too, and steps of decodes are replayed piecewise as well.
 
-    Queries and what they attended to cross from graphs to attention and back in buffers: the memory
-    of a graph's own results is another graph's by then.
+    Queries and attention outputs pass between graphs and attention in buffers of this runner: the
+    memory of a graph's own results may be reused by other graphs before they are read.
 
     Args:
         stage: runs all other steps.
-        model: the whole model, which the pieces are of.
-        parallel: the model's.
-        pool: its KV, which ends with a scratch slot for each token that a step may be short of.
-        runtime: captures.
-        sizes: tokens per step, rising.
-        hidden_size: of the model.
+        model: the whole model, in which the graphs are captured.
+        parallel: the model's parallel context.
+        pool: the model's KV pool, which ends with a scratch slot for each padding token of a step.
+        runtime: captures the graphs.
+        sizes: tokens per graph, ascending.
+        hidden_size: hidden size of the model.
     """
 
     name = "steps with prompts"
     remedy = "--piecewise-graph-max-tokens 0"
 
-    def __init__(  # the model twice: whole, and what it is made of
+    def __init__(  # stage and model are the same model: run as a whole, and layer by layer
         self,
         stage: StageRunner,
         model: Model,
@@ -344,10 +351,10 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
         return captured.hidden[:count]
 
     def _capture(self, size: int) -> _Segments:
-        """The segments of a step of that many tokens.
+        """Capture the segments of a step of ``size`` tokens.
 
-        Each is captured while the residual that it continues from is still held, and so has memory
-        of its own in the graphs' pool.
+        Each is captured while the residual that it continues from is still referenced, so that the
+        graphs' memory pool does not reuse the residual's memory.
         """
         model, inputs = self._model, self._inputs
         query, attended = self._query[:size], self._attended[:size]
@@ -370,8 +377,8 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
     def _segment(
         self, run: Callable[[], IntermediateTensors], query: Tensor | None
     ) -> tuple[Graph, IntermediateTensors]:
-        """A graph of ``run``, and where it leaves what it returns: queries in ``query``, and the
-        residual where experts that are launched find it."""
+        """Capture ``run``. Returns the graph and its outputs: the queries in ``query``, and, if
+        experts run outside the graphs, the residual in the buffer that they read."""
         left: list[IntermediateTensors] = []
 
         def keep() -> None:

@@ -19,12 +19,13 @@ from mooncake_hal.backend_parts import index_tensor, to_device
 
 
 class ScheduledTokens(NamedTuple):
-    """Which tokens of which sequences run: lists of equal length, sequences of one token first.
+    """The tokens that run, as a range per sequence: lists of equal length, sequences of one token
+    first.
 
     Args:
-        rows: of the block tables.
-        starts: positions of the first tokens; everything before them has its KV.
-        counts: how many tokens.
+        rows: the row of each sequence in the block tables.
+        starts: the position of its first token; all tokens before it have their KV.
+        counts: the number of its tokens.
     """
 
     rows: list[int]
@@ -32,13 +33,13 @@ class ScheduledTokens(NamedTuple):
     counts: list[int]
 
     def add(self, row: int, start: int, count: int) -> None:
-        """Tokens of one sequence."""
+        """Add tokens of one sequence."""
         self.rows.append(row)
         self.starts.append(start)
         self.counts.append(count)
 
     def add_single_tokens(self, row: int, start: int, count: int) -> None:
-        """Tokens of one sequence that stand for one sequence each."""
+        """Add tokens of one sequence, each as a sequence of its own."""
         self.rows.extend([row] * count)
         self.starts.extend(range(start, start + count))
         self.counts.extend([1] * count)
@@ -46,12 +47,12 @@ class ScheduledTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardInputs:
-    """One forward pass.
+    """The inputs of one forward pass.
 
     Args:
         token_ids, positions: [tokens] int64.
-        attention: which of them attend to what.
-        last_rows: [sequences] int64 on the host, where each sequence's last token is.
+        attention: the attention batch: context lengths, block tables and slots.
+        last_rows: [sequences] int64 on the host, the row of each sequence's last token.
     """
 
     token_ids: Tensor
@@ -62,13 +63,14 @@ class ForwardInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """The forward pass of a step.
+    """The inputs of a step: its forward pass, and the rows to sample from.
 
     Args:
         token_ids, positions, attention: see ``ForwardInputs``.
-        sampled_rows: [n] int64, last token of each sequence that samples, once more for each
-            sibling, or the draft tokens behind it; None if that is every token, in order.
-        sampling: the requests that sample, siblings behind the one whose logits they share.
+        sampled_rows: [n] int64, the row of the last token of each sequence that samples, repeated
+            for each sibling, and followed by the rows of its draft tokens; None if that is every
+            row, in order.
+        sampling: the requests that sample; siblings follow the request whose logits they share.
     """
 
     token_ids: Tensor
@@ -86,15 +88,15 @@ def make_inputs(
     device: torch.device,
     drafts: StepDrafts = NO_DRAFTS,
 ) -> StepInputs:
-    """Lay out the sequences of a plan; their tables already hold the step's new blocks.
+    """Build the inputs of a step. The block tables must already have the step's new blocks.
 
     Args:
-        sequences: of the plan.
-        states: the sequences' requests.
-        requests: all of them.
+        sequences: the sequences of the step plan.
+        states: the request of each sequence.
+        requests: all running requests.
         block_size: tokens per block.
-        device: of the tensors.
-        drafts: draft tokens to run behind the last tokens of requests.
+        device: device of the tensors.
+        drafts: draft tokens to run after the last tokens of their requests.
     """
     starts = [sequence.start for sequence in sequences]
     counts = [sequence.count for sequence in sequences]
@@ -130,14 +132,14 @@ def lay_out(
     block_size: int,
     device: torch.device,
 ) -> ForwardInputs:
-    """The tensors of a forward pass.
+    """Build the tensors of a forward pass.
 
     Args:
-        scheduled: what runs.
-        token_ids: the scheduled' tokens, one share after the other.
-        tables: where the sequences have their KV.
+        scheduled: the tokens that run.
+        token_ids: their ids, sequence after sequence.
+        tables: block tables of the sequences.
         block_size: tokens per block.
-        device: of the tensors.
+        device: device of the tensors.
     """
     counts = scheduled.counts
     rows, firsts = (np.array(each, dtype=np.int64) for each in (scheduled.rows, scheduled.starts))
@@ -183,9 +185,13 @@ def _insert_drafts(
     num_sampled: list[int],
     drafted: list[list[int]],
 ) -> tuple[ScheduledTokens, list[int], list[int], list[int]]:
-    """The same with each draft token as a sequence of its own behind the one that it continues: so
-    they attend by the kernels that are made for single tokens. All of them sample. And where they
-    are among the tokens."""
+    """Insert each draft token as a sequence of its own after the sequence that it continues, so
+    that attention uses the kernels for single tokens. All draft tokens sample.
+
+    Returns:
+        The scheduled tokens, the token ids and the samples per sequence, with draft tokens; and the
+        indexes of the draft tokens among the token ids.
+    """
     more = ScheduledTokens([], [], [])
     tokens: list[int] = []
     sampled: list[int] = []
@@ -204,7 +210,7 @@ def _insert_drafts(
 
 
 def _leading_ones(counts: list[int]) -> int:
-    """How many sequences, from the first on, have one token."""
+    """The number of leading sequences that have one token."""
     if counts.count(1) == len(counts):
         return len(counts)
     return next(index for index, count in enumerate(counts) if count != 1)
@@ -213,10 +219,9 @@ def _leading_ones(counts: list[int]) -> int:
 def _positions(
     counts: list[int], starts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Where each sequence's tokens begin and end, which sequence each token belongs to, and its
-    position in it."""
+    """The bounds of each sequence's tokens, the sequence of each token, and its position there."""
     every = np.arange(len(counts))
-    if counts.count(1) == len(counts):  # as in a step of decodes
+    if counts.count(1) == len(counts):  # a step of decodes
         return np.arange(len(counts) + 1, dtype=np.int32), every, starts
     query_start = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=query_start[1:])
@@ -243,7 +248,7 @@ def _sampled_rows(last_rows: NDArray[np.int64], num_sampled: list[int]) -> NDArr
 def _samplers(
     sequences: Sequence[ScheduledSequence], states: Sequence[CachedRequest], requests: RequestTable
 ) -> list[CachedRequest]:
-    """The requests that sample, siblings behind the one whose logits they share."""
+    """The requests that sample; siblings follow the request whose logits they share."""
     samplers = []
     for sequence, state in zip(sequences, states, strict=True):
         if sequence.is_sampling:

@@ -1,7 +1,7 @@
-"""What requests change in their logits before a token is chosen, for a whole batch at once.
+"""Changes logits as the requests of a batch ask, before tokens are chosen.
 
-Order: logit bias, penalties, end masking, grammars. The host hands over small tables, and the
-device does what they say.
+The order is: logit bias, penalties, masking of end tokens, grammars. The host copies small tables
+to the device, which applies them to the whole batch at once.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ _FORBIDDEN_OF_BYTE = (
     .view(np.int64)
     .reshape(-1)
 )
-"""[256] int64: eight bools each, which of eight tokens a byte of allowed ones leaves out."""
+"""[256] int64, each eight packed bools: for each byte of a bitmask of allowed tokens, which of its
+eight tokens are forbidden."""
 
 
 _RowCells = tuple[int, NDArray[np.int64], NDArray[np.float32]]
-"""A row, some of its tokens and a value for each. Arrays: a row may have a thousand of them."""
+"""A row, some of its token ids, and a value for each of them. Both are arrays, as a row may have
+a thousand tokens."""
 
 
 class LogitsProcessor:
     """Changes the logits of a batch as its requests ask.
 
-    What they ask for goes to the device once, while the requests are the same; which ends are
-    masked, when that changes; what grammars allow, each time. The device is not waited for.
+    It copies biases and penalties to the device once, the masks of end tokens when they change, and
+    the tokens that grammars allow in each step. It never waits for the device.
 
     Args:
         states: the request of each row.
-        eos_token_ids: masked, with a request's stop ids, before ``min_tokens``.
-        device: of the logits.
+        eos_token_ids: masked, with a request's stop ids, until it has ``min_tokens``.
+        device: device of the logits.
     """
 
     def __init__(
@@ -64,12 +66,12 @@ class LogitsProcessor:
         self._grammars = [(row, s.grammar) for row, s in rows if s.grammar is not None]
 
     def has_effect(self) -> bool:
-        """Whether any logits change before the next choice."""
+        """Whether ``apply`` would change any logits in this step."""
         is_lasting = self._bias or self._penalties is not None or self._grammars
         return bool(is_lasting or self._end_masked())
 
     def apply(self, logits: Tensor) -> None:
-        """Change logits in place.
+        """Change the logits in place.
 
         Args:
             logits: [rows, vocab] float32.
@@ -83,7 +85,7 @@ class LogitsProcessor:
         self._mask_forbidden(logits)
 
     def _end_masked(self) -> list[int]:
-        """Rows that may not end yet."""
+        """Rows whose requests have fewer than ``min_tokens`` output tokens."""
         states = self._states
         return [
             row
@@ -93,7 +95,7 @@ class LogitsProcessor:
 
     def _mask_ends(self, logits: Tensor) -> None:
         masked = self._end_masked()
-        if masked != self._ends_of:  # a request has become long enough
+        if masked != self._ends_of:  # a request has reached its min_tokens
             self._ends_of = masked
             ends = [(row, np.array(self._ends_for(row), dtype=np.int64)) for row in masked]
             self._ends = self._cells(
@@ -109,7 +111,7 @@ class LogitsProcessor:
         return (*eos_token_ids, *sampling.stop_token_ids)
 
     def _mask_forbidden(self, logits: Tensor) -> None:
-        """Mask what grammars do not allow: one bit per token goes to the device."""
+        """Mask the tokens that grammars forbid. The host copies one bit per token."""
         found = ((row, grammar.allowed()) for row, grammar in self._grammars)
         allowed = {row: tokens for row, tokens in found if tokens is not None}
         if not allowed:
@@ -126,8 +128,8 @@ class LogitsProcessor:
         logits[rows] = logits[rows].masked_fill_(forbidden, -math.inf)
 
     def _cells(self, given: Sequence[_RowCells]) -> tuple[Tensor, ...]:
-        """Rows and token ids, [n] int64, and values, [n] float32, on the device; empty if there are
-        none."""
+        """Copy cells to the device: rows and token ids, [n] int64, and values, [n] float32. Empty
+        if there are no cells."""
         if not any(len(token_ids) for _, token_ids, _ in given):
             return ()
         rows, token_ids, values = zip(*given, strict=True)

@@ -14,19 +14,19 @@ from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.scheduling.step_plan import ScheduledSequence
 
 _ROWS = 128
-"""Prompt tokens per batch of logits: 78 MB for a vocabulary of 152,000."""
+"""Prompt tokens whose logits are computed at once: 78 MB for a vocabulary of 152,000 tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobTensors:
-    """Log probabilities of one token per row, and of the most probable ones beside it.
+    """Log probabilities of one chosen token per row, and of the row's most probable tokens.
 
     Args:
-        num_top: how many of the most probable tokens each row shows.
-        chosen: [rows] float32.
-        ranks: [rows] int64, of the chosen tokens, from 1.
+        num_top: how many of the most probable tokens each row reports.
+        chosen: [rows] float32, log probabilities of the chosen tokens.
+        ranks: [rows] int64, ranks of the chosen tokens, from 1.
         top_ids: [rows, largest num_top] int64, the most probable first.
-        top_values: [rows, largest num_top] float32.
+        top_values: [rows, largest num_top] float32, log probabilities of ``top_ids``.
     """
 
     num_top: Sequence[int]
@@ -37,11 +37,11 @@ class LogprobTensors:
 
     @classmethod
     def of(cls, logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> LogprobTensors:
-        """Computed where the logits are; nothing waits for the device.
+        """Compute log probabilities on the device of the logits, without waiting for it.
 
         Args:
-            logits: [rows, vocab] float32, unmodified.
-            token_ids: [rows] int64, one per row.
+            logits: [rows, vocab] float32, as the model returned them.
+            token_ids: [rows] int64, the chosen tokens.
             num_top: see the class.
         """
         logprobs = logits.log_softmax(dim=-1)
@@ -51,12 +51,12 @@ class LogprobTensors:
         return cls(num_top, chosen.squeeze(1), ranks, best.indices, best.values)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> LogprobTensors:
-        """The same elsewhere."""
+        """A copy on another device: ``move`` copies each tensor."""
         tensors = (self.chosen, self.ranks, self.top_ids, self.top_values)
         return LogprobTensors(self.num_top, *map(move, tensors))
 
     def describe(self, token_ids: Sequence[int]) -> list[TokenLogprobs]:
-        """In words; ``token_ids`` are those that they were computed of."""
+        """The log probabilities as messages. ``token_ids`` are the chosen tokens of the rows."""
         chosen, ranks = self.chosen.tolist(), self.ranks.tolist()
         rows = zip(token_ids, chosen, ranks, self.num_top, strict=True)
         tops = zip(self.top_ids.tolist(), self.top_values.tolist(), strict=True)
@@ -74,13 +74,16 @@ def score_prompts(
     drafts: StepDrafts,
     to_logits: Callable[[Tensor], Tensor],
 ) -> dict[str, tuple[TokenLogprobs, ...]]:
-    """Log probabilities of the prompt tokens that follow those of this step, where asked for.
+    """Log probabilities of the prompt tokens that this step's tokens predict, by request id, for
+    the requests that ask for ``prompt_logprobs``.
 
     Args:
         hidden: [tokens, hidden] of the whole step, sequence after sequence.
-        sequences, states: the step's.
-        drafts: what ran behind the sequences' own tokens.
-        to_logits: [rows, hidden] to [rows, vocab]; every rank calls it equally often.
+        sequences: the sequences of the step.
+        states: the request of each sequence.
+        drafts: the draft tokens that ran after the sequences' own tokens.
+        to_logits: maps [rows, hidden] to [rows, vocab]; a collective, which every rank calls
+            equally often.
     """
     scores: dict[str, tuple[TokenLogprobs, ...]] = {}
     if all(state.sampling.prompt_logprobs is None for state in states):
@@ -99,7 +102,7 @@ def score_prompts(
 
 
 def _num_scored(sequence: ScheduledSequence, state: CachedRequest) -> int:
-    """How many of the sequence's tokens are followed by a prompt token that wants a score."""
+    """How many of the sequence's tokens precede a prompt token whose log probability is wanted."""
     if state.sampling.prompt_logprobs is None:
         return 0
     last = min(sequence.start + sequence.count, state.num_prompt_tokens - 1)

@@ -1,4 +1,4 @@
-"""The groups of ranks that one rank belongs to."""
+"""A rank's place in its instance: its number, its communication groups, its pipeline stage."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from mooncake_hal.kv.geometry import KVGeometry, KVShard, shard_of
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Ranks are counted stage after stage, and within a stage by tensor-parallel rank; all of them
-    data-parallel rank after data-parallel rank.
+    """The number of a rank, and its place in the parallel layout.
+
+    Ranks are numbered by data-parallel rank, then by stage, then by tensor-parallel rank.
 
     Args:
-        rank: which one of its data-parallel rank's, of ``tp_size * pp_size``.
-        tp_size: ranks of a stage.
-        pp_size: stages.
-        dp_rank: which data-parallel rank it is of, of ``dp_size``.
-        dp_size: data-parallel ranks.
+        rank: number within its data-parallel rank, below ``tp_size * pp_size``.
+        tp_size: number of ranks per stage.
+        pp_size: number of pipeline stages.
+        dp_rank: its data-parallel rank, below ``dp_size``.
+        dp_size: number of data-parallel ranks.
     """
 
     rank: int = 0
@@ -38,7 +39,7 @@ class RankInfo:
 
     @classmethod
     def all_of(cls, config: EngineConfig) -> list[RankInfo]:
-        """Those of an instance, in order."""
+        """All ranks of an instance, in order."""
         return [
             cls(rank, config.tp_size, config.pp_size, dp_rank, config.dp_size)
             for dp_rank in range(config.dp_size)
@@ -47,32 +48,32 @@ class RankInfo:
 
     @property
     def number(self) -> int:
-        """Which of all ranks of the instance it is."""
+        """Its number among all ranks of the instance."""
         return self.dp_rank * self.tp_size * self.pp_size + self.rank
 
     @property
     def expert_rank(self) -> int:
-        """Which it is of those that a stage's experts are divided over."""
+        """Its number among the ranks that the experts of its stage are divided over."""
         return self.dp_rank * self.tp_size + self.tp_rank
 
     @property
     def stage_name(self) -> str:
-        """Of the group of its stage."""
+        """Name of the group of its stage."""
         return f"dp-{self.dp_rank}-stage-{self.stage}"
 
     @property
     def pipeline_name(self) -> str:
-        """Of the group of the ranks of all stages with its tensor-parallel rank."""
+        """Name of the group of all stages' ranks with its tensor-parallel rank."""
         return f"dp-{self.dp_rank}-pipeline-{self.tp_rank}"
 
     @property
     def experts_name(self) -> str:
-        """Of the group of its stage's ranks in all data-parallel ranks."""
+        """Name of the group of its stage's ranks in all data-parallel ranks."""
         return f"experts-{self.stage}"
 
     @property
     def group_names(self) -> tuple[str, str, str]:
-        """Of all groups that it may belong to."""
+        """Names of all groups that it may belong to."""
         return self.stage_name, self.pipeline_name, self.experts_name
 
     @property
@@ -87,31 +88,32 @@ class RankInfo:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it samples."""
+        """Whether it is in the last stage, which samples."""
         return self.stage == self.pp_size - 1
 
     @property
     def is_driver(self) -> bool:
-        """Whether it is the one of those that sample together who tells what they did."""
+        """Whether it is the driver rank: the rank of the last stage that reports step results."""
         return self.is_last_stage and self.tp_rank == 0
 
     def shard(self, geometry: KVGeometry) -> KVShard:
-        """The KV that it holds; raises PlanError if there are more stages than layers."""
+        """The part of a model's KV that it holds; raises PlanError if there are more stages than
+        layers."""
         return shard_of(geometry, self.tp_size, self.tp_rank, self.pp_size, self.stage)
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroups:
-    """Which rank this is, and the groups that it belongs to.
+    """The communication groups that a rank belongs to.
 
     Args:
-        info: which rank it is.
-        stage: all ranks of its stage; None for a rank alone.
+        info: the rank's number and place.
+        stage: all ranks of its stage; None if it is the only one.
         pipeline: the ranks of all stages that have its tensor-parallel rank; None if there is one
             stage.
         experts: the ranks of its stage in all data-parallel ranks; None if these share no experts.
-        fused_experts: those that experts are divided over again, in a group that the backend's ops
-            have for themselves; None if it has none for them.
+        fused_experts: the ranks that experts are divided over, as a group of the backend's fused
+            ops; None if the backend has no fused ops for them.
     """
 
     info: RankInfo = RankInfo()
@@ -122,24 +124,25 @@ class ParallelGroups:
 
     @property
     def all(self) -> tuple[Communicator, ...]:
-        """Those that there are."""
+        """The groups that are not None."""
         groups = (self.stage, self.pipeline, self.experts)
         return tuple(group for group in groups if group is not None)
 
     def least(self, count: int, device: torch.device) -> int:
-        """The smallest of all ranks' counts; every rank calls it."""
+        """The minimum of all ranks' counts. A collective: every rank must call it."""
         for group in self.all:
             mine = torch.tensor([count], dtype=torch.int64, device=device)
             count = int(group.all_gather(mine).min())
         return count
 
     def drain(self) -> None:
-        """Wait until every other stage has what this one gave it; every rank calls it."""
+        """Wait until every other stage has received what this one sent. A collective: every rank
+        must call it."""
         if self.pipeline is not None:
             self.pipeline.barrier()
 
     def close(self) -> None:
-        """Leave them. Idempotent."""
+        """Leave all groups. Idempotent."""
         if self.fused_experts is not None:
             self.fused_experts.close()
         for group in self.all:
@@ -147,36 +150,39 @@ class ParallelGroups:
 
 
 class StageRunner(Protocol):
-    """What runs a rank's share of a model."""
+    """Runs a rank's part of a model. Implemented by ``PipelineStage`` and by graph runners."""
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, context: ForwardContext
     ) -> Tensor | None:
-        """Run a step's tokens; hidden rows [tokens, hidden] on the last stage, else None.
+        """Run the tokens of a step.
 
         Args:
-            token_ids: [tokens] int64; only the first stage looks at their values.
+            token_ids: [tokens] int64; only the first stage uses the values.
             positions: [tokens] int64.
-            context: where their KV is.
+            context: the attention batch, the KV and hooks of the step.
+
+        Returns:
+            Hidden rows, [tokens, hidden], on the last stage; None on the others.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] to [rows, vocab] float32; on the last stage."""
+        """Map hidden rows, [rows, hidden], to logits, [rows, vocab] float32. Last stage only."""
         ...
 
 
 class PipelineStage:
-    """Takes what the stage before computed, and hands on what this one does.
+    """Runs one pipeline stage: receives the previous stage's activations, and sends its own on.
 
-    Every rank of a stage has the whole of a step's hidden states; each gives them to the rank of
-    the same tensor-parallel number in the next stage.
+    Every rank of a stage has the complete hidden states of a step, and sends them to the rank with
+    the same tensor-parallel rank in the next stage.
 
     Args:
-        model: this rank's share, loaded and packed.
-        parallel: where it is.
-        hidden_size: of the model.
-        pipeline: the ranks of all stages with this one's tensor-parallel number; None if there is
+        model: this rank's part of the model, loaded and packed.
+        parallel: the parallel context of that part.
+        hidden_size: hidden size of the model.
+        pipeline: the ranks of all stages with this rank's tensor-parallel rank; None if there is
             one stage.
     """
 

@@ -1,6 +1,7 @@
-"""Penalties for tokens that a request has already: what occurs how often is kept on the device.
+"""Repetition, frequency and presence penalties, from token counts that are kept on the device.
 
-So a step need not wait for the host to learn which tokens the one before it has sampled.
+As the counts are on the device, a step does not have to wait until the host knows the tokens that
+the step before it sampled.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ _FIRST_ROWS = 8
 
 
 class TokenCountTable:
-    """How often each token occurs, for all requests of a worker that have penalties. It takes no
-    memory before the first of them.
+    """Token counts of all requests of a worker that have penalties. It allocates no memory before
+    the first of them.
 
     Args:
-        vocab_size: length of a row.
-        device: where the counts live.
+        vocab_size: length of a row, in tokens.
+        device: device that holds the counts.
 
     Attributes:
-        output: [rows, vocab] float32, occurrences in the output.
-        is_seen: [rows, vocab] bool, whether a token occurs in prompt or output.
+        output: [rows, vocab] float32, how often each token occurs in the output.
+        is_seen: [rows, vocab] bool, whether each token occurs in the prompt or the output.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -37,7 +38,7 @@ class TokenCountTable:
         self._free: list[int] = []
 
     def add_request(self, prompt: Sequence[int], output: Sequence[int]) -> TokenCounts:
-        """A row for a request with these tokens so far."""
+        """Assign a row to a request and count the tokens that it has so far."""
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -50,21 +51,21 @@ class TokenCountTable:
         return TokenCounts(self, row)
 
     def free(self, counts: TokenCounts) -> None:
-        """The request is gone."""
+        """Release the row of a request that has ended."""
         self._free.append(counts.row)
 
     def add_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Count one more output token of each of some rows.
+        """Count one more output token for each of several rows.
 
         Args:
-            rows: [n] int64, different ones.
-            token_ids: [n] int64.
+            rows: [n] int64, all different.
+            token_ids: [n] int64, the token of each row.
         """
         self.output[rows, token_ids] += 1
         self.is_seen[rows, token_ids] = True
 
     def copy_row(self, row: int) -> TokenCounts:
-        """The row's counts in a table of their own."""
+        """Copy the row's counts to a table of their own."""
         alone = TokenCountTable(self.output.shape[1], self.output.device)
         alone.output = self.output[row : row + 1].clone()
         alone.is_seen = self.is_seen[row : row + 1].clone()
@@ -82,11 +83,11 @@ class TokenCountTable:
 
 
 class TokenCounts:
-    """How often each token occurs in one request: a row of a table.
+    """The token counts of one request: a row of a table.
 
     Args:
-        table: whose row it is.
-        row: which.
+        table: the table that has the row.
+        row: index of the row.
     """
 
     __slots__ = ("row", "table")
@@ -101,7 +102,7 @@ class TokenCounts:
         self.table.is_seen[self.row, token_id] = True
 
     def after(self, token_id: int) -> TokenCounts:
-        """Counts of their own, one token later."""
+        """A copy of the counts with one more output token."""
         later = self.table.copy_row(self.row)
         later.add(token_id)
         return later
@@ -111,8 +112,9 @@ class PenalisedRow(NamedTuple):
     """A row of a batch whose request has penalties.
 
     Args:
-        row: which.
-        counts, params: of its request.
+        row: index of the row in the batch.
+        counts: the request's token counts.
+        params: the request's sampling parameters.
     """
 
     row: int
@@ -121,14 +123,15 @@ class PenalisedRow(NamedTuple):
 
 
 class Penalties:
-    """The penalties of a batch. What they are goes to the device once, and is applied each time
-    that tokens are chosen.
+    """The penalties of a batch. The factors are copied to the device once, and applied in every
+    step.
 
-    Repetition (Keskar et al. 2019: divide positive, multiply negative logits), then OpenAI's.
+    The repetition penalty comes first (Keskar et al. 2019: divide positive, multiply negative
+    logits), then OpenAI's frequency and presence penalties.
 
     Args:
-        rows: those that have some, at least one.
-        device: of the logits.
+        rows: the rows with penalties, at least one.
+        device: device of the logits.
     """
 
     def __init__(self, rows: Sequence[PenalisedRow], device: torch.device) -> None:
@@ -147,7 +150,7 @@ class Penalties:
         self._repetition, self._frequency, self._presence = factors  # [rows, 1] each
 
     def apply(self, logits: Tensor) -> None:
-        """Change the rows in place.
+        """Apply the penalties in place.
 
         Args:
             logits: [batch, vocab] float32.
@@ -161,9 +164,9 @@ class Penalties:
         logits[self._rows] = penalised
 
     def _gather(self) -> tuple[Tensor, Tensor]:
-        """Output counts and whether tokens are seen: [rows, vocab] each."""
+        """``output`` and ``is_seen`` of the rows: [rows, vocab] each."""
         counts, table = self._counts, self._counts[0].table
-        if all(each.table is table for each in counts):  # as all are but those behind draft tokens
+        if all(each.table is table for each in counts):  # true unless some are for draft tokens
             return table.output[self._count_rows], table.is_seen[self._count_rows]
         output = torch.stack([each.table.output[each.row] for each in counts])
         return output, torch.stack([each.table.is_seen[each.row] for each in counts])

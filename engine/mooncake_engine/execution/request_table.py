@@ -1,4 +1,4 @@
-"""What a worker keeps of running requests: tokens, block tables, penalty counts, grammar state."""
+"""A worker's state of running requests: tokens, block tables, penalty counts, grammar state."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from mooncake_engine.text.grammars import GrammarMatcher, Vocabulary
 from mooncake_hal.backend_parts import index_tensor
 
 FindVocabulary = Callable[[], Vocabulary]
-"""Finds or builds the process's vocabulary: not before a request wants a grammar."""
+"""Finds or builds the process's vocabulary; called when the first request with a grammar comes."""
 
 
 def no_vocabulary() -> Vocabulary:
-    """Where there is no tokenizer: every grammar is refused."""
+    """A FindVocabulary for engines without a tokenizer: rejects every grammar."""
     raise InvalidRequest("this engine has no tokenizer for grammars", param="grammar")
 
 
 class GrammarState:
-    """Where one request stands in its grammar. An error of the grammar fails that request alone.
+    """The position of one request in its grammar. An error of the grammar fails only that request.
 
     Args:
-        find_vocabulary: see there.
-        new_request: a request with a grammar; its output so far, from another instance or from
-            before a preemption, is read in.
+        find_vocabulary: see ``FindVocabulary``.
+        new_request: a request with a grammar. Its output so far, from another instance or from
+            before a preemption, is accepted first.
+
+    Attributes:
+        failure: why the grammar can't be followed any more; None while it can.
     """
 
     def __init__(self, find_vocabulary: FindVocabulary, new_request: NewRequest) -> None:
@@ -45,12 +48,13 @@ class GrammarState:
             self.accept(token_id)
 
     def accept(self, token_id: int) -> None:
-        """Take in the next output token."""
+        """Advance by the next output token."""
         if self._matcher is not None:
             self._matcher.accept(token_id)
 
     def allowed(self) -> bytes | None:
-        """As of ``GrammarMatcher``; None, and ``failure`` set, if there is no telling any more."""
+        """See ``GrammarMatcher.allowed``. If the grammar fails, returns None and sets
+        ``failure``."""
         if self._matcher is None:
             return None
         try:
@@ -60,7 +64,7 @@ class GrammarState:
             return None
 
     def after(self, token_id: int) -> GrammarState | None:
-        """A state of its own, one token later; None if the grammar does not allow the token."""
+        """A copy of the state, one token later; None if the grammar does not allow the token."""
         allowed = self.allowed()
         if allowed is None or not allowed[token_id // 8] >> token_id % 8 & 1:
             return None
@@ -72,17 +76,17 @@ class GrammarState:
     def _begin(self, find_vocabulary: FindVocabulary, grammar: Grammar) -> GrammarMatcher | None:
         try:
             return find_vocabulary().matcher(grammar)
-        except InvalidRequest as exc:  # the front end did not check it
+        except InvalidRequest as exc:  # the front end did not check the grammar
             self.failure = str(exc)
             return None
 
 
 class BiasedTokens(NamedTuple):
-    """Tokens of one request whose logits get something added, each time that it samples.
+    """The logit biases of one request.
 
     Args:
         token_ids: [n] int64.
-        values: [n] float32.
+        values: [n] float32, added to the tokens' logits each time that the request samples.
     """
 
     token_ids: NDArray[np.int64]
@@ -90,7 +94,7 @@ class BiasedTokens(NamedTuple):
 
 
 def biased_tokens(logit_bias: Sequence[tuple[int, float]]) -> BiasedTokens | None:
-    """A request's ``logit_bias`` in arrays; None for an empty one."""
+    """A request's ``logit_bias`` as arrays; None if it is empty."""
     if not logit_bias:
         return None
     token_ids, values = zip(*logit_bias, strict=True)
@@ -98,21 +102,21 @@ def biased_tokens(logit_bias: Sequence[tuple[int, float]]) -> BiasedTokens | Non
 
 
 class SamplingState(Protocol):
-    """What the sampler looks at of a request."""
+    """The part of a request's state that the sampler uses."""
 
     @property
     def row(self) -> int:
-        """Its own among the requests that run, also some draft tokens later."""
+        """The request's row among those that run; its draft states have the same one."""
         ...
 
     @property
     def sampling(self) -> SamplingParams:
-        """How its tokens are chosen."""
+        """The request's sampling parameters."""
         ...
 
     @property
     def seed(self) -> int:
-        """Fixes, with the output position, each random choice."""
+        """Determines, with the output position, each random choice."""
         ...
 
     @property
@@ -122,17 +126,17 @@ class SamplingState(Protocol):
 
     @property
     def counts(self) -> TokenCounts | None:
-        """For requests with penalties."""
+        """Token counts; None if the request has no penalties."""
         ...
 
     @property
     def grammar(self) -> GrammarState | None:
-        """For requests whose answer follows one."""
+        """Grammar state; None if the output follows no grammar."""
         ...
 
     @property
     def bias(self) -> BiasedTokens | None:
-        """Its ``logit_bias``, if it has one."""
+        """The request's ``logit_bias``; None if it has none."""
         ...
 
 
@@ -140,15 +144,15 @@ class CachedRequest:
     """One running request.
 
     Args:
-        new_request: what the scheduler told.
-        row: its row in the BlockTables.
-        counts: for requests with penalties.
-        grammar: for requests whose answer follows one.
+        new_request: the request as the step plan has it.
+        row: the request's row in the BlockTables.
+        counts: token counts; None if the request has no penalties.
+        grammar: grammar state; None if the output follows no grammar.
 
     Attributes:
-        token_ids: all so far; the last ``num_output_placeholders`` of them stand for tokens that a
-            device has been told to sample.
-        is_host_bound: whether the host looks at its logits between two steps.
+        token_ids: all tokens so far; the last ``num_output_placeholders`` are placeholders for
+            tokens whose sampling is enqueued on the device.
+        is_host_bound: whether the host reads the request's logits between two steps.
     """
 
     __slots__ = (
@@ -185,14 +189,14 @@ class CachedRequest:
         self.num_output_placeholders = 0
         sampling = new_request.sampling
         self.is_host_bound = sampling.prompt_logprobs is not None
-        self.bias = biased_tokens(sampling.logit_bias)  # once: batches change with each step
+        self.bias = biased_tokens(sampling.logit_bias)  # here, as batches change with each step
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def append(self, token_id: int) -> None:
-        """Learn a sampled token."""
+        """Append a sampled token, and update counts and grammar."""
         self.token_ids.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
@@ -201,15 +205,15 @@ class CachedRequest:
 
 
 def add_placeholders(states: Iterable[CachedRequest]) -> None:
-    """One more token of each of these will be known; none of them ``is_host_bound``. Counts for
-    penalties have it from ``RequestTable.count_sampled``."""
+    """Append a placeholder to each request, none of which may be ``is_host_bound``. The token
+    counts for penalties are updated by ``RequestTable.count_sampled``."""
     for state in states:
         state.token_ids.append(0)
         state.num_output_placeholders += 1
 
 
 def fill_placeholders(states: Iterable[CachedRequest], token_ids: Iterable[int]) -> None:
-    """The token of each one's oldest placeholder is known."""
+    """Replace the oldest placeholder of each request by its token."""
     for state, token_id in zip(states, token_ids, strict=True):
         state.token_ids[-state.num_output_placeholders] = token_id
         state.num_output_placeholders -= 1
@@ -218,16 +222,17 @@ def fill_placeholders(states: Iterable[CachedRequest], token_ids: Iterable[int])
 
 
 class BlockTables:
-    """Block tables of all running requests as one matrix, so that a batch is one indexing.
+    """Block tables of all running requests as one matrix, so that a batch's tables are one gather.
 
-    A device with memory of its own has the matrix, too, and is told what changes: a batch's tables
-    are gathered there, so that what a step copies does not grow with the length of its sequences.
+    A device that is not the host has a copy of the matrix, to which each step copies only the
+    changes. A batch's tables are gathered on the device, so the bytes that a step copies don't grow
+    with the length of its sequences.
 
     Args:
-        num_rows: requests to have room for at first; more make it grow.
-        max_blocks: longest table, in blocks.
-        device: where batches are gathered.
-        is_apart: whether it has memory of its own.
+        num_rows: initial capacity, in requests; the matrix grows as needed.
+        max_blocks: blocks of the longest table.
+        device: device on which batches are gathered.
+        is_apart: whether the device is not the host.
     """
 
     def __init__(
@@ -237,12 +242,12 @@ class BlockTables:
         self._is_apart = is_apart
         shared = torch.from_numpy(self._table)
         self._on_device = torch.zeros_like(shared, device=device) if is_apart else shared
-        self._changed: list[tuple[int, int]] = []  # ranges of cells, row after row
+        self._changed: list[tuple[int, int]] = []  # ranges of indexes into the flattened matrix
         self._lengths = [0] * num_rows
         self._free = list(range(num_rows - 1, -1, -1))
 
     def take_row(self, block_ids: tuple[int, ...]) -> int:
-        """A row for a new request that holds these blocks."""
+        """Assign a row to a new request that holds these blocks."""
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -251,7 +256,7 @@ class BlockTables:
         return row
 
     def extend(self, row: int, block_ids: tuple[int, ...], at: int | None = None) -> None:
-        """Append blocks to a row, or put them in from index ``at`` on, which is its new end."""
+        """Append blocks to a row, or write them from index ``at`` on and drop any after them."""
         start = self._lengths[row] if at is None else at
         stop = start + len(block_ids)
         self._table[row, start:stop] = block_ids
@@ -261,21 +266,22 @@ class BlockTables:
             self._changed.append((first + start, first + stop))
 
     def block_ids(self, row: int, start: int) -> list[int]:
-        """A row's blocks from index ``start`` on."""
+        """The blocks of a row from index ``start`` on."""
         found: list[int] = self._table[row, start : self._lengths[row]].tolist()
         return found
 
     def free_row(self, row: int) -> None:
-        """The row's request is gone. Its ids stay as padding: they are valid block ids."""
+        """Release the row of a request that has ended. Its block ids stay, as valid padding."""
         self._free.append(row)
 
     def find(self, rows: NDArray[np.int64], indexes: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The block of each row at one index, on the host: [rows] int32."""
+        """The block of each row at the given index, looked up on the host: [rows] int32."""
         return self._table[rows, indexes]
 
     def take_changes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]] | tuple[()]:
-        """Cells of the matrix that the device does not have as they are, and what they are now;
-        told once, to be handed to ``gather``. Empty if there are none."""
+        """The indexes of the flattened matrix whose cells are stale on the device, and their
+        current values, which the caller must pass to ``gather``. Each change is returned once;
+        empty if there are none."""
         if not self._changed:
             return ()
         cells = np.concatenate([np.arange(*changed) for changed in self._changed])
@@ -287,8 +293,8 @@ class BlockTables:
 
         Args:
             rows: [rows] int64, on the device.
-            num_blocks: of the longest one.
-            changes: what ``take_changes`` has told, on the device.
+            num_blocks: blocks of the longest of the rows.
+            changes: the result of ``take_changes``, on the device.
         """
         if changes:
             cells, block_ids = changes
@@ -311,12 +317,12 @@ class RequestTable:
     """All running requests of a worker.
 
     Args:
-        max_seqs: requests to have room for at first.
-        max_blocks: longest block table.
-        vocab_size: the model's.
-        device: where counts for penalties live, and batches.
-        find_vocabulary: for requests whose answer follows a grammar.
-        is_sampling: whether tokens are sampled here: else penalties and grammars are not tracked.
+        max_seqs: initial capacity, in requests.
+        max_blocks: blocks of the longest block table.
+        vocab_size: vocabulary size of the model.
+        device: device of the batches and of the token counts for penalties.
+        find_vocabulary: finds the vocabulary for requests with a grammar.
+        is_sampling: whether this rank samples; if not, penalties and grammars are not tracked.
     """
 
     def __init__(
@@ -337,9 +343,9 @@ class RequestTable:
         self._is_sampling = is_sampling
         self._states: dict[str, CachedRequest] = {}
         self.num_host_bound = 0
-        """How many of them are; see ``CachedRequest.is_host_bound``."""
+        """Number of requests that are ``CachedRequest.is_host_bound``."""
         self.num_grammars = 0
-        """How many of them follow one."""
+        """Number of requests that have a grammar."""
         self._num_penalised = 0
 
     def __getitem__(self, request_id: str) -> CachedRequest:
@@ -353,7 +359,7 @@ class RequestTable:
         return len(self._states)
 
     def admit(self, requests: Iterable[NewRequest]) -> None:
-        """Learn requests, replacing what was known of those that run again."""
+        """Add requests. A request that runs again replaces its earlier state."""
         for new_request in requests:
             self.remove((new_request.request_id,))
             row = self.tables.take_row(new_request.block_ids)
@@ -366,14 +372,14 @@ class RequestTable:
             self._num_penalised += state.counts is not None
 
     def append(self, request_id: str, token_ids: Iterable[int]) -> None:
-        """Learn tokens that were sampled elsewhere; a request that is gone needs none."""
+        """Append tokens that another rank sampled; does nothing if the request was removed."""
         state = self._states.get(request_id)
         if state is not None:
             for token_id in token_ids:
                 state.append(token_id)
 
     def remove(self, request_ids: Iterable[str]) -> None:
-        """Forget requests; unknown ones were never known here, or were removed before."""
+        """Remove requests. Ids that are unknown, or were removed before, are ignored."""
         for request_id in request_ids:
             state = self._states.pop(request_id, None)
             if state is not None:
@@ -385,10 +391,10 @@ class RequestTable:
                     self._counts.free(state.counts)
 
     def count_sampled(self, states: Sequence[CachedRequest], token_ids: Tensor) -> None:
-        """Count sampled tokens that the host does not know yet, where requests have penalties.
+        """Count sampled tokens that the host does not know yet, for the requests with penalties.
 
         Args:
-            states: who sampled.
+            states: the requests that sampled.
             token_ids: [states] int64, on the device.
         """
         if not self._num_penalised:

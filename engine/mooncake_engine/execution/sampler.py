@@ -1,9 +1,9 @@
-"""Choosing tokens from logits, for a whole batch at once.
+"""The sampler: chooses tokens from logits, for a whole batch at once.
 
-Order: what ``LogitsProcessor`` changes, temperature, then the filters. Every filter
-(min-p, top-k, top-p) is a threshold on the logit, so ties at the edge stay in together and the
-support does not depend on how a device sorts equal values. The token is found by inverting the
-cumulative distribution in token order, at one uniform number of (seed, output position).
+The order is: ``LogitsProcessor``, temperature, filters. Every filter (min-p, top-k, top-p) is a
+threshold on the logit, so tied tokens at the edge are kept or removed together, and the support
+does not depend on how a device sorts equal values. The token is found by inverting the cumulative
+distribution in token order, at one uniform number derived from (seed, output position).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mooncake_hal.backend_parts import index_tensor
 
 
 def grammar_failures(states: Sequence[CachedRequest]) -> dict[str, str]:
-    """Why requests can't follow their grammars any more, by id."""
+    """Errors by request id, of the requests whose grammars have failed."""
     return {
         state.request_id: state.grammar.failure
         for state in states
@@ -42,21 +42,22 @@ def grammar_failures(states: Sequence[CachedRequest]) -> dict[str, str]:
 
 
 _CANDIDATES = 1024
-"""Sorted tokens that top-p looks at first; eight times as many while they don't suffice."""
+"""Number of the most probable tokens that top-p sorts first; while they don't suffice, it sorts
+eight times as many."""
 
 
 NO_TOKEN = -1
-"""In place of a token for a row without a finite logit: its request can't continue."""
+"""Takes the place of a token id for a row without a finite logit: its request fails."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChosenTokens:
-    """The tokens of a batch's rows, where they were chosen.
+    """The tokens chosen for the rows of a batch, on the device or on the host.
 
     Args:
         token_ids: [rows] int64; NO_TOKEN for a row without a finite logit.
-        described_rows: those that ask for log probabilities.
-        logprobs: of those; None if there are none.
+        described_rows: the rows whose requests ask for log probabilities.
+        logprobs: log probabilities of the described rows; None if there are no such rows.
     """
 
     token_ids: Tensor
@@ -64,12 +65,12 @@ class ChosenTokens:
     logprobs: LogprobTensors | None = None
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> ChosenTokens:
-        """The same elsewhere."""
+        """A copy on another device: ``move`` copies each tensor."""
         logprobs = None if self.logprobs is None else self.logprobs.moved(move)
         return ChosenTokens(move(self.token_ids), self.described_rows, logprobs)
 
     def tokens(self) -> list[SampledToken]:
-        """On the host; waits for the device."""
+        """The tokens as host objects; waits for the device if the tensors are there."""
         token_ids: list[int] = self.token_ids.tolist()
         tokens = [SampledToken(token_id) for token_id in token_ids]
         if self.logprobs is not None:
@@ -82,12 +83,12 @@ class ChosenTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftedTokens:
-    """A draft token per row of a batch, on the device.
+    """One draft token per row of a batch, on the device.
 
     Args:
         token_ids: [rows] int64; NO_TOKEN for a row without a finite logit.
-        distributions: by row, [vocab] float32: the probabilities of those that were drawn to be
-            tested, see ``rejection_weights``.
+        distributions: by row, [vocab] float32: the probabilities that the draft token was sampled
+            from, for the rows that use rejection sampling; see ``rejection_weights``.
     """
 
     token_ids: Tensor
@@ -97,13 +98,14 @@ class DraftedTokens:
 class Sampler:
     """Samples one token per row; NO_TOKEN where the row's largest logit is not finite.
 
-    That comes of a model that overflows, of a damaged checkpoint, and of sampling parameters that
-    leave no token. It must not reach the device as an id: an index beyond the vocabulary ends the
-    process, and with it all other requests.
+    A row has no finite logit if the model overflows, the checkpoint is damaged, or the sampling
+    parameters leave no token. NO_TOKEN must not reach the device as a token id: an index outside
+    the vocabulary ends the process, and with it all other requests.
 
     Args:
-        eos_token_ids: masked, with a request's stop ids, before ``min_tokens``.
-        ops: the device's own sampling, for batches without drawn drafts; None for torch's.
+        eos_token_ids: masked, with a request's stop ids, until it has ``min_tokens``.
+        ops: the backend's sampling ops, used for batches that don't use rejection sampling; None
+            to always sample with torch.
     """
 
     def __init__(self, eos_token_ids: tuple[int, ...], ops: SamplingOps | None = None) -> None:
@@ -122,7 +124,7 @@ class Sampler:
         Args:
             logits: [rows, vocab] float32; may be overwritten.
             states: the request of each row.
-            drawn: what was drafted for some of the rows, to be tested.
+            drawn: sampled draft tokens of some of the rows, for rejection sampling.
         """
         return self.choose(logits, states, drawn).tokens()
 
@@ -132,10 +134,10 @@ class Sampler:
         states: Sequence[SamplingState],
         drawn: DrawnTokens | None = None,
     ) -> ChosenTokens:
-        """What ``sample`` returns, still on the device.
+        """As ``sample``, but the tokens stay on the device.
 
-        Waits for the device in one case, whatever the requests ask for: torch's top-p looks whether
-        it has sorted enough tokens.
+        It waits for the device in one case only: top-p in torch has to check whether it has sorted
+        enough tokens.
 
         Args:
             logits, states, drawn: see ``sample``.
@@ -158,7 +160,7 @@ class Sampler:
         states: Sequence[SamplingState],
         drawn: DrawnTokens | None,
     ) -> Tensor:
-        """A token per row of the changed logits: [rows] int64."""
+        """Choose a token per row of the processed logits: [rows] int64."""
         if not self._info_of(logits, states).random_rows:
             return _argmax(logits)
         if self._on_device is None or drawn is not None:
@@ -167,12 +169,13 @@ class Sampler:
         return self._on_device.sample(logits, states).masked_fill(~is_finite, NO_TOKEN)
 
     def draft(self, logits: Tensor, states: Sequence[SamplingState]) -> DraftedTokens:
-        """Draft what ``sample`` will choose, from another model's logits.
+        """Choose draft tokens from a draft model's logits, to match what ``sample`` will choose.
 
-        The draft token is the same choice at the same number where the output must not depend on
-        how much is drafted: under greedy, with a seed of the client's, and within a grammar.
-        Elsewhere it is sampled, and its distribution kept, so that more of them can be accepted.
-        Waits for the device where ``choose`` does.
+        Where the output must not depend on how many tokens are drafted (greedy sampling, a seed of
+        the client's, a grammar), the draft token is chosen as ``sample`` does, with the same random
+        number. Elsewhere it is sampled with another number and its distribution is kept, because
+        rejection sampling then accepts more draft tokens. Waits for the device where ``choose``
+        does.
 
         Args:
             logits: [rows, vocab] float32; overwritten.
@@ -195,23 +198,23 @@ class Sampler:
         return DraftedTokens(token_ids, {row: known for row, known, tested in pairs if tested})
 
     def _info_of(self, logits: Tensor, states: Sequence[SamplingState]) -> _BatchInfo:
-        """Of a batch; mostly the requests of the step before."""
+        """The batch's info, which is reused while the requests are those of the previous step."""
         if self._info is None or self._info.states != states:
             self._info = _BatchInfo(states, self._eos_token_ids, logits.device)
         return self._info
 
 
 class _BatchInfo:
-    """What stays as it is while the same requests are sampled for.
+    """The properties of a batch that stay valid as long as it has the same requests.
 
     Args:
-        states: of the rows.
+        states: the request of each row.
         eos_token_ids, device: see ``LogitsProcessor``.
 
     Attributes:
-        random_rows: whose tokens are drawn.
-        described_rows: that ask for log probabilities.
-        processor: changes their logits.
+        random_rows: the rows that don't use greedy sampling.
+        described_rows: the rows whose requests ask for log probabilities.
+        processor: changes the logits as the requests ask.
     """
 
     def __init__(
@@ -226,13 +229,14 @@ class _BatchInfo:
 
 
 def _is_tested(state: SamplingState) -> bool:
-    """Whether a draft token may bear on the choice: its chance is all that counts, not its seed."""
+    """Whether rejection sampling may be used: whether only the token's distribution matters, and
+    not which token a given seed yields."""
     sampling = state.sampling
     return not sampling.is_greedy and sampling.seed is None and sampling.grammar is None
 
 
 def _choose(logits: Tensor, states: Sequence[SamplingState], drawn: DrawnTokens | None) -> Tensor:
-    """A token per row: [rows] int64."""
+    """Choose a token per row with torch: [rows] int64."""
     random_rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
     if not random_rows:
         return _argmax(logits)
@@ -250,15 +254,21 @@ def _argmax(logits: Tensor) -> Tensor:
     """The token of the largest logit of each row: [rows] int64."""
     token_ids = logits.argmax(dim=-1, keepdim=True)  # a NaN counts as largest
     largest = logits.gather(1, token_ids)
-    # a number less itself is zero, unless it is not finite: two ops, where isfinite takes four
+    # x - x is zero unless x is not finite: two ops, where isfinite takes four
     return token_ids.masked_fill_(largest - largest != 0, NO_TOKEN).squeeze(1)
 
 
 def _apply_rejection(
     weights: Tensor, rows: Sequence[int], states: Sequence[SamplingState], drawn: DrawnTokens
 ) -> None:
-    """Make the weights depend on the draft tokens, in place; ``rows`` are the weights' rows in the
-    batch, both in rising order."""
+    """Apply rejection sampling to the weights of the rows that have draft tokens, in place.
+
+    Args:
+        weights: [n, vocab] float32.
+        rows: the row in the batch of each row of ``weights``, ascending, as ``drawn.rows`` is.
+        states: the request of each row of the batch.
+        drawn: the draft tokens.
+    """
     tested = set(drawn.rows)
     at = [index for index, row in enumerate(rows) if row in tested]
     indexes = index_tensor(weights.device, at)
@@ -267,8 +277,8 @@ def _apply_rejection(
 
 
 def _weights(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
-    """What each row is sampled from, up to a factor, in place of ``logits``: [rows, vocab]
-    float32."""
+    """The unnormalised distribution that each row is sampled from: [rows, vocab] float32.
+    Overwrites ``logits`` with it."""
     params = [state.sampling for state in states]
     # the largest logit becomes 0: min-p is then a constant, and exp can't overflow
     logits -= logits.amax(dim=-1, keepdim=True)
@@ -286,7 +296,8 @@ def _numbers(states: Sequence[SamplingState], streams: Sequence[RandomStream]) -
 
 
 def _pick(weights: Tensor, numbers: Sequence[float]) -> Tensor:
-    """The token of each row at which a share ``numbers`` of the weight is passed: [rows] int64."""
+    """The first token of each row at which the cumulative weight exceeds the share ``numbers`` of
+    the row's total: [rows] int64."""
     # float64: a float32 sum over a large vocabulary is off by more than rare tokens weigh
     cumulative = weights.double().cumsum_(dim=-1)
     total = cumulative[:, -1:]  # NaN if the row's largest logit was not finite
@@ -300,7 +311,7 @@ def _has_filter(params: SamplingParams, vocab_size: int) -> bool:
 
 
 def _thresholds(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The smallest logit that each row keeps: [rows, 1]. Row maxima are 0."""
+    """The smallest logit that the filters keep in each row: [rows, 1]. Row maxima must be 0."""
     vocab_size = logits.shape[1]
     min_p = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
     threshold = column(logits.device, min_p)
@@ -320,9 +331,10 @@ def _thresholds(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _largest(logits: Tensor, count: int) -> Tensor:
-    """The ``count`` largest values of each row, in falling order: [rows, count].
+    """The ``count`` largest values of each row, in descending order: [rows, count].
 
-    They lie in the ``count`` blocks of largest maximum, so that only those need sorting.
+    The row is divided into blocks. The values are all in the ``count`` blocks with the largest
+    maxima, so only those blocks have to be sorted.
     """
     rows, vocab_size = logits.shape
     width = math.isqrt(vocab_size // count)
@@ -336,17 +348,18 @@ def _largest(logits: Tensor, count: int) -> Tensor:
 
 
 def _kth(ordered: Tensor, limits: Tensor, vocab_size: int) -> Tensor:
-    """The ``limits``-th largest logit of each row, -inf where there is no limit."""
+    """The ``limits``-th largest logit of each row; -inf for a row without a limit."""
     last = (limits - 1).clamp_(max=ordered.shape[1] - 1)
     return ordered.gather(1, last).masked_fill_(limits >= vocab_size, -math.inf)
 
 
 def _nucleus(logits: Tensor, ordered: Tensor, kept: tuple[Tensor, Tensor], top_p: Tensor) -> Tensor:
-    """Raise the thresholds to top-p's: the smallest prefix of the order that reaches ``top_p``.
+    """Raise the thresholds to those of top-p, which keeps the fewest of the most probable tokens
+    whose mass reaches ``top_p``.
 
     Args:
         logits: [rows, vocab].
-        ordered: [rows, n], its largest values in falling order.
+        ordered: [rows, n], the largest logits in descending order.
         kept: thresholds and ranks that min-p and top-k leave; top-p counts within them.
         top_p: [rows, 1] float64.
     """

@@ -1,8 +1,8 @@
-"""Random numbers of requests, and the parameters that a device's own sampling takes.
+"""Random numbers of requests, and the sampling parameters of a batch for a backend's sampling ops.
 
-The numbers depend on a request's seed and the output position, and on nothing else: pure integer
-arithmetic, so that a request continues with the same ones in another batch, on another instance or
-another device.
+A random number depends only on the request's seed and the output position, by pure integer
+arithmetic, so a request continues with the same numbers in another batch, on another instance or
+on another device.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from mooncake_hal.backend_parts import to_device
 
 
 class RandomStream(IntEnum):
-    """Numbers that share nothing, of one request at one position."""
+    """The independent random numbers of one request at one output position."""
 
     CHOICE = 0
     """Chooses the token."""
     DRAFT = 1
-    """Samples a draft token for it."""
+    """Samples the draft token for the position."""
     TEST = 2
-    """Decides whether the draft token is kept."""
+    """Decides whether the draft token is accepted."""
 
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: SplitMix64's increment
-_SPREAD = 0xD1342543DE82EF95  # far apart seeds for the streams; 0 leaves the first one's alone
+_SPREAD = 0xD1342543DE82EF95  # gives the streams distant seeds; times 0, it leaves CHOICE's as is
 
 
 def uniform(seed: int, position: int, stream: RandomStream = RandomStream.CHOICE) -> float:
-    """A number in [0, 1) with 52 random bits: a float64 times it is always less than the float64.
+    """A number in [0, 1) with 52 random bits, so that its product with a positive float64 is always
+    less than that float64.
 
-    SplitMix64 (Steele, Lea, Flood 2014) as a hash: output ``position`` of the stream ``seed``,
-    the seed scrambled first so that neighbouring seeds share nothing.
+    SplitMix64 (Steele, Lea, Flood 2014) as a hash: output ``position`` of the generator seeded with
+    ``seed``. The seed is scrambled first, so that adjacent seeds yield unrelated numbers.
 
     Args:
         seed: any integer; taken modulo 2**64.
@@ -60,7 +61,7 @@ def _mix(z: int) -> int:
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """``uniform`` of many choices at once."""
+    """``uniform`` of the CHOICE stream, for many requests at once."""
     scrambled = _mix_all(np.array([seed & _MASK for seed in seeds], dtype=np.uint64))
     steps = (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     return (_mix_all(scrambled + steps) >> np.uint64(12)).astype(np.float64) * 2.0**-52
@@ -76,23 +77,25 @@ _MAX_INT32 = 2**31 - 1
 
 
 def sampling_ops(backend: Backend) -> SamplingOps | None:
-    """The backend's sampling, or None where torch's is used."""
+    """The backend's sampling ops; None if it has none, and torch samples."""
     return cast(SamplingOps, backend.ops) if backend.capabilities.sampling else None
 
 
 def column(
     device: torch.device, values: Sequence[float], dtype: type[np.floating[Any]] = np.float32
 ) -> Tensor:
-    """[values, 1] on a device, which is not waited for."""
+    """[values, 1] on a device; does not wait for the device."""
     return to_device(device, [np.array(values, dtype=dtype)])[0].unsqueeze(1)
 
 
 class DeviceSampling:
-    """Samples with a device's own ops. What a request asks for goes to the device once; as long as
-    a batch is the same, only its random numbers are copied each step.
+    """Samples with a backend's sampling ops.
+
+    The parameters of a request are copied to the device once. While the batch stays the same, a
+    step copies nothing but its random numbers.
 
     Args:
-        ops: of the device that holds the logits.
+        ops: the sampling ops of the device that holds the logits.
     """
 
     def __init__(self, ops: SamplingOps) -> None:
@@ -111,11 +114,11 @@ class DeviceSampling:
         return self._ops.sample(logits, self.metadata(states, logits.device))
 
     def metadata(self, states: Sequence[SamplingState], device: torch.device) -> SamplingMetadata:
-        """How these requests' next tokens are sampled."""
+        """The parameters of these requests and the random numbers of their next tokens."""
         numbers = uniforms(
             [state.seed for state in states], [state.num_output_tokens for state in states]
         )
-        if self._batch == states:  # the very same objects, in this order
+        if self._batch == states:  # the same objects in the same order
             [on_device] = to_device(device, [numbers])
         else:
             rows = np.array([state.row for state in states], dtype=np.int64)
@@ -128,16 +131,18 @@ class DeviceSampling:
 
 
 class SamplingParameterTable:
-    """Temperature, top-k, top-p and min-p of all requests of a worker, by their rows, on the
-    device: it is told those of each request once, and a batch's are gathered there."""
+    """Temperature, top-k, top-p and min-p of all requests of a worker, by row, on the device.
+
+    The parameters of each request are copied once, and those of a batch are gathered on the device.
+    """
 
     def __init__(self) -> None:
         self._known: list[SamplingParams | None] = []  # by row: whose parameters the device has
         self._columns: list[Tensor] = []  # [rows] each
 
     def take_changes(self, states: Sequence[SamplingState]) -> list[NDArray[np.generic]]:
-        """Rows of which the device has other parameters than these requests', and theirs; told
-        once, to be handed to ``gather``. Empty if there are none."""
+        """The rows whose parameters on the device are stale, and the current parameters, which the
+        caller must pass to ``gather``. Each change is returned once; empty if there are none."""
         missing = max(state.row for state in states) + 1 - len(self._known)
         self._known += [None] * missing
         known, changed = self._known, []
@@ -155,7 +160,7 @@ class SamplingParameterTable:
 
         Args:
             rows: [rows] int64, on the device.
-            changes: what ``take_changes`` has told, on the device.
+            changes: the result of ``take_changes``, on the device.
         """
         if changes:
             changed, *values = changes
@@ -165,7 +170,7 @@ class SamplingParameterTable:
         return [each.index_select(0, rows) for each in self._columns]
 
     def _grow(self, values: Sequence[Tensor]) -> None:
-        """To as many rows as are known; columns of the values' types, where they lie."""
+        """Grow the columns to the number of known rows, with the types and device of ``values``."""
         columns = self._columns or [each[:0] for each in values]
         missing = len(self._known) - len(columns[0])
         if missing > 0:
@@ -174,7 +179,7 @@ class SamplingParameterTable:
 
 
 def _parameters(params: Sequence[SamplingParams]) -> list[NDArray[np.generic]]:
-    """Temperatures, top-k, top-p and min-p."""
+    """Temperatures, top-k, top-p and min-p, as arrays."""
     return [
         np.array([each.temperature for each in params], dtype=np.float32),
         np.array([min(max(0, each.top_k), _MAX_INT32) for each in params], dtype=np.int32),
