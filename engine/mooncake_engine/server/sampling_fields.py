@@ -39,8 +39,8 @@ _SAME_NAME = (
     "include_stop_str_in_output",
 )
 _MAX_CHOICES = 1999
-"""Texts in ``structured_outputs.choice``. The grammar library tracks at most 2,000 alternatives at a
-time: with more texts of a common prefix, generation would fail in the middle of an output."""
+"""Texts in ``structured_outputs.choice``. The grammar library tracks at most 2,000 alternatives at
+once: with more texts of a common prefix, generation would fail in the middle of an output."""
 _MAX_STOPS = 64
 _MAX_STOP_CHARACTERS = 8192
 _MAX_STOP_TOKEN_IDS = 1024

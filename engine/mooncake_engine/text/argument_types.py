@@ -1,4 +1,5 @@
-"""What type an argument has that was written without quotes, by its tool's JSON schema. Pure."""
+"""Finds the type of a tool argument that the model wrote without quotes, from the tool's JSON
+schema; used by ``Qwen3CoderParser``."""
 
 from __future__ import annotations
 
@@ -18,16 +19,17 @@ _KINDS: dict[type, str] = {
     dict: "object",
 }
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
-"""Also as Python writes them, in which models think."""
+"""Constants by their lower-case spelling: JSON's, and Python's, which models also write."""
 _MAX_PARTS = 1024
-"""Schemas that one parameter's is made of; the rest is not looked at."""
+"""The most subschemas of one parameter that are searched for types; the rest is ignored."""
 
 
 def types_of(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
-    """JSON's types that a parameter may have; empty where its schema says nothing.
+    """The JSON types that a parameter may have; empty where its schema does not say.
 
     Args:
-        parameters: the tool's JSON schema.
+        parameters: the JSON schema of the tool's parameters.
+        name: the parameter.
     """
     properties = parameters.get("properties")
     if not isinstance(properties, Mapping):
@@ -35,7 +37,7 @@ def types_of(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
     found: set[str] = set()
     parts: list[Any] = [properties.get(name)]
     seen: set[int] = set()
-    for schema in parts:  # which grows
+    for schema in parts:  # the loop appends to parts
         if len(seen) == _MAX_PARTS:
             break
         if isinstance(schema, Mapping) and id(schema) not in seen:
@@ -46,7 +48,8 @@ def types_of(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
 
 
 def encode_argument(text: str, types: frozenset[str]) -> str:
-    """An argument as JSON: of one of these types if the text is one, else a string."""
+    """Encode an argument as JSON: as a value of one of the types if the text can be read as one,
+    otherwise as a string."""
     if types - {"string"}:
         for value in _readings(text.strip()):
             encoded = _encode(value, types)
@@ -56,8 +59,8 @@ def encode_argument(text: str, types: frozenset[str]) -> str:
 
 
 def _own_types(schema: Mapping[str, Any]) -> set[str]:
-    """What a schema says of itself. A keyword that is null or no list is one that clients write
-    without a value: it says nothing."""
+    """The types that a schema states itself. Keywords that are null or of a wrong type are ignored,
+    because clients write them in place of a missing value."""
     stated = schema.get("type")
     kinds = {kind for kind in (stated, *_items(stated)) if isinstance(kind, str)}
     if kinds:
@@ -67,7 +70,7 @@ def _own_types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _parts(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[Any]:
-    """Schemas that it is made of."""
+    """The subschemas that a schema combines or refers to."""
     for word in ("anyOf", "oneOf", "allOf"):
         yield from _items(schema.get(word))
     if isinstance(schema.get("$ref"), str):
@@ -79,7 +82,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _referred(reference: str, whole: Mapping[str, Any]) -> Any:
-    """What a reference within the schema means; None for others."""
+    """The target of a reference within the schema; None for any other reference."""
     first, *steps = reference.split("/")
     found: Any = whole if first == "#" else None
     for step in steps:
@@ -88,13 +91,13 @@ def _referred(reference: str, whole: Mapping[str, Any]) -> Any:
 
 
 def _readings(text: str) -> Iterator[Any]:
-    """What a text may mean, as a value."""
+    """The values that a text can be read as, the most likely first."""
     if text.lower() in _WORDS:
         yield _WORDS[text.lower()]
     try:
         yield json.loads(text)
     except (ValueError, RecursionError):
-        if text[:1] in ("[", "{"):  # as Python writes it
+        if text[:1] in ("[", "{"):  # may be a Python literal
             try:
                 yield ast.literal_eval(text)
             except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -102,7 +105,7 @@ def _readings(text: str) -> Iterator[Any]:
 
 
 def _encode(value: Any, types: frozenset[str]) -> str | None:
-    """A value as JSON, if it is of one of these types."""
+    """A value as JSON; None if it has none of the types."""
     kind = _KINDS.get(type(value))
     if kind == "number" and math.isfinite(value) and value == int(value) and "number" not in types:
         value, kind = int(value), "integer"

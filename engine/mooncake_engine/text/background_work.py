@@ -1,8 +1,9 @@
-"""Work on texts that takes milliseconds or more: off the event loop, in bounded lines.
+"""Runs work on long texts, which takes milliseconds or more, in threads with bounded queues.
 
-What is short is done at once. Longer texts have threads of their own, and the longest ones another,
-so that a client's megabytes keep only megabytes waiting; grammars have a third line. None of them
-is the default pool of asyncio, which others need. A full line refuses: what waits costs memory.
+Short texts are processed on the event loop. Long texts have their own threads, and the longest
+texts another one, so that a client that sends megabytes delays only others that do. Grammars have a
+third queue. None of them uses asyncio's default thread pool, which other code needs. A full queue
+rejects work, because queued texts cost memory.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from mooncake_engine.errors import Overloaded
 T = TypeVar("T")
 
 LONG_TEXT = 20_000
-"""Characters; longer texts take milliseconds to encode: other requests should not wait for them."""
+"""Characters beyond which a text is processed in a thread: it takes milliseconds to encode, which
+would delay other requests."""
 LONGEST_TEXTS = 500_000
-"""Characters from which on a text takes tenths of a second."""
+"""Characters beyond which a text goes to the thread for very long texts: it takes tenths of a
+second."""
 CHARACTERS_PER_TOKEN = 4
-"""What decoding a token costs, compared with encoding text."""
+"""The cost of decoding one token, in characters of text to encode."""
 
 
 class WorkLine:
-    """Threads, and how much may wait for them.
+    """A thread pool with a bounded queue.
 
     Args:
-        what: it is that waits, for the refusal.
-        num_threads: that work.
-        max_waiting: calls beside those that run.
+        what: the kind of work, for thread names and the error message.
+        num_threads: the number of threads.
+        max_waiting: the most calls that are queued beside those that run.
     """
 
     def __init__(self, what: str, num_threads: int, max_waiting: int) -> None:
@@ -41,10 +44,10 @@ class WorkLine:
         self._threads = ThreadPoolExecutor(num_threads, what.replace(" ", "-"))
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Do something there; whoever is cancelled before its turn leaves the line.
+        """Run ``work`` in a thread. A call that is cancelled before it starts leaves the queue.
 
         Raises:
-            Overloaded: too much waits already.
+            Overloaded: the queue is full.
         """
         if self._num_entered >= self._room:
             raise Overloaded(
@@ -56,7 +59,9 @@ class WorkLine:
         try:
             return await future
         finally:
-            del future  # it holds its error, that this frame, and so the text: until the next gc
+            # Breaks a reference cycle (future, error, this frame), which would otherwise keep the
+            # text in memory until the next garbage collection.
+            del future
 
     def _leave(self, _: object) -> None:
         self._num_entered -= 1
@@ -64,17 +69,21 @@ class WorkLine:
 
 @dataclass(frozen=True, slots=True)
 class BackgroundWork:
-    """The lines of one server. Threads start with their first work."""
+    """The thread pools of one server. Threads start when they are first needed."""
 
     texts: WorkLine = field(default_factory=lambda: WorkLine("long texts", 2, 256))
     longest: WorkLine = field(default_factory=lambda: WorkLine("very long texts", 1, 16))
     grammars: WorkLine = field(default_factory=lambda: WorkLine("grammars", 1, 32))
 
     async def on_text(self, num_characters: int, work: Callable[[], T]) -> T:
-        """Tokenise, detokenise or lay out a text of that size.
+        """Run work on a text: on the event loop if the text is short, otherwise in a thread.
+
+        Args:
+            num_characters: the length of the text.
+            work: tokenises, detokenises or renders the text.
 
         Raises:
-            Overloaded: too many long ones wait already.
+            Overloaded: the text is long, and the queue is full.
         """
         if num_characters <= LONG_TEXT:
             return work()

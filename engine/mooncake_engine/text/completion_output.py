@@ -1,4 +1,7 @@
-"""Text of one choice: the engine's token updates turned into text updates, and collected."""
+"""Turns the engine's token updates of one choice into text updates, and collects them.
+
+Also declares ``EngineClient``, the interface through which server and ``LLM`` use an engine.
+"""
 
 from __future__ import annotations
 
@@ -30,96 +33,104 @@ from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.params import KVTransferDict
 
 OnUpdate = Callable[[TokenUpdate | EngineDead], None]
-"""Takes a request's updates in its event loop; the last one has ``finish``, or is what the engine
-died of."""
+"""Receives a request's updates in the request's event loop. The last update has ``finish``, or is
+the error that the engine died of."""
 
 
 class EngineClient(Protocol):
-    """What the front end needs of an engine; ``AsyncEngine`` is one."""
+    """The interface of an engine to its front end; ``AsyncEngine`` implements it."""
 
     @property
     def config(self) -> EngineConfig:
-        """How it was set up."""
+        """The engine's configuration."""
 
     @property
     def info(self) -> EngineInfo:
-        """What is known since it was loaded."""
+        """The properties of the loaded engine: context length, vocabulary, KV blocks, …"""
 
     async def submit(self, request: EngineRequest, on_update: OnUpdate) -> str:
-        """Begin to serve a request; its updates come by direct calls, no task is woken for each.
+        """Submit a request. Its updates are delivered by direct calls, without waking a task for
+        each.
 
         Args:
-            request: what to serve.
-            on_update: never called before this returns; must not raise.
+            request: the request.
+            on_update: the callback for updates. It is never called before this returns, and must
+                not raise.
 
         Returns:
-            The name under which the engine has it.
+            The name under which the engine tracks the request.
 
         Raises:
-            InvalidRequest, Overloaded, EngineDead, EngineStalled: it is not served.
+            InvalidRequest, Overloaded, EngineDead, EngineStalled: the engine rejects the request.
         """
 
     def leave(self, name: str) -> None:
-        """No update is wanted any more: the request is aborted unless it has ended. Idempotent.
+        """Stop receiving updates; aborts the request unless it has finished. Idempotent.
 
         Args:
-            name: as ``submit`` returned it.
+            name: the name that ``submit`` returned.
         """
 
     def check_room(self, num_requests: int) -> None:
-        """Raises Overloaded unless so many may run or wait beside those that do, and InvalidRequest
-        for more than there is ever room for."""
+        """Check that the engine can accept ``num_requests`` more.
+
+        Raises:
+            Overloaded: it can't beside the requests that it has.
+            InvalidRequest: it never can, as they exceed the limit by themselves.
+        """
 
     def abort(self, request_id: str) -> None:
-        """End a live request, or release the KV that a finished prefill holds for a peer.
-        Unknown ids are normal."""
+        """Abort a live request, or release the KV that a finished prefill holds for a peer. An
+        unknown id is not an error."""
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget the KV of finished prompts; False if it is refused because some is in use."""
+        """Evict the whole prefix cache. Returns False, and evicts nothing, while requests use KV
+        blocks."""
 
     async def refresh(self) -> None:
-        """Have ``stats`` show what is so now, if its figures lag."""
+        """Update the snapshot that ``stats`` returns, if it is stale."""
 
     def stats(self) -> EngineStats:
-        """A snapshot for metrics."""
+        """A snapshot of the engine's statistics."""
 
     def pairing(self) -> CompatibilityReport | None:
-        """Whom it can't exchange KV with; None if it works alone."""
+        """The peers with which it can't exchange KV; None without a KV connector."""
 
     def kv_event_endpoints(self) -> KVEventEndpoints | None:
-        """Where it publishes which blocks it holds; None if it does not."""
+        """The endpoints at which it publishes KV events; None if it publishes none."""
 
     def topology(self) -> Topology | None:
-        """Where peers reach this instance; None if it works alone."""
+        """The addresses at which peers reach this instance; None without a KV connector."""
 
     def check_health(self) -> None:
-        """Raises EngineDead with the first cause."""
+        """Raises EngineDead, with the first cause, if the engine has died."""
 
     def check_ready(self) -> None:
-        """Raises EngineDead as ``check_health``, and EngineStalled if requests should go elsewhere
-        because a step takes too long."""
+        """Raises EngineDead as ``check_health`` does, and EngineStalled while a step takes too
+        long, so that requests should go to other instances."""
 
     def close(self) -> None:
-        """End every request and free everything; idempotent."""
+        """Fail every request and free all resources; idempotent."""
 
 
 class TextUpdate(msgspec.Struct, frozen=True, gc=False):
-    """What became certain about one choice. A Struct, because there is one per streamed token.
+    """New output of one choice. A msgspec Struct, because one is created per streamed token.
 
     Args:
-        text: to append to what came before; may be empty.
-        token_ids: the tokens behind it; text that is held back comes later than its token.
-        logprobs: one per token, if asked for.
-        text_offsets: per token, how many characters had been decoded before it.
-        finish: set on the last update, and only there.
-        stop_reason: the client's stop string or stop token that ended it; None for EOS.
-        num_cached_tokens: prompt tokens that needed no computing.
-        kv_transfer_params: for the peer, if it continues there.
-        calls: pieces of tool calls, where they are looked for; they are no part of ``text``.
+        text: the text to append to the choice's text; may be empty.
+        token_ids: the new tokens. The text of a token may come in a later update.
+        logprobs: one entry per token, if requested.
+        text_offsets: for each token, the number of characters decoded before it.
+        finish: the finish reason; set on the last update only.
+        stop_reason: the client's stop string or stop token that ended the choice; None for EOS.
+        num_cached_tokens: prompt tokens whose KV was cached.
+        kv_transfer_params: the parameters for the peer that continues the choice, if one does.
+        calls: new parts of tool calls, where the output is parsed for them; not part of ``text``.
         ends_with_calls: on the last update, whether the output calls tools.
-        reasoning: to append to what came before, where it is looked for; no part of ``text``.
-        prompt_logprobs: of the next prompt tokens, from the second one on.
-        times: how the request came on; with the engine's last update.
+        reasoning: the reasoning to append, where the output is parsed for it; not part of ``text``.
+        prompt_logprobs: log probabilities of the next prompt tokens, starting with the second token
+            of the prompt.
+        times: the timestamps of the request's phases; set on the engine's last update.
     """
 
     text: str
@@ -138,11 +149,12 @@ class TextUpdate(msgspec.Struct, frozen=True, gc=False):
 
 
 class TextOutputProcessor:
-    """Turns one request's token updates into text updates; pure.
+    """Turns the token updates of one choice into text updates.
 
     Args:
-        tokenizer, sampling: what the text depends on.
-        parser: finds reasoning and tool calls in it; None leaves them in the text.
+        tokenizer: the model's tokenizer.
+        sampling: the choice's sampling parameters: stop strings, special tokens.
+        parser: finds reasoning and tool calls; None leaves them in the text.
     """
 
     def __init__(
@@ -157,17 +169,18 @@ class TextOutputProcessor:
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._parser = parser
         self.is_plain = parser is None and not sampling.stop
-        """Whether nothing is looked for in the text, as in most answers."""
+        """Whether the text is searched for nothing, neither stop strings nor calls nor reasoning:
+        true for most answers."""
         self.push_token = self._detokenizer.push_token
-        """The text that one more token makes certain; only where ``is_plain``."""
+        """Add one token; returns the text that is now final. Only where ``is_plain``."""
 
     def advance(self, update: TokenUpdate) -> TextUpdate:
-        """The text that an update makes certain.
+        """Process a token update; returns the text that is now final.
 
         Raises:
             RequestFailed: the engine could not finish the request.
-            DeadlineExceeded: not in time.
-            GrammarFailed: its grammar can't be followed any further.
+            DeadlineExceeded: the request's timeout has passed.
+            GrammarFailed: the request's grammar allows no further token.
         """
         if update.finish is FinishReason.ERROR:
             raise RequestFailed(update.error or "the engine failed the request without saying why")
@@ -192,7 +205,7 @@ class TextOutputProcessor:
         ends_here = stop_string is not None
         is_last = ends_here or (update.finish is not None and not continues_at_peer(update))
         parsed = self._parse(text, is_last=is_last)
-        # A stop token that the client asked for; as in vLLM, EOS needs no mention.
+        # Reports only stop tokens of the client; as in vLLM, EOS is no stop reason.
         stop_token = update.stop_token_id if update.stop_token_id in self._stop_token_ids else None
         return TextUpdate(
             text=parsed.content,
@@ -224,8 +237,8 @@ class TextOutputProcessor:
         )
 
     def _push(self, update: TokenUpdate) -> tuple[str, tuple[int, ...]]:
-        """Certain text, and an offset per token up to the one that completes a stop string.
-        A stop token has no text, unless it is asked for."""
+        """The text that is now final, and the offset of each token up to the one that completes a
+        stop string. A stop token has no text, unless the client asks for it."""
         detokenizer = self._detokenizer
         is_last_silent = update.stop_token_id is not None and not self._is_stop_kept
         num_shown = len(update.token_ids) - is_last_silent
@@ -247,20 +260,20 @@ def continues_at_peer(update: TokenUpdate) -> bool:
 
 
 class ChoiceStream:
-    """One choice on the engine: its text is handed on as it becomes certain.
+    """Runs one choice on the engine, and delivers its text as soon as it is final.
 
     Args:
-        engine: serves it.
-        request: what it gets.
-        processor: makes text of its tokens.
+        engine: the engine client.
+        request: the choice's request to the engine.
+        processor: turns the choice's tokens into text.
         on_text: called in the event loop with each update; the last one has ``finish``.
-        on_error: called once instead of the last update: RequestFailed, DeadlineExceeded,
-            GrammarFailed, EngineDead, or whatever else went wrong with this choice.
-        is_first_delivered: the client already has the first token's text and log probabilities,
-            from a prefill instance: they are left out here.
-        on_plain_token: called in place of ``on_text`` with a token's id, where an update says
-            nothing else and is not the first with tokens: as there is one per token and stream, it
-            takes a shorter way. Only where the processor ``is_plain``.
+        on_error: called once, instead of the last update, with RequestFailed, DeadlineExceeded,
+            GrammarFailed, EngineDead, or any other error of this choice.
+        is_first_delivered: whether the client has already received the first token's text and log
+            probabilities from a prefill instance, so that they are omitted here.
+        on_plain_token: a faster callback, called with the token id in place of ``on_text`` for an
+            update that holds one token and nothing else and is not the first with tokens. Only
+            used where the processor ``is_plain``.
     """
 
     __slots__ = (
@@ -294,16 +307,17 @@ class ChoiceStream:
         self._on_error = on_error
         self._is_first_delivered = is_first_delivered
         self._on_plain_token = on_plain_token
-        self._take_plain_token: Callable[[int], None] | None = None  # from the first tokens on
+        # Set to on_plain_token once the first tokens have been delivered.
+        self._take_plain_token: Callable[[int], None] | None = None
         self._name: str | None = None
         self._is_over = False
 
     async def start(self) -> None:
-        """Submit it; raises what ``EngineClient.submit`` raises."""
+        """Submit the request; raises the errors of ``EngineClient.submit``."""
         self._name = await self._engine.submit(self._request, self._take)
 
     def close(self) -> None:
-        """Nothing comes after this; what still runs is aborted. Idempotent."""
+        """Stop delivering; aborts the choice unless it has finished. Idempotent."""
         self._is_over = True
         if self._name is not None:
             self._engine.leave(self._name)
@@ -326,7 +340,7 @@ class ChoiceStream:
                 self._advance(update)
             else:
                 take_plain_token(update.token_ids[0])
-        except Exception as exc:  # noqa: BLE001  the door of a request: others get their updates
+        except Exception as exc:  # noqa: BLE001  top of a request: others must get their updates
             self.close()
             self._on_error(exc)
 
@@ -349,7 +363,7 @@ class ChoiceStream:
 
 
 def without_shown(update: TextUpdate) -> TextUpdate:
-    """An update less what the client has from a prefill instance."""
+    """An update without the output that the client has received from a prefill instance."""
     return replace(update, text="", calls=(), reasoning="", logprobs=(), text_offsets=())
 
 
@@ -366,7 +380,8 @@ def _split_first_token(update: TokenUpdate) -> tuple[TokenUpdate, TokenUpdate]:
 
 
 def _release_kept_kv(engine: EngineClient, update: TokenUpdate) -> None:
-    """A stop string ended the choice after the engine had kept its KV for a peer."""
+    """Release the KV that the engine has kept for a peer, because a stop string ended the choice
+    here."""
     if continues_at_peer(update):
         assert update.kv_transfer_params is not None
         engine.abort(update.kv_transfer_params.get("remote_request_id", update.request_id))
@@ -374,7 +389,7 @@ def _release_kept_kv(engine: EngineClient, update: TokenUpdate) -> None:
 
 @dataclass(slots=True)
 class ChoiceOutput:
-    """All updates of one choice together; the fields are those of ``TextUpdate``."""
+    """The accumulated updates of one choice; the fields are those of ``TextUpdate``."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -391,21 +406,21 @@ class ChoiceOutput:
 
     @property
     def cumulative_logprob(self) -> float:
-        """Of all its tokens together."""
+        """The log probability of the whole output."""
         return sum(entry.logprob for entry in self.logprobs)
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join(self.texts)
 
     @property
     def reasoning(self) -> str:
-        """All of it."""
+        """The whole reasoning."""
         return "".join(self.reasonings)
 
     def add(self, update: TextUpdate) -> None:
-        """Take an update in."""
+        """Append an update."""
         self.texts.append(update.text)
         self.reasonings.append(update.reasoning)
         self.token_ids.extend(update.token_ids)
@@ -423,8 +438,9 @@ class ChoiceOutput:
 def best_choices(
     candidates: Sequence[ChoiceOutput], sampling: SamplingParams
 ) -> list[ChoiceOutput]:
-    """The ``n`` most probable of a prompt's choices, the best first; all, as they are, where no
-    more were generated. Log probabilities that only served the ranking are dropped."""
+    """The ``n`` most probable of a prompt's choices, the best first. If no more than ``n`` were
+    generated, all of them in their order. Log probabilities that served only the ranking are
+    dropped."""
     if not sampling.is_ranked:
         return list(candidates)
     ranked = sorted(candidates, key=lambda output: output.cumulative_logprob, reverse=True)
