@@ -1,7 +1,7 @@
-"""The conductor beside the instances of one model: who has which slot, and what it reports.
+"""Connects a conductor to the instances of one model: maps instances to slots, reports timings.
 
-`mooncake_conductor` knows slots and seconds, the proxy instances and exchanges: here they meet.
-Imported only where the conductor is asked for: it needs numpy.
+`mooncake_conductor` works with slots and seconds, the proxy with instances and HTTP exchanges; this
+module translates. Imported only if the conductor is configured, because it needs numpy.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_INSTANCES = 1024
-# Of past delays of first tokens, the quantile that admission reckons with.
+# Admission expects first tokens to be delayed by this quantile of past delays.
 LATENESS_SHARE = 0.95
-# What an answer is expected to have until some were seen.
+# Expected tokens of an answer before any answers were observed.
 INITIAL_OUTPUT_TOKENS = 256.0
-# Of what this process reserves. Workers are forked before this module is imported.
+# Owner of this process's reservations. Unique: workers are forked before this is imported.
 OWNER = os.urandom(6).hex()
 _numbers = itertools.count()
 
 
 class PrefixSource(Struct, frozen=True):
-    """A store that has the KV of a prompt's first tokens, as the prefill instance is told."""
+    """A node store that holds the KV of a prompt's leading tokens, as sent to the prefill instance."""
 
     host: str
     port: int
@@ -58,43 +58,51 @@ class PrefixSource(Struct, frozen=True):
 
 @dataclass(slots=True)
 class RoutedRequest:
-    """Where a request was placed. `names` are those of the slots at that time."""
+    """A request's placement. `names` are the names of the slots at the time of the decision."""
 
     fleet: ConductorFleet
     request: RoutingRequest
     decision: Decision
     names: dict[int, str]
-    # Of its decode instance; changes until it decodes.
+    # Slot of the decode instance; may change until the request decodes.
     decode_slot: int
     outcome: dict[str, Any]
-    # Where its prefill instance finds what the decision says that it fetches.
+    # Stores from which the prefill instance fetches the prefix that the decision plans to fetch.
     prefix_sources: tuple[PrefixSource, ...] = ()
 
     def slot(self, role: Role) -> int:
-        """Of the instance that takes the step of that role."""
+        """Slot of the instance that takes the step of `role`."""
         return self.decode_slot if role is Role.DECODE else self.decision.prefill.slot
 
     def is_prefilled_by(self, instance: Instance) -> bool:
-        """Whether that instance was chosen to prefill it."""
+        """Whether `instance` was chosen for the prefill."""
         return self.fleet.instance(self.decision.prefill.slot) is instance
 
     def record(self) -> dict[str, Any]:
-        """Every term of the decision, and what became of it."""
+        """Every term of the decision, and its outcome."""
         return self.decision.explain(self.names) | {"outcome": self.outcome}
 
 
 @dataclass(slots=True)
 class _SlotEntry:
-    """An instance in its slot."""
+    """An instance and the role in which it occupies its slot."""
 
     instance: Instance
     role: Role
-    # When it last answered a prefill: what it took for the next began no sooner.
+    # Loop time of its latest prefill answer. The next prefill is assumed to start no sooner.
     free_at: float = 0.0
 
 
 class ConductorFleet:
-    """One conductor and its instances. `is_coupled`: those that serve whole requests."""
+    """One conductor and its instances.
+
+    Args:
+        pool: the instances of one model.
+        config: how the conductor places and admits requests.
+        feed: opens the KV event feed on first use.
+        is_coupled: the fleet is the instances that serve whole requests, not the pairs.
+        rng: breaks ties.
+    """
 
     def __init__(
         self,
@@ -130,7 +138,7 @@ class ConductorFleet:
         self._output_tokens: dict[str, RunningQuantile] = {}
 
     def instance(self, slot: int) -> Instance | None:
-        """Who has that slot."""
+        """The instance in a slot."""
         entry = self._entries.get(slot)
         return None if entry is None else entry.instance
 
@@ -139,9 +147,12 @@ class ConductorFleet:
         return self._slots.get(instance.name)
 
     def follow_pool(self, now: float) -> None:
-        """Give new instances a slot; what has left the pool or changed its role loses its own, with
-        all that was reserved there. What is down or drains is away: its requests may run on, and
-        count when it is back."""
+        """Update the slots after a change of the pool.
+
+        New instances get a slot. Instances that have left the pool or switched their role lose
+        theirs, and all reservations there. Instances that are down or draining are marked as away:
+        their requests may still run, and count again when the instance is back.
+        """
         if self._version == self._pool.version:
             return
         self._version = self._pool.version
@@ -167,8 +178,7 @@ class ConductorFleet:
             self.holdings.follow(slot, now)
 
     def cached_on_ranks(self, instance: Instance, keys: Keys) -> list[int]:
-        """By data-parallel rank, how many of a prompt's first tokens it has, as far as ranks
-        publish it; empty if they don't."""
+        """Leading prompt tokens cached on each data-parallel rank; empty if ranks don't publish."""
         slot = self._slots.get(instance.name)
         return [] if slot is None else self.holdings.cached_on_ranks(slot, keys)
 
@@ -181,7 +191,7 @@ class ConductorFleet:
         request_class: str,
         now: float,
     ) -> RoutedRequest | None:
-        """Choose both instances; None while there is no pair to choose from."""
+        """Choose both instances of a request. None if there is no pair to choose from."""
         self.follow_pool(now)
         fleet = self.conductor.fleet
         if not len(fleet.prefill_slots) or not len(fleet.decode_slots):
@@ -203,7 +213,7 @@ class ConductorFleet:
     def place_again(
         self, routed: RoutedRequest, tried: Collection[Instance], now: float
     ) -> RoutedRequest | None:
-        """Elsewhere than on those that have failed it; None if the conductor would refuse it."""
+        """Place a request again, avoiding `tried`. None if the conductor would refuse it."""
         self.follow_pool(now)
         self.conductor.ended(routed.request.request_id, now)
         fleet = self.conductor.fleet
@@ -216,7 +226,7 @@ class ConductorFleet:
     def decode_elsewhere(
         self, routed: RoutedRequest, tried: Collection[Instance], now: float
     ) -> None:
-        """Bind it to a decode instance that has not failed it."""
+        """Bind a request to another decode instance, avoiding `tried`."""
         self.follow_pool(now)
         slot = self.conductor.decode_elsewhere(
             routed.request.request_id, self._slots_of(tried), now
@@ -225,7 +235,7 @@ class ConductorFleet:
             routed.decode_slot = slot
 
     def prefilled(self, routed: RoutedRequest, now: float) -> Verdict:
-        """Its prefill is done: may it decode, and where."""
+        """Report a completed prefill. Returns whether the request may decode, and binds it."""
         verdict, slot = self.conductor.prefilled(routed.request.request_id, now)
         if slot is not None:
             routed.decode_slot = slot
@@ -234,7 +244,7 @@ class ConductorFleet:
         return verdict
 
     def pushed(self, routed: RoutedRequest, now: float) -> None:
-        """Its prefill is done; where it decodes was settled before."""
+        """Report the completed prefill of a request whose decode instance was fixed before."""
         self.conductor.book.prefilled(routed.request.request_id, now)
         routed.outcome["prefilled_at"] = now
         self.holdings.remember(routed.decision.prefill.slot, routed.request.keys)
@@ -242,7 +252,7 @@ class ConductorFleet:
     def measure_prefill(
         self, instance: Instance, num_tokens: int, num_cached: int, began: float, now: float
     ) -> None:
-        """What a prefill took without its wait: since the instance answered the one before."""
+        """Report the time of a prefill without queueing: from the instance's previous answer on."""
         slot = self._slots.get(instance.name)
         if slot is None:
             return
@@ -252,7 +262,7 @@ class ConductorFleet:
             self.conductor.measured_prefill(slot, num_tokens, num_cached, now - begun)
 
     def decoding(self, routed: RoutedRequest, now: float) -> None:
-        """It decodes."""
+        """Report that a request decodes."""
         self.conductor.joined(routed.request.request_id, now)
         routed.outcome.setdefault("decoding_at", now)
         self.holdings.remember(routed.decode_slot, routed.request.keys)
@@ -260,7 +270,7 @@ class ConductorFleet:
     def finished(
         self, routed: RoutedRequest, num_tokens: int, seconds_per_token: float | None, now: float
     ) -> None:
-        """It has its whole answer, of about so many tokens."""
+        """Report a complete answer of about `num_tokens` tokens."""
         request = routed.request
         if seconds_per_token is not None:
             self._measure_step(routed, seconds_per_token)
@@ -268,7 +278,7 @@ class ConductorFleet:
         self._output(request.request_class).report(float(num_tokens))
 
     def ended(self, routed: RoutedRequest, now: float) -> None:
-        """It failed, was refused, or its client left."""
+        """Report that a request failed, was refused, or that its client disconnected."""
         self.conductor.ended(routed.request.request_id, now)
 
     def follow(
@@ -279,7 +289,7 @@ class ConductorFleet:
         *,
         is_snapshot: bool = False,
     ) -> None:
-        """What another proxy process on the same instances has reserved, and what came of it."""
+        """Apply reservation changes of another proxy process that uses the same instances."""
         self.follow_pool(now)
         for made, event in self.exchange.follow(owner, changes, now, is_snapshot=is_snapshot):
             if event is ReservationEvent.PREFILLED:
@@ -288,7 +298,7 @@ class ConductorFleet:
                 self.holdings.remember(made.decode_slot, made.request.keys)
 
     def sweep(self, now: float) -> None:
-        """Release what is overdue, forget what nobody holds."""
+        """Release overdue reservations, and forget chunks that no instance holds."""
         self.follow_pool(now)
         self.conductor.book.sweep(now)
         self.holdings.sweep(now)
@@ -301,8 +311,10 @@ class ConductorFleet:
         return RoutedRequest(self, request, decision, self._names, decode_slot, {}, sources)
 
     def _prefix_sources(self, fetches: Sequence[Fetch]) -> tuple[PrefixSource, ...]:
-        """The stores behind a decision's fetches: the first tokens of the prompt are read there.
-        One store may have several runs of chunks."""
+        """The node stores that a decision fetches from, and how many leading tokens each holds.
+
+        One store may hold several runs of chunks.
+        """
         found: dict[StoreLocation, int] = {}
         for fetch in fetches:
             use = self._entries[fetch.source].instance.compatibility.kv_pool
@@ -328,8 +340,12 @@ class ConductorFleet:
         return self._output_tokens[request_class]
 
     def _takers(self) -> Callable[[int], frozenset[int]] | None:
-        """For a request that is placed now: who can take the KV of a slot's instance; None if all
-        can. It may have left its slot before its KV is taken."""
+        """For a request that is placed now: a function from a prefill slot to the decode slots that
+        can receive its KV. None if all can.
+
+        The function remembers the instance in each slot, because an instance may leave its slot
+        before its KV is transferred.
+        """
         if not self._pool.has_incompatible_pairs:
             return None
         placed: dict[int, Instance] = {}
@@ -346,7 +362,7 @@ class ConductorFleet:
         return takers_of
 
     def _is_member(self, entry: _SlotEntry) -> bool:
-        """Whether the instance in a slot is still one of the pool's, with the same role."""
+        """Whether the instance in a slot is still in the pool, with the same role."""
         name = entry.instance.name
         is_there = name in self._pool and self._pool.get(name) is entry.instance
         return is_there and entry.instance.spec.role is entry.role
@@ -374,7 +390,7 @@ class ConductorFleet:
         self._slots[instance.name] = slot
 
     def _expect_costs(self, instance: Instance) -> None:
-        """Those of its devices, once it has published what it runs on: a fleet may mix classes."""
+        """Set the expected costs of an instance's device class, once its topology is known."""
         slot, costs = (
             self._slots.get(instance.name),
             costs_of(self._config.costs, instance.topology),
@@ -391,7 +407,7 @@ class ConductorFleet:
 
 
 def _objectives(config: ConductorConfig) -> Objectives:
-    """What classes want. ConfigError names the one that can't be read."""
+    """The objectives of all request classes. Raises ConfigError for an invalid one."""
     found = {}
     for each in (config.default_class, *config.classes):
         try:
@@ -404,7 +420,7 @@ def _objectives(config: ConductorConfig) -> Objectives:
 
 
 def _costs(config: ConductorConfig) -> tuple[LatencyModel, Fleet]:
-    """Costs to begin with, and a fleet for the model's KV."""
+    """Parse `--costs`: the initial cost model, and a fleet with the model's KV size."""
     model, _, rest = config.costs.partition(":")
     device, _, number = rest.partition(":")
     try:

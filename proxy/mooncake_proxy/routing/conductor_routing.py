@@ -1,4 +1,7 @@
-"""Requests and the conductor: placed at arrival, followed to their end, explained on demand."""
+"""Connects requests to the conductor: places them, reports their progress, explains decisions.
+
+The router has a `ConductorRouting` if a policy of the conductor or `--admission` is configured.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,14 @@ MAX_RECORDS = 2048
 
 
 class ConductorRouting:
-    """Asks the conductor whom to send requests to, and tells it what happened.
+    """Asks the conductor where to send requests, and reports to it how they progress.
 
-    `now` gives loop time in seconds; `model` is the first name of the pool's model.
+    Args:
+        pool: the instances of one model.
+        config: how the conductor places and admits requests.
+        rng: breaks ties.
+        now: returns loop time in seconds.
+        model: the first name of the pool's model.
     """
 
     def __init__(
@@ -45,29 +53,34 @@ class ConductorRouting:
         self._model = model
         self._now = now
         self._classes = frozenset(each.name for each in config.classes)
-        # Then nothing goes to a client before its decode instance has accepted the request.
+        # If True, nothing is sent to a client before a decode instance has accepted its request.
         self.refuses = config.admission != "none"
-        # Requests that are split go through one, those that one instance serves through the other.
+        # Two conductors: one for split requests, one for requests that a single instance serves.
         self.pairs = ConductorFleet(pool, config, self._open_feed, is_coupled=False, rng=rng)
         self.whole = ConductorFleet(pool, config, self._open_feed, is_coupled=True, rng=rng)
-        # Measures the load of both sides where an objective says how much is too much.
+        # Measures the load of both roles; needs a TTFT objective to measure it against.
         ttft_s = self.pairs.conductor.settings.objectives.default.ttft_s
         self.roles: RoleWatch | None = None
         if math.isfinite(ttft_s):
             self.roles = RoleWatch(self.pairs, config.role_changes, ttft_s)
         self._feed: KVEventFeed | None = None
-        # The latest decisions by the id that the client knows.
+        # The latest decisions, by the request id that the client knows.
         self._records: OrderedDict[str, RoutedRequest] = OrderedDict()
 
     def place(self, context: RequestContext, role: Role | None) -> None:
-        """Choose the instances of a request that is split (`role` None) or served whole.
+        """Choose the instances of a request, and reserve them.
 
-        SloRefused where it could not be served in time.
+        Args:
+            context: the request.
+            role: the role that serves it whole; None: it is split.
+
+        Raises:
+            SloRefused: the request could not be served within its objectives.
         """
         if role not in (None, Role.BOTH):
-            return  # what a decode instance does alone has no choice to price
+            return  # requests that only decode instances serve are not placed by the conductor
         fleet = self.pairs if role is None else self.whole
-        if context.routed is not None:  # a new pass, as the first was given back
+        if context.routed is not None:  # a new pass: end the reservation of the one before
             context.routed.fleet.ended(context.routed, self._now())
             context.routed = None
         routed = fleet.place(
@@ -85,8 +98,11 @@ class ConductorRouting:
     def choose(
         self, context: RequestContext, routed: RoutedRequest, role: Role, tried: Sequence[Instance]
     ) -> Instance | None:
-        """The instance of this step; another one if it has been tried or takes no requests. None
-        if the conductor has none."""
+        """The placed instance for a step, or another one if that was tried already or is not live.
+
+        Returns:
+            None if the conductor has no instance.
+        """
         fleet, live = routed.fleet, self._pool.live(role)
         chosen = fleet.instance(routed.slot(role))
         if chosen in live and chosen not in tried:
@@ -107,7 +123,11 @@ class ConductorRouting:
     def prefilled(
         self, context: RequestContext, instance: Instance, kv: KVTransferParams, began: float
     ) -> None:
-        """The prefill is done. SloRefused where no decode instance can go on in time."""
+        """Report that the prefill is complete.
+
+        Raises:
+            SloRefused: no decode instance could continue within the objectives.
+        """
         now, routed = self._now(), context.routed
         fleet = self.pairs if routed is None else routed.fleet
         num_tokens, num_cached = kv.num_prompt_tokens or 0, kv.remote_cached_tokens or 0
@@ -118,26 +138,25 @@ class ConductorRouting:
             self._check(context, fleet.prefilled(routed, now))
 
     def cached_on_ranks(self, context: RequestContext, instance: Instance) -> list[int]:
-        """By data-parallel rank of an instance, how many of the prompt's first tokens it has, as
-        far as ranks publish it; empty if they don't."""
+        """Leading prompt tokens cached on each data-parallel rank; empty if ranks don't publish."""
         if (routed := context.routed) is None:
             return []
         return routed.fleet.cached_on_ranks(instance, routed.request.keys)
 
     def pushed(self, context: RequestContext) -> None:
-        """The prefill is done on an instance that had been told where to write the KV."""
+        """Report that the prefill of a push is complete; its decode instance was fixed before."""
         if (routed := context.routed) is not None:
             routed.fleet.pushed(routed, self._now())
 
     def decoding(self, context: RequestContext) -> None:
-        """Its first token, or its whole answer, has come."""
+        """Report that the first token or the whole answer has arrived."""
         if (routed := context.routed) is not None:
             now = self._now()
             routed.outcome.setdefault("ttft_s", now - context.arrival)
             routed.fleet.decoding(routed, now)
 
     def ended(self, context: RequestContext) -> None:
-        """The request is over, in whatever way: nothing stays reserved."""
+        """Report that the request has ended, successfully or not. Releases its reservation."""
         routed, now = context.routed, self._now()
         if routed is None:
             return
@@ -155,7 +174,10 @@ class ConductorRouting:
         routed.fleet.finished(routed, timing.num_gaps + 1, per_token, now)
 
     def share(self, publish: Callable[[bool, ReservationChange], None]) -> None:
-        """Tell every reservation from now on; the flag says whether it is of whole requests."""
+        """Publish every change of a reservation from now on.
+
+        The flag passed to `publish` is True for requests that a single instance serves.
+        """
         self.pairs.exchange.start(partial(publish, False))
         self.whole.exchange.start(partial(publish, True))
 
@@ -167,34 +189,38 @@ class ConductorRouting:
         *,
         is_snapshot: bool = False,
     ) -> None:
-        """What another proxy process has reserved; of a snapshot much is known already."""
+        """Apply reservations of another proxy process; those in a snapshot may be known already."""
         fleet = self.whole if is_whole else self.pairs
         fleet.follow(owner, changes, self._now(), is_snapshot=is_snapshot)
 
     def snapshot(self) -> list[tuple[bool, list[ReservationChange]]]:
-        """All that this process has reserved; the flag says whether it is of whole requests."""
+        """All reservations of this process; the flag marks requests that one instance serves."""
         now = self._now()
         fleets = ((False, self.pairs), (True, self.whole))
         return [(is_whole, fleet.exchange.snapshot(now)) for is_whole, fleet in fleets]
 
     def portions(self) -> Iterator[tuple[bool, list[ReservationChange]]]:
-        """The same, little by little, each portion as things are when it is asked for."""
+        """Yield the snapshot in portions; each is up to date when it is yielded."""
         for is_whole, fleet in ((False, self.pairs), (True, self.whole)):
             for changes in fleet.exchange.portions(self._now):
                 yield is_whole, changes
 
     def retain(self, owner: str, request_ids: Collection[str]) -> None:
-        """Another proxy process has reserved this, and nothing else."""
+        """Release all reservations of another proxy process except these."""
         for fleet in (self.pairs, self.whole):
             fleet.exchange.retain(owner, request_ids, self._now())
 
     def forget(self, owner: str) -> None:
-        """Another proxy process is gone: so is what it had reserved."""
+        """Release all reservations of another proxy process: it is gone."""
         for fleet in (self.pairs, self.whole):
             fleet.conductor.book.release_owner(owner, self._now())
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """The decision about a request, with every term. NotFound where there is none any more."""
+        """The decision about a request, with every term.
+
+        Raises:
+            NotFound: there is no record of the request (any more).
+        """
         routed = self._records.get(request_id)
         if routed is None:
             raise NotFound(
@@ -204,18 +230,22 @@ class ConductorRouting:
         return routed.record()
 
     def sweep(self) -> None:
-        """A few times a second."""
+        """Do periodic work; called a few times per second."""
         now = self._now()
         self.pairs.sweep(now)
         self.whole.sweep(now)
 
     def role_change(self) -> tuple[Instance, Role] | None:
-        """An instance that should change sides now, a few times a second."""
+        """The instance that should switch its role now, if any; called a few times per second."""
         return None if self.roles is None else self.roles.tick(self._now())
 
     def _class_of(self, context: RequestContext) -> str:
-        """What its header names of the classes that its key may use, else the key's first one, else
-        interactive or batch."""
+        """The request's class: the one that its header names, else the first class of its API key,
+        else interactive or batch.
+
+        Raises:
+            BadRequest: the header names an unknown class, or one that the key may not use.
+        """
         allowed = context.tenant.classes if context.tenant is not None else ()
         given = context.request.headers.get(b"x-request-class")
         if given is None:
@@ -229,19 +259,21 @@ class ConductorRouting:
         return name
 
     def poll(self) -> None:
-        """Raise what ended the thread that follows KV events."""
+        """Re-raise the exception of the KV event thread if it has failed."""
         if self._feed is not None:
             self._feed.poll()
 
     def close(self) -> None:
-        """Follow no events any more."""
+        """Stop to receive KV events."""
         if self._feed is not None:
             self._feed.close()
 
     def _adapter_of(self, name: str | None) -> str:
-        """The adapter that a request means by its `model`, empty for the model itself, which may
-        have more names than the first. Instances that publish tell which ones are adapters: those
-        that they have anything of. Where nobody does, each further name is one."""
+        """The adapter that a request's `model` names; empty for the model itself or an alias of it.
+
+        If instances publish KV events, adapters are the names for which they hold KV. Otherwise
+        every name but the model's first one counts as an adapter.
+        """
         if not name or name == self._model:
             return ""
         if self._feed is None:
@@ -250,7 +282,7 @@ class ConductorRouting:
         return name if is_adapter else ""
 
     def _open_feed(self) -> KVEventFeed:
-        """With the first instance that publishes: pyzmq is imported then."""
+        """Open the event feed for the first instance that publishes. Imported only then: pyzmq."""
         if self._feed is None:
             from mooncake_proxy.pool.kv_event_feed import KVEventFeed
 
@@ -269,13 +301,13 @@ class ConductorRouting:
             self._records.popitem(last=False)
 
     def _check(self, context: RequestContext, verdict: Verdict) -> None:
-        """A stream that has begun is not refused: it goes on, however late that is."""
+        """Raise SloRefused if the verdict refuses the request, unless its stream has started."""
         if verdict.refusal is not None and not context.request.has_started:
             raise SloRefused(verdict.refusal.value, verdict.retry_after_s)
 
 
 def keys_of(context: RequestContext, adapter: str) -> Keys:
-    """Keys of the prompt's chunks: of its token ids where they are known, else of its bytes."""
+    """Keys of the prompt's chunks, from its token ids if they are known, else from its bytes."""
     parsed = context.parsed
     root = chain_root(adapter, parsed.cache_salt or "")
     ids = context.token_ids if context.token_ids is not None else given_token_ids(parsed)

@@ -1,4 +1,8 @@
-"""What a conductor's instances hold: what they publish, else what they are believed to hold."""
+"""Keeps the conductor's chunk index up to date: which chunks each instance and its store hold.
+
+Instances that publish KV events are tracked exactly; for the others the holdings are estimated from
+the requests that the proxy has sent them. Owned by `ConductorFleet`.
+"""
 
 from __future__ import annotations
 
@@ -23,69 +27,78 @@ from mooncake_proxy.pool.instances import Instance, KVEventEndpoints
 if TYPE_CHECKING:
     from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, KVEventFeed
 
-# After this a store is asked again, once, if it has chunks that follow on what is still not known:
-# there may have been more than are kept until it is.
+# After this many seconds a store is asked for another snapshot, once, if it still has orphans:
+# chunks whose predecessors are unknown. There may have been more of them than are kept.
 ASK_AGAIN_S = 30.0
 
 
 @dataclass(slots=True)
 class _SlotHoldings:
-    """What is known of the instance in one slot."""
+    """Known or estimated holdings of the instance in one slot."""
 
     instance: Instance
-    # Of its devices, until it publishes: what it has worked on, and no more than fits.
+    # Estimate of its device memory until it publishes: the chunks it has processed, within its
+    # capacity. None once it publishes.
     believed: ChunkCache | None
-    # Where that is said.
+    # Where the estimate is applied.
     on_devices: ChunkHoldings
-    # Where it and its store publish.
+    # Event endpoints of its data-parallel ranks and of its store.
     ranks: tuple[KVEventEndpoints, ...] = ()
     store: KVEventEndpoints | None = None
-    # By the name of the publisher.
+    # By publisher name.
     streams: dict[str, EventStream] = field(default_factory=dict)
-    # What each publisher holds, if there are several.
+    # Holdings of each publisher, if there are several.
     by_publisher: PublisherHoldings | None = None
-    # When its store is asked again; None: it was.
+    # Loop time at which its store is asked for another snapshot; None: not any more.
     ask_again_at: float | None = None
 
     @property
     def store_name(self) -> str:
-        """Of the store, as a publisher."""
+        """Publisher name of the store."""
         return f"{self.instance.name}#store"
 
 
 class FleetHoldings:
-    """Fills the conductor's index. `feed` begins with the first instance that publishes; instances
-    without events are believed to hold up to `num_chunks`."""
+    """Fills the conductor's index.
+
+    Args:
+        index: the index of one conductor.
+        feed: opens the KV event feed; called for the first instance that publishes.
+        num_chunks: assumed capacity of instances without events.
+    """
 
     def __init__(self, index: ChunkIndex, feed: Callable[[], KVEventFeed], num_chunks: int) -> None:
         self._index = index
         self._feed = feed
         self._num_chunks = num_chunks
         self._slots: dict[int, _SlotHoldings] = {}
-        # Whose events are followed, by the name of the publisher.
+        # Slots whose events are received, by publisher name.
         self._publishers: dict[str, int] = {}
-        # Stores of one model call their chunks alike.
+        # Shared by all stores: those of one model use the same chunk keys.
         self._store_blocks = BlockNames()
-        # Names of adapters that anything is published of.
+        # Names of all adapters for which a publisher holds KV.
         self.adapters: set[str] = set()
 
     def join(self, slot: int, instance: Instance) -> None:
-        """An instance has got a slot."""
+        """Add an instance that has got a slot."""
         self._slots[slot] = _SlotHoldings(instance, ChunkCache(self._num_chunks), self._index)
 
     def leave(self, slot: int) -> None:
-        """It has lost it."""
+        """Remove the instance that has lost its slot."""
         self._unfollow(self._slots.pop(slot))
 
     def doubt(self, slot: int) -> None:
-        """It is down, and may come back with empty caches. What publishes says so itself."""
+        """Discard the estimate of an instance that is down: it may restart with empty caches.
+
+        Publishers report that themselves.
+        """
         held = self._slots[slot]
         if held.believed is not None:
             held.believed = ChunkCache(self._num_chunks)
             held.on_devices.cleared(slot)
 
     def follow(self, slot: int, now: float) -> None:
-        """Begin with what an instance and its store publish, wherever they do that now."""
+        """Subscribe to the events of an instance and its store, if their endpoints have changed."""
         held = self._slots[slot]
         own, store = held.instance.kv_events, held.instance.store_kv_events
         ranks = () if own is None else (own, *own.other_dp_ranks)
@@ -111,16 +124,18 @@ class FleetHoldings:
             held.ask_again_at = now + ASK_AGAIN_S
 
     def take(self, delivery: KVEventDelivery) -> Iterator[None]:
-        """Apply what a publisher has said, in portions: others have their turn between two of them,
-        but no other delivery."""
+        """Apply a delivery of events.
+
+        Yields between portions, so that the event loop can run other work, but no other delivery.
+        """
         slot = self._publishers.get(delivery.name)
         if slot is None:
-            return  # it has left meanwhile
+            return  # the publisher has left in the meantime
         held = self._slots[slot]
         stream = held.streams[delivery.name]
         says_something = delivery.batches or any(each.batches for each in delivery.snapshots)
         if says_something and held.believed is not None and delivery.name != held.store_name:
-            held.believed = None  # known from now on
+            held.believed = None  # holdings are known from now on
             held.on_devices.cleared(slot)
         for sequence, batch in delivery.batches:
             self._ask(delivery.name, stream.receive(sequence, batch, delivery.is_replayed))
@@ -129,12 +144,12 @@ class FleetHoldings:
         for snapshot in delivery.snapshots:
             question = yield from stream.take_snapshot(snapshot.next_sequence, snapshot.batches)
             if stream.has_ended:
-                return  # left while it was taken
+                return  # the publisher left while its snapshot was applied
             self._ask(delivery.name, question)
         yield from self._store_blocks.tell()
 
     def remember(self, slot: int, keys: Sequence[int]) -> None:
-        """Without events: it holds now what it has just worked on."""
+        """Add the chunks of a processed prompt to the estimate of an instance without events."""
         held = self._slots.get(slot)
         if held is None or held.believed is None:
             return
@@ -143,22 +158,21 @@ class FleetHoldings:
         held.on_devices.removed(slot, Tier.DEVICE, evicted)
 
     def cached_on_ranks(self, slot: int, keys: Keys) -> list[int]:
-        """By data-parallel rank, how many of a prompt's first tokens it has, as far as ranks
-        publish it; empty if they don't."""
+        """Leading prompt tokens cached on each data-parallel rank; empty if ranks don't publish."""
         held = self._slots[slot]
         if held.by_publisher is None or len(held.ranks) < 2:
             return []
         return [count * CHUNK_TOKENS for count in held.by_publisher.leading_chunks(keys)]
 
     def num_tokens(self) -> Iterator[tuple[Instance, str, int]]:
-        """By instance and tier (device, host, disk), how many tokens it is known to hold there."""
+        """Yield how many tokens each instance holds, per tier (device, host, disk)."""
         for slot, held in self._slots.items():
             for tier in Tier:
                 num_chunks, _ = self._index.digest(slot, tier)
                 yield held.instance, tier.name.lower(), num_chunks * CHUNK_TOKENS
 
     def sweep(self, now: float) -> None:
-        """Ask stores again whose chunks could not all be placed."""
+        """Ask stores that still have orphans for another snapshot, once."""
         for held in self._slots.values():
             if held.ask_again_at is not None and held.ask_again_at <= now:
                 held.ask_again_at = None

@@ -1,4 +1,4 @@
-"""A router for each model that the proxy serves; what is not of a model they share."""
+"""The routers of all models that the proxy serves, one per model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 
 class ModelRouters:
-    """Routers by pool. `first` is that of instances without a model name, and has what all share:
-    counters, retry budget, suspects, metaserver, spans, background tasks."""
+    """All routers, by pool; created on first use.
+
+    `first` serves instances without a model name, and owns what all routers share: metrics, retry
+    budget, suspects, metaserver, tracing, background tasks.
+    """
 
     def __init__(self, config: ProxyConfig, client: ClientContext, *, seed: int | None = None):
         self.pools = ModelPools(client)
@@ -31,14 +34,13 @@ class ModelRouters:
         return iter(tuple(self._routers.values()))
 
     def on_router(self, listen: Callable[[RequestRouter], None]) -> None:
-        """Call with every router, now and when one is added."""
+        """Call `listen` with every existing router now, and with new ones when they are added."""
         self._listeners.append(listen)
         for router in self:
             listen(router)
 
     def share_reservations(self) -> ReservationSharing | None:
-        """What the conductors reserve, for whoever tells it to other processes; None without
-        conductors."""
+        """Return what publishes the conductors' reservations; None without conductors."""
         if self._sharing is None and self.first.conductor is not None:
             from mooncake_proxy.routing.reservation_sharing import ReservationSharing  # needs numpy
 
@@ -46,13 +48,13 @@ class ModelRouters:
         return self._sharing
 
     def of_model(self, model: str | None) -> RequestRouter:
-        """Who routes requests for a model of that name: ModelNotFound, BadRequest as ModelPools."""
+        """The router of a model. Raises the errors of `ModelPools.pool_of`."""
         pool = self.pools.pool_of(model)
         return self._routers.get(pool) or self._of(pool)
 
     @property
     def in_use(self) -> list[RequestRouter]:
-        """Of pools with instances; the first one where none has any."""
+        """Routers of the pools that have instances; `first` if none has any."""
         return [self._of(pool) for pool in self.pools.in_use]
 
     def _of(self, pool: InstancePool) -> RequestRouter:
@@ -65,11 +67,15 @@ class ModelRouters:
         return router
 
     def note_verdict(self, instance: Instance) -> None:
-        """An instance is up or down."""
+        """Process a change of an instance's health."""
         self._of(self.pools.home(instance.name)).note_verdict(instance)
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """The decision about a request, with every term. NotFound where there is none any more."""
+        """The conductor's decision about a request, with every term.
+
+        Raises:
+            NotFound: no conductor has a record of the request (any more).
+        """
         if self.first.conductor is None:
             raise NotFound("the conductor places no requests here: start with --policy cost")
         found: NotFound | None = None
@@ -83,7 +89,7 @@ class ModelRouters:
         raise found
 
     def sweep(self) -> None:
-        """A few times a second."""
+        """Do periodic work of all routers; called a few times per second."""
         self.first.metrics.settle()
         self.pools.finish_drains()
         for router in self:
@@ -92,17 +98,17 @@ class ModelRouters:
 
     @property
     def want_metaserver(self) -> bool:
-        """Whether early pulls of any model wait for nothing but an address that D can post to."""
+        """Whether any router wants the metaserver to be opened, see `wants_metaserver`."""
         return any(router.wants_metaserver for router in self)
 
     def poll(self) -> None:
-        """Raise what ended a thread of the conductors."""
+        """Re-raise the exception of a failed conductor thread."""
         for router in self:
             if router.conductor is not None:
                 router.conductor.poll()
 
     async def close(self) -> None:
-        """Let running releases end, then close all connections."""
+        """Wait for running releases, then close all connections."""
         await self.first.close()
         for router in self:
             if router.conductor is not None:

@@ -1,9 +1,9 @@
-"""Proxies on other hosts that serve the same instances: each tells the others what it has reserved.
+"""Exchanges reservations with proxies on other hosts that serve the same instances.
 
-Every process posts to every peer what its conductors reserve and what becomes of it, one message at
-a time and in order; after a failure, and now and then, all that is reserved. A peer that is not
-heard of for a while has nothing reserved any more. Messages are signed with a secret that these
-proxies share. Imported only where there are peers: reservations need numpy.
+Every process posts the reservation changes of its conductors to every peer, one message at a time
+and in order; after a failure, and from time to time, it posts a snapshot. The reservations of a
+process that is silent for EXPIRE_S are released. Messages are signed with a secret that these
+proxies share. Imported only if there are peers: reservations need numpy.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ HEADER = b"x-mooncake-peer"
 HEARTBEAT_S = 1.0
 SNAPSHOT_S = 10.0
 POST_TIMEOUT_S = 2.0
-# Of a peer that is silent, nothing counts any more.
+# The reservations of a process that is silent for this long are released.
 EXPIRE_S = 5.0
 MAX_PENDING = 4096
 MAX_MESSAGE_BYTES = 120_000
-# Processes whose last number is known: an old message is not taken twice.
+# Bound of the remote processes whose last message number is kept, to detect replayed messages.
 MAX_OWNERS = 4096
 
 
@@ -51,7 +51,7 @@ _decoder = msgspec.json.Decoder(ReservationReport)
 
 @dataclass(slots=True)
 class _Owner(HeardReports):
-    """A process of another proxy."""
+    """State of the reports received from one process of another proxy."""
 
     heard_at: float = 0.0
     is_gone: bool = False
@@ -59,12 +59,12 @@ class _Owner(HeardReports):
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A proxy that is told."""
+    """A proxy to which this process posts its reservations."""
 
     origin: Origin
     connections: ConnectionPool
     pending: list[ReservationNews] = field(default_factory=list)
-    # Set when there is something to tell.
+    # Set when there are pending changes.
     wakes: asyncio.Event = field(default_factory=asyncio.Event)
     wants_snapshot: bool = True
     is_reached: bool = True
@@ -73,7 +73,7 @@ class _Peer:
 
 
 class PeerProxies:
-    """Tells peers, and takes what they tell."""
+    """Sends reservations to peers and receives theirs."""
 
     def __init__(
         self,
@@ -85,17 +85,17 @@ class PeerProxies:
         self._secret = secret.encode()
         self._sharing = sharing
         self._now = client.loop.time
-        # Gets every message that was taken, for the other workers of this proxy.
+        # Called with every accepted message, to pass it to the other workers of this proxy.
         self.forward: Callable[[bytes], None] = _ignore
         origins = [Origin.parse(url) for url in urls]
         self._peers = [_Peer(origin, ConnectionPool(origin, client)) for origin in origins]
         self._owners: OrderedDict[str, _Owner] = OrderedDict()
         sharing.tell(self._add)
 
-    # ------------------------------------------------ telling
+    # ------------------------------------------------ sending
 
     async def run(self) -> None:
-        """Tell all peers, and forget those that are silent, until cancelled."""
+        """Send to all peers, and expire silent processes, until cancelled."""
         telling = [asyncio.ensure_future(self._tell(peer)) for peer in self._peers]
         try:
             await asyncio.gather(self._expire(), *telling)
@@ -115,7 +115,7 @@ class PeerProxies:
 
     async def _tell(self, peer: _Peer) -> None:
         while True:
-            with suppress(asyncio.TimeoutError):  # it hears that this process lives
+            with suppress(asyncio.TimeoutError):  # then send a heartbeat
                 await asyncio.wait_for(peer.wakes.wait(), HEARTBEAT_S)
             peer.wakes.clear()
             for message in self._messages(peer):
@@ -127,7 +127,7 @@ class PeerProxies:
     def _messages(self, peer: _Peer) -> Iterator[ReservationReport]:
         pending, peer.pending = peer.pending, []
         is_snapshot = peer.wants_snapshot or self._now() - peer.told_at > SNAPSHOT_S
-        if is_snapshot:  # which has what was pending
+        if is_snapshot:  # it includes the pending changes
             peer.wants_snapshot, peer.told_at = False, self._now()
             pending = self._sharing.snapshot()
         parts = list(_in_parts(pending))
@@ -161,28 +161,33 @@ class PeerProxies:
         peer.is_reached = True
         return True
 
-    # ------------------------------------------------ being told
+    # ------------------------------------------------ receiving
 
     def is_peer(self, headers: dict[bytes, bytes]) -> bool:
-        """Whether a request's head is one of a peer: only then its body is read."""
+        """Whether the request's head is signed by a peer. Only then is its body read."""
         return signed_digest(self._secret, headers.get(HEADER, b"")) is not None
 
     def receive(self, headers: dict[bytes, bytes], body: bytes) -> None:
-        """Take a peer's message. Forbidden for strangers, BadRequest for what can't be read."""
+        """Receive a peer's message.
+
+        Raises:
+            Forbidden: the message is not signed with the shared secret.
+            BadRequest: the message can't be decoded.
+        """
         if not is_signed(self._secret, headers.get(HEADER, b""), body):
             raise Forbidden("not signed with this proxy's --peer-secret-file")
         self.take(body)
         self.forward(body)
 
     def take(self, body: bytes) -> None:
-        """The same of a message that another worker has checked."""
+        """Apply a message whose signature this or another worker has checked."""
         try:
             message = _decoder.decode(body)
         except UNREADABLE as exc:
             raise BadRequest(f"reservations: {exc}") from exc
         owner = self._owners.setdefault(message.owner, _Owner())
         if message.owner == OWNER or not owner.take(message, self._sharing):
-            return  # its own, or one that was taken before
+            return  # this process's own message, or one that was received before
         owner.heard_at, owner.is_gone = self._now(), False
         self._owners.move_to_end(message.owner)
         while len(self._owners) > MAX_OWNERS:
@@ -199,11 +204,12 @@ class PeerProxies:
 
 
 def _ignore(body: bytes) -> None:
-    """There are no other workers."""
+    """Default of `forward`: there are no other workers."""
 
 
 def _in_parts(news: list[ReservationNews]) -> Iterator[list[ReservationNews]]:
-    """As messages can take them; one that is empty where there is nothing to tell."""
+    """Split changes into messages of limited size; a single empty one (a heartbeat) if there are
+    none."""
     part: list[ReservationNews] = []
     size = 0
     for each in news:

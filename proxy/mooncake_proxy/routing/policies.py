@@ -1,7 +1,7 @@
-"""Which instance takes the next step: pure functions over loads, no clock, no sockets.
+"""The proxy's own routing policies: pure functions that choose an instance by load.
 
-Load is what the proxy itself has in flight: outstanding prompt tokens (prefill work) and running
-requests (decode work). Body bytes would mislead: an image is a million of them.
+Load is what this proxy has in flight on the instance: outstanding prompt tokens (prefill work) and
+running requests (decode work). Body bytes would be misleading: an image has a million of them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from zlib import crc32
 
 
 class Candidate(Protocol):
-    """What policies see of an instance."""
+    """The properties of an instance that policies use."""
 
     @property
     def name(self) -> str:
-        """Stable identity."""
+        """Unique and stable name."""
 
     @property
     def total_running(self) -> int:
@@ -26,19 +26,20 @@ class Candidate(Protocol):
 
     @property
     def total_prompt_tokens(self) -> int:
-        """Their prompt tokens."""
+        """Prompt tokens of the requests in flight there."""
 
     @property
     def relative_speed(self) -> float:
-        """Of its devices, beside others."""
+        """Speed of its devices relative to those of other instances."""
 
 
 C = TypeVar("C", bound=Candidate)
 
-# A running request counts as this many outstanding prompt tokens: about the cost of one request's
-# decode step relative to prefill on a compute-bound device.
+# A running request counts as this many outstanding prompt tokens: about what its decode step costs
+# relative to prefill on a compute-bound device.
 TOKENS_PER_RUNNING = 64
-# Session affinity is overridden when its choice has this many times the mean load, plus a few.
+# Session affinity is overridden if its choice has more than this multiple of the mean load, plus
+# the load of 8 running requests.
 SESSION_OVERLOAD = 2.0
 
 
@@ -46,7 +47,11 @@ NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 
 
 class RoutingHint(NamedTuple):
-    """What policies see of the request. `cached_tokens`: instance name -> expected prefix hit."""
+    """The properties of a request that policies use.
+
+    `cached_tokens` maps instance names to the expected prefix hit; `turn` is the round-robin
+    counter.
+    """
 
     prompt_tokens: int = 0
     turn: int = 0
@@ -63,7 +68,7 @@ def load(candidate: Candidate) -> int:
 
 
 def _least(candidates: Sequence[C], cost: Callable[[C], float], rng: Random) -> C:
-    """The cheapest one; equal ones take random turns."""
+    """The candidate of least cost; ties are broken randomly."""
     if len(candidates) == 1:
         return candidates[0]
     best: list[C] = []
@@ -78,25 +83,30 @@ def _least(candidates: Sequence[C], cost: Callable[[C], float], rng: Random) -> 
 
 
 def round_robin(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
-    """One after the other, by the caller's turn counter."""
+    """Choose the candidates in turn, by the caller's counter."""
     return candidates[hint.turn % len(candidates)]
 
 
 def random_choice(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
-    """A random one."""
+    """Choose a random candidate."""
     return candidates[int(rng.random() * len(candidates))]
 
 
 def least_loaded(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
-    """The first to be through with the request, too, on its devices: an idle CPU is no match for a
-    busy GPU."""
+    """Choose the candidate that would finish its load and this request first.
+
+    Load is divided by device speed: an idle CPU is slower than a busy GPU.
+    """
     own = max(hint.prompt_tokens, TOKENS_PER_RUNNING)
     return _least(candidates, lambda c: (load(c) + own) / c.relative_speed, rng)
 
 
 def power_of_two(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
-    """The better of two random ones: nearly as good as least loaded, and no herd when several
-    proxies use outdated loads (Mitzenmacher 2001)."""
+    """Choose the less loaded of two random candidates.
+
+    Nearly as good as least loaded, and several proxies with stale loads don't all choose the same
+    instance (Mitzenmacher 2001).
+    """
     if len(candidates) <= 2:
         return least_loaded(candidates, hint, rng)
     first = int(rng.random() * len(candidates))
@@ -107,10 +117,10 @@ def power_of_two(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
 
 
 def prefix_affinity(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
-    """As ``least_loaded``, if the cached prefix needs no prefill: load + prompt - hit.
+    """As `least_loaded`, without the prefill of the cached prefix: load + prompt - hit.
 
-    A hit is worth exactly the tokens it saves, so a hot prefix spreads by itself as soon as its
-    holder has that much more to do than another instance.
+    A hit is worth exactly the tokens that it saves, so a hot prefix spreads to another instance as
+    soon as its holder has that much more load.
     """
     own = max(hint.prompt_tokens, TOKENS_PER_RUNNING)
 
@@ -122,8 +132,11 @@ def prefix_affinity(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> 
 
 
 def session_affinity(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
-    """The same instance for the same session, by rendezvous hashing: adding or removing one
-    instance moves only its own sessions. Overload or no session: least loaded."""
+    """Choose the same instance for the same session, by rendezvous hashing.
+
+    Adding or removing an instance moves only its own sessions. Falls back to `least_loaded` if the
+    instance is overloaded or the request has no session.
+    """
     if hint.session is None:
         return least_loaded(candidates, hint, rng)
     key = hint.session.encode("utf-8", "replace")
@@ -143,7 +156,7 @@ POLICIES: dict[str, Policy] = {  # type: ignore[type-arg]  # each is generic in 
     "session": session_affinity,
 }
 
-# Of those the ones that name one of an instance's data-parallel ranks, too.
+# Policies that also choose one of an instance's data-parallel ranks.
 RANK_POLICIES: dict[str, Policy] = {  # type: ignore[type-arg]  # as above
     name: POLICIES[name] for name in ("prefix", "session")
 }

@@ -1,10 +1,11 @@
-"""Which instance has seen which prompt prefix: token ids of prompts, chained block hashes.
+"""The prefix index: remembers which instance has processed which prompt prefix.
 
-Token ids are used where they are known, from the request itself or by `--tokenizer`: then a prompt
-is the same prompt however it was written. Otherwise its bytes are hashed.
+Prompts are cut into blocks, whose hashes are chained. The hashes cover token ids if they are known,
+from the request itself or with `--tokenizer`, so that a prompt matches however its text was
+encoded; otherwise they cover the prompt's bytes.
 
-A chat is tokenised as its messages one after the other, without the model's template: what two
-chats have in common is the same either way, and templates are programs.
+A chat is tokenized as the concatenation of its messages, without the model's chat template: two
+chats share the same prefix either way, and templates are programs that the proxy would have to run.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ import msgspec
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, ParsedRequest
 from mooncake_proxy.errors import UNREADABLE, ConfigError
 
-# The size of a block, and how many leading blocks of a prompt are hashed.
+# Size of a block in tokens, of a token in bytes of text, and the most blocks hashed per prompt.
 TOKENS_PER_BLOCK = 64
 BYTES_PER_TOKEN = 4
 MAX_BLOCKS = 256
 BLOCK_BYTES = TOKENS_PER_BLOCK * BYTES_PER_TOKEN
-# Text and token ids of equal bytes are different prompts.
+# Mixed into the chain: text and token ids of equal bytes are different prompts.
 _TEXT, _TOKENS = 0, 1
 
 
 def prompt_root(parsed: ParsedRequest, model: str) -> int:
-    """What the first block of a prompt is chained to: KV of another tenant or adapter is another's.
-    `model` is the first name of the pool's model; its aliases can't be told from its adapters."""
+    """The value that a prompt's first block is chained to.
+
+    It differs between cache salts and adapters, which don't share KV. `model` is the first name of
+    the pool's model; its aliases can't be distinguished from its adapters.
+    """
     name = parsed.model if parsed.model != model else None
     if not name and not parsed.cache_salt:
         return 0
@@ -40,18 +44,18 @@ def prompt_root(parsed: ParsedRequest, model: str) -> int:
 
 
 def text_hashes(prompt: bytes, root: int = 0) -> tuple[int, ...]:
-    """One hash per whole block of about TOKENS_PER_BLOCK tokens, covering all before it too."""
+    """One hash per full block of text (about TOKENS_PER_BLOCK tokens), covering its prefix too."""
     return _chain(prompt, root ^ _TEXT)
 
 
 def token_hashes(token_ids: Sequence[int], root: int = 0) -> tuple[int, ...]:
-    """The same for blocks of exactly TOKENS_PER_BLOCK token ids."""
+    """One hash per full block of TOKENS_PER_BLOCK token ids; each covers its prefix too."""
     first = [token & 0xFFFFFFFF for token in token_ids[: MAX_BLOCKS * TOKENS_PER_BLOCK]]
     return _chain(array("I", first).tobytes(), root ^ _TOKENS)
 
 
 def _chain(data: bytes, value: int) -> tuple[int, ...]:
-    """32 bits: a collision costs one worse choice, never a wrong answer."""
+    """Chained CRC-32 of blocks. A collision causes a worse choice, never a wrong answer."""
     hashes = []
     for start in range(0, min(len(data), MAX_BLOCKS * BLOCK_BYTES) - BLOCK_BYTES + 1, BLOCK_BYTES):
         value = crc32(data[start : start + BLOCK_BYTES], value)
@@ -60,7 +64,7 @@ def _chain(data: bytes, value: int) -> tuple[int, ...]:
 
 
 class PrefixIndex:
-    """Remembers where blocks were prefilled, the latest `capacity` of them."""
+    """Remembers on which instances blocks were prefilled, for the latest `capacity` blocks."""
 
     def __init__(self, capacity: int = 200_000) -> None:
         self._capacity = capacity
@@ -70,7 +74,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def record(self, hashes: tuple[int, ...], name: str) -> None:
-        """An instance has just prefilled these blocks."""
+        """Record that the instance `name` has prefilled these blocks."""
         holders = self._holders
         for value in hashes:
             holders.setdefault(value, set()).add(name)
@@ -79,7 +83,7 @@ class PrefixIndex:
             holders.popitem(last=False)
 
     def cached_tokens(self, hashes: tuple[int, ...]) -> dict[str, int]:
-        """Per instance, about how many leading tokens it holds."""
+        """Approximate number of leading tokens that each instance holds, by name."""
         found: dict[str, int] = {}
         still: set[str] | None = None
         for position, value in enumerate(hashes, 1):
@@ -92,29 +96,30 @@ class PrefixIndex:
         return found
 
     def forget(self, names: Collection[str]) -> None:
-        """An instance with its data-parallel ranks is gone, or restarted with an empty cache."""
+        """Forget the blocks of an instance and its ranks: it is gone or restarted with no cache."""
         for holders in self._holders.values():
             holders.difference_update(names)
 
 
-# Text beyond this is not read for its prefix: at the usual rate it fills all blocks.
+# Only this many characters of a text are tokenized to find its prefix: at BYTES_PER_TOKEN they fill
+# MAX_BLOCKS blocks.
 MAX_CHARACTERS = MAX_BLOCKS * TOKENS_PER_BLOCK * BYTES_PER_TOKEN
 
 
 class Tokenizer:
-    """A model's tokenizer. `backend`: of the package `tokenizers`."""
+    """A model's tokenizer. `backend` is a `tokenizers.Tokenizer`."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text, with the tokens that the model wants around it if asked."""
+        """Token ids of `text`, optionally with the special tokens that the model adds around it."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
 
 def load_tokenizer(folder: str) -> Tokenizer:
-    """The tokenizer of a model's folder (`tokenizer.json`). ConfigError if it cannot be loaded."""
+    """Load `tokenizer.json` from a model's folder. Raises ConfigError if that fails."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"--tokenizer {folder}: wanted a folder with a tokenizer.json")
@@ -126,7 +131,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
         raise ConfigError("--tokenizer wants: pip install mooncake-proxy[tokenizer]") from exc
     try:
         backend = Backend.from_file(str(path))
-    except Exception as exc:  # the package raises nothing narrower
+    except Exception as exc:  # the package raises plain Exception
         raise ConfigError(f"--tokenizer {path}: {exc}") from exc
     backend.no_truncation()
     backend.no_padding()
@@ -134,18 +139,18 @@ def load_tokenizer(folder: str) -> Tokenizer:
 
 
 def given_token_ids(parsed: ParsedRequest) -> list[int] | None:
-    """The prompt's ids where the client sent ids, else None."""
+    """The prompt's token ids if the client sent ids, else None."""
     raw = bytes(parsed.prompt).lstrip()
     if not raw.startswith(b"["):
         return None
     try:
         return msgspec.json.decode(raw, type=list[int])
     except UNREADABLE:
-        return None  # several prompts, or malformed: the instance will say so
+        return None  # several prompts, or malformed: the instance will reject it
 
 
 def prompt_text(endpoint: OpenAIEndpoint, parsed: ParsedRequest) -> str | None:
-    """The prompt's text, of chats up to MAX_CHARACTERS; None where it is not text."""
+    """The prompt's text, of a chat at most MAX_CHARACTERS; None if it is not text."""
     try:
         if endpoint is OpenAIEndpoint.COMPLETION:
             return msgspec.json.decode(parsed.prompt, type=str)
@@ -157,7 +162,7 @@ def prompt_text(endpoint: OpenAIEndpoint, parsed: ParsedRequest) -> str | None:
 
 
 def _text(message: dict[str, msgspec.Raw], field: str) -> str:
-    """A field of a message: its text, or its JSON where it has parts."""
+    """A message's field: its text, or its JSON if it is not a string."""
     raw = bytes(message.get(field, b'""'))
     if raw.startswith(b'"'):
         return msgspec.json.decode(raw, type=str)

@@ -1,9 +1,10 @@
-"""Token ids of prompts: made once by the proxy, and sent to instances that would make the same.
+"""Tokenizes prompts once, in the proxy, and sends the token ids to instances that accept them.
 
-A proxy with a `--tokenizer` needs a prompt's ids to find its prefix. An instance gets them in place
-of a completion's text, if it has shown that it reads text as the proxy does: it is asked once, on
-`/tokenize`, about a text in which tokenizers differ. Chats are sent as they came, as their template
-is the instance's; there the prefill instance tells its ids to the decode instance.
+A proxy with a `--tokenizer` needs a prompt's ids to find its cached prefix. Instances receive them
+in place of a completion's text, after a probe has shown that they tokenize as the proxy does: the
+proxy posts a text in which tokenizers differ to `/tokenize` once. Chats are sent unchanged, because
+the instance applies the chat template; there the prefill instance sends its token ids to the decode
+instance.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from mooncake_proxy.routing.prefix_index import Tokenizer
 
 logger = logging.getLogger(__name__)
 PROBE = " Two  spaces, 3.14, naïve 東京 \U0001f600\n\tif x:\r\n</s><|endoftext|> end"
-"""Where it begins and ends, spaces, digits, scripts, and what looks like a special token."""
+"""A text that tokenizers treat differently: its ends, spaces, digits, scripts, special tokens."""
 ASK_TIMEOUT_S = 5.0
-# Fields that are about the text, or whose answers repeat it.
+# Fields that refer to the prompt's text, or make the answer repeat it.
 TEXT_FIELDS = ("echo", "suffix", "truncate_prompt_tokens")
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
@@ -36,7 +37,7 @@ class _Tokens(Struct):
 
 
 class PromptTokens:
-    """Whether this pool's instances take the proxy's ids, and requests in that form."""
+    """Finds out whether a pool's instances accept the proxy's token ids, and rewrites requests."""
 
     def __init__(
         self, tokenizer: Tokenizer, pool: InstancePool, client: ClientContext, spawn: Spawn
@@ -45,28 +46,31 @@ class PromptTokens:
         self._pool = pool
         self._client = client
         self._spawn = spawn
-        # Of the pool when its instances were looked at last.
+        # The pool's version when its instances were last examined.
         self._version = -1
-        # Whether they read the probe as the proxy does; None: asked.
+        # Whether each instance tokenizes the probe as the proxy does; None: not answered yet.
         self._agrees: dict[Instance, bool | None] = {}
 
     @property
     def are_taken(self) -> bool:
-        """Whether every live instance reads text as the proxy does. Asks those that are new."""
+        """Whether every live instance tokenizes as the proxy does. Probes new instances."""
         if self._version != self._pool.version:
             self._version = self._pool.version
             self._look_around()
         return bool(self._agrees) and all(self._agrees.values())
 
     def put(self, context: RequestContext, ids: list[int]) -> None:
-        """The request, with ids in place of its text."""
+        """Replace the text of the request's prompt by token ids."""
         raw = Raw(encode(ids))
         context.fields["prompt"] = context.parsed.prompt = raw
         context.request.body = encode(context.fields)
 
     def encode(self, context: RequestContext, text: str) -> list[int]:
-        """The text's ids; with special tokens as a completion has it, a chat's template writes them
-        itself."""
+        """Token ids of `text`.
+
+        Special tokens are added for completions unless the client disables that, but not for chats,
+        whose template adds them.
+        """
         given = context.fields.get("add_special_tokens")
         adds_special = context.endpoint is OpenAIEndpoint.COMPLETION and (
             given is None or bytes(given).strip() != b"false"
@@ -74,7 +78,7 @@ class PromptTokens:
         return self._tokenizer.encode(text, add_special_tokens=adds_special)
 
     def can_put(self, context: RequestContext) -> bool:
-        """Whether ids say all that its text does."""
+        """Whether token ids can replace the prompt's text without changing the answer."""
         if context.endpoint is not OpenAIEndpoint.COMPLETION or not self.are_taken:
             return False
         fields = context.fields
@@ -88,7 +92,7 @@ class PromptTokens:
             self._spawn(self._ask(instance))
 
     async def _ask(self, instance: Instance) -> None:
-        """Whether it reads the probe as the proxy does."""
+        """Probe an instance: compare its token ids of the probe text with the proxy's."""
         body = encode({"prompt": PROBE, "add_special_tokens": True})
         payload = instance.build_post("/tokenize", "tokenizer-probe", b"", body)
         deadline = self._client.loop.time() + ASK_TIMEOUT_S

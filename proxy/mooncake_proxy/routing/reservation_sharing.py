@@ -1,8 +1,8 @@
-"""Reservations of this proxy process, told to the others that serve the same instances.
+"""Shares reservations between proxy processes that serve the same instances.
 
-A report may be lost: they are numbered, and now and then all that is reserved is told. What a
-snapshot does not name has ended, unless a report was lost since it began. Imported only where there
-is a conductor: it needs numpy.
+Each process publishes its changes in numbered reports, which may get lost, and from time to time a
+snapshot of all its reservations. A reservation that a snapshot does not contain has ended, unless a
+report was lost since the snapshot began. Imported only if there is a conductor: it needs numpy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from mooncake_proxy.routing.router import RequestRouter
 if TYPE_CHECKING:
     from mooncake_proxy.routing.model_routers import ModelRouters
 
-# Of one message: with the keys of the longest prompts two of them still fit into a datagram.
+# Bytes of changes per message. Even with the keys of the longest prompts, a datagram has room for
+# two messages of this size.
 MAX_PART_BYTES = 60_000
 
 
 class ReservationNews(Struct, tag="reservations"):
-    """Reservations of one process, for a model's pairs or for its instances that do both."""
+    """Reservation changes of one process, for one model.
+
+    `is_whole`: they are of instances that serve whole requests, not of the model's pairs.
+    """
 
     owner: str
     model: str
@@ -38,8 +42,11 @@ class ReservationNews(Struct, tag="reservations"):
 
 
 class ReservationReport(Struct):
-    """What one process tells, `number` by number. A snapshot may take several reports, with others
-    between them; what is in none of them has ended."""
+    """One numbered report of a process.
+
+    A snapshot may span several reports, with other reports between them. Reservations in none of
+    them have ended.
+    """
 
     owner: str
     number: int
@@ -51,18 +58,18 @@ class ReservationReport(Struct):
 
 @dataclass(slots=True)
 class HeardReports:
-    """What has come of another process's reports."""
+    """State of the reports received from one other process."""
 
     number: int = -1
-    # By the snapshot that it is sending, and since that began.
+    # Request ids named by the snapshot in progress or by changes since it began; None: no snapshot.
     named: set[str] | None = None
 
     def take(self, report: ReservationReport, sharing: ReservationSharing) -> bool:
-        """Apply one; False for one that is no news."""
+        """Apply a report. Returns False for one that was received before."""
         if report.number <= self.number:
             return False
         if report.number != self.number + 1:
-            self.named = None  # what was lost may have named more
+            self.named = None  # the lost report may have named more requests
         self.number = report.number
         if report.begins_snapshot:
             self.named = set()
@@ -83,33 +90,39 @@ _decoder = msgspec.json.Decoder(list[ReservationChange])
 
 
 class ReservationSharing:
-    """Collects what the conductors of all models reserve, to be told with the loop's next turn."""
+    """Collects reservation changes of all models, and publishes them in the loop's next iteration.
+
+    It also applies the changes that other processes publish.
+    """
 
     def __init__(self, routers: ModelRouters, loop: AbstractEventLoop) -> None:
         self._routers = routers
         self._loop = loop
         self._listeners: list[Callable[[ReservationNews], None]] = []
         self._pending: dict[tuple[str, bool], list[ReservationChange]] = {}
-        # By owner: the other workers of this proxy.
+        # Reports received from the other workers of this proxy, by owner.
         self._heard: dict[str, HeardReports] = {}
         routers.on_router(self._join)
 
     def tell(self, send: Callable[[ReservationNews], None]) -> None:
-        """One more that takes messages for others."""
+        """Add a function that sends this process's changes to other processes."""
         self._listeners.append(send)
 
     def report_to(self, send: Callable[[str, bytes], None]) -> WorkerReports:
-        """Other workers of this proxy, to whom `send` takes an owner's reports."""
+        """Start to send reports to the other workers of this proxy with `send(owner, report)`."""
         return WorkerReports(self, send)
 
     def take(self, message: Raw) -> None:
-        """A report of another worker."""
+        """Receive a report of another worker."""
         report = _report_decoder.decode(message)
         self._heard.setdefault(report.owner, HeardReports()).take(report, self)
 
     def follow(self, news: ReservationNews, *, is_snapshot: bool = False) -> set[str]:
-        """What another process has reserved; the requests' ids. Of a model without instances here,
-        nothing is kept."""
+        """Apply another process's changes. Those of a model without instances here are ignored.
+
+        Returns:
+            The ids of the requests that the changes are about.
+        """
         changes = _decoder.decode(news.changes)
         for router in self._routers:
             if router.model == news.model and router.conductor is not None:
@@ -117,7 +130,7 @@ class ReservationSharing:
         return {change.request_id for change in changes}
 
     def snapshot(self) -> list[ReservationNews]:
-        """All that this process has reserved."""
+        """All reservations of this process."""
         return [
             news
             for router in self._routers
@@ -127,7 +140,10 @@ class ReservationSharing:
         ]
 
     def portions(self) -> Iterator[list[ReservationNews]]:
-        """The same, little by little; what was told before a portion is not told after it."""
+        """Yield the snapshot in portions.
+
+        Pending changes are published before each portion, never after one that includes them.
+        """
         for router in self._routers:
             if router.conductor is not None:
                 for is_whole, changes in router.conductor.portions():
@@ -135,13 +151,13 @@ class ReservationSharing:
                     yield list(_in_parts(router.model, is_whole, changes))
 
     def retain(self, owner: str, request_ids: Collection[str]) -> None:
-        """Another process has reserved this, and nothing else."""
+        """Release all reservations of another process except these."""
         for router in self._routers:
             if router.conductor is not None:
                 router.conductor.retain(owner, request_ids)
 
     def forget(self, owner: str) -> None:
-        """Another process is gone."""
+        """Release all reservations of another process: it is gone."""
         self._heard.pop(owner, None)
         for router in self._routers:
             if router.conductor is not None:
@@ -165,10 +181,11 @@ class ReservationSharing:
 
 
 class WorkerReports:
-    """What this process reserves, as reports for other workers, each as JSON; sent at once.
+    """Sends this process's changes as JSON reports to the other workers, as they occur.
 
-    `send_portion` sends a part of a snapshot, of which one after the other is begun: as much as
-    the others can read meanwhile."""
+    Snapshots are sent in portions, one per call of `send_portion`, so that the caller can limit
+    them to what the other workers are able to read.
+    """
 
     def __init__(self, sharing: ReservationSharing, send: Callable[[str, bytes], None]) -> None:
         self._sharing = sharing
@@ -179,17 +196,17 @@ class WorkerReports:
 
     @property
     def is_telling(self) -> bool:
-        """Whether a snapshot has begun and is not over."""
+        """Whether a snapshot is in progress."""
         return self._portions is not None
 
     def begin_snapshot(self) -> None:
-        """Unless the one before still lasts."""
+        """Begin a snapshot, unless one is in progress."""
         if not self.is_telling:
             self._portions = self._sharing.portions()
             self._report(begins_snapshot=True)
 
     def send_portion(self) -> None:
-        """Of the snapshot, if one has begun."""
+        """Send the next portion of the snapshot in progress, if any."""
         if self._portions is None:
             return
         portion = next(self._portions, None)

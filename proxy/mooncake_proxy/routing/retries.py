@@ -1,4 +1,4 @@
-"""When a request may be tried again: a retry budget, and requests that seem to kill instances."""
+"""Limits of retries: a retry budget, and a quarantine for requests that seem to crash instances."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hashlib import blake2b
 class RetryBudget:
     """Every request deposits `ratio`, every retry takes 1; `reserve` allows a few at any time.
 
-    When instances fail one by one, all retries fit; when everything fails, traffic grows by
-    `ratio` instead of multiplying (after Finagle's RetryBudget).
+    When single instances fail, the budget covers all retries; when everything fails, traffic grows
+    by `ratio` instead of multiplying (after Finagle's RetryBudget).
     """
 
     __slots__ = ("_balance", "_limit", "_ratio")
@@ -23,19 +23,19 @@ class RetryBudget:
         self._balance = float(reserve)
 
     def deposit(self) -> None:
-        """One more request arrived."""
+        """Add to the budget for a new request."""
         balance = self._balance + self._ratio
         self._balance = balance if balance < self._limit else self._limit
 
     def take(self) -> bool:
-        """Take one retry if the budget has one."""
+        """Take one retry from the budget. Returns False if it is exhausted."""
         if self._balance < 1.0:
             return False
         self._balance -= 1.0
         return True
 
 
-# Instances that a request may lose before it is stopped, and for how long its body is refused then.
+# A request is stopped after this many lost instances; its body is refused for QUARANTINE_S then.
 MAX_LOSSES = 2
 QUARANTINE_S = 60.0
 MAX_SUSPECTS = 1024
@@ -50,29 +50,37 @@ class _Suspect:
 
 
 class SuspectBodies:
-    """Request bodies during which instances died or hung up, by hash, for QUARANTINE_S.
+    """Remembers for QUARANTINE_S the request bodies during which instances died or hung up.
 
-    A request that crashes an engine would crash one instance per attempt: failover must not spread
-    it. A body that is answered is no suspect, so that requests in flight at two innocent restarts
+    Without it, a request that crashes an engine would crash one instance per attempt. A body that
+    was answered is removed, so that requests that just happened to be in flight during two restarts
     are not refused for long.
     """
 
     def __init__(self) -> None:
-        # By the hash of their bodies. Mostly empty: then nothing needs to be hashed.
+        # Keyed by body hash. Usually empty; callers check that to avoid hashing every body.
         self.by_hash: OrderedDict[bytes, _Suspect] = OrderedDict()
-        # Passes what is noted here on to other workers: key, instance, began, now.
+        # Publishes changes to other workers: key, instance, began, now.
         self.publish: Callable[[bytes, str, float, float], None] | None = None
 
     def note_loss(self, body: bytes, instance: str, began: float, now: float) -> int:
-        """An instance was lost while it worked on this body since `began`; returns the number of
-        losses so far. Requests with one body that run there together are lost once."""
+        """Note that an instance was lost while it worked on this body since loop time `began`.
+
+        Requests with the same body that ran on the instance at the same time count as one loss.
+
+        Returns:
+            The number of losses so far.
+        """
         key = _hash(body)
         if self.publish is not None:
             self.publish(key, instance, began, now)
         return self._note(key, instance, began, now)
 
     def follow(self, key: bytes, instance: str, began: float, now: float) -> None:
-        """What another worker has noted; an empty instance: an answer."""
+        """Apply a change that another worker has published.
+
+        An empty `instance` means that the body was answered.
+        """
         if instance:
             self._note(key, instance, began, now)
         else:
@@ -91,14 +99,14 @@ class SuspectBodies:
         return suspect.num_losses
 
     def quarantine_left(self, body: bytes, now: float) -> float:
-        """For how many more seconds this body is refused; 0.0 if it is not."""
+        """Seconds for which this body will still be refused; 0.0 if it is not quarantined."""
         suspect = self.by_hash.get(_hash(body))
         if suspect is None or suspect.num_losses < MAX_LOSSES:
             return 0.0
         return max(0.0, suspect.latest + QUARANTINE_S - now)
 
     def clear(self, body: bytes) -> None:
-        """A request with this body was answered."""
+        """Remove the suspicion: a request with this body was answered."""
         key = _hash(body)
         if self.by_hash.pop(key, None) is not None and self.publish is not None:
             self.publish(key, "", 0.0, 0.0)

@@ -1,7 +1,8 @@
-"""The load of both sides of a model's pairs: what autoscalers are shown, and who changes sides.
+"""Measures the prefill and decode load of a model, and switches instances between the roles.
 
-The rule is the conductor's. An instance that is to change gets no more requests from it, and
-changes once nothing runs on it; then every worker process sees its new role.
+Autoscalers see the load as metrics. The rule is the conductor's (`role_balance.py`). An instance
+that should switch gets no more requests from the conductor, and switches once it is idle; then all
+worker processes are notified of its new role.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ from mooncake_proxy.pool.instances import Instance, Role
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet
 
 logger = logging.getLogger(__name__)
-# How long an instance that should change may still have requests of others.
+# Seconds to wait for an instance that should switch to become idle; then the switch is given up.
 PATIENCE_S = 60.0
 
 
 class RoleWatch:
-    """Looks at the load a few times a second.
+    """Checks the load a few times per second.
 
-    `mode`: `off` only measures, `propose` logs what should change, `allow` changes it.
-    `ttft_s`: objective for the first token, which prefill load is measured by; must be finite.
+    Args:
+        fleet: the instances that serve the model in pairs.
+        mode: `off` only measures, `propose` logs the switches that it would make, `allow` makes
+            them.
+        ttft_s: TTFT objective, relative to which prefill load is measured; must be finite.
+        rule: thresholds of the rule; None: the defaults.
     """
 
     def __init__(
@@ -42,21 +47,21 @@ class RoleWatch:
         conductor = fleet.conductor
         self._balancer = RoleBalancer(rule)
         self._changes = RoleChanges(conductor.fleet, conductor.book, conductor.ledger, rule, ttft_s)
-        # Due once nothing runs on it, and since when.
+        # The switch that waits for its instance to become idle, and since which loop time.
         self._due: tuple[RoleChange, float] | None = None
 
     @property
     def balance(self) -> Balance:
-        """Which side is short, as far as changes are looked for."""
+        """Which role is short of instances, as far as switches are looked for."""
         return (self._changes if self._mode == "allow" else self._balancer).state
 
     def load(self, now: float) -> FleetLoad:
-        """Of both sides; 1 is as much as the objectives allow."""
+        """Load of both roles; 1 is the most that the objectives allow."""
         conductor = self._fleet.conductor
         return fleet_load(conductor.fleet, conductor.ledger, self._ttft_s, now)
 
     def tick(self, now: float) -> tuple[Instance, Role] | None:
-        """A change that is to be made now; whoever makes it tells all processes."""
+        """The switch to make now, if any. The caller makes it, and notifies the other workers."""
         if self._mode == "propose":
             self._propose(now)
         elif self._mode == "allow":

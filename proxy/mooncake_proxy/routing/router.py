@@ -1,4 +1,8 @@
-"""Chooses an instance per attempt, retries on another, releases KV held at P."""
+"""The request router: chooses an instance for each attempt, retries on another, releases KV on P.
+
+There is one `RequestRouter` per model (`model_routers.py`). The flows call `attempt` with a step
+that exchanges the request with one instance.
+"""
 
 from __future__ import annotations
 
@@ -65,17 +69,22 @@ _NO_SUCH_PATH = (404, 405)
 IsCompatible = Callable[[Instance], bool]
 """Whether an instance can exchange KV with the other side of the request."""
 
-# Tokenising less than this takes less than handing it to a thread.
+# Texts shorter than this are tokenized on the event loop: a thread hand-off would take longer.
 INLINE_CHARACTERS = 1000
 
 
 class AttemptStep(Protocol[T_co]):
-    """One exchange of a request with an instance."""
+    """One exchange of a request with an instance, such as its prefill."""
 
     def __call__(
         self, router: RequestRouter, context: RequestContext, instance: Instance, /
     ) -> Awaitable[T_co]:
-        """UpstreamError where it failed; of this very instance, if another one may help."""
+        """Run the exchange.
+
+        Raises:
+            UpstreamError: it failed. The step is retried on another instance only if the error's
+                `instance` is this one.
+        """
 
 
 @dataclass(slots=True)
@@ -86,7 +95,7 @@ class RoundRobinTurns:
     decode: int = 0
 
     def next(self, role: Role) -> int:
-        """The next turn of this role."""
+        """Increment and return the counter of `role`."""
         if role is Role.PREFILL:
             self.prefill += 1
             return self.prefill
@@ -95,7 +104,10 @@ class RoundRobinTurns:
 
 
 class RequestRouter:
-    """The state of one proxy process that requests for one model act on."""
+    """Routing state of one proxy process for one model: pool, prefix index, retry budget, metrics.
+
+    What does not depend on the model is shared with the routers of other models, see `for_model`.
+    """
 
     def __init__(
         self,
@@ -117,16 +129,17 @@ class RequestRouter:
         self.passive = PassiveHealth(config.eject_after)
         self.metaserver = Metaserver()
         self._rng = Random(seed)
-        # Where the conductor chooses, these take what it has no choice to make for.
+        # If the conductor routes, these are used for requests that it does not place.
         self._prefill_policy = POLICIES.get(config.prefill_policy, least_loaded)
         self._decode_policy = POLICIES.get(config.decode_policy, least_loaded)
         policies = (config.prefill_policy, config.decode_policy)
         self._wants_session = "session" in policies
         self._wants_prefix = "prefix" in policies
-        # Others know less than an instance does of its own data-parallel ranks.
+        # Policies that also choose a data-parallel rank. With the others the instance itself
+        # chooses, because it knows the load of its ranks better.
         self._prefill_rank_policy = RANK_POLICIES.get(config.prefill_policy)
         self._decode_rank_policy = RANK_POLICIES.get(config.decode_policy)
-        # None: requests leave no spans.
+        # None: requests are not traced.
         self.tracing = None if config.otlp_endpoint is None else load_tracing(config.otlp_endpoint)
         self._background: set[asyncio.Task[None]] = set()
         self._tokenizers = {
@@ -135,14 +148,17 @@ class RequestRouter:
         self._serve("", pool)
 
     def for_model(self, model: str, pool: InstancePool) -> RequestRouter:
-        """A router of another model's instances. What is not of a model is shared with this one:
-        counters, retry budget, suspects, metaserver, spans, background tasks."""
+        """Create a router for another model's pool.
+
+        It shares with this one what does not depend on the model: metrics, retry budget, suspects,
+        metaserver, tracing, background tasks.
+        """
         router = copy.copy(self)
         router._serve(model, pool)
         return router
 
     def _serve(self, model: str, pool: InstancePool) -> None:
-        """Begin with the state that belongs to one model; an empty name is that of no model."""
+        """Initialise the state that belongs to one model; its name is empty for unnamed instances."""
         config = self.config
         self.model = model
         self.pool = pool
@@ -150,13 +166,13 @@ class RequestRouter:
         self.short_prompts = ShortPrompts(config.short_prompt_tokens)
         self._turns = RoundRobinTurns()
         self.conductor = self._load_conductor(model)
-        # None: there is no tokenizer.
+        # None without a tokenizer.
         self.prompt_tokens: PromptTokens | None = None
         if (tokenizer := self._tokenizers.get(model)) is not None:
             self.prompt_tokens = PromptTokens(tokenizer, pool, self.client, self.spawn)
 
     def _load_conductor(self, model: str) -> ConductorRouting | None:
-        """It needs numpy: only where it is asked for."""
+        """Create the model's conductor if one is configured. Imported only then: it needs numpy."""
         config = self.config.conductor
         if config is None:
             return None
@@ -165,7 +181,7 @@ class RequestRouter:
         return ConductorRouting(self.pool, config.of_model(model), self._rng, self.now, model)
 
     def prepare(self, context: RequestContext) -> None:
-        """Session, prefix hashes and span of a request, as far as this proxy uses them."""
+        """Set the request's session, prefix hashes and trace span, if this proxy uses them."""
         if self.tracing is not None:
             headers = context.request.headers
             context.trace = self.tracing.begin(
@@ -184,8 +200,10 @@ class RequestRouter:
                 self._expect_hits(context, text_hashes(bytes(prompt), root))
 
     async def tokenize_prompt(self, context: RequestContext, tokens: PromptTokens) -> None:
-        """The rest of `prepare` where there is a tokenizer: text becomes token ids, and instances
-        that would make the same get them instead."""
+        """Complete `prepare` if there is a tokenizer: tokenize the prompt.
+
+        Instances that tokenize as the proxy does receive the token ids instead of the text.
+        """
         text = prompt_text(context.endpoint, context.parsed)
         if text is None:
             return
@@ -210,7 +228,10 @@ class RequestRouter:
         context.cached_tokens = self.prefixes.cached_tokens(hashes)
 
     def takes_short_prompt(self, context: RequestContext) -> bool:
-        """Whether D computes this prompt; it counts as in flight there until `end_short_prompt`."""
+        """Whether D should compute this prompt itself.
+
+        If so, its tokens count as in flight on D until `end_short_prompt` is called.
+        """
         if not self.short_prompts.limit:
             return False
         decodes = self.pool.live(Role.DECODE)
@@ -226,12 +247,12 @@ class RequestRouter:
 
     @property
     def wants_metaserver(self) -> bool:
-        """Whether early pulls wait for nothing but an address at which D reaches this process."""
+        """Whether early pulls only lack an address at which D reaches this process."""
         has_pairs = self.pool.can_disaggregate and self.pool.pulls_early
         return has_pairs and self.config.has_metaserver and not self.metaserver.is_reachable
 
     def pulls_early(self, context: RequestContext) -> bool:
-        """Whether D reserves blocks for this prompt, and reads its KV while P computes it."""
+        """Whether the prompt is long enough for an early pull, and the pool supports that."""
         limit = self.config.early_pull_tokens
         if not self.pool.pulls_early or not limit or (context.parsed.n or 1) > 1:
             return False
@@ -242,18 +263,20 @@ class RequestRouter:
         return context.prompt_tokens - num_cached >= limit
 
     def end_short_prompt(self, context: RequestContext) -> None:
-        """Its first token is there, or never will be. Idempotent."""
+        """Note that a short prompt has its first token or has failed. Idempotent."""
         self.short_prompts.num_tokens_in_flight -= context.num_short_tokens
         context.num_short_tokens = 0
 
     def note_first_token(self, context: RequestContext, now: float) -> None:
-        """The first token, or the whole answer, goes to the client."""
+        """Record that the first token, or the whole answer, is sent to the client."""
         self.metrics.first_token_seconds.observe(now - context.arrival)
         context.timing.begin(now)
 
     def token_clock(self, context: RequestContext) -> Callable[[], None]:
-        """To be called whenever more of a stream goes to its client: once per token, so that all
-        it needs is looked up here, once per stream."""
+        """Return a callback that records the time between the tokens of one stream.
+
+        It is called for every token, so all lookups are done here, once per stream.
+        """
         timing, now = context.timing, self.now
         record_gap, slo_tbt_s = self._record_gap, self._slo_tbt_s
 
@@ -272,7 +295,7 @@ class RequestRouter:
         return note_tokens
 
     def judge(self, context: RequestContext, *, is_whole: bool) -> None:
-        """Count a stream that is over by the objectives."""
+        """Count whether a finished stream has met each SLO."""
         config, timing = self.config, context.timing
         met = timing.verdicts(
             context.arrival, config.slo_ttft_s, config.slo_tbt_s, is_whole=is_whole
@@ -282,7 +305,10 @@ class RequestRouter:
             self.metrics.slo_requests.add(context.request_class, objective, verdict)
 
     def note_verdict(self, instance: Instance) -> None:
-        """Health has changed: a restarted instance has an empty cache."""
+        """Process a change of an instance's health.
+
+        An instance that is down loses its prefixes: after a restart its cache is empty.
+        """
         if instance.is_up:
             self.passive.succeeded(instance.name)
         else:
@@ -295,7 +321,10 @@ class RequestRouter:
 
     @property
     def holds_headers(self) -> bool:
-        """Whether a client gets its first byte only once D has accepted its request."""
+        """Whether response headers are withheld until D has accepted the request.
+
+        Admission may refuse a request as late as that, and then needs to answer with a status.
+        """
         return self.conductor is not None and self.conductor.refuses
 
     # ------------------------------------------------ choice
@@ -307,8 +336,18 @@ class RequestRouter:
         tried: Sequence[Instance] = (),
         is_compatible: IsCompatible | None = None,
     ) -> Instance:
-        """The instance for this step: preferably one that has not failed it yet and is compatible
-        with the other side. NoInstance if none is live."""
+        """Choose the instance for a step.
+
+        Args:
+            role: the role that the step needs.
+            context: the request.
+            tried: instances that have failed this step; avoided if there are others.
+            is_compatible: whether an instance can exchange KV with the other side of the request;
+                incompatible ones are avoided if there are others.
+
+        Raises:
+            NoInstance: no instance of this role is live.
+        """
         live: Sequence[Instance] = self.pool.require(role)
         if context.routed is not None and self.conductor is not None:
             placed = self.conductor.choose(context, context.routed, role, tried)
@@ -334,9 +373,12 @@ class RequestRouter:
         return chosen
 
     def _take_rank(self, role: Role, context: RequestContext, instance: Instance) -> DPRank | None:
-        """The one of an instance's data-parallel ranks that the request goes to by name, and has in
-        flight from now on. None leaves it to the instance, which also says so if the client names
-        one that is not there."""
+        """Choose the data-parallel rank for the request, and count the request as in flight there.
+
+        Returns:
+            None if the instance should choose. This includes the case that the client names a rank
+            that does not exist, which the instance rejects.
+        """
         ranks, given = instance.dp_ranks, context.request.headers.get(DP_RANK_HEADER)
         assert ranks is not None, "an instance with one has none to choose from"
         rank = None if given is None else ranks.named(given)
@@ -371,10 +413,10 @@ class RequestRouter:
         step: AttemptStep[T],
         is_compatible: IsCompatible | None = None,
     ) -> Awaitable[T]:
-        """Run `step` on an instance, and on another one for as long as nothing was forwarded.
+        """Run `step` on an instance; if it fails before anything was forwarded, retry on another.
 
-        Each new try has a new attempt id. It takes from the retry budget, so that a pool that
-        is failing does not get more traffic than a healthy one.
+        Each retry has a new attempt id and takes from the retry budget, so that a failing pool does
+        not get more traffic than a healthy one.
         """
         if context.trace is None:
             return self._attempt(role, context, step, is_compatible)
@@ -417,7 +459,7 @@ class RequestRouter:
             try:
                 result = await step(self, context, instance)
             except Recomputed:
-                raise  # no failure: the request goes on with a new prefill
+                raise  # not a failure: the request continues with a new prefill
             except UpstreamError as error:
                 if error.instance != instance.name:
                     raise  # the other side of this attempt failed, not this instance
@@ -458,7 +500,7 @@ class RequestRouter:
         untried = any(instance not in tried for instance in self.pool.live(role))
         if not untried or self.now() >= context.deadline:
             return False
-        if is_leaving(error):  # instances that are replaced do not fail: no budget is spent
+        if is_leaving(error):  # an instance that shuts down has not failed: spend no budget
             return True
         return len(tried) < self.config.max_attempts and self.budget.take()
 
@@ -470,7 +512,7 @@ class RequestRouter:
     # ------------------------------------------------ suspects
 
     def check_suspect(self, context: RequestContext) -> None:
-        """Raise Quarantined for a body that has just cost instances."""
+        """Raise Quarantined if instances were recently lost while they worked on this body."""
         left_s = self.suspects.quarantine_left(context.client_body, self.now())
         if left_s:
             self.metrics.suspects.add("refused")
@@ -493,8 +535,11 @@ class RequestRouter:
     # ------------------------------------------------ release
 
     def release(self, instance: Instance, facts: KVTransferParams) -> None:
-        """Tell P to free this request's KV, of all its choices. In the background: the client is
-        gone or has its answer, and P's lease expires anyway."""
+        """Tell P to free the KV of all choices of this request.
+
+        Runs in the background: the client has its answer or is gone, and if the message is lost, P
+        frees the KV when the lease expires.
+        """
         for remote_request_id in facts.held_request_ids:
             self.spawn(self._abort(instance, remote_request_id))
 
@@ -517,7 +562,7 @@ class RequestRouter:
         self.metrics.aborts.add(outcome)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A background task that is kept alive, and awaited by `close`."""
+        """Start a background task. The router holds a reference to it, and `close` awaits it."""
         task = self.client.loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._reap)
@@ -529,7 +574,7 @@ class RequestRouter:
             logger.error("background task failed", exc_info=error)
 
     async def close(self) -> None:
-        """Let running releases end."""
+        """Wait for the background tasks, at most ABORT_TIMEOUT_S, and stop tracing."""
         if self._background:
             await asyncio.wait(tuple(self._background), timeout=ABORT_TIMEOUT_S)
         if self.tracing is not None:

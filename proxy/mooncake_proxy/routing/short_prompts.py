@@ -1,44 +1,46 @@
-"""Which prompts are so short that a decode instance computes them itself, without a hand-over.
+"""Decides which prompts are so short that the decode instance prefills them itself.
 
-Splitting a request costs a hand-over: P's answer, D's pull, one more exchange. Not splitting it
-costs the requests on D the time of a step with that prompt in it. A prompt is short if the second
-is not more than the first, which is learnt from requests that were split, or up to a length that
-was set. Pure: no clock, no sockets.
+Splitting a request costs a handover: P's answer, D's pull and one more exchange. Not splitting it
+delays the other requests on D by a step that includes the prompt. A prompt is short if the delay is
+not longer than the handover. The break-even length is configured, or learnt from requests that were
+split. Pure: no clock, no sockets.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-# Of the latest requests that were split.
+# How many of the latest split requests to learn from.
 NUM_SAMPLES = 64
-# Below so many samples nothing is learnt yet.
+# With fewer samples than this no prompt counts as short.
 MIN_SAMPLES = 8
-# A learnt length stays below this, however slow the hand-over.
+# Upper bound of the learnt length, however slow handovers are.
 MAX_LEARNT_TOKENS = 2048
-# So many short prompts of the longest kind may be computed on each D at once; beyond, P has room.
+# Bound of the short prompts in flight on each D, in prompts of the longest kind; beyond it, prompts
+# go to P.
 PROMPTS_AT_ONCE = 4
 
 
 class ShortPrompts:
-    """Decides per request, by uncached prompt tokens and what D's compute already.
+    """Decides per request, by its uncached tokens and the short prompts already in flight on D.
 
-    `limit`: the most tokens of a short prompt; 0: none is short; None: learnt.
+    Args:
+        limit: longest short prompt in tokens; 0: none is short; None: learnt.
     """
 
     def __init__(self, limit: int | None) -> None:
         self._fixed = limit
         self.is_learnt = limit is None
-        # None: there are newer samples.
+        # Cached result; None after new samples.
         self._learnt: int | None = 0
         self._seconds_per_token: deque[float] = deque(maxlen=NUM_SAMPLES)
         self._handover_s: deque[float] = deque(maxlen=NUM_SAMPLES)
-        # Uncached tokens of short prompts that D's compute now.
+        # Uncached tokens of the short prompts in flight on decode instances.
         self.num_tokens_in_flight = 0
 
     @property
     def limit(self) -> int:
-        """The most uncached tokens of a short prompt."""
+        """Most uncached tokens of a short prompt."""
         if self._fixed is not None:
             return self._fixed
         if self._learnt is None:
@@ -48,13 +50,13 @@ class ShortPrompts:
     def _learn(self) -> int:
         if min(len(self._seconds_per_token), len(self._handover_s)) < MIN_SAMPLES:
             return 0
-        from statistics import median  # slow to import, and nothing is learnt when a proxy starts
+        from statistics import median  # slow to import, and not needed at startup
 
         tokens = median(self._handover_s) / median(self._seconds_per_token)
         return min(int(tokens), MAX_LEARNT_TOKENS)
 
     def is_short(self, num_uncached: int, num_decodes: int) -> bool:
-        """Whether one of so many live D's should compute this prompt."""
+        """Whether one of `num_decodes` live decode instances should compute this prompt."""
         limit = self.limit
         if num_uncached > limit:
             return False
@@ -62,12 +64,12 @@ class ShortPrompts:
         return self.num_tokens_in_flight + num_uncached <= room
 
     def note_prefill(self, num_uncached: int, seconds: float) -> None:
-        """An otherwise idle P took so long for so many tokens."""
+        """Record how long an otherwise idle P took for a prefill of `num_uncached` tokens."""
         if num_uncached > 0:
             self._seconds_per_token.append(seconds / num_uncached)
             self._learnt = None
 
     def note_handover(self, seconds: float) -> None:
-        """D took so long from the request to its first event, the pull included."""
+        """Record the time from the request to D until its first event, including the pull."""
         self._handover_s.append(seconds)
         self._learnt = None
