@@ -1,4 +1,4 @@
-"""Every environment variable that the CUDA backend reads or sets; no other module of it does."""
+"""Environment variables of the CUDA backend; its only module that reads or sets any."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ from mooncake_hal.native import cache_directory
 
 
 def hides_all_devices() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES is set to show none: empty, or beginning with ``-1``."""
+    """Whether CUDA_VISIBLE_DEVICES hides all devices: it is empty, or its first entry is ``-1``."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     return value is not None and value.strip().split(",")[0] in ("", "-1")
 
 
 def attention(names: tuple[str, ...]) -> str:
-    """MOONCAKE_HAL_CUDA_ATTENTION: what attention runs on, the first of ``names`` by default.
+    """MOONCAKE_HAL_CUDA_ATTENTION: the attention implementation, by default the first of ``names``.
 
     Raises:
-        HalError: it is none of them.
+        HalError: the value is not in ``names``.
     """
     return _one_of("MOONCAKE_HAL_CUDA_ATTENTION", names)
 
 
 def memory_kind(names: tuple[str, ...]) -> str:
-    """MOONCAKE_HAL_CUDA_MEMORY: the kind of KV memory, the first of ``names`` by default.
+    """MOONCAKE_HAL_CUDA_MEMORY: the kind of KV memory, by default the first of ``names``.
 
     Raises:
-        HalError: it is none of them.
+        HalError: the value is not in ``names``.
     """
     return _one_of("MOONCAKE_HAL_CUDA_MEMORY", names)
 
 
 def all_reduce(names: tuple[str, ...]) -> str:
-    """MOONCAKE_HAL_CUDA_ALL_REDUCE: how small all-reduces run, the first of ``names`` by default.
+    """MOONCAKE_HAL_CUDA_ALL_REDUCE: the implementation of small all-reduces, by default the first
+    of ``names``.
 
     Raises:
-        HalError: it is none of them.
+        HalError: the value is not in ``names``.
     """
     return _one_of("MOONCAKE_HAL_CUDA_ALL_REDUCE", names)
 
 
 def keep_kernels_in_project_cache() -> None:
-    """Set TRITON_CACHE_DIR, if it is not set, to a folder beside our compiled helpers.
+    """Set TRITON_CACHE_DIR, unless it is set, to a folder beside our compiled helpers.
 
-    Triton would write to the home folder, whatever XDG_CACHE_HOME says (triton/knobs.py), and fail
-    at the first kernel where there is none: in containers, pods and systemd units.
+    By default Triton writes to the home folder and ignores XDG_CACHE_HOME (triton/knobs.py). Where
+    no home folder exists (containers, pods, systemd units), its first kernel fails.
     """
     if "TRITON_CACHE_DIR" not in os.environ:
-        with suppress(NativeUnavailable):  # Triton then finds its own folder, or says what is wrong
+        with suppress(NativeUnavailable):  # Triton then uses its default, or reports the error
             os.environ["TRITON_CACHE_DIR"] = str(cache_directory() / "triton")
 
 

@@ -1,4 +1,5 @@
-"""What this machine has for CUDA, read from files: ``cuInit`` in a parent breaks its forks."""
+"""The probe: finds out from files whether CUDA is usable here, since ``cuInit`` would break CUDA in
+forked children."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from mooncake_hal.specs import Availability
 from mooncake_hal_cuda.cuda_env import hides_all_devices
 
 OLDEST_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-"""By the major version of CUDA, the driver that it needs (CUDA Toolkit release notes, table 2)."""
+"""The oldest driver for each major version of CUDA (CUDA Toolkit release notes, table 2)."""
 
 OLDEST_TRITON = (3, 5)
-"""Kernels use what older ones lack (``tl.range``'s ``disable_licm``); torch 2.9 brings this one."""
+"""The kernels use features that older versions lack (``disable_licm`` of ``tl.range``). torch 2.9
+comes with this version."""
 
 _DRIVER_VERSION = re.compile(r"Kernel Module.*?\s(\d+)\.(\d+)")
 _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*(?P<value>.+)$", re.MULTILINE)
@@ -25,19 +27,19 @@ _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*(?P<value>.+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class CudaMachine:
-    """Facts that the probe reasons about.
+    """What the probe found on this machine.
 
     Args:
         has_driver: whether the driver's library, libcuda.so.1, loads.
-        driver_version: of the kernel's driver, its first two numbers; None if it does not say.
+        driver_version: first two numbers of the kernel driver's version; None if unknown.
         device_files: names of the GPUs' device files, such as ``nvidia0``.
-        models: names of the GPUs as the driver gives them; may be empty in a container.
+        models: names of the GPUs as the driver reports them; may be empty in a container.
         has_torch: whether torch is installed.
         torch_cuda: CUDA version that torch was built for, or None.
         has_triton: whether triton is installed.
-        hides_devices: whether CUDA_VISIBLE_DEVICES hides all of them.
-        denied_files: those of the device files that this process may not open.
-        triton_version: its first two numbers; None if it does not say.
+        hides_devices: whether CUDA_VISIBLE_DEVICES hides all GPUs.
+        denied_files: those of ``device_files`` that this process may not open.
+        triton_version: first two numbers of triton's version; None if unknown.
     """
 
     has_driver: bool
@@ -53,10 +55,10 @@ class CudaMachine:
 
 
 def look(root: Path = Path("/")) -> CudaMachine:
-    """Read the facts of this machine.
+    """Inspect this machine.
 
     Args:
-        root: where its file system begins.
+        root: root of its file system.
     """
     paths = sorted((root / "dev").glob("nvidia*"))
     files = [path for path in paths if path.name[len("nvidia") :].isdigit()]
@@ -78,7 +80,7 @@ def look(root: Path = Path("/")) -> CudaMachine:
 
 
 def diagnose(machine: CudaMachine) -> Availability:
-    """Say what is missing, the most basic thing first."""
+    """Whether CUDA is usable, and if not, the most basic thing that is missing."""
     if not machine.has_driver and not machine.device_files:
         return Availability(False, "no NVIDIA driver: libcuda.so.1 is not found")
     if not machine.has_driver:
@@ -97,7 +99,7 @@ def diagnose(machine: CudaMachine) -> Availability:
 
 
 def _missing_software(machine: CudaMachine) -> str:
-    """What the kernels lack to use the devices, or nothing."""
+    """What is missing to use the devices, or an empty string."""
     if machine.denied_files == machine.device_files:
         return (
             f"this process may not open /dev/{machine.denied_files[0]}: join the group that may "
@@ -127,13 +129,13 @@ def _missing_software(machine: CudaMachine) -> str:
 
 
 def parse_driver_version(text: str) -> tuple[int, int] | None:
-    """First two numbers of the driver in /proc/driver/nvidia/version, or None."""
+    """First two numbers of the driver's version in /proc/driver/nvidia/version, or None."""
     found = _DRIVER_VERSION.search(text)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def parse_torch_cuda(text: str) -> str | None:
-    """CUDA version in torch's version.py, or None for a build without."""
+    """CUDA version in torch's version.py, or None for a build without CUDA."""
     found = _TORCH_CUDA.search(text)
     value = found["value"].strip() if found else "None"
     return None if value == "None" else value.strip("'\"")

@@ -1,8 +1,8 @@
-"""The part of NVIDIA's driver library that torch does not offer, through ctypes.
+"""ctypes bindings of NVIDIA's driver library, for what torch does not offer.
 
-Memory that other processes can map, and copies between addresses of any process. Status codes end
-here: a call that fails raises DeviceError. Calls act on the context that ``bind`` made current in
-the calling thread, which is torch's own: the device's primary context.
+These are memory that other processes can map, and copies between addresses of any process. Status
+codes become exceptions here: a call that fails raises DeviceError. Calls act on the context that
+``bind`` has made current in the calling thread: the device's primary context, which torch uses too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class _IpcHandle(ctypes.Structure):
-    """CUipcMemHandle, which is passed by value."""
+    """CUipcMemHandle; it is passed by value."""
 
     _fields_ = [("reserved", c_char * HANDLE_BYTES)]
 
@@ -75,13 +75,13 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class CudaDriver:
-    """The calls, with Python's types.
+    """The driver's functions with Python types.
 
     Args:
-        library: where the driver is; another one only in tests.
+        library: name or path of the driver's library; replaced only in tests.
 
     Raises:
-        DeviceError: the library is not there, or does not initialise.
+        DeviceError: the library can't be loaded, or does not initialise.
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
@@ -96,7 +96,11 @@ class CudaDriver:
         self.call("cuInit", 0)
 
     def declare(self, signatures: Mapping[str, tuple[type, ...]]) -> None:
-        """Give functions their argument types, by name; AttributeError if one is not there."""
+        """Declare the argument types of functions, by name.
+
+        Raises:
+            AttributeError: the library lacks one of them.
+        """
         for name, arguments in signatures.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, c_int
@@ -111,7 +115,7 @@ class CudaDriver:
         self.call("cuCtxSetCurrent", self._contexts[index])
 
     def count(self) -> int:
-        """How many devices CUDA_VISIBLE_DEVICES shows."""
+        """The number of devices that are visible to this process."""
         found = c_int()
         self.call("cuDeviceGetCount", byref(found))
         return found.value
@@ -123,28 +127,28 @@ class CudaDriver:
         return bytes(found)
 
     def can_access(self, index: int, other: int) -> bool:
-        """Whether a device reaches another one's memory."""
+        """Whether a device can access another device's memory (peer access)."""
         answer = c_int()
         devices = self.ordinal(index), self.ordinal(other)
         self.call("cuDeviceCanAccessPeer", byref(answer), *devices)
         return bool(answer.value)
 
     def has_atomics(self, index: int, other: int) -> bool:
-        """Whether atomic operations of a device on another one's memory are atomic there, as over
-        NVLink and not over PCIe."""
+        """Whether a device supports atomic operations on another device's memory: over NVLink, but
+        not over PCIe."""
         answer = c_int()
         devices = self.ordinal(index), self.ordinal(other)
         self.call("cuDeviceGetP2PAttribute", byref(answer), NATIVE_ATOMICS, *devices)
         return bool(answer.value)
 
     def memory_bytes(self) -> tuple[int, int]:
-        """(free, total) of the current device."""
+        """(free, total) memory of the current device, in bytes."""
         free, total = c_size_t(), c_size_t()
         self.call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value, total.value
 
     def allocate(self, nbytes: int) -> int:
-        """Zeroed memory of the current device; raises OutOfMemory."""
+        """Allocate zeroed memory on the current device; raises OutOfMemory."""
         address = c_uint64()
         self.call("cuMemAlloc_v2", byref(address), nbytes)
         self.zero(address.value, nbytes)
@@ -153,51 +157,53 @@ class CudaDriver:
     def zero(self, address: int, nbytes: int) -> None:
         """Fill memory with zeros."""
         self.call("cuMemsetD8_v2", address, 0, nbytes)
-        self.synchronize()  # other streams may use it at once
+        self.synchronize()  # other streams may use the memory as soon as this returns
 
     def synchronize(self) -> None:
-        """Block until the current device has finished all that this process enqueued."""
+        """Block until the current device has completed all work that this process enqueued."""
         self.call("cuCtxSynchronize")
 
     def free(self, address: int) -> None:
-        """Give memory back; waits for the device."""
+        """Free memory; waits for the device."""
         self.call("cuMemFree_v2", address)
 
     def allocate_host(self, nbytes: int) -> int:
-        """Pinned host memory, good at the same address for every device; raises OutOfMemory."""
+        """Allocate pinned host memory that has the same address for every device; raises
+        OutOfMemory."""
         address = handle()
         self.call("cuMemHostAlloc", byref(address), nbytes, _FOR_EVERY_DEVICE)
         return address.value or 0
 
     def free_host(self, address: int) -> None:
-        """Give pinned memory back."""
+        """Free pinned host memory."""
         self.call("cuMemFreeHost", address)
 
     def allocation_of(self, address: int) -> tuple[int, int]:
-        """(address, bytes) of the allocation around an address."""
+        """(address, bytes) of the allocation that contains an address."""
         base, nbytes = c_uint64(), c_size_t()
         self.call("cuMemGetAddressRange_v2", byref(base), byref(nbytes), address)
         return base.value, nbytes.value
 
     def export(self, address: int) -> bytes:
-        """Name an allocation, by its first address, for other processes of this host."""
+        """Export an IPC handle of an allocation, given by its first address, for other processes of
+        this host."""
         exported = _IpcHandle()
         self.call("cuIpcGetMemHandle", byref(exported), address)
         return bytes(exported)
 
     def open(self, exported: bytes) -> int:
-        """Map another process's allocation; its address here."""
+        """Map another process's allocation by its IPC handle; returns its address here."""
         address = c_uint64()
         named = _IpcHandle.from_buffer_copy(exported)
         self.call("cuIpcOpenMemHandle_v2", byref(address), named, _LAZY_PEER_ACCESS)
         return address.value
 
     def close(self, address: int) -> None:
-        """Unmap what ``open`` mapped."""
+        """Unmap an allocation that ``open`` mapped."""
         self.call("cuIpcCloseMemHandle", address)
 
     def new_stream(self) -> handle:
-        """A stream that does not wait for the default one; ``destroy_stream`` it."""
+        """Create a stream that does not wait for the default stream; the caller destroys it."""
         stream = handle()
         self.call("cuStreamCreate", byref(stream), _NON_BLOCKING)
         return stream
@@ -207,29 +213,30 @@ class CudaDriver:
         self.call("cuMemcpyAsync", target, source, nbytes, stream)
 
     def drain(self, stream: handle) -> None:
-        """Block until all that was enqueued on the stream has finished."""
+        """Block until all work that was enqueued on the stream has completed."""
         self.call("cuStreamSynchronize", stream)
 
     def mark(self, stream: handle) -> handle:
-        """An event behind all that was enqueued on the stream so far; ``reach`` it once."""
+        """Record an event behind all work enqueued on the stream so far; the caller passes it to
+        ``reach`` once."""
         event = handle()
         self.call("cuEventCreate", byref(event), _WITHOUT_TIME)
         self.call("cuEventRecord", event, stream)
         return event
 
     def reach(self, event: handle) -> None:
-        """Block until the stream has passed an event, and give the event back."""
+        """Block until the stream has reached an event, and destroy the event."""
         try:
             self.call("cuEventSynchronize", event)
         finally:
             self.call("cuEventDestroy_v2", event)
 
     def destroy_stream(self, stream: handle) -> None:
-        """Give a stream back."""
+        """Destroy a stream."""
         self.call("cuStreamDestroy_v2", stream)
 
     def attribute(self, index: int, number: int) -> int:
-        """A fact about a device, by its number in CUdevice_attribute.
+        """An attribute of a device, by its number in CUdevice_attribute.
 
         Raises:
             DeviceError: the driver is older than the attribute.
@@ -245,7 +252,7 @@ class CudaDriver:
         return device.value
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call a declared function; its status becomes OutOfMemory, DeviceError or nothing."""
+        """Call a declared function, and raise OutOfMemory or DeviceError if it fails."""
         status = getattr(self._library, name)(*arguments)
         if status == _OUT_OF_MEMORY:
             raise OutOfMemory(f"{name}: the device is out of memory")

@@ -1,1 +1,1 @@
-"""GPU memory that other processes can map: its kinds, and the allocations of KV."""
+"""GPU memory that other processes can map: memory kinds, and allocation of KV memory."""

@@ -1,6 +1,7 @@
-"""KV memory from the driver itself: other processes can map it, and NICs can register it.
+"""Allocates KV memory directly from the driver, so that other processes can map it and NICs can
+register it.
 
-Torch's allocator hands out pieces of larger allocations, and only whole allocations can be shared.
+Torch's allocator returns parts of larger allocations, but only whole allocations can be shared.
 ``memory_kinds`` decides once per device which kind of memory is used.
 """
 
@@ -19,19 +20,20 @@ from mooncake_hal.transport import MemoryRegion
 from mooncake_hal_cuda.memory.memory_kinds import HANDLE_TYPES, DeviceSharing, MemoryKind
 
 GRANULE = 2 << 20
-"""The driver gives smaller allocations out of shared ones, which would be exported with them."""
+"""Allocations are rounded up to this size, in bytes. The driver places smaller ones in a common
+block, and exporting one would export the whole block."""
 
 View = Callable[[int, int, int], Tensor]
 """Makes a flat uint8 tensor of (address, bytes, device index) without copying."""
 
 
 class CudaMemory:
-    """KV memory that other processes can map.
+    """Allocator of KV memory that other processes can map.
 
     Args:
-        sharing: allocates, as it was decided for the device.
-        devices: what there is.
-        view: makes tensors; another one only in tests.
+        sharing: allocates memory of the kind that was decided for the device.
+        devices: the visible devices.
+        view: makes tensors over memory; replaced only in tests.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class CudaMemory:
         return TensorAllocation(region, self._view(address, nbytes, index), release)
 
     def _allocate(self, nbytes: int, index: int) -> tuple[int, Callable[[], None]]:
-        """(address, what gives it back) of memory of the kind that was decided."""
+        """Allocate memory of the decided kind; returns (address, function that frees it)."""
         decided = self._sharing.of(index)
         if decided.kind is not MemoryKind.IPC:
             types = HANDLE_TYPES[decided.kind]
@@ -76,14 +78,14 @@ class CudaMemory:
 
         def release() -> None:
             self._driver.bind(index)
-            self._driver.synchronize()  # unmapping does not wait for kernels that still use it
+            self._driver.synchronize()  # unmapping does not wait for kernels that use the memory
             close()
 
         return address, release
 
 
 class _Exposed:
-    """Device memory in the form that torch takes over without a copy (CUDA Array Interface 3)."""
+    """Device memory in a form that torch can wrap without a copy (CUDA Array Interface 3)."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -96,5 +98,5 @@ class _Exposed:
 
 
 def device_view(address: int, nbytes: int, index: int) -> Tensor:
-    """A flat uint8 tensor over device memory; it does not own it."""
+    """A flat uint8 tensor over device memory, which it does not own."""
     return torch.as_tensor(_Exposed(address, nbytes), device=torch.device("cuda", index))

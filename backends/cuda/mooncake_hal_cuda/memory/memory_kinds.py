@@ -1,4 +1,4 @@
-"""Which kind of memory KV lies in: what each device can share, and the kind that is taken."""
+"""Chooses the kind of KV memory for each device, by what the device can share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class MemoryKind(Enum):
     """How other processes map the memory.
 
-    IPC: by the name of a whole allocation (cuIpcGetMemHandle); processes of one host.
-    DESCRIPTOR: by a file descriptor that is passed to them; processes of one host.
+    IPC: by the CUDA IPC handle of a whole allocation (cuIpcGetMemHandle), on the same host.
+    DESCRIPTOR: by a file descriptor that they receive, on the same host.
     FABRIC: by a handle that is valid in the whole NVLink domain, on other hosts too.
     """
 
@@ -34,18 +34,18 @@ class MemoryKind(Enum):
 
 
 KINDS = (AUTO, *(kind.value for kind in MemoryKind))
-"""What MOONCAKE_HAL_CUDA_MEMORY may be."""
+"""Values of MOONCAKE_HAL_CUDA_MEMORY."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharingCapabilities:
-    """What a device can do.
+    """How a device's memory can be shared.
 
     Args:
-        no_descriptors: why its memory can't be had by descriptor; empty if it can.
-        no_fabric: why it can't be had through the fabric; empty if it can.
-        domain: that it is in; only where it can.
-        is_rdma: whether such memory can be registered with NICs.
+        no_descriptors: why it can't be shared by descriptor; empty if it can.
+        no_fabric: why it can't be shared by fabric handle; empty if it can.
+        domain: the device's NVLink domain; None if fabric handles can't be used.
+        is_rdma: whether memory that is shared by descriptor can also be registered with NICs.
     """
 
     no_descriptors: str
@@ -56,13 +56,13 @@ class SharingCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class SharingDecision:
-    """What was decided for a device.
+    """The memory kind that was chosen for a device.
 
     Args:
-        kind: of its memory.
-        reason: why none of the better ones.
-        domain: that other hosts' processes find it in; only of kind FABRIC.
-        is_rdma: whether it is allocated for NICs too.
+        kind: the kind.
+        reason: why none of the preferred kinds was chosen.
+        domain: NVLink domain in which other hosts can map the memory; only for kind FABRIC.
+        is_rdma: whether memory is allocated so that NICs can register it.
     """
 
     kind: MemoryKind
@@ -72,10 +72,10 @@ class SharingDecision:
 
 
 def decide_sharing(wanted: str, capabilities: SharingCapabilities) -> SharingDecision:
-    """The kind with the longest reach that the device has, or the one that was asked for.
+    """Choose the requested kind, or with AUTO the supported kind with the longest reach.
 
     Raises:
-        CapabilityError: the device does not have that one; the message says why.
+        CapabilityError: the device does not support the requested kind; the message says why.
     """
     refusals = {
         MemoryKind.FABRIC: capabilities.no_fabric,
@@ -103,15 +103,16 @@ HANDLE_TYPES = {
     MemoryKind.DESCRIPTOR: HandleType.POSIX_FILE_DESCRIPTOR,
     MemoryKind.FABRIC: HandleType.FABRIC | HandleType.POSIX_FILE_DESCRIPTOR,
 }
-"""What memory of a kind is made with: processes of one host need no fabric for fabric memory."""
+"""Handle types that memory of a kind is created with. Fabric memory has a descriptor too, so that
+processes on the same host can map it without the fabric."""
 
 
 class DeviceSharing:
-    """The driver, and what was decided for each device.
+    """The driver, and the memory kind of each device.
 
     Args:
-        driver: of the hardware.
-        fabric: what is known of the NVLink domain; another one only in tests.
+        driver: the driver.
+        fabric: finds a device's NVLink domain; replaced only in tests.
     """
 
     def __init__(self, driver: CudaDriver, fabric: NvlinkFabric | None = None) -> None:
@@ -121,10 +122,10 @@ class DeviceSharing:
         self._decided: dict[int, SharingDecision] = {}
 
     def of(self, index: int) -> SharingDecision:
-        """What was decided for a device; the first time, it is found out and logged.
+        """The decision for a device, which the first call makes and logs.
 
         Raises:
-            CapabilityError: MOONCAKE_HAL_CUDA_MEMORY wants what the device does not have.
+            CapabilityError: the device does not support the kind in MOONCAKE_HAL_CUDA_MEMORY.
             DeviceError: there is no such device.
         """
         if index not in self._decided:
@@ -136,8 +137,11 @@ class DeviceSharing:
         return self._decided[index]
 
     def capabilities(self, index: int) -> SharingCapabilities:
-        """What a device can do. Memory of each kind is made and shared once, since attributes
-        promise too much: sandboxes and virtual GPUs have them, and refuse the calls."""
+        """Find out how a device's memory can be shared.
+
+        Memory of each kind is allocated and shared once for a test, because attributes are not
+        reliable: sandboxes and virtual GPUs report them, but refuse the calls.
+        """
         virtual = self.virtual
         no_descriptors = ""
         if not virtual.has(index, Attribute.VIRTUAL_MEMORY):
@@ -146,7 +150,7 @@ class DeviceSharing:
             no_descriptors = "the device exports no descriptors"
         is_rdma = not no_descriptors and virtual.has(index, Attribute.GPU_DIRECT_RDMA)
         if is_rdma and self._why_no_descriptors(index, is_rdma=True):
-            is_rdma = False  # rather no NIC than no descriptor
+            is_rdma = False  # descriptors matter more than NICs
         if not no_descriptors and not is_rdma:
             no_descriptors = self._why_no_descriptors(index, is_rdma=False)
         domain, no_fabric = None, no_descriptors
@@ -158,7 +162,8 @@ class DeviceSharing:
         return SharingCapabilities(no_descriptors, no_fabric, domain, is_rdma)
 
     def _why_no_descriptors(self, index: int, *, is_rdma: bool) -> str:
-        """Make memory, export it, map it by its descriptor; what the driver refused, or nothing."""
+        """Allocate memory, export it and map it by its descriptor; returns the driver's error, or
+        an empty string."""
         self.driver.bind(index)
         with ExitStack() as undo:
             try:
@@ -174,10 +179,10 @@ class DeviceSharing:
         return ""
 
     def why_no_access(self, ours: bytes, theirs: bytes) -> str | None:
-        """Say why a device can't use another one's memory, or None; by their UUIDs.
+        """The reason why a device can't access another device's memory, or None; both by UUID.
 
-        One that CUDA_VISIBLE_DEVICES hides from this process can't be asked about: whether its
-        memory can be mapped shows when it is.
+        The driver can't be queried about a device that CUDA_VISIBLE_DEVICES hides from this
+        process. For such a device the answer is None, and mapping its memory may fail later.
         """
         known = self._indices
         if theirs == ours or not {ours, theirs} <= known.keys():
@@ -187,7 +192,8 @@ class DeviceSharing:
         return f"cuda:{known[ours]} has no peer access to cuda:{known[theirs]}; see nvidia-smi topo"
 
     def why_no_atomics(self, ours: bytes, theirs: bytes) -> str | None:
-        """Say why a device has no atomic operations on another one's memory, or None; by UUIDs."""
+        """The reason why a device has no atomic operations on another device's memory, or None;
+        both by UUID."""
         if theirs == ours:
             return None
         known = self._indices
@@ -201,11 +207,15 @@ class DeviceSharing:
 
     @cached_property
     def _indices(self) -> dict[bytes, int]:
-        """The devices' numbers by their UUIDs."""
+        """Indices of the visible devices by UUID."""
         return {self.driver.uuid(index): index for index in range(self.driver.count())}
 
     def _find_domain(self, index: int) -> NvlinkDomain:
-        """The domain in which memory of a device can be shared; DeviceError if in none."""
+        """The NVLink domain in which a device's memory can be shared.
+
+        Raises:
+            DeviceError: there is none; the message says why.
+        """
         if not self.virtual.has(index, Attribute.FABRIC):
             raise DeviceError("the device has no fabric handles")
         if not self._fabric.has_channel():

@@ -1,7 +1,8 @@
-"""NVLink domains: whose memory other hosts can map. Facts from NVML, and from device files.
+"""NVLink domains, within which hosts can map each other's GPU memory; read from NVML and device
+files.
 
-Names and layouts are those of ``nvml.h``: nvmlGpuFabricInfo_v2_t, whose version is its size and a 2
-in the top byte; state 3 is NVML_GPU_FABRIC_STATE_COMPLETED.
+Names and layouts are those of ``nvml.h``: nvmlGpuFabricInfo_v2_t, whose version field is its size
+with a 2 in the top byte. State 3 is NVML_GPU_FABRIC_STATE_COMPLETED.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mooncake_hal.errors import DeviceError
 
 LIBRARY = "libnvidia-ml.so.1"
 CHANNELS = Path("/dev/nvidia-caps-imex-channels")
-"""Device files of IMEX. Who can read one shares memory with everybody who can read the same."""
+"""Folder of the IMEX device files. Processes that can read the same file can share memory."""
 
 _COMPLETED = 3
 
@@ -47,11 +48,11 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class NvlinkDomain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """GPUs that NVLink joins, of one host or of several.
+    """A set of GPUs that are connected by NVLink, on one host or several.
 
     Args:
-        cluster: UUID that the fabric manager gave it.
-        clique: those within it that reach each other.
+        cluster: UUID that the fabric manager assigned to the cluster.
+        clique: number of the group of GPUs within the cluster that can reach each other.
     """
 
     cluster: bytes
@@ -62,11 +63,11 @@ class NvlinkDomain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class NvlinkFabric:
-    """What this host knows of its NVLink domain.
+    """Finds the NVLink domains of this host's GPUs.
 
     Args:
-        library: where NVML is; another one only in tests.
-        channels: folder of IMEX's device files.
+        library: name or path of NVML; replaced only in tests.
+        channels: folder of the IMEX device files.
     """
 
     def __init__(self, library: str = LIBRARY, channels: Path = CHANNELS) -> None:
@@ -78,10 +79,11 @@ class NvlinkFabric:
         return any(os.access(path, os.R_OK) for path in self._channels.glob("channel*"))
 
     def domain(self, uuid: bytes) -> NvlinkDomain:
-        """The domain of the device of that UUID.
+        """The domain of the device with this UUID.
 
         Raises:
-            DeviceError: it is in none that reaches beyond its host; the message says why.
+            DeviceError: the device is in no domain that extends beyond its host; the message says
+                why.
         """
         library = self._load()
         _call(library, "nvmlInit_v2")

@@ -1,9 +1,9 @@
-"""Memory through the driver's virtual memory management, which other processes can map.
+"""Memory from the driver's virtual memory management API, which other processes can map.
 
-The memory has a handle; where it is seen is a reserved range of addresses. A process that got the
-handle from another one maps it at addresses of its own, and the memory lives until all have
+An allocation has a handle, which is mapped to a reserved range of addresses. A process that
+receives the handle maps it to addresses of its own. The memory is freed when all processes have
 unmapped and released it. Layouts and numbers are those of CUDA's ``cuda.h`` (13.1), with which the
-tests compare them; they have not changed since 11.0, where fabric handles (12.3) were not there.
+tests compare them. They have not changed since 11.0; fabric handles were added in 12.3.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Attribute(IntEnum):
 
 
 class HandleType(IntFlag):
-    """CUmemAllocationHandleType: how other processes may get the memory."""
+    """CUmemAllocationHandleType: how memory can be exported to other processes."""
 
     NONE = 0
     POSIX_FILE_DESCRIPTOR = 1
@@ -53,13 +53,13 @@ class HandleType(IntFlag):
 
 
 class Location(Structure):
-    """CUmemLocation: a device, by its number."""
+    """CUmemLocation: a device, by its ordinal."""
 
     _fields_ = [("type", c_int), ("id", c_int)]
 
 
 class AccessDesc(Structure):
-    """CUmemAccessDesc: what a device may do."""
+    """CUmemAccessDesc: the access of a device to a mapping."""
 
     _fields_ = [("location", Location), ("flags", c_int)]
 
@@ -76,7 +76,7 @@ class AllocationFlags(Structure):
 
 
 class AllocationProp(Structure):
-    """CUmemAllocationProp: what memory is asked for."""
+    """CUmemAllocationProp: properties of an allocation."""
 
     _fields_ = [
         ("type", c_int),
@@ -111,11 +111,11 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Memory of a handle, where this process sees it.
+    """Memory that is mapped in this process.
 
     Args:
-        address: of its first byte.
-        close: unmaps and releases it, in the device's context; call it once.
+        address: address of its first byte.
+        close: unmaps and releases the memory, in the device's context; must be called once.
     """
 
     address: int
@@ -123,10 +123,10 @@ class Mapped:
 
 
 class VirtualMemory:
-    """The calls, with Python's types. They act on the device that is current.
+    """The API's functions with Python types. They act on the current device.
 
     Args:
-        driver: of the hardware.
+        driver: the driver.
     """
 
     def __init__(self, driver: CudaDriver) -> None:
@@ -134,20 +134,20 @@ class VirtualMemory:
         driver.declare(_SIGNATURES)
 
     def has(self, index: int, attribute: Attribute) -> bool:
-        """Whether a device can do it; False where the driver does not know the attribute."""
+        """Whether a device has an attribute; False if the driver does not know the attribute."""
         try:
             return bool(self._driver.attribute(index, attribute))
         except DeviceError:
             return False
 
     def allocate(self, nbytes: int, index: int, types: HandleType, *, is_rdma: bool) -> Mapped:
-        """Zeroed memory of at least ``nbytes``; raises OutOfMemory, or DeviceError.
+        """Allocate zeroed memory; raises OutOfMemory or DeviceError.
 
         Args:
-            nbytes: wanted; rounded up to what the device hands out.
-            index: of the device.
-            types: how other processes may get it; can't be changed later.
-            is_rdma: whether NICs may register it (needs Attribute.GPU_DIRECT_RDMA).
+            nbytes: minimum size; rounded up to the device's allocation granularity.
+            index: index of the device.
+            types: how the memory can be exported; can't be changed later.
+            is_rdma: whether NICs can register the memory (needs Attribute.GPU_DIRECT_RDMA).
         """
         prop = AllocationProp(_PINNED, types, Location(_ON_DEVICE, self._driver.ordinal(index)))
         prop.allocFlags.gpuDirectRDMACapable = is_rdma
@@ -166,7 +166,7 @@ class VirtualMemory:
         return mapped
 
     def handle_types(self, address: int) -> HandleType | None:
-        """How other processes may get the memory there; None if ``allocate`` did not make it."""
+        """How the memory at an address can be exported; None if it is not from ``allocate``."""
         try:
             handle = self._retain(address)
         except DeviceError:
@@ -179,29 +179,30 @@ class VirtualMemory:
         return HandleType(prop.requestedHandleTypes)
 
     def export_descriptor(self, address: int) -> int:
-        """A descriptor of the memory at an address; the caller closes it."""
+        """Export a descriptor of the memory at an address; the caller closes it."""
         descriptor = c_int(-1)
         self._export(address, HandleType.POSIX_FILE_DESCRIPTOR, descriptor)
         return descriptor.value
 
     def export_fabric(self, address: int) -> bytes:
-        """A name of the memory at an address, for processes of the NVLink domain."""
+        """Export a fabric handle of the memory at an address, valid in the NVLink domain."""
         handle = FabricHandle()
         self._export(address, HandleType.FABRIC, handle)
         return bytes(handle)
 
     def open_descriptor(self, descriptor: int, nbytes: int, index: int) -> Mapped:
-        """Map another process's memory, all ``nbytes`` of it; the descriptor may be closed then."""
+        """Map all ``nbytes`` of another process's memory; the descriptor may be closed
+        afterwards."""
         # the driver takes the descriptor itself where the signature has a pointer
         return self._open(c_void_p(descriptor), HandleType.POSIX_FILE_DESCRIPTOR, nbytes, index)
 
     def open_fabric(self, name: bytes, nbytes: int, index: int) -> Mapped:
-        """The same by its name in the NVLink domain."""
+        """Map all ``nbytes`` of another process's memory by its fabric handle."""
         handle = FabricHandle.from_buffer_copy(name)
         return self._open(cast(byref(handle), c_void_p), HandleType.FABRIC, nbytes, index)
 
     def grant(self, address: int, nbytes: int, index: int) -> None:
-        """Let a device read and write a mapped range, all of it."""
+        """Give a device read and write access to a whole mapped range."""
         access = AccessDesc(Location(_ON_DEVICE, self._driver.ordinal(index)), _READ_WRITE)
         self._driver.call("cuMemSetAccess", address, nbytes, byref(access), 1)
 
@@ -223,7 +224,7 @@ class VirtualMemory:
         return self._map(handle.value, nbytes, index)
 
     def _map(self, handle: int, nbytes: int, index: int) -> Mapped:
-        """Give memory an address that one device may use; the handle goes with it."""
+        """Map memory for one device; takes ownership of the handle."""
         call, address = self._driver.call, c_uint64()
         with ExitStack() as undo:
             undo.callback(call, "cuMemRelease", handle)
