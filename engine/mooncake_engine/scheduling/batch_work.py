@@ -1,9 +1,9 @@
-"""Batch work runs in what interactive requests leave: in idle memory, and in no one's way.
+"""Batch work uses the capacity that interactive requests leave idle, and never delays them.
 
-A prefill instance has memory and time that nobody uses between two peaks. Requests of the batch
-class fill it: they start when no interactive request waits, their prompts pause while one does,
-and they are preempted as soon as one needs their blocks or their place. What they had computed
-stays in the prefix cache for as long as nobody needs the memory.
+Between two peaks a prefill instance has idle memory and compute time. Batch requests use them: they
+start only when no interactive request waits, their prompts pause while one waits, and they are
+preempted as soon as one needs their blocks or their place in the batch. The KV that they had
+computed stays in the prefix cache until its memory is needed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from mooncake_engine.scheduling.request_queues import RequestQueues, priority_ke
 
 
 def is_batch(request: Request) -> bool:
-    """Whether nobody waits for the request."""
+    """Whether the request is batch work, that is, not interactive."""
     return request.group.priority_key[0] >= BATCH_PRIORITY
 
 
 class BatchWork:
-    """Finds who has to wait for whom.
+    """Finds the interactive request that waits, and the batch work to preempt for it.
 
     Args:
-        queues: where requests stand.
-        blocks: their tables.
+        queues: queues of the requests.
+        blocks: owner of their block tables.
     """
 
     def __init__(self, queues: RequestQueues, blocks: BlockManager) -> None:
@@ -34,7 +34,7 @@ class BatchWork:
         self._blocks = blocks
 
     def find_waiting(self) -> Request | None:
-        """The most urgent interactive request that waits for blocks or for its turn."""
+        """Returns the most urgent interactive request that is not scheduled yet, or None."""
         queues = self._queues
         heads = (queues.waiting.peek(), queues.swapped.peek(), queues.preallocating.peek())
         return min(
@@ -44,32 +44,33 @@ class BatchWork:
         )
 
     def find_victim(self) -> Request | None:
-        """The least urgent batch request that holds blocks, and may be preempted."""
+        """Returns the least urgent batch request that owns blocks and may be preempted, or None."""
         running = takewhile(is_batch, reversed(self._queues.running))  # the most urgent is first
         last = next((request for request in running if not request.group.is_unproven), None)
         ready = [r for r in self._queues.ready if is_batch(r) and not r.group.is_unproven]
         return max(ready if last is None else [last, *ready], key=priority_key, default=None)
 
     def _num_kept_free(self, request: Request) -> int:
-        """Blocks that a load of KV leaves to those that run: one for each."""
+        """Returns the blocks that a load from a peer leaves free: one for each request that runs,
+        is ready, or loads."""
         if request.state is not RequestStatus.PREALLOCATING:
             return 0
         queues = self._queues
         return len(queues.running) + len(queues.ready) + len(queues.transferring)
 
     def has_room(self, request: Request, max_num_seqs: int, reserve: int) -> bool:
-        """Whether an interactive request could start now, as far as batch work is concerned.
+        """Whether an interactive request could start now, without preempting batch work.
 
         Args:
-            request: that waits.
-            max_num_seqs: that may run.
-            reserve: blocks that stay free besides.
+            request: the waiting request.
+            max_num_seqs: maximum number of running sequences.
+            reserve: number of blocks that must stay free besides.
         """
         has_place = len(self._queues.running) < max_num_seqs
         return has_place and not self.lacks_blocks(request, reserve)
 
     def lacks_blocks(self, request: Request, reserve: int) -> bool:
-        """Whether there are too few blocks for it, if ``reserve`` stay free besides."""
+        """Whether too few blocks are free for the request if ``reserve`` more must stay free."""
         wanted = self._blocks.blocks_for(len(request.token_ids)) + len(request.group.members) - 1
         swapped = sum(len(member.host_block_ids) for member in request.group.members)
         wanted = max(wanted, swapped) + reserve + self._num_kept_free(request)

@@ -1,4 +1,4 @@
-"""Which data-parallel rank serves a request: by what each has to do, and which prefixes it has."""
+"""Chooses the data-parallel rank of each request, by the ranks' loads and their cached prefixes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from mooncake_engine.messages import EngineRequest, TokenUpdate
 
 DECODE_TOKENS = 32
-"""A request that decodes delays a new one about as much as so many tokens of a prompt: it takes one
+"""Cost of a decoding request, in prompt tokens that would delay a new request equally: it takes one
 token of each step until it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A live request: where, and what it still costs there, in tokens."""
+    """A live request: its rank, and its remaining cost there, in tokens."""
 
     dp_rank: int
     cost: int
@@ -22,23 +22,23 @@ class _Placed:
 
 
 class RequestPlacement:
-    """Where live requests are, and where the next one goes.
+    """Tracks the ranks of live requests, and places new ones.
 
     Args:
-        dp_size: data-parallel ranks.
+        dp_size: number of data-parallel ranks.
     """
 
     def __init__(self, dp_size: int) -> None:
         self._costs = [0] * dp_size
         self._live: dict[str, _Placed] = {}
-        self._groups: dict[str, list[str]] = {}  # live requests of one prompt, which stay together
+        self._groups: dict[str, list[str]] = {}  # live requests of one prompt, all on one rank
 
     def place(self, request: EngineRequest, cached: Sequence[int]) -> int:
-        """The rank that is likely to answer first, unless the request names one.
+        """Place a new request on the rank that is likely to answer first, unless it names one.
 
         Args:
-            request: is live from now on.
-            cached: by rank, tokens of its prompt that need no computing.
+            request: the request; it counts as live from now on.
+            cached: for each rank, number of its prompt tokens that are cached.
         """
         num_tokens = len(request.prompt_token_ids)
         if request.kv_transfer_params.loads_kv:
@@ -59,7 +59,7 @@ class RequestPlacement:
         return dp_rank
 
     def note(self, update: TokenUpdate) -> None:
-        """A request has come on, or has ended."""
+        """Update the cost of a request that has got its first token or has ended."""
         if update.finish is not None:
             self.remove(update.request_id)
         elif update.token_ids:
@@ -69,7 +69,7 @@ class RequestPlacement:
                 self._live[update.request_id] = replace(placed, cost=DECODE_TOKENS)
 
     def remove(self, request_id: str) -> None:
-        """A request has ended. Idempotent."""
+        """Remove a request that has ended. Idempotent."""
         placed = self._live.pop(request_id, None)
         if placed is None:
             return

@@ -1,14 +1,13 @@
-"""How many draft tokens each sequence gets in a step, how many of them were accepted, and whether
-they are worth what they cost.
+"""Schedules draft tokens: how many each sequence gets in a step, and whether drafting pays at all.
 
-The draft length adapts per sequence: two more after all drafts of a step were accepted, one less
-otherwise (the heuristic of Hugging Face's assisted generation). If the last remaining draft is
-rejected too, drafting pauses, each time twice as long.
+The draft length adapts per sequence: it grows by two after a step whose drafts were all accepted,
+and shrinks by one otherwise (the heuristic of Hugging Face's assisted generation). If it is down to
+one and that draft is rejected, drafting pauses, each time twice as long.
 
-A draft token costs next to nothing in a step that waits for the weights to be read, and as much as
-a prompt token in one that computes. Which of them a step is depends on the batch: so steps with and
-without drafts are measured by batch size, and drafting stops where it brings fewer tokens per
-second (after the adaptive speculation of TurboSpec, arXiv 2406.14066). Pure.
+A draft token costs next to nothing in a step that is bound by reading the weights, and as much as a
+prompt token in one that is bound by compute. Which of the two a step is depends on the batch, so
+steps with and without drafts are measured by batch size, and drafting stops where it yields fewer
+tokens per second (after the adaptive speculation of TurboSpec, arXiv 2406.14066). Pure.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from mooncake_engine.scheduling.step_plan import (
 )
 
 LONGEST_REST = 16
-"""Tokens without draft tokens, at most: where nothing can be drafted, one in so many is computed in
-vain."""
+"""Longest pause of one sequence's drafting, in tokens: if nothing can be drafted, one token in 16
+is computed in vain."""
 
 
 @dataclass(slots=True)
 class DraftLength:
-    """One sequence's.
+    """The adaptive draft length of one sequence.
 
     Args:
-        limit: most draft tokens in a step; it begins with that.
+        limit: maximum number of draft tokens in a step, and the initial length.
     """
 
     limit: int
@@ -51,16 +50,16 @@ class DraftLength:
         self._length = self.limit
 
     def at(self, num_tokens: int) -> int:
-        """How many draft tokens to try behind ``num_tokens`` tokens."""
+        """Returns how many draft tokens to try when the sequence has ``num_tokens`` tokens."""
         return self._length if num_tokens >= self._resumes_at else 0
 
     def learn(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None:
-        """Take in what became of draft tokens.
+        """Adapt the length to the outcome of a step.
 
         Args:
-            num_drafted: how many were run; with none there is nothing to learn.
+            num_drafted: number of draft tokens that ran; 0 changes nothing.
             num_accepted: how many of them, from the first on, were accepted.
-            num_tokens: of the sequence, now.
+            num_tokens: length of the sequence after the step.
         """
         if not num_drafted:
             return
@@ -74,19 +73,19 @@ class DraftLength:
 
 
 _FEW_STEPS = 3
-"""Steps of a kind whose median counts: a single one may have been held up by anything. Those
-without drafts come in a row: where steps run ahead, the first one has waited for one with drafts.
-"""
+"""Steps with (or without) drafts from which on their median is trusted, since anything may delay a
+single step. As many steps without drafts run in a row, because with async scheduling the first of
+them waits for a step with drafts."""
 
 _EARLY, _RARELY = 8, 96
-"""A few in so many steps run without drafts, to know what that takes: at first, and later."""
+"""Period in which ``_FEW_STEPS`` steps run without drafts, for comparison: at first, and later."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 16, 1024
-"""Steps without drafts, before these are tried again."""
+"""Bounds of a pause of drafting at one batch size, in steps."""
 
 
 class DraftWorth:
-    """Whether drafts pay at one batch size, by tokens per second with and without them."""
+    """Decides whether drafts pay at one batch size, by tokens per second with and without them."""
 
     def __init__(self) -> None:
         self._with: deque[float] = deque(maxlen=2 * _FEW_STEPS - 1)
@@ -98,7 +97,7 @@ class DraftWorth:
 
     @property
     def allows(self) -> bool:
-        """Whether the next step of this size may have drafts."""
+        """Whether the next step of this batch size may have drafts."""
         if self._num_paused:
             return False
         if self._all_accepted:  # n times the tokens for at most n times the work: no loss
@@ -107,8 +106,8 @@ class DraftWorth:
         return self._num_steps % every < every - _FEW_STEPS
 
     def learn(self, num_tokens: int, num_drafted: int, num_rejected: int, seconds: float) -> None:
-        """Take in how many tokens came of a step, how many were drafted for it, how many of these
-        were rejected, and its time."""
+        """Update the measurements with a step: the tokens that it yielded, the tokens that were
+        drafted, how many of these were rejected, and its duration."""
         self._all_accepted = num_drafted > num_rejected == 0
         (self._with if num_drafted else self._without).append(num_tokens / max(seconds, 1e-9))
         if self._num_paused:
@@ -120,18 +119,20 @@ class DraftWorth:
         if median(self._with) < median(self._without):
             self._num_paused = self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            self._with.clear()  # what comes after the pause is judged by itself
+            self._with.clear()  # after the pause, drafts are measured afresh
         else:
             self._pause = _SHORTEST_PAUSE
 
 
 class DraftScheduler:
-    """Drafts run in what a step has to spare: tokens of its budget, and blocks that are free when
-    all requests have had theirs. They never make a request wait or preempt one.
+    """Adds draft tokens to planned steps; owned by the scheduler.
+
+    Drafts use only what a planned step leaves: tokens of its budget, and blocks that are still free
+    when all requests have theirs. They never delay or preempt a request.
 
     Args:
-        limits: how many at most, and where outputs end.
-        blocks: the tables.
+        limits: bounds of draft tokens and of outputs.
+        blocks: allocates the block tables.
     """
 
     def __init__(self, limits: SchedulerLimits, blocks: BlockManager) -> None:
@@ -140,17 +141,17 @@ class DraftScheduler:
         self._num_drafts = 0
         self._num_draft_tokens = 0
         self._accepted_at = [0] * limits.num_speculative_tokens
-        self._worth: dict[int, DraftWorth] = {}  # by the batch size's bits
+        self._worth: dict[int, DraftWorth] = {}  # by bit length of the batch size
 
     def plan(self, step: StepBuilder, requests: Mapping[str, Request]) -> None:
-        """Give the step's decodes draft tokens, by priority, where that pays."""
+        """Give the step's decodes draft tokens, in order of priority, if drafting pays."""
         if not self._pays(len(step.decodes)):
             return
         for index, sequence in enumerate(step.decodes):
             request = requests[sequence.request_id]
-            if self._blocks.writes_shared(request):  # a sibling came: it is parted from first
+            if self._blocks.writes_shared(request):  # copied first, since a sibling joined
                 continue
-            most_tokens = request.most_tokens - 1  # before the one that this step samples
+            most_tokens = request.most_tokens - 1  # without the one that this step samples
             room = min(step.budget, self._blocks.num_free_tokens(request, most_tokens))
             num_draft_tokens = min(self._useful(request, most_tokens), room)
             if num_draft_tokens > 0:
@@ -158,7 +159,7 @@ class DraftScheduler:
                 step.draft(index, request, num_draft_tokens, growth)
 
     def complete(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
-        """A sequence that was allowed drafts has run, and the request has its tokens."""
+        """Learn from a sequence that ran with drafts allowed; its request has the new tokens."""
         if request.block_ids:  # it has not ended
             self._blocks.free_drafts(request)
         num_drafted = result.num_drafted.get(sequence.request_id, 0)
@@ -171,7 +172,7 @@ class DraftScheduler:
             self._accepted_at[position] += 1
 
     def learn(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Take in what a step of nothing but decodes took."""
+        """Learn from the duration of a step; only steps of decodes alone count."""
         num_decodes = len(plan.sequences)
         if num_decodes and all(sequence.count == 1 for sequence in plan.sequences):
             num_tokens = sum(map(len, result.tokens.values()))
@@ -187,18 +188,18 @@ class DraftScheduler:
         return worth is None or worth.allows
 
     def stats(self) -> SpeculationStats | None:
-        """What came of it so far; None if nothing is ever drafted."""
+        """Returns the counters of drafting so far; None if drafting is off."""
         if not self._accepted_at:
             return None
         return SpeculationStats(self._num_drafts, self._num_draft_tokens, tuple(self._accepted_at))
 
     def _useful(self, request: Request, most_tokens: int) -> int:
-        """Drafts that may become part of the output: one more token always comes after
-        them.
+        """Returns how many drafts could become part of the output, which ends with one more sampled
+        token.
 
         Args:
-            request: whose.
-            most_tokens: how many it may have when the step begins.
+            request: the request.
+            most_tokens: its maximum length when the step begins.
         """
         if not request.num_output_tokens:
             return 0

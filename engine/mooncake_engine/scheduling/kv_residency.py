@@ -1,8 +1,8 @@
-"""How much KV was held for how long, by what it was held for: bytes times seconds, as counters.
+"""Counts how much KV was held for how long, by the reason for holding it, in byte-seconds.
 
-A prefill instance's memory is paid for by the leases that decode instances are slow to end, a
-decode instance's by reservations that a transfer has yet to fill. A level shows neither: it is the
-product of size and time that takes room from others.
+On a prefill instance, leases that decode instances are slow to release take up memory; on a decode
+instance, reservations that transfers have yet to fill do. A gauge of bytes would show neither:
+what is lost to other requests is the product of size and time.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from mooncake_engine.scheduling.output_processor import OutputProcessor
 from mooncake_engine.scheduling.request_queues import RequestQueues
 
 _INTERVAL_S = 0.1
-"""Counting blocks takes time; levels change little within it."""
+"""Seconds between two counts: counting takes time, and the numbers change little within that."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBlocks:
-    """Blocks in use at one moment.
+    """The numbers of blocks in use at one moment, by what they are held for.
 
     Args:
-        running: of requests that take part in steps, or have blocks and will soon.
-        reserved: that a peer's KV comes into, or may still come into after it was given up.
-        leased: of finished prompts that a peer has yet to fetch.
-        swapped: in host memory.
+        running: blocks of requests that run or are ready to.
+        reserved: blocks that a load writes to, or may still write to after it was cancelled.
+        leased: blocks of finished prompts that a peer has yet to fetch.
+        swapped: blocks in host memory.
     """
 
     running: int
@@ -35,8 +35,8 @@ class HeldBlocks:
 
 
 def count_held(queues: RequestQueues, outputs: OutputProcessor, blocks: BlockManager) -> HeldBlocks:
-    """What a scheduler's blocks are held for; one that is held for several reasons counts for the
-    first of leases, reservations and running requests."""
+    """Count a scheduler's blocks by what they are held for. A block with several reasons counts
+    once: as leased, else as reserved, else as running."""
     pool, host_pool = blocks.pool, blocks.host_pool
     leased = outputs.leased_blocks
     tables = [request.block_ids for request in queues.transferring.values()]
@@ -51,10 +51,13 @@ def count_held(queues: RequestQueues, outputs: OutputProcessor, blocks: BlockMan
 
 
 class KVResidency:
-    """Adds up who held KV.
+    """Accumulates the byte-seconds of held KV; owned by the engine core.
 
     Args:
-        block_bytes: of one block, on all ranks together.
+        block_bytes: bytes of one block, on all ranks together.
+
+    Attributes:
+        byte_seconds: the counters, by field of ``HeldBlocks``.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -67,7 +70,7 @@ class KVResidency:
         return self._since is None or now - self._since >= _INTERVAL_S
 
     def note(self, held: HeldBlocks, now: float) -> None:
-        """What is held at ``now`` was held since the last call."""
+        """Add the time since the last call, for which ``held`` is taken to have applied."""
         duration = 0.0 if self._since is None else now - self._since
         self._since = now
         for name in self.byte_seconds:

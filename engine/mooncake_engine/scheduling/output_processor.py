@@ -1,4 +1,4 @@
-"""Tokens in, updates out, and what happens to a request's blocks when it ends."""
+"""Turns sampled tokens into updates of requests, ends requests, and frees or holds their blocks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ from mooncake_engine.scheduling.step_plan import SampledToken, StepResult
 
 PromptLogprobs = tuple[TokenLogprobs, ...]
 _NUM_TIMED = 2
-"""Times are told with so many tokens: a peer's first one comes before the load."""
+"""Number of first tokens whose updates carry times: a peer's first token precedes the load, so the
+times of the load come with the second one."""
 
 
 class OutputProcessor:
-    """What every request has got so far, and the tables that outlive their requests.
+    """Collects the updates of all requests, and owns the block tables that outlive their requests.
+
+    The scheduler owns one; every part of the scheduler that can end a request uses it.
 
     Args:
-        limits: what ends a request.
-        queues: where requests stand.
-        blocks: their tables.
-        connector: holds or sends the KV of prompts that peers wait for.
-        pool: loads KV.
+        limits: bounds at which requests end.
+        queues: queues of the requests.
+        blocks: owner of their block tables.
+        connector: holds or sends the KV of prompts for peers; None if no request transfers KV.
+        pool: loads KV; None if the instance uses no KVCache pool.
     """
 
     def __init__(
@@ -47,20 +50,20 @@ class OutputProcessor:
         self._blocks = blocks
         self._connector = connector
         self._updates: list[TokenUpdate] = []
-        self._leased: dict[str, list[int]] = {}  # finished here; a peer has yet to read them
-        self._draining: dict[str, list[int]] = {}  # given up while a peer's KV was coming in
-        self._finished_in_flight: list[Request] = []  # steps that write to them are not over
+        self._leased: dict[str, list[int]] = {}  # finished; a peer has yet to read them
+        self._draining: dict[str, list[int]] = {}  # load cancelled, but not drained
+        self._finished_in_flight: list[Request] = []  # steps in flight write to their blocks
         self._with_limit = RequestQueue(attrgetter("expiry"))
 
     @property
     def has_updates(self) -> bool:
-        """Whether ``take_updates`` returns any."""
+        """Whether ``take_updates`` would return any."""
         return bool(self._updates)
 
     @property
     def held_tables(self) -> list[list[int]]:
-        """Block tables kept for peers, until a cancelled load is drained, or until the last step
-        that writes to them is over."""
+        """Block tables held for peers, until a cancelled load is drained, or until the last step
+        that writes to them completes."""
         unsettled = [request.block_ids for request in self._finished_in_flight]
         return [*self._leased.values(), *self._draining.values(), *unsettled]
 
@@ -71,16 +74,17 @@ class OutputProcessor:
 
     @property
     def draining_blocks(self) -> set[int]:
-        """Blocks that were given up, and that a peer may still write to."""
+        """Blocks of cancelled loads that may still be written to."""
         return set().union(*self._draining.values())
 
     def take_updates(self) -> list[TokenUpdate]:
-        """What happened to requests since this was asked last."""
+        """Returns and clears the updates since the last call."""
         updates, self._updates = self._updates, []
         return updates
 
     def track(self, request: Request) -> None:
-        """End the request when it is long enough, and when its time is up, if it has a limit."""
+        """Start to track a request: set the lengths and stop tokens at which it ends, and watch its
+        timeout, if it has one."""
         asked = 1 if request.keeps_kv else request.sampling.max_tokens
         longest = self._limits.max_model_len
         if asked is not None:
@@ -93,7 +97,7 @@ class OutputProcessor:
             self._with_limit.push(request)
 
     def end_overdue(self) -> None:
-        """End the requests whose time is up."""
+        """End the requests that have timed out."""
         while (request := self._with_limit.peek()) is not None:
             assert request.expiry is not None, "it has a limit"
             if request.expiry > self._queues.now:
@@ -103,16 +107,18 @@ class OutputProcessor:
             self.finish(request, update)
 
     def report_scores(self, request: Request, start: int, scores: PromptLogprobs) -> None:
-        """Tell of the prompt tokens after ``start``, but not again after a preemption."""
+        """Report log probabilities of the prompt tokens after ``start``; those that were reported
+        before a preemption are not reported again."""
         fresh = scores[request.num_scored - start :]
         if fresh:
             request.num_scored += len(fresh)
             self._updates.append(TokenUpdate(request.request_id, prompt_logprobs=fresh))
 
     def take_sampled(self, request: Request, result: StepResult) -> None:
-        """A step has sampled for a request, or has failed to. Mostly that is a single token, of
-        which nothing is to be told but itself: it is appended and reported right here, as there is
-        one per running request and step."""
+        """Process a step's tokens for a request, or its failure.
+
+        The common case, a single token without anything else to report, is handled inline, since it
+        occurs once per running request and step."""
         name = request.request_id
         if name in result.grammar_failed:
             self.fail(request, result.grammar_failed[name], FinishReason.GRAMMAR)
@@ -137,7 +143,7 @@ class OutputProcessor:
         self._updates.append(TokenUpdate(name, (token_id,)))
 
     def append(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
-        """Append sampled tokens, up to the one that ends the request: the rest is dropped."""
+        """Append sampled tokens, up to the one that ends the request; drop the rest."""
         finish = None
         for count, token in enumerate(tokens, start=1):
             request.token_ids.append(token.token_id)
@@ -146,24 +152,24 @@ class OutputProcessor:
                 tokens = tokens[:count]
                 break
         request.last_logprobs = tokens[-1].logprobs
-        if len(tokens) > 1:  # drafts, whose KV the step has left
+        if len(tokens) > 1:  # accepted drafts, whose KV the step has written
             request.num_computed += len(tokens) - 1
             self._blocks.publish(request)
         self._report(request, tokens, finish)
 
     def report_first(self, request: Request, token: SampledToken) -> None:
-        """Report the first token, which a peer sampled and the request has already."""
+        """Report the first token, which a peer sampled and the request holds already."""
         self._report(request, (token,), self._finish_reason(request, token.token_id))
 
     def _report(
         self, request: Request, tokens: tuple[SampledToken, ...], finish: FinishReason | None
     ) -> None:
-        """Tell of the newest tokens, and end the request if they are the last."""
+        """Report the newest tokens, and end the request if ``finish`` is set."""
         last = tokens[-1]
         token_ids = tuple([token.token_id for token in tokens])
         num_output_tokens = len(request.token_ids) - request.num_prompt_tokens
         is_timed = num_output_tokens < len(tokens) + _NUM_TIMED
-        if finish is None and last.logprobs is None and not is_timed:  # as most updates are
+        if finish is None and last.logprobs is None and not is_timed:  # the common case
             self._updates.append(TokenUpdate(request.request_id, token_ids))
             return
         update = TokenUpdate(
@@ -181,7 +187,7 @@ class OutputProcessor:
             self.finish(request, update)
 
     def finish(self, request: Request, update: TokenUpdate) -> None:
-        """Take the request out of its queue, free its blocks or hold them, and report its end."""
+        """Remove the request from its queue, free or hold its blocks, and report its end."""
         was = request.state
         is_loading = was is RequestStatus.TRANSFERRING or request.is_unproven
         self._queues.release_followers(request)
@@ -205,7 +211,7 @@ class OutputProcessor:
         self._updates.append(replace(update, times=request.times))
 
     def complete(self, request: Request) -> None:
-        """The last step that ran a finished request is over: its blocks are free."""
+        """Free the blocks of a finished request, after the last step that ran it."""
         self._finished_in_flight.remove(request)
         self._free(request)
 
@@ -217,26 +223,30 @@ class OutputProcessor:
         self.finish(request, update)
 
     def cancel_load(self, request: Request) -> None:
-        """Tell the connector that this request's KV is no longer wanted."""
+        """Cancel the request's load at the connector, if it has one."""
         if request.loads_kv and self._connector is not None:
             self._connector.cancel_load(request.request_id)
 
     def drain(self, request: Request, load_id: str | None = None) -> None:
-        """Reserve a table until its load is drained: a peer may still write to it.
+        """Take a request's block table and hold it until its load is drained, since the load may
+        still write to it.
 
         Args:
-            request: whose.
-            load_id: of a load from the KVCache pool; None: from a peer.
+            request: the request.
+            load_id: id of the load from the KVCache pool; None if the load is from a peer.
         """
         self._draining[load_id or request.request_id] = self._blocks.detach(request)
 
     def is_draining(self, load_id: str) -> bool:
-        """Whether blocks are reserved for a load that is not drained: of a request, by its id, or
-        from the pool."""
+        """Whether blocks are held for a load that is not drained.
+
+        Args:
+            load_id: id of the load from the KVCache pool, or of the request that loads from a peer.
+        """
         return load_id in self._draining
 
     def end_drain(self, load_id: str) -> None:
-        """The load is drained: its blocks are free."""
+        """Free the blocks of a load that is drained."""
         self._blocks.pool.release(self._draining.pop(load_id))
 
     def _cancel_pool_load(self, request: Request) -> None:
@@ -244,12 +254,12 @@ class OutputProcessor:
             self._pool.cancel_load(request.pool_load)
 
     def cancel_send(self, request_id: str) -> None:
-        """Give up what is held for a peer, if anything; ``release`` follows."""
+        """Stop holding a finished request's KV for a peer, if it is held; ``release`` follows."""
         if request_id in self._leased and self._connector is not None:
             self._connector.cancel_send(request_id)
 
     def release(self, request_id: str) -> None:
-        """A peer has read what was held for it, or never will. Idempotent."""
+        """Free the blocks held for a peer, which has read them or never will. Idempotent."""
         self._blocks.pool.release(self._leased.pop(request_id, []))
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
@@ -284,12 +294,12 @@ class OutputProcessor:
 
 
 def _logprobs(tokens: tuple[SampledToken, ...]) -> tuple[TokenLogprobs, ...]:
-    """Of every token: a request asks for all of them or for none."""
+    """Returns the tokens' log probabilities; a request has them for all tokens or for none."""
     return tuple([token.logprobs for token in tokens if token.logprobs is not None])
 
 
 def _is_complete(request: Request, update: TokenUpdate) -> bool:
-    """Whether a peer needs the KV; one that is being sent it needs it also when the first token is
-    a stop token."""
+    """Whether a peer needs the KV of a finished prefill. A peer that gets it while it is computed
+    needs it also if the first token is a stop token."""
     is_stop = update.finish is FinishReason.STOP and request.sends_kv
     return update.finish is FinishReason.LENGTH or is_stop

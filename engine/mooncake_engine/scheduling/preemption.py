@@ -1,4 +1,4 @@
-"""Who is preempted when blocks run out, how, and when it comes back."""
+"""Preemption: which group loses its blocks when they run out, how, and when it resumes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 class HostCopies:
-    """Copies to and from the host go on beside steps; this is what is known of them here.
+    """Tracks the copies of swapped blocks to and from the host, which run in parallel with steps.
 
     Attributes:
-        seem_over: by what the reporting rank said last. Ranks have the same to copy, so a group
-            that joins in then hardly waits; each rank waits for its own copies all the same.
-        are_over: on every rank, for a plan that waits for them has been carried out. Peers may
-            write to any free block then.
+        seem_over: whether the copies are complete according to the reporting rank. All ranks copy
+            the same blocks, so a group that resumes now hardly waits; each rank still waits for its
+            own copies.
+        are_over: whether the copies are complete on every rank, since a plan that waits for them
+            has completed. Only then may peers write to any free block.
     """
 
     def __init__(self) -> None:
@@ -29,43 +30,45 @@ class HostCopies:
         self._newest = -1
 
     def begin(self) -> None:
-        """The step that is being planned copies."""
+        """Record that the step that is being planned copies."""
         self.seem_over = self.are_over = False
 
     def drains(self, step: int, *, has_copies: bool, is_idle: bool) -> bool:
-        """Whether a plan is to wait for all copies: once that takes no time, or if there is nothing
-        else to do.
+        """Whether the next plan should wait for all copies: if they seem complete, so that waiting
+        takes no time, or if there is nothing else to do.
 
         Args:
-            step: the plan's.
-            has_copies: whether some begin with it.
-            is_idle: whether nothing runs meanwhile.
+            step: the plan's step number.
+            has_copies: whether the plan starts copies.
+            is_idle: whether no request runs meanwhile.
         """
         self._newest = step if has_copies else self._newest
         return not self.are_over and (self.seem_over or is_idle)
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
-        """A step is over."""
+        """Update the state with the result of a completed step."""
         if plan.step >= self._newest:
             self.seem_over = self.seem_over or not result.is_copying
             self.are_over = self.are_over or plan.drains_copies
 
 
 class Preemption:
-    """The least urgent group is preempted, all of it: one that several sequences may still run of
-    by a swap to host memory, a single one by starting over, which is cheaper than to copy it twice
-    (after vLLM's v0). How many hold blocks right now says nothing: while a group's prompt is
-    computed it is one of them, for all.
+    """Preempts the least urgent group, as a whole.
+
+    A group with several live sequences is swapped out to host memory; a single sequence is
+    recomputed, which is cheaper than copying it twice (after vLLM's v0). The number of members that
+    own blocks does not decide that: while a group's prompt is computed, one member owns blocks on
+    behalf of all.
 
     Args:
-        queues: where requests stand.
-        blocks: their tables.
-        wait: queue a request that has to compute what it has again.
+        queues: queues of the requests.
+        blocks: owner of their block tables.
+        wait: queues a request whose KV has to be recomputed.
 
     Attributes:
-        num_preemptions: requests that gave their blocks up.
-        num_swap_outs: those of them that were swapped out.
-        copies: to and from host memory.
+        num_preemptions: number of requests that lost their blocks.
+        num_swap_outs: number of these that were swapped out.
+        copies: copies to and from host memory.
     """
 
     def __init__(
@@ -80,13 +83,15 @@ class Preemption:
         self._has_warned = False
 
     def preempt_for(self, group: SequenceGroup, step: StepBuilder) -> bool:
-        """Free some blocks at the cost of the least urgent group, of ``group`` itself at last.
+        """Free blocks by preempting the least urgent group that is not more urgent than ``group``,
+        if need be ``group`` itself.
 
-        If no other group holds any, only the last member of ``group`` is preempted: alone, a
+        If no other group owns blocks, only the last member of ``group`` is preempted: a single
         sequence always fits.
 
         Returns:
-            False: all that are less urgent, or ``group`` itself, run on a load that has not ended.
+            False if nothing was preempted: all less urgent groups, or ``group`` itself, run on
+            loads that have not completed.
         """
         holders = (*self._queues.running, *self._queues.ready)
         lesser = [each for each in holders if each.group.priority_key >= group.priority_key]
@@ -95,7 +100,7 @@ class Preemption:
             return False
         victim = max(candidates, key=priority_key).group
         if victim is group and len(candidates) < len(lesser):
-            return False  # it waits for the load: sooner over than all it has is computed again
+            return False  # waiting for the load takes less time than recomputing the group
         is_alone = all(holder.group is group for holder in holders)
         if victim is not group:
             self.preempt(victim, step)
@@ -106,19 +111,22 @@ class Preemption:
         return True
 
     def recompute(self, request: Request) -> None:
-        """Preemption by recompute: give the blocks back and queue again, at the old priority."""
+        """Preempt a request by recomputation: free its blocks and queue it at its old priority."""
         self._dequeue(request)
         self._blocks.release(request)
         self._wait(request)
 
     def resume(self, request: Request, step: StepBuilder, reserve: int) -> bool:
-        """Swap a request's group in, all of it or nothing; then it is ready, and joins in when the
-        copies seem over.
+        """Swap a request's group in, all members or none. They are then ready, and run when the
+        copies seem complete.
 
         Args:
-            request: the most urgent one that is swapped out.
-            step: the step to plan.
-            reserve: blocks that must stay free.
+            request: the most urgent request that is swapped out.
+            step: the step that is being planned.
+            reserve: number of blocks that must stay free.
+
+        Returns:
+            False if too few blocks are free.
         """
         members = [member for member in request.group.members if member.host_block_ids]
         copies = self._blocks.swap_in(members, reserve=reserve)
@@ -133,7 +141,7 @@ class Preemption:
         return True
 
     def preempt(self, group: SequenceGroup, step: StepBuilder) -> None:
-        """Take all blocks of a group, which no step in flight runs."""
+        """Take all blocks of a group that no step in flight runs: swap it out, or recompute it."""
         holders, num_sequences = group.holders(), len(group.members)
         copies = self._blocks.swap_out(holders) if num_sequences > 1 else None
         if copies is None:
