@@ -1,4 +1,4 @@
-"""Moves and turns whole KV blocks as plans say: to host memory, back from there, on write."""
+"""Copies and converts whole KV blocks on one rank, as step plans say: swaps and copies on write."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ if TYPE_CHECKING:
 
 
 _CHUNK_BLOCKS = 64
-"""Blocks per piece of work on the copy stream, which takes memory for so many of one layer."""
+"""Blocks per unit of work on the copy stream; a staging buffer holds that many of one layer."""
 
 
 class BlockCopier:
-    """One rank's copies of blocks, and the host memory that they are swapped out to.
+    """Copies blocks of one rank, and owns the host memory that they are swapped out to. Used by the
+    rank's model runner.
 
-    Copies between device and host run on a stream of their own: a step waits for those alone whose
-    blocks it touches, and of these they are the first. Host memory is page-locked where the device
-    is not the host itself; a CPU takes its pages when they are first written.
+    Copies between device and host run on a stream of their own. A step waits only for the copies of
+    blocks that it touches, which are queued before the others. Host memory is page-locked unless
+    the device is the CPU, where pages are committed when they are first written.
 
     Args:
-        pool: the rank's KV.
-        num_host_blocks: how many blocks host memory has room for.
-        ops: pack and unpack blocks.
-        device: of the pool.
-        stream: for the copies; the copier closes it.
+        pool: the rank's KV pool.
+        num_host_blocks: capacity of the host memory, in blocks.
+        ops: ops that gather, scatter, copy and convert blocks.
+        device: device of the pool.
+        stream: stream for the copies between device and host; the copier closes it.
     """
 
     def __init__(
@@ -52,19 +53,19 @@ class BlockCopier:
         self._stream = stream
         self._planes = [plane for i in range(pool.shard.layers) for plane in pool.layer(i)]
         self._host = _host_planes(self._planes, num_host_blocks, device)
-        self._under_way: dict[int, Fence] = {}  # by block; later copies of a block end later
+        self._under_way: dict[int, Fence] = {}  # last copy of each block, which completes last
 
     @property
     def is_copying(self) -> bool:
-        """Whether copies from or to the host are still under way."""
+        """Whether copies from or to the host are still in flight."""
         if self._under_way and self._last.query():
             self.drain()
         return bool(self._under_way)
 
     def copy(self, plan: StepPlan) -> None:
-        """Turn what peers have written, swap out, swap in, copy on write: in this order, since each
-        may reuse the last one's blocks. Returns when the plan's sequences may run, and what is
-        copied to or from the host otherwise is under way."""
+        """Convert received blocks, swap out, swap in, and copy on write, in this order, since each
+        operation may reuse blocks of the one before. Returns when the plan's sequences may run;
+        other copies to or from the host may still be in flight."""
         touched = plan.touched_blocks() if self._under_way or plan.has_host_copies else set()
         self._wait_for(touched)
         if plan.received_blocks:
@@ -81,13 +82,13 @@ class BlockCopier:
             self.drain()
 
     def drain(self) -> None:
-        """Wait for all copies; raises what a copy raised."""
+        """Wait for all copies. Re-raises the error of a copy that failed."""
         for fence in dict.fromkeys(self._under_way.values()):
             fence.synchronize()
         self._under_way.clear()
 
     def close(self) -> None:
-        """End the copies; what is under way is finished. Idempotent."""
+        """Close the stream, after the copies in flight. Idempotent."""
         self._stream.close()
 
     def _start(
@@ -97,8 +98,14 @@ class BlockCopier:
         device_side: int,
         touched: set[int],
     ) -> None:
-        """Begin copies of ``(source, target)`` blocks, of which ``device_side`` is on the device,
-        with those that the step waits for first."""
+        """Submit copies, those that the step waits for first.
+
+        Args:
+            copy: swaps blocks out or in.
+            pairs: ``(source, target)`` blocks.
+            device_side: index of the device's block in each pair, 0 or 1.
+            touched: device blocks that the step touches.
+        """
         first = [pair for pair in pairs if pair[device_side] in touched]
         others = [pair for pair in pairs if pair[device_side] not in touched]
         for part in (first, others):
@@ -133,12 +140,12 @@ class BlockCopier:
 
     @staticmethod
     def _ids(copies: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:
-        """Sources and targets, on the host."""
+        """Returns the sources and the targets as host tensors."""
         return torch.tensor(copies, dtype=torch.int64).unbind(dim=1)
 
 
 def _host_planes(planes: list[Tensor], num_blocks: int, device: torch.device) -> list[Tensor]:
-    """A contiguous tensor per plane: ``[num_blocks, block_size, heads, dim]``."""
+    """Allocates a contiguous host tensor per plane, ``[num_blocks, block_size, heads, dim]``."""
     sizes = [num_blocks * prod(plane.shape[1:]) for plane in planes]
     is_pinned = device.type != "cpu" and num_blocks > 0
     flat = torch.empty(sum(sizes), dtype=planes[0].dtype, pin_memory=is_pinned)

@@ -1,4 +1,4 @@
-"""Block tables of requests: prefix hits, growth, copies on write, swapping, release."""
+"""Manages the block tables of requests: prefix hits, growth, copy on write, swapping, release."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ BlockCopies = tuple[tuple[int, int], ...]
 
 
 class Growth(NamedTuple):
-    """What a table gained.
+    """The blocks that a table has gained.
 
     Args:
-        at: index in the table where the new blocks begin.
+        at: index in the table of the first new block.
         block_ids: the new blocks.
-        copied: ``(source, target)`` if the first of them stands for a shared block, whose content
-            is to be copied before anything is written.
+        copied: ``(source, target)`` if the first new block replaces a shared one, whose content
+            must be copied before the table's request writes.
     """
 
     at: int = 0
@@ -33,19 +33,22 @@ NO_GROWTH = Growth()
 
 
 class BlockManager:
-    """Gives requests the blocks they need; all or nothing, every time.
+    """Allocates the blocks of requests. Each call gets all the blocks that it needs, or none.
+
+    The scheduler owns one, with a block pool on the device and one in host memory.
 
     Args:
-        num_blocks: size of the pool.
+        num_blocks: number of blocks on the device.
         block_size: tokens per block.
-        prefix_caching: reuse blocks of equal prefixes.
-        num_host_blocks: size of the pool in host memory that tables are swapped out to.
-        events: told which prefixes can be found; None for nobody.
+        prefix_caching: whether requests share the blocks of equal prefixes.
+        num_host_blocks: number of blocks in host memory, for swapping.
+        events: receives the changes of the prefix cache; None publishes none.
 
     Attributes:
-        num_shared_blocks: blocks whose content turned out to be in another one, and which were
-            given back.
-        replaced: those of them that ``take_replaced`` has not told yet.
+        num_queried_tokens: tokens of all allocated tables; the base of the prefix hit rate.
+        num_hit_tokens: how many of these were found in the prefix cache.
+        num_shared_blocks: blocks that were replaced because another block has the same content.
+        replaced: replaced blocks that ``take_replaced`` has not returned yet.
     """
 
     def __init__(
@@ -68,21 +71,23 @@ class BlockManager:
         self.replaced: list[int] = []
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold that many tokens."""
+        """Returns the number of blocks that hold that many tokens."""
         return -(-num_tokens // self.block_size)
 
     def allocate(
         self, request: Request, num_tokens: int, *, cacheable: int, reserve: int = 0
     ) -> bool:
-        """Give a request without blocks a table for ``num_tokens``, cached prefix first.
-
-        On success ``num_computed`` is the length of the cached prefix.
+        """Allocate a table for ``num_tokens`` tokens, which begins with the blocks of the cached
+        prefix. On success ``num_computed`` is the length of that prefix.
 
         Args:
-            request: owns no blocks.
+            request: the request; owns no blocks.
             num_tokens: tokens that the table has to hold.
-            cacheable: how many leading tokens may come from the cache at most.
-            reserve: blocks that must stay free for others.
+            cacheable: maximum number of leading tokens to take from the prefix cache.
+            reserve: number of blocks that must stay free.
+
+        Returns:
+            False if too few blocks are free.
         """
         found = self._find_prefix(request, cacheable)
         wanted = self.blocks_for(num_tokens) - len(found)
@@ -99,18 +104,19 @@ class BlockManager:
         return True
 
     def count_cached(self, request: Request, cacheable: int) -> int:
-        """How many of a request's first tokens ``allocate`` would find; changes nothing."""
+        """Returns how many leading tokens ``allocate`` would find in the prefix cache; changes
+        nothing."""
         return len(self._find_prefix(request, cacheable)) * self.block_size
 
     def fork(self, request: Request, parent: Request) -> None:
-        """Give a request without blocks the prompt's blocks of a sibling, the last one too.
+        """Share a sibling's blocks of the prompt, including the last, possibly partial one.
 
-        As much of it is computed as of the parent's; the first to write to the last block gets
-        a copy of it.
+        As much of the prompt counts as computed as for the parent. The first of the two to write to
+        the last block gets a copy of it.
 
         Args:
-            request: owns no blocks.
-            parent: its table holds the whole prompt.
+            request: the request; owns no blocks.
+            parent: the sibling; its table holds the whole prompt.
         """
         prompt = request.num_prompt_tokens
         request.block_ids = parent.block_ids[: self.blocks_for(prompt)]
@@ -123,22 +129,24 @@ class BlockManager:
         request.share_offers(parent)
 
     def may_share_later(self, parent: Request) -> bool:
-        """Whether ``fork`` from it is right where nothing is copied at once: not while it has yet
-        to write to its prompt's last block, and has blocks for drafts behind that."""
+        """Whether a ``fork`` from ``parent`` is valid if no copy on write follows at once. It is
+        not while the parent has yet to write to its prompt's last block and owns blocks behind that
+        one for drafts."""
         prompt = parent.num_prompt_tokens
         writes_to_it = parent.num_scheduled // self.block_size == prompt // self.block_size
         return not writes_to_it or len(parent.block_ids) <= prompt // self.block_size + 1
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
-        """How many blocks ``grow`` would take: for new tokens, and for a copy on write."""
+        """Returns the blocks that ``grow`` would allocate: for new tokens, and to copy on write."""
         wanted = -(-num_tokens // self.block_size) - len(request.block_ids)
         return max(wanted + self.writes_shared(request), 0)
 
     def grow(self, request: Request, num_tokens: int) -> Growth | None:
-        """Make a table hold ``num_tokens``, its own from ``num_scheduled`` on; None if it can't."""
+        """Grow a table to hold ``num_tokens`` tokens, with blocks of its own from ``num_scheduled``
+        on; None if too few blocks are free."""
         table = request.block_ids
         block_size = self.block_size
-        # as writes_shared does, without a call: this runs for every decode
+        # Inlines writes_shared: this runs for every decode.
         written = (request.num_computed + request.num_in_flight) // block_size
         is_shared = written < len(table) and self.pool.references[table[written]] > 1
         wanted = -(-num_tokens // block_size) - len(table) + is_shared
@@ -158,23 +166,24 @@ class BlockManager:
         return growth
 
     def owns_next_slot(self, request: Request, position: int) -> bool:
-        """Whether a table has the block of a position for itself alone: ``grow`` up to there would
-        change nothing."""
+        """Whether a table has the block of a position and shares it with no other: then ``grow`` up
+        to that position would change nothing."""
         table = request.block_ids
         index = position // self.block_size
         return index < len(table) and self.pool.references[table[index]] == 1
 
     def num_free_tokens(self, request: Request, num_tokens: int) -> int:
-        """How many tokens beyond ``num_tokens`` a table could take, with all free blocks."""
+        """Returns how many tokens beyond ``num_tokens`` a table could hold with all free blocks."""
         num_blocks = len(request.block_ids) + self.pool.num_free
         return num_blocks * self.block_size - num_tokens
 
     def allocate_drafts(self, request: Request, num_tokens: int) -> Growth:
-        """Make a table hold ``num_tokens``, for a step whose last ones may turn out wrong.
+        """Grow a table to hold ``num_tokens`` tokens, the last of which are drafts and may be
+        rejected.
 
         Args:
-            request: has grown for the tokens before these.
-            num_tokens: at most ``num_free_tokens`` beyond those.
+            request: the request; its table has grown for the tokens before the drafts.
+            num_tokens: tokens with the drafts, of which there are at most ``num_free_tokens``.
         """
         table = request.block_ids
         wanted = -(-num_tokens // self.block_size) - len(table)
@@ -187,19 +196,20 @@ class BlockManager:
         return growth
 
     def free_drafts(self, request: Request) -> None:
-        """Take back what was lent, holds no computed token and is written by no step in flight."""
+        """Free the blocks lent for drafts that hold no computed token and that no step in flight
+        writes to."""
         kept = -(-request.most_scheduled // self.block_size)
         if kept < len(request.block_ids):
             self.pool.release(request.block_ids[kept:])
             del request.block_ids[kept:]
 
     def publish(self, request: Request, *, shares: bool = True) -> None:
-        """Make full blocks whose KV is there known to later requests.
+        """Add a request's full, computed blocks to the prefix cache.
 
         Args:
-            request: whose blocks.
-            shares: where another block holds the same already, the table takes that one, and its
-                own is among ``take_replaced``. Not while a peer may look for it.
+            request: the request.
+            shares: whether to replace a block by a cached one with the same content; the replaced
+                one is then among ``take_replaced``. False while a peer may access the blocks.
         """
         complete = request.num_computed // self.block_size
         if complete <= request.num_published:
@@ -224,7 +234,7 @@ class BlockManager:
     def _share_equal(self, request: Request, index: int, known: int) -> None:
         block_id = request.block_ids[index]
         if request.sends_kv or self.pool.references[block_id] > 1:
-            return  # it is being sent, or is a sibling's, too
+            return  # it is being sent, or shared with a sibling
         self.pool.share((known,))
         request.block_ids[index] = known
         request.changed_at = index if request.changed_at is None else request.changed_at
@@ -232,15 +242,17 @@ class BlockManager:
         self.num_shared_blocks += 1
 
     def take_replaced(self) -> list[int]:
-        """Blocks that a table has given up for others of the same content, told once; they are to
-        be released when no step in flight reads them."""
+        """Returns and clears the blocks that tables have replaced by others of the same content.
+        The caller releases them once no step in flight reads them."""
         taken, self.replaced = self.replaced, []
         return taken
 
     def swap_out(self, requests: Sequence[Request]) -> BlockCopies | None:
-        """Move tables to host memory, blocks that they share as one; None if there is no room.
+        """Move tables to host blocks and free their device blocks. A block that several tables
+        share is copied once. ``num_computed`` is kept.
 
-        ``num_computed`` stays as it is.
+        Returns:
+            ``(block, host block)`` pairs to copy; None if too few host blocks are free.
         """
         blocks = list(dict.fromkeys(b for request in requests for b in request.block_ids))
         host_blocks = self.host_pool.allocate(len(blocks))
@@ -257,11 +269,14 @@ class BlockManager:
         return tuple(target.items())
 
     def swap_in(self, requests: Sequence[Request], *, reserve: int = 0) -> BlockCopies | None:
-        """Move tables back from host memory; None if there is no room.
+        """Move tables back to device blocks and free their host blocks.
 
         Args:
-            requests: were swapped out together.
-            reserve: blocks that must stay free.
+            requests: requests that were swapped out together.
+            reserve: number of blocks that must stay free.
+
+        Returns:
+            ``(host block, block)`` pairs to copy; None if too few blocks are free.
         """
         host_blocks = list(dict.fromkeys(b for request in requests for b in request.host_block_ids))
         if len(host_blocks) + reserve > self.pool.num_free:
@@ -277,29 +292,29 @@ class BlockManager:
         return tuple(target.items())
 
     def drop_swapped(self, request: Request) -> None:
-        """Give the host blocks of a table back."""
+        """Free the host blocks of a request."""
         self.host_pool.release(request.host_block_ids)
         request.host_block_ids = []
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the content of all free blocks; refused, with False, while any block is in use."""
+        """Drop all cached prefixes. Returns False, and drops nothing, while any block is in use."""
         if self.pool.num_free < self.pool.num_blocks:
             return False
         self.pool.forget_content()
         return True
 
     def release(self, request: Request) -> None:
-        """Take the table back; the request starts over if it runs again."""
+        """Free a request's table; its tokens are computed anew if it runs again."""
         self.pool.release(self.detach(request))
 
     def detach(self, request: Request) -> list[int]:
-        """Take the table from the request without releasing it: the caller owns it now."""
+        """Take the table from a request without freeing it; the caller owns the table then."""
         table, request.block_ids = request.block_ids, []
         request.num_computed = request.num_published = 0
         return table
 
     def _report_stored(self, events: BlockEvents, request: Request, new: Sequence[int]) -> None:
-        """Blocks of a prompt that can be found now, a report for each run without a hole."""
+        """Report newly cached blocks, with one event per run of consecutive blocks."""
         first = new[0]
         for index, following in zip(new, (*new[1:], None), strict=True):
             if following == index + 1:
@@ -311,7 +326,7 @@ class BlockManager:
             first = following or 0
 
     def writes_shared(self, request: Request) -> bool:
-        """Whether the next token goes to a block that other tables have, too."""
+        """Whether the next token is written to a block that other tables share."""
         table = request.block_ids
         written = (request.num_computed + request.num_in_flight) // self.block_size
         return written < len(table) and self.pool.references[table[written]] > 1

@@ -1,8 +1,8 @@
-"""The pool of KV blocks: reference counts, free order, and the index of cached prefixes.
+"""The pool of KV block ids: reference counts, eviction order, and the index of cached prefixes.
 
-A full block is named by a chain of hashes over the tokens up to its end. The names are equal in
-every process and on every machine, so that prefill, decode and proxy agree; after the chained block
-hashes of vLLM's v1 engine, with BLAKE2b cut to 16 bytes.
+A full block is identified by the digest of a hash chain over all tokens up to its end. Digests are
+the same in every process and on every machine, so that prefill, decode and proxy agree. The scheme
+follows the chained block hashes of vLLM's v1 engine, with BLAKE2b cut to 16 bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ROOT = blake2b(b"mooncake-hal prefix chain v1", digest_size=DIGEST_BYTES).digest
 
 
 def root_of(cache_salt: str) -> bytes:
-    """What the first block of a prompt follows. Prompts of different salts have no block in common,
-    and whoever does not know a salt can't find out what is cached under it."""
+    """Returns the parent digest of a prompt's first block. Prompts with different salts share no
+    block, and a client that does not know a salt can't find out what is cached under it."""
     if not cache_salt:
         return ROOT
     return blake2b(ROOT + cache_salt.encode(), digest_size=DIGEST_BYTES).digest()
@@ -31,7 +31,7 @@ def root_of(cache_salt: str) -> bytes:
 def extend_chain(
     chain: list[bytes], token_ids: Sequence[int], block_size: int, cache_salt: str = ""
 ) -> None:
-    """Append the digests of the blocks that ``token_ids`` fill beyond those in ``chain``."""
+    """Append the digests of the blocks that ``token_ids`` fill and ``chain`` does not have yet."""
     parent = chain[-1] if chain else root_of(cache_salt)
     for start in range(len(chain) * block_size, len(token_ids) - block_size + 1, block_size):
         block = array("q", token_ids[start : start + block_size]).tobytes()
@@ -40,11 +40,11 @@ def extend_chain(
 
 
 class BlockEvents(Protocol):
-    """What a pool reports to, on the thread that owns the pool."""
+    """Receives the changes of a pool's prefix cache, on the thread that owns the pool."""
 
     @property
     def endpoints(self) -> KVEventEndpoints | None:
-        """Where others find what is reported; None where nothing is published."""
+        """Endpoints at which the events are published; None if they are not."""
         ...
 
     def stored(
@@ -54,49 +54,49 @@ class BlockEvents(Protocol):
         token_ids: Sequence[int],
         cache_salt: str = "",
     ) -> None:
-        """These blocks, one behind the other, can be found from now on.
+        """A run of consecutive blocks has been cached.
 
         Args:
-            digests: their names.
-            parent: of the block before the first; None at the beginning of a prompt.
-            token_ids: of all these blocks.
-            cache_salt: of the prompt.
+            digests: digests of the blocks.
+            parent: digest of the block before the first; None at the beginning of a prompt.
+            token_ids: tokens of all these blocks.
+            cache_salt: cache salt of the prompt.
         """
         ...
 
     def removed(self, digest: bytes) -> None:
-        """This block is found no more."""
+        """A block has been evicted."""
         ...
 
     def cleared(self) -> None:
-        """No block is found any more."""
+        """All cached blocks have been dropped."""
         ...
 
     def flush(self) -> None:
-        """A step is over: what was reported in it belongs together."""
+        """A step is over: the events since the last call form one batch."""
         ...
 
     def close(self) -> None:
-        """Nothing more will be reported. Idempotent."""
+        """No more events follow. Idempotent."""
         ...
 
 
 class BlockPool:
-    """Hands out block ids ``0 .. num_blocks - 1``; holds no memory itself.
+    """Allocates the block ids ``0 .. num_blocks - 1``; owns no memory itself.
 
-    A block with references is owned by that many tables. A block without is free, and may still
-    hold published content: such blocks are reused last, the longest unused first.
+    A block's reference count is the number of tables that own it. A block without references is
+    free, but may still be cached: such blocks are allocated last, least recently used first.
 
     Args:
-        num_blocks: size of the pool.
-        events: told what can be found from when to when; None for nobody.
+        num_blocks: number of blocks.
+        events: receives the changes of the prefix cache; None publishes none.
     """
 
     def __init__(self, num_blocks: int, events: BlockEvents | None = None) -> None:
         self.num_blocks = num_blocks
         self._events = events
         self.references = [0] * num_blocks
-        """How many tables own each block."""
+        """For each block, the number of tables that own it."""
         self._num_uses = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -105,36 +105,36 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that ``allocate`` could hand out now."""
+        """Number of blocks that can be allocated now, cached ones included."""
         return len(self._empty) + len(self._cached)
 
     @property
     def usage(self) -> float:
-        """Owned share of the pool, 0 to 1."""
+        """Fraction of the blocks that is owned, 0 to 1."""
         return 1.0 - self.num_free / self.num_blocks
 
     def uses(self, block_ids: Iterable[int]) -> list[int]:
-        """How often each block was handed out: as long as that stays, a full block holds what it
-        held, whoever owns it."""
+        """Returns how often each block has been allocated. While that count is unchanged, a full
+        block keeps its content, whether it is owned or not."""
         return [self._num_uses[block_id] for block_id in block_ids]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` blocks with one reference each, or none at all: None."""
+        """Allocate ``count`` blocks with one reference each; None if too few are free."""
         if count > self.num_free:
             return None
         return [self._take() for _ in range(count)]
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Add a reference to each block; a free one with content is owned again."""
+        """Add a reference to each block; a free cached block becomes owned again."""
         for block_id in block_ids:
             if self.references[block_id] == 0:
                 del self._cached[block_id]
             self.references[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference of each block of a table, its tail first.
+        """Drop one reference of each block of a table, from its tail to its head.
 
-        The tail of a chain of prefixes is worth less than its head, so it is evicted sooner.
+        The tail of a prefix is less likely to be reused than its head, so it is evicted first.
         """
         for block_id in reversed(block_ids):
             count = self.references[block_id] - 1
@@ -146,19 +146,19 @@ class BlockPool:
                 self._empty.append(block_id)
 
     def publish(self, block_id: int, digest: bytes) -> int:
-        """Say what an owned, full block holds; returns the block that stands for such content: the
-        first one."""
+        """Cache an owned, full block. Returns the cached block with that content: the first one
+        that was published."""
         if digest not in self._index and block_id not in self._content:
             self._index[digest] = block_id
             self._content[block_id] = digest
         return self._index.get(digest, block_id)
 
     def __contains__(self, digest: bytes) -> bool:
-        """Whether a block with such content can be found."""
+        """Whether a block with that content is cached."""
         return digest in self._index
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest known prefix of a chain of digests; no reference is added."""
+        """Returns the blocks of the longest cached prefix of a chain; adds no references."""
         found = []
         for digest in digests:
             block_id = self._index.get(digest)
@@ -168,11 +168,11 @@ class BlockPool:
         return found
 
     def count_free(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks are free: sharing them lowers ``num_free`` by that much."""
+        """Returns how many of the blocks are free: sharing them lowers ``num_free`` by that."""
         return sum(1 for block_id in block_ids if self.references[block_id] == 0)
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Forget what these free blocks hold."""
+        """Drop free blocks from the prefix cache."""
         for block_id in block_ids:
             digest = self._content.pop(block_id, None)
             if digest is not None:
@@ -182,7 +182,7 @@ class BlockPool:
                     self._events.removed(digest)
 
     def forget_content(self) -> None:
-        """Empty the index of cached content; owned blocks stay owned."""
+        """Drop all blocks from the prefix cache; owned blocks stay owned."""
         self._empty.extend(self._cached)
         self._cached.clear()
         self._content.clear()
@@ -191,10 +191,10 @@ class BlockPool:
             self._events.cleared()
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Prove that the tables own exactly what is not free, and that nothing is lost.
+        """Prove that reference counts match the tables, and that all other blocks are free.
 
         Raises:
-            AssertionError: names the first block that breaks the books.
+            AssertionError: a block is lost, free twice, or has a wrong reference count.
         """
         owned = Counter(block_id for table in tables for block_id in table)
         for block_id in range(self.num_blocks):

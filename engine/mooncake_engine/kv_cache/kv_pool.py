@@ -1,4 +1,5 @@
-"""The paged KV memory of one rank: one registered-able allocation, seen as strided tensors."""
+"""The paged KV memory of one rank: one allocation that transports can register, seen as strided
+tensors; and the choice of its layout and size."""
 
 from __future__ import annotations
 
@@ -19,13 +20,19 @@ if TYPE_CHECKING:
 
 
 DEFAULT_KV_BYTES = 1 << 30
-"""Where KV is in memory that the host needs for others, too, and nothing else is asked for."""
+"""Default size of the KV pool, in bytes, on devices that share their memory with the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """How many blocks of how many tokens, how many more in host memory, and behind the blocks, how
-    many that no request ever has."""
+    """The size of a KV pool, in blocks.
+
+    Args:
+        num_blocks: blocks for requests, on the device.
+        block_size: tokens per block.
+        num_host_blocks: blocks in host memory, for swapping.
+        num_scratch_blocks: blocks behind those for requests that no request ever owns.
+    """
 
     num_blocks: int
     block_size: int
@@ -34,23 +41,23 @@ class PoolSize:
 
     @property
     def num_blocks_in_all(self) -> int:
-        """On the device."""
+        """Blocks on the device, scratch blocks included."""
         return self.num_blocks + self.num_scratch_blocks
 
 
 class KVPool:
-    """All KV blocks of one rank.
+    """All KV blocks of one rank; owned by its worker.
 
     Args:
-        backend: whose memory to take and whose layouts are possible.
+        backend: backend that allocates the memory.
         device: device index.
-        geometry: the model's KV.
-        shard: the part of it that this rank holds.
-        size: blocks and tokens per block.
+        geometry: KV geometry of the model.
+        shard: part of it that this rank holds.
+        size: number and size of the blocks.
         layout_name: key of ``KV_LAYOUTS``.
 
     Raises:
-        OutOfMemory: the device has less than ``layout_bytes``.
+        OutOfMemory: the device has fewer than ``layout_bytes`` bytes free.
     """
 
     def __init__(  # what fixes a pool
@@ -65,7 +72,7 @@ class KVPool:
     ) -> None:
         self.geometry = geometry
         self.shard = shard
-        self.num_blocks = size.num_blocks  # of requests; the layout has the scratch blocks, too
+        self.num_blocks = size.num_blocks  # for requests; the layout has the scratch blocks, too
         num_blocks = size.num_blocks_in_all
         relative = make_layout(layout_name, geometry, shard, num_blocks, size.block_size)
         nbytes = layout_bytes(geometry, shard, num_blocks, size.block_size)
@@ -79,12 +86,12 @@ class KVPool:
 
     @property
     def region(self) -> MemoryRegion:
-        """What a transport registers."""
+        """The memory region that transports register."""
         return self._allocation.region
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.planes[0][0].device
 
     @property
@@ -94,28 +101,29 @@ class KVPool:
 
     @property
     def layers(self) -> dict[int, tuple[Tensor, ...]]:
-        """The planes of each held layer, by its number in the model."""
+        """The planes of each layer that the rank holds, by the layer's number in the model."""
         first = self.shard.layer_start
         return {first + index: self.layer(index) for index in range(self.shard.layers)}
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """The planes of one held layer, each ``[num_blocks, block_size, heads, dim]``."""
+        """Returns the planes of a layer, by its index among those that the rank holds; each is
+        ``[num_blocks, block_size, heads, dim]``."""
         return tuple(plane[index] for plane in self.planes)
 
     def turn_rope(self, block_ids: Sequence[int], tokens: tuple[int, int], order: str) -> None:
-        """Bring rope rows of latents into the other order: see ``backend_parts.turn_rope``."""
+        """Reorder the rope rows of latents: see ``backend_parts.turn_rope``."""
         from mooncake_hal.backend_parts import turn_rope
 
         turn_rope(self.planes[1], block_ids, tokens, order)
 
     def close(self) -> None:
-        """Give the memory back; regions must have been withdrawn before. Idempotent."""
+        """Free the memory; its regions must have been deregistered before. Idempotent."""
         self.planes = ()
         self._allocation.free()
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of that name, such as ``"bfloat16"``."""
+    """Returns the torch dtype of that name, such as ``"bfloat16"``."""
     import torch
 
     return getattr(torch, name)  # type: ignore[no-any-return]  # torch names its dtypes so
@@ -139,10 +147,14 @@ def _plane_views(
 
 
 def choose_layout(config: EngineConfig, supported: tuple[str, ...]) -> str:
-    """The layout that the config names, or the best one that the backend runs on.
+    """Returns the configured layout; for ``auto``, the one that the backend prefers.
+
+    Args:
+        config: the engine's config.
+        supported: layouts that the backend's kernels support, the preferred one first.
 
     Raises:
-        ConfigError: the backend's kernels don't run on the layout asked for.
+        ConfigError: the backend's kernels don't support the configured layout.
     """
     if config.kv_layout == "auto":
         return supported[0]
@@ -155,14 +167,15 @@ def choose_layout(config: EngineConfig, supported: tuple[str, ...]) -> str:
 
 
 def choose_num_blocks(config: EngineConfig, block_bytes: int) -> int:
-    """Blocks per rank: the config's number, or what its memory for KV holds.
+    """Returns the number of blocks per rank: as configured, or as many as fit into the configured
+    memory for KV.
 
     Args:
-        config: says how much.
-        block_bytes: of one block, on the rank where it is largest.
+        config: the engine's config.
+        block_bytes: bytes of one block, on the rank where it is largest.
 
     Raises:
-        ConfigError: the memory allowed for KV holds not even one block.
+        ConfigError: the configured number is below 1, or the memory is smaller than one block.
     """
     if config.num_kv_blocks is not None:
         if config.num_kv_blocks < 1:
@@ -173,10 +186,10 @@ def choose_num_blocks(config: EngineConfig, block_bytes: int) -> int:
 
 
 def blocks_in(nbytes: int, block_bytes: int) -> int:
-    """How many blocks that memory holds.
+    """Returns how many blocks fit into ``nbytes`` bytes.
 
     Raises:
-        ConfigError: not even one.
+        ConfigError: not even one block fits.
     """
     if nbytes < block_bytes:
         raise ConfigError(

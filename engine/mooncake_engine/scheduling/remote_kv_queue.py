@@ -1,4 +1,4 @@
-"""Requests that wait for their prompt's KV from a peer."""
+"""The queue of requests that wait for their prompt's KV from a peer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from mooncake_kv.params import FirstToken
 
 
 class ReceivedBlocks:
-    """Loaded blocks that are yet to be converted to the workers' layout, each once: what shares one
-    later finds it converted, or converted in the same step.
+    """Loaded blocks that workers have yet to convert to their KV layout.
+
+    Each block is converted once. A request that shares a block later finds it converted, or in
+    conversion in the same step.
 
     Args:
-        blocks: the tables.
+        blocks: owner of the block tables.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
@@ -29,18 +31,18 @@ class ReceivedBlocks:
         self._pending: list[int] = []
 
     def note(self, request: Request) -> None:
-        """A request's load is over; ``num_computed`` still is what was here before."""
+        """Add the blocks of a completed load; ``num_computed`` must still be its value before."""
         first = self._blocks.blocks_for(request.num_computed)
         self._pending += request.block_ids[first:]
 
     def take(self) -> tuple[int, ...]:
-        """All of them, for the plan that is being made."""
+        """Returns and clears the blocks, for the plan that is being made."""
         taken, self._pending = tuple(self._pending), []
         return taken
 
     def drop_freed(self) -> None:
-        """Forget those that were given up before any plan, with what they hold: they are handed out
-        to peers again now."""
+        """Drop the blocks that were freed before any plan listed them, and their cached content,
+        since peers may get them next."""
         references = self._blocks.pool.references.__getitem__
         freed = [block_id for block_id in self._pending if not references(block_id)]
         if freed:
@@ -54,18 +56,19 @@ LOADING = (RequestStatus.PREALLOCATING, RequestStatus.TRANSFERRING)
 
 
 class RemoteKVQueue:
-    """Gives blocks to loads, and takes their ends in.
+    """Allocates blocks for loads from peers, starts the loads, and handles their ends.
 
     Args:
-        limits: deadlines, and what becomes of a request whose KV does not arrive.
-        queues: where requests stand.
-        blocks: their tables.
-        outputs: what they have got.
-        connector: moves KV.
-        wait: queue a request that has to compute its prompt after all.
+        limits: timeout of loads, and the policy for those that fail.
+        queues: queues of the requests.
+        blocks: allocates their block tables.
+        outputs: reports first tokens and failures, and holds blocks until loads are drained.
+        connector: moves KV; None if no request transfers KV.
+        wait: queues a request that has to compute its prompt after all.
 
     Attributes:
-        received: what has come and no plan has named, if plans do.
+        received: blocks that peers have written and that no plan has listed yet; stays empty unless
+            plans list such blocks.
     """
 
     def __init__(
@@ -86,8 +89,8 @@ class RemoteKVQueue:
         self.received = ReceivedBlocks(blocks)
 
     def expect(self, request: Request) -> None:
-        """Take a request in. A peer's token, if it is here already, is the first of the output,
-        and maybe the last."""
+        """Add a request whose KV comes from a peer. If the peer's first token came with the
+        request, it is reported now, and may end the request."""
         assert self._connector is not None, "a request with a peer's KV needs a connector"
         self._connector.on_new_request(request)
         request.deadline = request.arrival + self._limits.load_timeout_s
@@ -96,13 +99,13 @@ class RemoteKVQueue:
             self._outputs.report_first(request, _sampled(request.first_token))
 
     def start(self, watermark_blocks: int, before: Request | None = None) -> None:
-        """Begin loads as long as there are blocks; one block per running or loading request stays
-        free.
+        """Start loads, the most urgent first, while there are free blocks. One block per running,
+        ready or loading request stays free.
 
         Args:
-            watermark_blocks: stay free besides, if anybody owns any.
-            before: waits for blocks, too: what is less urgent does not take them from it, and it
-                holds up nothing that is more urgent.
+            watermark_blocks: blocks that stay free besides, if any request owns blocks.
+            before: most urgent request that waits for blocks for another reason; less urgent loads
+                don't start before it.
         """
         queues = self._queues
         self.received.drop_freed()
@@ -115,7 +118,8 @@ class RemoteKVQueue:
                 return
 
     def _begin(self, request: Request, reserve: int) -> bool:
-        """Load a prompt, or share a sibling's, or wait for one that is on its way."""
+        """Load the prompt, share a sibling's, or follow a sibling whose load is in flight. False if
+        too few blocks are free."""
         prompt = request.num_prompt_tokens
         sibling = request.group.find_prompt()
         if sibling is not None and self._blocks.may_share_later(sibling):
@@ -131,7 +135,7 @@ class RemoteKVQueue:
         return True
 
     def _share(self, request: Request, sibling: Request) -> None:
-        """Nothing is left to load; the peer still has to hear so."""
+        """Share a sibling's prompt. Nothing is left to load, but the peer must be notified."""
         self._blocks.fork(request, sibling)
         self._load(request)
 
@@ -164,8 +168,8 @@ class RemoteKVQueue:
         self.give_up(request, error)
 
     def give_up(self, request: Request, reason: str) -> None:
-        """No KV from the peer, which has been logged: compute it here, or fail, as configured. The
-        load is drained."""
+        """Compute a request's prompt here, or fail the request, as configured, because its KV does
+        not arrive from the peer. The load is drained, and its failure has been logged."""
         self._queues.release_followers(request)
         self._queues.dequeue(request)
         self._blocks.release(request)
@@ -178,8 +182,8 @@ class RemoteKVQueue:
         self._outputs.fail(request, f"the prompt's KV did not arrive: {reason}")
 
     def expire(self) -> None:
-        """Give up on the requests that waited too long for blocks; those that follow a sibling's
-        load end with it, at its own deadlines."""
+        """Give up the loads that have waited too long for blocks. Requests that follow a sibling's
+        load share its fate, at the load's own deadline."""
         now = self._queues.now
         for request in list(self._queues.preallocating):
             if request.deadline and now > request.deadline:
@@ -207,17 +211,17 @@ class RemoteKVQueue:
             if _is_complete(request, first_token):
                 self._outputs.append(request, (_sampled(first_token),))
         if not request.num_pending:
-            request.num_computed -= 1  # its last token runs again, and the first one is sampled
+            request.num_computed -= 1  # the prompt's last token runs again, to sample the first
 
 
 def _is_complete(request: Request, first: FirstToken) -> bool:
-    """Whether a peer's token comes with all that was asked for: vLLM's says nothing of its log
-    probabilities."""
+    """Whether a peer's token comes with everything that the request asked for; a token from vLLM
+    has no log probabilities."""
     return request.sampling.logprobs is None or first.logprobs is not None
 
 
 def _sampled(first: FirstToken) -> SampledToken:
-    """A peer's first token, as if it had been sampled here."""
+    """Converts a peer's first token to the form of one that was sampled here."""
     if first.logprobs is None:
         return SampledToken(first.token_id)
     logprob, top = first.logprobs.logprob, first.logprobs.top
@@ -225,7 +229,7 @@ def _sampled(first: FirstToken) -> SampledToken:
 
 
 def _loading(request: Request) -> Request | None:
-    """A sibling whose prompt's KV is coming in from the peer."""
+    """Returns a sibling whose load of the prompt's KV from the peer is in flight, or None."""
     for member in request.group.members:
         is_pulling = member.state is RequestStatus.TRANSFERRING and member.pool_load is None
         if is_pulling and member.block_ids:

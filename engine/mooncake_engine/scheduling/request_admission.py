@@ -1,4 +1,4 @@
-"""Which requests begin, come back or go on with KV that has come, and which have to make room."""
+"""Admission: which requests start, resume or run with loaded KV, and which yield to them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from mooncake_engine.scheduling.steps_in_flight import StepsInFlight
 
 
 class RequestAdmission:
-    """Takes requests from the queues into steps, first come, first served, within a priority.
+    """Moves requests from the queues into steps; within a priority, first come, first served.
 
     Args:
-        limits: bounds.
-        queues: where requests stand.
-        blocks: their tables.
-        preemption: what has left them, and how it comes back.
-        in_flight: steps that are not completed.
-        pool: what is loaded from the KVCache pool; None where there is none.
+        limits: bounds of steps and requests.
+        queues: queues of the requests.
+        blocks: allocates their block tables.
+        preemption: preempts and resumes groups.
+        in_flight: steps in flight.
+        pool: loads from the KVCache pool; None if the instance uses none.
 
     Attributes:
-        budget: of steps.
-        batch: who has to wait for whom.
-        watermark_blocks: blocks that stay free when a request begins.
+        budget: token budget of steps.
+        batch: decides which batch work yields to interactive requests.
+        watermark_blocks: blocks that stay free when a request starts.
     """
 
     def __init__(
@@ -54,21 +54,22 @@ class RequestAdmission:
         self._delay = AdmissionDelay(limits.delay_factor)
 
     def begin_step(self, now: float) -> None:
-        """A step is planned; the one before it is over."""
+        """Record that the scheduler starts to plan a step."""
         self._delay.begin_step(now)
 
     def may_write(self) -> bool:
-        """Whether peers may write to free blocks, before what was in them is copied, too."""
+        """Whether peers may write to free blocks now, that is, no step in flight and no copy to the
+        host still reads any."""
         return self._preemption.copies.are_over and not self._in_flight.reach_freed_blocks
 
     @property
     def _is_unsettled(self) -> bool:
-        """Whether steps are in flight, or a load that steps ran on."""
+        """Whether steps are in flight, or a load that steps already run on."""
         return bool(self._in_flight) or (self._pool is not None and self._pool.has_unproven)
 
     def make_room(self, step: StepBuilder) -> bool:
-        """Preempt batch work for the interactive request that waits first; False if steps in
-        flight have to complete before."""
+        """Preempt batch work for the most urgent waiting interactive request. Returns False if
+        steps in flight have to complete first."""
         waiting = self.batch.find_waiting()
         if waiting is None:
             return True
@@ -85,7 +86,8 @@ class RequestAdmission:
         return True
 
     def schedule_new(self, step: StepBuilder) -> None:
-        """Those with blocks go first; then the most urgent one, swapped out or without blocks."""
+        """Start requests while the step has capacity: ready ones first, since they own blocks; then
+        the most urgent of those that are swapped out or own no blocks."""
         queues = self._queues
         may_start = not queues.running or self._delay.has_passed(queues.waiting)
         while step.budget and len(queues.running) < self.budget.max_num_seqs:
@@ -101,12 +103,12 @@ class RequestAdmission:
                 return
 
     def highest_priority(self) -> Request | None:
-        """The most urgent one that waits without blocks: for its turn, or swapped out."""
+        """Returns the most urgent request that is waiting or swapped out, or None."""
         heads = (self._queues.swapped.peek(), self._queues.waiting.peek())
         return min((head for head in heads if head is not None), key=priority_key, default=None)
 
     def schedule_ready(self, request: Request, step: StepBuilder) -> bool:
-        """Go on with a request that has its KV here; False if it has to wait."""
+        """Start or resume a request whose KV was loaded or swapped in; False if it has to wait."""
         copies_go_on = request.awaits_copies and not self._preemption.copies.seem_over
         if not self.budget.chunk(request, step.budget) or (copies_go_on and self._queues.running):
             return False
@@ -114,7 +116,7 @@ class RequestAdmission:
         growth = self._blocks.grow(request, len(request.token_ids))
         if growth is not None:
             step.copy(growth)
-            if request.shares_first_token:  # its siblings waited without it while it was swapped
+            if request.shares_first_token:  # its siblings could not follow it while swapped
                 self._queues.follow_leader(request)
             self._run(request, step)
         elif not self._queues.running and not self._is_unsettled:
@@ -124,9 +126,9 @@ class RequestAdmission:
         return True
 
     def _schedule_waiting(self, request: Request, step: StepBuilder, *, may_start: bool) -> bool:
-        """Swap a group in, or begin a request if new ones may start; False if it has to wait."""
+        """Swap a group in, or start a request if new ones may start; False if it has to wait."""
         is_alone = not self._queues.running
-        # room for those that run, and for the request's siblings to part from it
+        # free blocks for running requests, and for siblings' copies of the prompt's last block
         reserve = 0 if is_alone else self.watermark_blocks + len(request.group.members) - 1
         if request.state is RequestStatus.SWAPPED:
             return self._preemption.resume(request, step, reserve)
@@ -145,7 +147,8 @@ class RequestAdmission:
         return True
 
     def _allocate(self, request: Request, reserve: int, step: StepBuilder) -> bool:
-        """Blocks for all the tokens that the request has now, a sibling's where it has the same."""
+        """Allocate blocks for all tokens that the request has now, sharing a sibling's prompt if
+        possible; False if too few are free."""
         sibling = request.group.find_prompt()
         if sibling is not None and request.shares_prompt:
             return self._fork(request, sibling, reserve, step)
@@ -158,7 +161,8 @@ class RequestAdmission:
         return True
 
     def _fork(self, request: Request, sibling: Request, reserve: int, step: StepBuilder) -> bool:
-        """Continue from a sibling's prompt; its last token runs again if there is no later one."""
+        """Continue from a sibling's prompt; if the request has no token behind it, the prompt's
+        last token runs again. False if too few blocks are free."""
         num_tokens, prompt = len(request.token_ids), request.num_prompt_tokens
         wanted = self._blocks.blocks_for(num_tokens) - self._blocks.blocks_for(prompt) + 1
         if wanted + reserve > self._blocks.pool.num_free:
@@ -171,15 +175,15 @@ class RequestAdmission:
         return True
 
     def _run(self, request: Request, step: StepBuilder) -> None:
-        """A request that has all its blocks takes part from now on."""
+        """Move a request that has all its blocks to the running queue, and schedule its tokens."""
         self._queues.dequeue(request)
         self._queues.run(request)
         step.add_new_request(request)
         self.schedule_tokens(request, self.budget.chunk(request, step.budget), step)
 
     def schedule_tokens(self, request: Request, count: int, step: StepBuilder) -> None:
-        """Run so many of a request's next tokens, for which there are blocks; with the last one of
-        a prompt its siblings begin."""
+        """Schedule the next ``count`` tokens of a request; enough blocks are free. Its followers
+        start with the step that runs the prompt's last token."""
         growth = self._blocks.grow(request, request.most_scheduled + count)
         assert growth is not None, "blocks were counted before they were taken"
         followers: list[Request] = []
@@ -189,7 +193,8 @@ class RequestAdmission:
         step.add(request, count, growth, followers)
 
     def _schedule_followers(self, leader: Request, step: StepBuilder) -> list[Request]:
-        """Siblings that get the prompt's blocks and sample from its logits, while there is room."""
+        """Start followers of a prompt, as many as may run: they share its blocks and sample from
+        its logits. The others are queued again."""
         followers = self._queues.followers(leader)
         taken = followers[: self.budget.max_num_seqs - len(self._queues.running)]
         for follower in taken:
