@@ -3,16 +3,16 @@
 KVError
 ├── KVConfigError          a connector can't be set up as asked
 │   └── SideChannelPortTaken
-├── ConnectorDead          what ends the engine, and nothing else does: see ``Fatal``
-├── StoreIOError           the system refused to read or write a store's file
+├── ConnectorDead          the only error that ends the engine: see ``Fatal``
+├── StoreIOError           the system failed to read or write a store's file
 ├── InvalidKVParams        a request's ``kv_transfer_params`` are wrong, or contradict its prompt
-└── KVTransferError        KV did not come across; the request says what happens next
+└── KVTransferError        KV was not transferred; only that request is affected
     ├── HandshakeRefused   the peer's metadata contradict ours
     ├── LeaseLost          the peer no longer holds the KV that it promised
-    ├── PeerGone           that epoch of the peer is dead for certain
-    ├── PeerAbsent         it is not at its address: dead, or the way there has changed
+    ├── PeerGone           that epoch of the peer is certainly dead
+    ├── PeerAbsent         the peer is not at its address: dead, or the route has changed
     ├── PeerUnreachable    nothing at its address answers, not even a kernel
-    └── BadFrame           a side-channel message that can't be honoured
+    └── BadFrame           a malformed side-channel message
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class KVError(Exception):
 
 
 class KVConfigError(KVError):
-    """A connector can't be set up as asked: what was wanted, what was found, what to do."""
+    """A connector can't be set up as configured: what was wanted, what was found, what to do."""
 
 
 class SideChannelPortTaken(KVConfigError):
-    """All ports that the side channel may have are in use."""
+    """All ports that the side channel may use are taken."""
 
 
 class Fatal(Enum):
-    """Everything of a connector that ends its engine.
+    """The failures of a connector that end its engine.
 
-    What else goes wrong, also what nobody thought of, ends the request or the session with the peer
-    that it came up in: requests would wait for ever, or get wrong tokens, only after these.
+    Every other failure, even an unexpected one, ends only the request or the peer's session in
+    which it occurs. After one of these, requests would wait forever or get wrong tokens.
     """
 
     IO_LOOP_ENDED = "the thread of its I/O has ended"
@@ -46,11 +46,11 @@ class Fatal(Enum):
 
 
 class ConnectorDead(KVError):
-    """A connector that can't go on, and its engine with it.
+    """A connector can't continue, and neither can its engine.
 
     Args:
-        fatal: why.
-        cause: what was raised.
+        fatal: the kind of failure.
+        cause: the exception that caused it, if any.
     """
 
     def __init__(self, fatal: Fatal, cause: BaseException | None = None) -> None:
@@ -59,15 +59,15 @@ class ConnectorDead(KVError):
 
 
 class StoreIOError(KVError):
-    """A read or write of a store's file failed: which, and what the system said."""
+    """A read or write of a store's file failed; names the file and the system's error."""
 
 
 class InvalidKVParams(KVError):
-    """``kv_transfer_params`` that can't be honoured; says which field, and what was wanted."""
+    """``kv_transfer_params`` that can't be honoured; names the field, and what was wanted."""
 
 
 class KVTransferError(KVError):
-    """KV did not come across."""
+    """KV was not transferred."""
 
 
 class HandshakeRefused(KVTransferError):
@@ -79,18 +79,18 @@ class LeaseLost(KVTransferError):
 
 
 class PeerGone(KVTransferError):
-    """That epoch of a peer is dead for certain: nothing of it writes any more."""
+    """That epoch of a peer is certainly dead: none of its processes writes any more."""
 
 
 class PeerAbsent(KVTransferError):
-    """Nobody listens at a peer's address, or somebody else does: it is dead, or what stands between
-    (a load balancer, an address that was translated) leads elsewhere now, and it may still write
-    until its lease is over."""
+    """Nothing, or another instance, listens at a peer's address. The peer is dead, or something in
+    between (a load balancer, address translation) leads elsewhere now; in that case the peer may
+    still write until its lease is over."""
 
 
 class PeerUnreachable(KVTransferError):
-    """No packet comes back from a peer's address: its host is down or gone, or the way there is."""
+    """No packet comes back from a peer's address: its host or the network to it is down."""
 
 
 class BadFrame(KVTransferError):
-    """A payload that is too long, or not a message of ours."""
+    """A payload that is too long, or not a message of the side-channel protocol."""

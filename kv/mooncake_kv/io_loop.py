@@ -1,4 +1,5 @@
-"""The thread on which a connector does its I/O, and which never dies in silence."""
+"""The asyncio loop on which a connector does its I/O, in a thread whose death is always
+reported."""
 
 from __future__ import annotations
 
@@ -23,17 +24,17 @@ class Spawn(Protocol):
     def __call__(
         self, coroutine: Coroutine[Any, Any, None], request_id: str | None = None
     ) -> asyncio.Task[None]:
-        """Start it."""
+        """Start the task."""
 
 
 class IoLoop:
     """An asyncio loop in a thread of its own.
 
     Args:
-        name: of the thread.
-        on_error: takes the request in which something was raised that nobody thought of, and what.
-            Loop thread.
-        on_failure: takes what ends the owner.
+        name: name of the thread.
+        on_error: receives the request in which an unexpected exception was raised, and the
+            exception. Loop thread.
+        on_failure: receives a failure that ends the owner.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class IoLoop:
         self._thread.start()
 
     def call(self, request_id: str, function: Callable[..., None], *args: Any) -> None:
-        """Call a function on the loop, soon; calls keep their order. Any thread.
+        """Schedule a function on the loop; calls keep their order. Any thread.
 
         Args:
-            request_id: what fails if the function does.
+            request_id: the request that fails if the function raises.
+            function: the function.
+            args: its arguments.
         """
         self._loop.call_soon_threadsafe(self._guarded, request_id, function, args)
 
@@ -64,19 +67,21 @@ class IoLoop:
         """Run a coroutine as a task of the loop. Only from the loop's own thread.
 
         Args:
-            request_id: what fails if the task does; None if that harms nobody who does not notice.
+            coroutine: the coroutine.
+            request_id: the request that fails if the task does; None if everything that depends on
+                the task detects its failure otherwise.
         """
         return self._start(coroutine, lambda exc: self._fail(request_id, exc))
 
     def spawn_housekeeping(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run what must not end before the loop does. Only from the loop's own thread."""
+        """Run a coroutine whose failure ends the owner. Only from the loop's own thread."""
         self._start(
             coroutine,
             lambda exc: self._on_failure(ConnectorDead(Fatal.HOUSEKEEPING_ENDED, exc)),
         )
 
     def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
-        """Run a coroutine on the loop and wait for its result. Any other thread."""
+        """Run a coroutine on the loop and wait for its result. Any thread but the loop's."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
 
     def close(self) -> None:
@@ -121,7 +126,7 @@ class IoLoop:
     ) -> None:
         try:
             function(*args)
-        except Exception as exc:  # noqa: BLE001  # request top: it fails that one
+        except Exception as exc:  # noqa: BLE001  # request top: only this request fails
             self._fail(request_id, exc)
 
     def _fail(self, request_id: str | None, exc: Exception) -> None:
@@ -137,13 +142,13 @@ class IoLoop:
             return
         try:
             self._on_error(request_id, exc)
-        except Exception as again:  # noqa: BLE001  # it can't even be given up
+        except Exception as again:  # noqa: BLE001  # failing the request failed
             self._on_failure(ConnectorDead(Fatal.HOUSEKEEPING_ENDED, again))
 
 
 async def _cancel_all() -> None:
-    """Cancel every other task of the loop, also what tasks have begun, such as connections that are
-    being made; each has several chances to end."""
+    """Cancel every other task of the loop, including those that tasks have started, such as
+    connection attempts. Repeated, because a task may start others while it is cancelled."""
     for _ in range(3):
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if not others:
@@ -153,14 +158,14 @@ async def _cancel_all() -> None:
         ended, _ = await asyncio.wait(others, timeout=CLOSE_TIMEOUT_S)
         for task in ended:
             if not task.cancelled():
-                task.exception()  # seen: the loop is over, and whose task it was has been told
+                task.exception()  # mark as retrieved: the loop ends, and the owner was notified
 
 
 def raise_descriptor_limit() -> None:
-    """Take all descriptors that this process may have: every peer costs some, of every rank."""
+    """Raise the soft limit of descriptors to the hard one: each peer costs several per rank."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return
-    with suppress(ValueError, OSError):  # where the kernel allows fewer than it says
+    with suppress(ValueError, OSError):  # the kernel may allow fewer than the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         logger.info("this process may open %d files and connections, up from %d", hard, soft)

@@ -1,7 +1,7 @@
-"""Parses and builds ``kv_transfer_params``, once, where a request enters.
+"""Parses and builds ``kv_transfer_params``. They are parsed once, where a request enters.
 
-Names as in vLLM and vLLM-Ascend's MooncakeConnectorV1, so that their proxies can stand in front
-of our instances. ``last_token_id`` is the token that the prefill instance sampled.
+Field names are those of vLLM and of vLLM-Ascend's MooncakeConnectorV1, so that their proxies can be
+used with our instances. ``last_token_id`` is the token that the prefill instance sampled.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
 KVTransferDict = dict[str, Any]
-"""``kv_transfer_params`` as JSON has them, to or from a proxy."""
+"""``kv_transfer_params`` as a JSON object, to or from a proxy."""
 
 
 class FirstTokenLogprobs(NamedTuple):
     """Log probabilities of a first token (natural log).
 
     Args:
-        logprob: of the token itself.
-        top: the most probable tokens and theirs, best first.
+        logprob: log probability of the token itself.
+        top: the most probable tokens and their log probabilities, best first.
     """
 
     logprob: float
@@ -40,12 +40,12 @@ class FirstTokenLogprobs(NamedTuple):
 
 
 class FirstToken(msgspec.Struct, frozen=True):
-    """The token that a prefill instance sampled, with which a decode instance begins.
+    """The token that a prefill instance sampled, from which a decode instance continues.
 
     Args:
-        token_id: which.
-        logprobs: if the request asked for them.
-        num_cached_tokens: prompt tokens that needed no computing.
+        token_id: the token.
+        logprobs: its log probabilities, if the request asked for them.
+        num_cached_tokens: prompt tokens that the prefill instance had cached.
     """
 
     token_id: int
@@ -55,17 +55,17 @@ class FirstToken(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RemoteKV:
-    """Where the KV of a prompt lies.
+    """The location of a prompt's KV at a peer.
 
     Args:
-        engine_id: the holder; another epoch of it has another id.
-        request_id: the holder's name for the lease.
-        host, port: its side channel.
-        block_ids: its block table.
-        num_tokens: prompt tokens whose KV is there.
-        claimed_tp_size, claimed_block_size, claimed_num_groups: what the request says of the
-            holder, if it does; of each KV-cache group the table has an entry in turn.
-        lease_s: how long the holder waits for a keepalive, if the request says so.
+        engine_id: the holder's epoch; a restarted holder has another one.
+        request_id: the holder's name for the request.
+        host, port: address of its side channel.
+        block_ids: its block table; if there are several KV-cache groups, their entries alternate.
+        num_tokens: number of prompt tokens whose KV it holds.
+        claimed_tp_size, claimed_block_size, claimed_num_groups: properties of the holder as the
+            request's parameters claim them; None if they don't.
+        lease_s: how long the holder waits for a keepalive, in seconds, if the parameters say so.
     """
 
     engine_id: str
@@ -81,23 +81,23 @@ class RemoteKV:
 
 
 class TransferMode(Enum):
-    """Which way an instance's KV moves."""
+    """How a request's KV moves between instances."""
 
     NONE = "none"
     PULL = "pull"
-    """The decode instance reads: after the prefill, or chunk by chunk while it runs."""
+    """The decode instance reads it: after the prefill, or chunk by chunk during it."""
     PUSH = "push"
-    """The prefill instance writes, while it computes."""
+    """The prefill instance writes it while it computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushTarget:
-    """Where a prompt's KV is to go.
+    """The blocks that a decode instance has reserved for a prompt's KV.
 
     Args:
-        remote: the blocks, and who reserved them under which name.
-        start: the first token whose KV is not there yet.
-        prompt_digest: of the prompt that this instance was given.
+        remote: the blocks, and the instance that reserved them.
+        start: the first token whose KV is missing there.
+        prompt_digest: digest of the prompt that this instance was given.
     """
 
     remote: RemoteKV
@@ -107,13 +107,13 @@ class PushTarget:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A node store that is said to have the KV of a prompt's beginning. A hint: where it turns out
-    to be wrong, or takes too long, the prompt is computed.
+    """A hint that a node store has the KV of a prompt's prefix. If the hint is wrong, or loading
+    takes too long, the prompt is computed.
 
     Args:
-        host, port: where the store listens.
-        epoch: of the store when that was said; restarted, it has another one.
-        num_tokens: leading tokens whose KV it has.
+        host, port: address of the store.
+        epoch: the store's epoch when the hint was made; a restarted store has another one.
+        num_tokens: number of leading tokens whose KV it has.
     """
 
     host: _Name
@@ -131,22 +131,22 @@ MAX_PREFIX_SOURCES = 16
 
 @dataclass(frozen=True, slots=True)
 class KVTransferParams:
-    """What a request's parameters ask this instance to do.
+    """A request's parsed parameters: what this instance is asked to do with its KV.
 
     Args:
-        keeps_kv: end after the first token, and keep the KV for a peer.
+        keeps_kv: stop after the first token, and keep the KV for a peer.
         remote: load the KV from there.
-        first_token: the holder's token, to continue from; None where it is sampled anew here.
-        target: write the KV there, or let it be read from there.
-        metaserver: reserve blocks, say so there, and wait for the KV and the first token.
-        is_pulled: who has reserved blocks reads the KV into them as it is computed; else it is
-            written there.
-        requester: the address that the request came from; None for one of this process.
-        is_verified: whether the holder says which prompt it was given, so that its KV is certainly
-            that of this one.
-        prefix_sources: where this instance's KVCache pool may find what it is to compute.
-        tokenizer: the fingerprint of what made the prompt from a text, for the metaserver; empty
-            if the client sent ids.
+        first_token: the holder's token, from which to continue; None if it is sampled again here.
+        target: reserved blocks of a peer, to which the KV goes while it is computed.
+        metaserver: reserve blocks, post them to this URL, and wait for the KV and the first token.
+        is_pulled: whether the instance that has reserved blocks reads the KV into them (early
+            pull); otherwise the KV is written to them (push).
+        requester: the address that the request came from; None for a request of this process.
+        is_verified: whether the holder has named the prompt that it was given, so that its KV is
+            certainly this prompt's.
+        prefix_sources: stores where this instance's KVCache pool may find the KV of the prompt.
+        tokenizer: fingerprint of the tokenizer that made the prompt from text, for the metaserver;
+            empty if the client sent token ids.
     """
 
     keeps_kv: bool = False
@@ -167,18 +167,18 @@ class KVTransferParams:
 
     @property
     def mode(self) -> TransferMode:
-        """What an instance must be able to do to serve this."""
+        """The transfer mode that an instance must support to serve this request."""
         if self.target is not None or self.metaserver is not None:
             return TransferMode.PULL if self.is_pulled else TransferMode.PUSH
         return TransferMode.PULL if self.keeps_kv or self.remote is not None else TransferMode.NONE
 
 
 NO_KV_TRANSFER = KVTransferParams()
-"""Of a request that one instance serves alone."""
+"""The parameters of a request that is served by a single instance."""
 
 
 class _Wire(msgspec.Struct):
-    """The fields that we read; unknown ones belong to others and are left alone."""
+    """The JSON fields that we read; unknown fields belong to other systems and are ignored."""
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
@@ -216,16 +216,16 @@ REMOTE_PREFILL_FIELDS = (*ADDRESS_FIELDS, "last_token_id")
 def parse_kv_transfer_params(
     params: KVTransferDict | None, prompt_token_ids: Sequence[int], cache_salt: str = ""
 ) -> KVTransferParams:
-    """Read a request's parameters: once, where it enters; they travel as their type from there.
+    """Parse a request's parameters. Called once, where the request enters.
 
     Args:
-        params: as they came; None asks for nothing.
-        prompt_token_ids: of the request that carries them. The peer must have been given the same:
-            as many, and equal ones where it says by ``prompt_digest`` what it was given.
-        cache_salt: of the request; the peer's must be the same.
+        params: the JSON object as received; None if there is none.
+        prompt_token_ids: the request's prompt. The peer must have been given a prompt of the same
+            length, and the same prompt if it has sent a ``prompt_digest``.
+        cache_salt: the request's cache salt; must be the same at the peer.
 
     Raises:
-        InvalidKVParams: a field is missing or of the wrong kind, or they contradict the prompt.
+        InvalidKVParams: a field is missing or has the wrong type, or contradicts the prompt.
     """
     if params is None:
         return NO_KV_TRANSFER
@@ -258,9 +258,9 @@ def parse_kv_transfer_params(
 
 
 def parse_remote_address(params: KVTransferDict) -> RemoteKV | None:
-    """Who holds KV for a request that does not run here after all, so that it can be told.
+    """Find the holder of the KV of a request that will not run here, in order to notify it.
 
-    Whatever else is wrong with the parameters does not matter; None if they name nobody.
+    Other errors in the parameters are ignored; returns None if they name no holder.
     """
     try:
         wire = msgspec.convert(params, _Wire, strict=True)
@@ -273,7 +273,7 @@ def parse_remote_address(params: KVTransferDict) -> RemoteKV | None:
 
 
 def _parse_target(wire: _Wire, num_prompt_tokens: int) -> PushTarget | None:
-    """Where a prefill is to write; None if it is to be fetched."""
+    """The target of a prefill; None if the KV is to be fetched after it."""
     if wire.remote_engine_id is None:
         return None
     _check_address(
@@ -307,7 +307,7 @@ def _check_address(wire: _Wire, names: tuple[str, ...], flag: str, advice: str) 
 
 
 def _is_host(text: str) -> bool:
-    """Whether a name server can be asked for it: what can't be encoded for one can't."""
+    """Whether the text can be a host: a name that IDNA can't encode can't be resolved."""
     try:
         text.encode("idna")
     except UnicodeError:
@@ -369,16 +369,16 @@ _REMOTE_FIELDS = ("engine_id", "request_id", "host", "port")
 
 
 def prompt_digest(token_ids: Sequence[int], cache_salt: str = "") -> str:
-    """A name for a prompt, the same whatever the block size; equal only for equal token ids and
-    salts."""
+    """A hash that identifies a prompt, independent of the block size; equal only for equal token
+    ids and cache salts."""
     key = blake2b(cache_salt.encode()).digest() if cache_salt else b""
     ids = np.asarray(token_ids, dtype="<u4").tobytes()
     return blake2b(ids, digest_size=16, key=key).hexdigest()
 
 
 def _check_digest(claimed: str | None, token_ids: Sequence[int], cache_salt: str) -> None:
-    """Refuse a prompt that is as long as the peer's and another one: its KV is not ours. A peer
-    that does not say what it was given is believed."""
+    """Refuse a request whose peer was given another prompt of the same length: its KV must not be
+    used. A peer that sends no digest is trusted."""
     if claimed is not None and claimed != (found := prompt_digest(token_ids, cache_salt)):
         raise _invalid(
             f"the peer was given another prompt of {len(token_ids)} tokens (digest {claimed}, here "
@@ -392,7 +392,7 @@ def _invalid(problem: str) -> InvalidKVParams:
 
 @dataclass(frozen=True, slots=True)
 class InstanceAddress:
-    """What stays the same in all that an instance offers."""
+    """The fields that are the same in all parameters that an instance builds."""
 
     engine_id: str
     host: str
@@ -403,7 +403,7 @@ class InstanceAddress:
     num_groups: int = 1
 
     def tables(self, block_ids: Sequence[int]) -> list[list[int]]:
-        """A prompt's block table as parameters have it: one for each KV-cache group."""
+        """A prompt's block table in the form of the parameters: one list per KV-cache group."""
         return [list(block_ids[group :: self.num_groups]) for group in range(self.num_groups)]
 
 
@@ -414,14 +414,15 @@ def build_params(
     prompt: Sequence[int],
     first: FirstToken,
 ) -> KVTransferDict:
-    """What the decode instance needs to fetch this KV; the proxy carries it there.
+    """Build the parameters with which a decode instance fetches a prompt's KV; the proxy passes
+    them on.
 
     Args:
         holder: this prefill instance.
         request_id: its name for the lease.
-        block_ids: the prompt's table.
-        prompt: token ids.
-        first: the token sampled here.
+        block_ids: the prompt's block table.
+        prompt: token ids of the prompt.
+        first: the token that was sampled here.
     """
     params: KVTransferDict = {
         "do_remote_prefill": True,
@@ -459,17 +460,18 @@ def build_reservation_params(
     cache_salt: str = "",
     tokenizer: str = "",
 ) -> KVTransferDict:
-    """What the prefill instance needs to write this KV, or to let it be read; the metaserver
-    carries it there.
+    """Build the parameters with which a prefill instance pushes a prompt's KV, or lets it be pulled
+    early; the metaserver passes them on.
 
     Args:
-        holder: the decode instance.
+        holder: the decode instance, which has reserved the blocks.
         request_id: its name for the request.
-        block_ids: what it reserved.
-        prompt: token ids.
-        start: the first token whose KV it lacks.
-        cache_salt: of the request; a part of the prompt's digest.
-        tokenizer: fingerprint of what made the prompt from a text; empty if nothing did.
+        block_ids: the reserved blocks.
+        prompt: token ids of the prompt.
+        start: the first token whose KV is missing.
+        cache_salt: the request's cache salt; a part of the prompt's digest.
+        tokenizer: fingerprint of the tokenizer that made the prompt from text; empty if the client
+            sent token ids.
     """
     made = {"prompt_token_ids": list(prompt), "tokenizer_fingerprint": tokenizer}
     return {

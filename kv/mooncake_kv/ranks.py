@@ -1,4 +1,5 @@
-"""Messages between a connector's scheduler side and its per-rank workers."""
+"""Messages between a connector's scheduler side and its per-rank workers, and ``RankLoads``, which
+runs a load on all ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ from mooncake_kv.handshake import RankMetadata
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to worker: an instance to read from or write to, as it described itself.
+    """Scheduler to worker: an instance to read from or write to, with its metadata.
 
     Args:
-        engine_id: which.
-        ranks: its own.
-        rope_order: of its latents, if it is not ours: what is read is brought into ours.
+        engine_id: the instance's epoch.
+        ranks: metadata of its ranks.
+        rope_order: the rope order of its latents if it differs from ours; what is read from it is
+            converted. Otherwise empty.
     """
 
     engine_id: str
@@ -29,18 +31,18 @@ class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForgetPeer(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to worker: that epoch is gone; drop its connections."""
+    """Scheduler to worker: an epoch is gone; close the connections to it."""
 
     engine_id: str
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """Worker to scheduler, once: what I hold, where, and how to reach me.
+    """Worker to scheduler, once: the rank is ready, with its metadata.
 
     Args:
-        metadata: all that.
-        ends_writes: whether a write ends with its writer by every transport that peers may use.
-        transports: what each of them asks of both ends, by name.
+        metadata: the rank's shard, layout and endpoints.
+        ends_writes: whether a write ends with its writer on every transport that peers may use.
+        transports: constraints of each open transport, by name.
     """
 
     metadata: RankMetadata
@@ -63,14 +65,14 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelLoad(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to worker: end that load, drain it, and report as usual."""
+    """Scheduler to worker: cancel a load, drain it, and report as usual."""
 
     request_id: str
 
 
 class TurnRope(msgspec.Struct, frozen=True, tag=True):
     """Scheduler to worker: tokens ``[start, stop)`` of a prompt were written by a peer that keeps
-    the rope rows of latents in this order; bring them into ours, and report as for a load."""
+    the rope rows of latents in ``order``; convert them to ours, and report as for a load."""
 
     request_id: str
     local_blocks: tuple[int, ...]
@@ -80,12 +82,12 @@ class TurnRope(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag=True):
-    """Worker to scheduler: a load is over and drained, or its rope rows are turned.
+    """Worker to scheduler: a load has ended and is drained, or rope rows are converted.
 
     Args:
-        request_id: which.
-        error: None if every byte has arrived, or is in place.
-        nbytes, seconds: what was moved, and how long it took from command to report.
+        request_id: the request that was loaded.
+        error: reason of the failure; None if every byte has arrived and is converted.
+        nbytes, seconds: bytes moved, and time from the command to the report.
     """
 
     request_id: str
@@ -95,15 +97,15 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
 
 
 class LocalRanks(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to worker, once: all ranks of this instance, who share the writing."""
+    """Scheduler to worker, once: all ranks of this instance, which divide the writes of a push."""
 
     ranks: tuple[RankMetadata, ...]
 
 
 class StartPush(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to worker: the peer has granted it; write the KV of tokens ``[start, stop)``.
+    """Scheduler to worker: the peer has granted a push; write the KV of tokens ``[start, stop)``.
 
-    May come before, while or after the request runs.
+    May arrive before, while or after the request runs.
     """
 
     request_id: str
@@ -115,12 +117,12 @@ class StartPush(msgspec.Struct, frozen=True, tag=True):
 
 
 class StopPush(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to worker: write no more, drain, and report.
+    """Scheduler to worker: stop writing, drain, and report.
 
     Args:
-        request_id: whose.
-        reason: why.
-        has_ended: whether its ``EndPush`` was sent; it follows otherwise.
+        request_id: the request that is pushed.
+        reason: why it is stopped.
+        has_ended: whether its ``EndPush`` was sent already; otherwise it follows.
     """
 
     request_id: str
@@ -129,11 +131,11 @@ class StopPush(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndPush(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to worker: the request runs no more. Write what is left, if it is complete, and
+    """Scheduler to worker: the request has finished. If it is complete, write the rest; then
     report.
 
     Args:
-        request_id: whose.
+        request_id: the request that is pushed.
         is_complete: whether all of its prompt's KV has been computed.
         block_ids: its block table.
         num_tokens: length of the prompt.
@@ -146,14 +148,14 @@ class EndPush(msgspec.Struct, frozen=True, tag=True):
 
 
 class PushReport(msgspec.Struct, frozen=True, tag=True):
-    """Worker to scheduler, once per request: it is drained; nothing more will be sent.
+    """Worker to scheduler, once per request: the push is drained; nothing more will be sent.
 
     Args:
-        request_id: whose.
-        error: None if every byte of this rank's share was written.
-        written: bytes by the peer's rank.
-        seconds: spent in transfers.
-        may_land: a write failed under way; what it had sent may arrive yet.
+        request_id: the request that was pushed.
+        error: reason of the failure; None if every byte of this rank's share was written.
+        written: bytes written, by the peer's rank.
+        seconds: time spent in transfers.
+        may_land: whether a write failed in flight, whose data may still arrive.
     """
 
     request_id: str
@@ -182,31 +184,32 @@ decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
 
 
 def spread_of(request_id: str) -> int:
-    """Which of several ranks that hold the same KV serves a request: the same number on both sides.
+    """A number by which both sides choose, among ranks that hold the same KV, the one that serves
+    a request.
 
     Args:
-        request_id: of the instance that reserved the blocks, or holds them.
+        request_id: the name given by the instance that reserved the blocks, or holds them.
     """
     return crc32(request_id.encode())
 
 
 SendToRank = Callable[[int, bytes], None]
-"""Carries a message to the worker of that rank."""
+"""Sends a message to the worker of a rank."""
 
 
 SILENCE_S = 600.0
-"""How long, beyond a rank's own deadline of a load, its report is waited for. A rank begins a load
-behind the step that is under way, for which engines wait 300 s if nobody says otherwise."""
+"""Timeout of a rank's report, in seconds beyond the rank's own deadline of the load. A rank begins
+a load after the step in flight, for which engines wait 300 s by default."""
 LOOKS = 20
-"""In that time, whether the engine steps."""
+"""How many times during that timeout the engine is checked for a stall."""
 
 
 class RankGroup:
     """All ranks of this instance.
 
     Args:
-        num_ranks: how many there are.
-        send: carries a message to a rank's worker.
+        num_ranks: number of ranks.
+        send: sends a message to a rank's worker.
     """
 
     def __init__(self, num_ranks: int, send: SendToRank) -> None:
@@ -227,16 +230,17 @@ class _PendingLoad:
 
 
 class RankLoads:
-    """Sends each load, or what is to be done with it, to every rank and waits until every rank has
-    reported. Loop thread only.
+    """Sends each load, or rope conversion, to every rank and waits until every rank has reported.
+    Loop thread only.
 
-    A rank has a deadline of its own, and reports when it is over. From one that obeys no more
-    nothing comes, and nobody can know whether it writes: its instance ends.
+    A rank enforces a deadline of its own, and reports when it has passed. If a rank sends no report
+    at all, it is unknown whether it still writes, so the instance ends.
 
     Args:
-        ranks: of this instance.
-        limit_s: how long a report may take; time in which the engine does not step is not counted.
-        has_stalled: whether it does not.
+        ranks: the ranks of this instance.
+        limit_s: timeout of a report, in seconds; time in which the engine is stalled does not
+            count.
+        has_stalled: returns whether the engine has stopped stepping.
     """
 
     def __init__(
@@ -251,11 +255,12 @@ class RankLoads:
         self._pending: dict[str, _PendingLoad] = {}
 
     async def run(self, load: Load | TurnRope) -> list[LoadReport]:
-        """Have every rank do it; returns the reports when all ranks have drained.
+        """Run a load on every rank; returns the reports once all ranks have drained.
 
         Raises:
             KVTransferError: at least one rank failed; the first reason is the message.
-            ConnectorDead: at least one has not reported in time, or may not have been told.
+            ConnectorDead: at least one rank has not reported in time, or may not have received the
+                message.
         """
         pending = _PendingLoad(asyncio.get_running_loop().create_future())
         self._pending[load.request_id] = pending
@@ -273,12 +278,12 @@ class RankLoads:
     def _tell(self, load: Load | TurnRope) -> None:
         try:
             self._ranks.broadcast(load)
-        except Exception as exc:  # some have begun it, and it never ends on all of them
+        except Exception as exc:  # some ranks may have begun it, and it can't end on all of them
             raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, exc) from exc
 
     async def _reported(self, request_id: str, pending: _PendingLoad) -> list[LoadReport]:
-        """All ranks' reports. The time that passes is what was slept, not what a clock says: who
-        was stopped for a while has heard nobody."""
+        """Wait for all ranks' reports. The timeout counts the time that was spent waiting rather
+        than a clock's, because a process that was suspended could not receive reports."""
         num_looks = 0
         while num_looks < LOOKS:
             await asyncio.wait([pending.done], timeout=self._pause_s)
@@ -291,12 +296,12 @@ class RankLoads:
         raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, KVTransferError(reason))
 
     def cancel(self, request_id: str) -> None:
-        """Ask all ranks to end a load; they report as usual."""
+        """Ask all ranks to cancel a load; they report as usual."""
         if request_id in self._pending:
             self._ranks.broadcast(CancelLoad(request_id))
 
     def report(self, rank: int, report: LoadReport) -> None:
-        """A rank has drained its part."""
+        """Process the report of a rank that has drained its part."""
         pending = self._pending.get(report.request_id)
         if pending is None:
             return

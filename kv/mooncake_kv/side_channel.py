@@ -1,4 +1,4 @@
-"""The side channel: a listener that replies to peers, and clients that ask them. Loop thread only.
+"""The side channel: a server that answers peers, and clients that ask them. Loop thread only.
 
 Both ends prove the deployment's secret before a message is believed: see ``mooncake_hal.session``.
 """
@@ -42,9 +42,9 @@ CONNECT_TIMEOUT_S = 10.0
 
 RECONNECT_PAUSE_S = 0.1
 MAX_RECONNECT_PAUSE_S = 1.0
-"""A pause is twice the one before it, up to this, until the peer answers; all who ask it share
-them. Requests may name thousands of peers that do not exist, and the loop that tries them serves
-all others, too."""
+"""Each pause before a reconnect is twice the previous one, up to this, until the peer answers. All
+requests to a peer share it: requests may name thousands of peers that do not exist, and the loop
+that tries to reach them serves all other peers, too."""
 
 _HOST_NAME = re.compile(
     r"(?=.{1,253}\Z)[A-Za-z0-9_][\w-]{0,62}(\.[A-Za-z0-9_][\w-]{0,62})*\.?", re.A
@@ -52,23 +52,22 @@ _HOST_NAME = re.compile(
 
 
 def tcp_url(host: str, port: int | str) -> str:
-    """Name an address in messages; IPv6 hosts get their brackets."""
+    """Format an address for messages; IPv6 hosts get brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def credentials_of(secret: bytes) -> Credentials:
-    """What both ends of a side channel prove to each other."""
+    """The credentials that both ends of a side channel prove to each other."""
     return Credentials(secret, "side channel", PROTOCOL_VERSION)
 
 
 class SideChannelServer:
-    """Replies to every well-formed request, and rejects every other one without harm.
-
-    See ``listen``.
+    """Answers every well-formed request, and rejects malformed ones. Created by ``listen``.
 
     Args:
-        handler: from request to reply; quick. What it raises but HandshakeRefused is logged, and
-            ends the session with the peer, who asks again.
+        handler: computes the reply to a request, without blocking. HandshakeRefused becomes a
+            Reject; any other exception is logged and ends the session with the peer, which asks
+            again.
     """
 
     def __init__(self, handler: Handler) -> None:
@@ -82,7 +81,7 @@ class SideChannelServer:
         """Listen on the first free port; 0 is any.
 
         Raises:
-            SideChannelPortTaken: others listen on all of them.
+            SideChannelPortTaken: all ports are in use, or the host can't be bound.
         """
         server, tried = cls(handler), tuple(ports)
         try:
@@ -100,7 +99,7 @@ class SideChannelServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port that it listens on."""
         assert self._listener is not None
         return self._listener.port
 
@@ -125,16 +124,16 @@ class SideChannelServer:
 
 
 class SideChannelClient:
-    """Asks one peer. Requests are repeated until answered, since all of them may be.
+    """Sends requests to one peer. All requests are idempotent, so they are retried until answered.
 
-    Connects when it is first asked, and again whenever the session is over.
+    Connects on first use, and reconnects whenever the session has ended.
 
     Args:
-        host, port: the peer's side channel.
-        secret: of the deployment.
+        host, port: address of the peer's side channel.
+        secret: the deployment's secret.
 
     Raises:
-        KVTransferError: the host can't be an address.
+        KVTransferError: the host is neither an address nor a valid name.
     """
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
@@ -162,16 +161,17 @@ class SideChannelClient:
         """Send a request until it is answered; an answer to an earlier try counts.
 
         Args:
-            make: from ticket to request.
-            kind: the answer's type.
-            tries: how often to send it.
-            try_timeout_s: how long to wait for an answer each time; None is TRY_TIMEOUT_S.
+            make: makes the request, given its ticket.
+            kind: the expected type of the answer.
+            tries: how many times to send it.
+            try_timeout_s: timeout of each try, in seconds; None is TRY_TIMEOUT_S.
 
         Raises:
-            KVTransferError: no answer, or one of another kind, or the peer has another secret, or
-                this end was closed. Nobody listens there, and it has never answered: at once.
-            HandshakeRefused: the peer rejected the request; its reason is the message. Or it speaks
-                another version.
+            KVTransferError: no answer, or one of another type; the peer has another secret; or this
+                client was closed. Raised without retries if the connection is refused and the peer
+                has never answered.
+            HandshakeRefused: the peer rejected the request, with its reason as the message; or it
+                speaks another version.
         """
         if try_timeout_s is None:
             try_timeout_s = TRY_TIMEOUT_S
@@ -197,11 +197,11 @@ class SideChannelClient:
 
     @property
     def is_asking(self) -> bool:
-        """Whether somebody waits for an answer."""
+        """Whether a request is in flight."""
         return bool(self._asking)
 
     def close(self, reason: str) -> None:
-        """Disconnect; pending requests fail with the reason. Idempotent."""
+        """Disconnect; requests in flight fail with the reason. Idempotent."""
         self._end = KVTransferError(f"the connection to peer {self.url} was given up: {reason}")
         for attempt in self._asking:
             attempt.cancel()
@@ -222,7 +222,8 @@ class SideChannelClient:
         return attempt
 
     async def _send(self, payload: bytes, timeout_s: float) -> AnyMessage:
-        """Send a request once, over a new session if need be; returns its answer."""
+        """Send a request and return its answer; reconnects, and sends it again, if the session
+        fails."""
         while True:
             try:
                 session = await self._session()
@@ -253,19 +254,19 @@ class SideChannelClient:
         if opening is None or (opening.done() and _is_over(opening)):
             opening = self._opening = asyncio.ensure_future(self._open())
             opening.add_done_callback(_is_over)  # or asyncio logs a failure as never retrieved
-        # Not awaited itself: a request that is cancelled must not take it from the others.
+        # Not awaited directly: cancelling this request must not cancel it for the others.
         await asyncio.wait({opening})
         return opening.result()
 
     async def _open(self) -> AsyncSession:
-        """Connect; sooner or later, by how many sessions without an answer came before."""
+        """Connect, after a pause that doubles with each session that brought no answer."""
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(max(2 * self._pause_s, RECONNECT_PAUSE_S), MAX_RECONNECT_PAUSE_S)
         return await connect(self._host, self._port, self._credentials, timeout=CONNECT_TIMEOUT_S)
 
 
 def is_out_of_descriptors(exc: BaseException | None) -> bool:
-    """Whether it was raised because this process, or host, may open nothing more."""
+    """Whether the exception was caused by this process, or host, being out of descriptors."""
     return _has_errno(exc, errno.EMFILE, errno.ENFILE)
 
 
@@ -284,7 +285,7 @@ def _is_over(opening: asyncio.Task[AsyncSession]) -> bool:
 
 
 def _may_be_host(host: str) -> bool:
-    """Whether it is an address, or may be a name; a resolver would fail in odd ways otherwise."""
+    """Whether the text is an address, or a valid name; resolvers fail in odd ways on others."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
