@@ -1,8 +1,8 @@
-"""Chunks in a store's memory, and the handles on them: whose, of what, until when. Pure: the clock
-is an argument.
+"""The entries of chunks in a store's memory, and users' read and write handles on them. Used by
+``ChunkTable``. Pure: the clock is an argument.
 
-Handles that are granted together share a lease, so that a batch costs a few steps of Python and not
-a few per chunk.
+Handles that are granted together share one lease, so that most of the Python work is per batch
+instead of per chunk.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ MAX_HANDLES_PER_USER = 65_536
 
 
 class ChunkState(Enum):
-    """Where a chunk in memory stands."""
+    """The state of a chunk in memory."""
 
     STAGING = auto()
     READY = auto()
     EVICTING = auto()
-    """Not to be found any more; its memory waits for those who read it."""
+    """Removed from the index; its memory is freed once its last read has ended."""
     ABANDONED = auto()
-    """Its writer is past its deadline, or has lost its session. It won't come, and its memory waits
-    for the writer."""
+    """Its writer is past its deadline, or has lost its session. The chunk will not be stored, and
+    its memory is not reused before the writer has answered or is known to be dead."""
 
 
 class Entry(msgspec.Struct, eq=False, gc=False):
     """A chunk in memory.
 
     Args:
-        chunk: what it is.
+        chunk: the chunk's description.
         offset: where it begins in the arena.
-        generation: how many chunks were reserved before it.
-        state: see there.
-        used_at: when it was last put, pinned or touched.
-        group: whose policy and quota it is under.
-        copy: the terms it was copied on; None if no other store is known to have it.
-        num_uses: how often.
+        generation: its number among all chunks that the table has reserved.
+        state: its state.
+        used_at: when it was last put or touched.
+        group: the group whose eviction policy and quota apply.
+        copy: the costs of its copies; None if no other store is known to have it.
+        num_uses: number of uses.
         num_pins: read handles in force.
-        num_staging_children: chunks that follow it and are being written; it stays for them.
-        parent: while it is being written, the chunk before it.
-        unsafe_until: until then a reader that never said that it ended may still read.
+        num_staging_children: chunks that follow it and are being written; it is not evicted
+            meanwhile.
+        parent: the entry of the chunk before it; set while this one is being written.
+        unsafe_until: until then, a reader that has not released it may still read its memory.
     """
 
     chunk: Chunk
@@ -69,10 +70,10 @@ class Lease:
     """Handles that were granted together.
 
     Args:
-        user: whose.
-        deadline: when they end.
-        is_write: whether they permit to write.
-        entries: of those that have not ended, by handle.
+        user: the user that has them.
+        deadline: when they expire.
+        is_write: write handles if True, else read handles.
+        entries: the entries of those that have not ended, by handle.
     """
 
     user: int
@@ -82,24 +83,24 @@ class Lease:
 
 
 class ChunkHandles:
-    """The handles of one table. A write's handle outlasts its deadline, until its writer speaks or
-    is gone: its memory may still be written."""
+    """The handles of one table. A write handle is kept past its deadline until its writer has
+    answered or ended, because the writer may still write to the memory."""
 
     def __init__(self) -> None:
         self._held: dict[int, dict[int, Lease]] = {}  # by user, by handle
-        self._deadlines: list[tuple[float, int, Lease]] = []  # the number only tells them apart
+        self._deadlines: list[tuple[float, int, Lease]] = []  # the number breaks ties
         self._num_leases = 0
-        # not the ids of another epoch of this store: what was granted there is nothing here
+        # random start: handles of a former epoch of this store must not be valid here
         self._last_handle = secrets.randbits(48) << 14
 
     def num_left(self, user: int) -> int:
-        """How many handles a user may have more."""
+        """How many more handles a user may be granted."""
         return MAX_HANDLES_PER_USER - len(self._held.get(user, ()))
 
     def grant(
         self, entries: Sequence[Entry], user: int, deadline: float, *, is_write: bool
     ) -> range:
-        """Handles on the leading ones of these, as many as the user may have."""
+        """Grant handles on the leading entries, as many as the user's limit allows."""
         count = min(len(entries), self.num_left(user))
         first, self._last_handle = self._last_handle + 1, self._last_handle + count
         handles = range(first, first + count)
@@ -108,7 +109,7 @@ class ChunkHandles:
         return handles
 
     def take(self, handles: Sequence[int], user: int, *, is_write: bool) -> list[Entry | None]:
-        """End handles; the entry of each, None where it is none of the user's, or has ended."""
+        """End handles; returns the entry of each, or None if the user has no such handle."""
         held = self._held.get(user, {})
         entries: list[Entry | None] = []
         for handle in handles:
@@ -123,7 +124,7 @@ class ChunkHandles:
         return entries
 
     def extend(self, handles: Sequence[int], user: int, deadline: float) -> None:
-        """Have a user's reads that are in force last until then."""
+        """Move the deadline of a user's read handles that are in force."""
         held = self._held.get(user, {})
         entries = {
             handle: lease.entries.pop(handle)
@@ -138,7 +139,8 @@ class ChunkHandles:
         return lease is not None and lease.deadline > now
 
     def expired(self, now: float) -> Iterator[Lease]:
-        """Leases whose deadline has passed, each once; reads among them have ended."""
+        """Yield each lease whose deadline has passed, once. Expired read handles are ended; expired
+        write handles are kept."""
         while self._deadlines and self._deadlines[0][0] <= now:
             lease = heapq.heappop(self._deadlines)[2]
             if lease.entries and not lease.is_write:
@@ -150,26 +152,26 @@ class ChunkHandles:
             yield lease
 
     def end_user(self, user: int) -> Iterator[tuple[Entry, bool]]:
-        """End all handles of a user: the entry of each, and whether it was to be written."""
+        """End all handles of a user; yields the entry of each, and whether it is a write."""
         for handle, lease in self._held.pop(user, {}).items():
             yield lease.entries.pop(handle), lease.is_write
 
     def of_user(self, user: int, *, is_write: bool) -> dict[int, Entry]:
-        """The entries of a user's handles to write, or to read, by handle."""
+        """The entries of a user's write handles, or of its read handles, by handle."""
         held = self._held.get(user, {})
         return {h: lease.entries[h] for h, lease in held.items() if lease.is_write is is_write}
 
     def all(self) -> Iterator[tuple[Entry, bool]]:
-        """The entry of each handle, and whether it is to be written."""
+        """Yield the entry of each handle, and whether it is a write."""
         for held in self._held.values():
             for handle, lease in held.items():
                 yield lease.entries[handle], lease.is_write
 
     def check_integrity(self) -> None:
-        """Prove that every handle of a user has a deadline to come, or is a late write.
+        """Check that every handle has a pending deadline or is an abandoned write.
 
         Raises:
-            AssertionError: one does not.
+            AssertionError: an invariant is violated.
         """
         to_come = {id(lease) for _, _, lease in self._deadlines}
         for user, held in self._held.items():

@@ -1,12 +1,12 @@
-"""Names of chunks of KV: a chain of hashes over what the KV depends on.
+"""Chunk keys: a chain of hashes over everything that a chunk's KV depends on.
 
     root  = BLAKE2b(identity, tenant salt)
     key_i = BLAKE2b(key_{i-1}, tokens of chunk i, extra of chunk i)
 
 Two prompts share a key exactly if model, weights, element type, quantisation, positions, adapter,
-tenant and all tokens up to the chunk's end are the same. Keys have 128 bits of a cryptographic
-hash: they are never compared with tokens again, and a tenant can't make two prompts collide. The
-chain has no random root: every process of a deployment computes the same keys.
+tenant and all tokens up to the chunk's end are the same. Keys are 128 bits of a cryptographic hash,
+so tokens are never compared on a hit, and a tenant can't make two prompts collide. The root is not
+random, so that every process of a deployment computes the same keys.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from mooncake_kv.pool.pool_config import DEFAULT_CHUNK_TOKENS
 KEY_BYTES = 16
 
 KEY_VERSION = 1
-"""Of keys and of the layout of the bytes behind them: what is stored under another is a miss."""
+"""Version of the keys and of the chunks' byte layout; chunks of another version are misses."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVIdentity:
-    """What KV depends on besides the tokens. Two that differ in any field share nothing.
+    """What KV depends on besides the tokens. Identities that differ in any field share no chunks.
 
     Args:
         model: fingerprint of configuration and weights.
         dtype: element type of the stored KV, such as ``"bfloat16"``.
         chunk_tokens: tokens per chunk.
-        quantisation: of weights or of KV where values depend on it; empty for none.
-        rope: scaling of positions where it differs from the model's configuration, and how the
-            rotated elements are ordered where engines differ; empty for none.
+        quantisation: quantisation of weights or KV, where KV values depend on it; empty for none.
+        rope: scaling of positions where it differs from the model's configuration, and the order
+            of the rotated elements where engines differ in it; empty for none.
         adapter: name and revision of a LoRA adapter; empty for none.
     """
 
@@ -64,13 +64,16 @@ class KVIdentity:
         chunk_tokens: int,
         rope_order: str = "",
     ) -> KVIdentity:
-        """Of a model whose KV has this geometry: the same in every engine that runs it, so that
-        they share chunks; opaque pages have a format of their own and share nothing with others.
+        """The identity of a model's KV. It is the same in every engine that runs the model, so that
+        they share chunks. Opaque pages have an engine-specific format and are not shared.
 
         Args:
-            model, geometry, chunk_tokens: see the class.
-            rope_order: of latents' rotated part, which has the same shape either way: "pairs", as
-                in checkpoints, or "halves". Empty for KV of heads, which all keep as halves.
+            model: fingerprint of the model.
+            geometry: geometry of its KV.
+            chunk_tokens: tokens per chunk.
+            rope_order: order of the elements in the latents' rotated part, whose shape does not
+                tell: "pairs", as in checkpoints, or "halves". Empty for KV of heads, which all
+                engines keep as halves.
         """
         settings = json.dumps([model.settings, str(geometry)], sort_keys=True)
         return cls(
@@ -85,7 +88,8 @@ class KVIdentity:
         """The key that a prompt's first chunk chains to, of KEY_BYTES bytes.
 
         Args:
-            tenant_salt: ``cache_salt`` of the request; requests with different ones share nothing.
+            tenant_salt: ``cache_salt`` of the request; requests with different salts share no
+                chunks.
         """
         fields = json.dumps([KEY_VERSION, asdict(self), tenant_salt], sort_keys=True)
         return hashlib.blake2b(fields.encode(), digest_size=KEY_BYTES, person=b"kv-root").digest()
@@ -98,14 +102,14 @@ def chunk_keys(
     tenant_salt: str = "",
     extra: Sequence[bytes] = (),
 ) -> list[bytes]:
-    """Keys of all full chunks of a prompt, the first one first; what is left over has none.
+    """Keys of all full chunks of a prompt, in its order; a partial last chunk has none.
 
     Args:
-        identity: of the KV.
+        identity: identity of the KV.
         tokens: token ids of the prompt, or of prompt and answer.
         tenant_salt: ``cache_salt`` of the request.
-        extra: what else each chunk depends on, by chunk: the hash of an image that it overlaps.
-            Missing ones are empty.
+        extra: what else each chunk depends on, by chunk, such as the hash of an image that it
+            overlaps. Missing ones are empty.
     """
     return extend_keys(identity, identity.root(tenant_salt), tokens, extra=extra)
 
@@ -115,7 +119,7 @@ def extend_keys(
 ) -> list[bytes]:
     """Keys of the full chunks of ``tokens``, which follow the chunk ``parent``.
 
-    For an answer that grows: hash only what is new.
+    Used for growing answers, to hash only the new tokens.
     """
     size = identity.chunk_tokens
     num_chunks = len(tokens) // size
@@ -132,18 +136,17 @@ def extend_keys(
 
 
 def num_loadable_chunks(num_tokens: int, chunk_tokens: int) -> int:
-    """How many chunks of a prompt are worth loading: its last token is always computed.
-
-    Logits come from computing a token. With a prompt of exactly ``n`` chunks that are all loaded
-    there would be none.
+    """How many chunks of a prompt may be loaded. Its last token must always be computed: if all of
+    a prompt's tokens were loaded, there would be no logits to sample from.
     """
     return max(0, num_tokens - 1) // chunk_tokens
 
 
 def completes_chunks(start: int, stop: int, chunk_tokens: int) -> bool:
-    """Whether a step that runs these tokens of a sequence ends chunks that are saved while it runs.
+    """Whether a step that computes tokens ``start`` to ``stop`` completes chunks that are saved
+    layer by layer while it runs.
 
-    A chunk that a single token ends is saved after its step: steps of decodes are whole graphs,
-    which call nothing between layers, and most of such a chunk was computed before.
+    A chunk that a single token completes is saved after the step instead: decode steps run as whole
+    graphs, which make no calls between layers, and most of such a chunk was computed before.
     """
     return stop - start > 1 and stop // chunk_tokens > start // chunk_tokens

@@ -1,10 +1,10 @@
-"""How a chunk's bytes lie in a store, and the spans between them and a rank's paged KV.
+"""The byte layout of stored chunks, and the spans between them and a rank's paged KV.
 
 A stored chunk is the KV of ``chunk_tokens`` tokens of the *whole* model, in the order layer, plane,
-head, token, element: that of a pool with one block that one rank holds all of. It says nothing of
-who wrote it, so a rank of any tensor-parallel size, pipeline stage, block size and layout reads and
-writes its part of it with the planner that moves KV between instances. Layers are outermost: a
-layer can be loaded while those before it are computed, in one contiguous run per rank.
+head, token, element: the layout of a KV pool with one block, on a single rank. It does not depend
+on the writer, so a rank of any tensor-parallel size, pipeline stage, block size and layout reads
+and writes its part of it with the planner that moves KV between instances. Layers are outermost, so
+that a layer can be loaded while the layers before it are computed, in one contiguous run per rank.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ def chunk_bytes(geometry: KVGeometry, chunk_tokens: int) -> int:
 def stored_layout(
     geometry: KVGeometry, chunk_tokens: int, arena_address: int, arena_bytes: int
 ) -> KVShardSpec:
-    """A store's arena as the KV memory of one rank that holds the whole model.
+    """Describe a store's arena as the KV memory of one rank that holds the whole model.
 
-    Chunks begin at multiples of GRANULE, so a "block" is a granule by its number and a chunk by
-    its content: block ``i`` begins ``i * GRANULE`` bytes into the arena and has ``chunk_tokens``
-    tokens.
+    Chunks begin at multiples of GRANULE. So block ``i`` of this layout begins ``i * GRANULE`` bytes
+    into the arena, and extends over one chunk of ``chunk_tokens`` tokens.
 
     Args:
-        geometry: of the model.
+        geometry: geometry of the model's KV.
         chunk_tokens: tokens per chunk.
-        arena_address: the arena's first byte, in the store's own addresses.
-        arena_bytes: its length.
+        arena_address: the arena's first byte, in the store's own address space.
+        arena_bytes: length of the arena.
     """
     whole = KVShard(0, geometry.layers, 0, geometry.kv_heads)
     one = make_layout(LAYOUT_NAME, geometry, whole, 1, chunk_tokens).shifted(arena_address)
@@ -59,15 +58,15 @@ def stored_layout(
 
 @dataclass(frozen=True, slots=True)
 class ChunkTransfer:
-    """Consecutive chunks of one sequence, to be moved between a rank and a store.
+    """Consecutive chunks of one sequence to move between a rank and a store.
 
     Args:
-        first_chunk: position of the first in the sequence; 0 begins with token 0.
-        offsets: where each lies in the arena: ``offset`` of its handle, bytes.
+        first_chunk: position of the first chunk in the sequence; 0 begins with token 0.
+        offsets: offset of each chunk in the arena in bytes, as in its handle.
         local_blocks: the sequence's block table, from token 0, in the rank's block size.
-        layers: half-open range of global layer numbers; None is all that the rank has.
-        skipped_tokens: so many of the first chunk's tokens are not moved: the rank has them, in
-            blocks that others read, too.
+        layers: half-open range of global layer numbers; None for all layers of the rank.
+        skipped_tokens: number of leading tokens of the first chunk that are not moved: the rank has
+            them already, in blocks that it shares with other sequences.
     """
 
     first_chunk: int
@@ -80,13 +79,14 @@ class ChunkTransfer:
 def plan_chunks(
     geometry: KVGeometry, local: KVShardSpec, stored: KVShardSpec, transfer: ChunkTransfer
 ) -> Spans:
-    """The spans between a rank's KV and stored chunks: to ``Peer.read`` a get, to ``write`` a put.
+    """Plan the spans between a rank's KV and stored chunks: for ``Peer.read`` to load them, for
+    ``Peer.write`` to save them.
 
     Args:
-        geometry: of the model; store and rank have been checked to agree on it.
+        geometry: geometry of the model's KV; store and rank have been checked to agree on it.
         local: the rank's KV.
-        stored: see ``stored_layout``.
-        transfer: what to move.
+        stored: the arena's layout, from ``stored_layout``.
+        transfer: the chunks to move.
 
     Returns:
         Spans whose ``remote`` addresses are the store's; empty if the rank has none of the layers.
@@ -106,14 +106,15 @@ def plan_chunks(
 
 
 class LayerPlans:
-    """The spans of one transfer, one group of layers after the other.
+    """Plans one transfer layer group by layer group.
 
-    Where layers lie alike on both sides, the spans of two groups of as many layers differ by how
-    far apart these lie, and only the first of them is planned.
+    Where both sides lay out their layers uniformly, the spans of two groups with the same number of
+    layers differ by a constant distance. Then only the first group is planned, and the others are
+    shifted.
 
     Args:
         geometry, local, stored: as for ``plan_chunks``.
-        transfer: what to move; of which layers is asked for group by group.
+        transfer: the chunks to move; its ``layers`` are replaced by each group's.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class LayerPlans:
         self._local = local
         self._stored = stored
         self._transfer = transfer
-        self._planned: dict[int, tuple[int, Spans]] = {}  # by number of layers: the first one
+        self._planned: dict[int, tuple[int, Spans]] = {}  # by number of layers: the first group's
 
     def spans(self, layers: tuple[int, int]) -> Spans:
         """The spans of these layers, all of which are the rank's; see ``plan_chunks``."""
@@ -146,8 +147,8 @@ class LayerPlans:
 
 
 def _distance(rank: KVShardSpec, first: int, other: int, count: int) -> np.uint64 | None:
-    """How far all of ``count`` layers lie behind as many others, modulo 2^64: it may be before
-    them. None if they lie in another way."""
+    """The distance in bytes from ``count`` layers at ``first`` to as many at ``other``, modulo 2^64
+    since it may be negative. None if it is not the same for all of these layers and planes."""
     here, there = first - rank.shard.layer_start, other - rank.shard.layer_start
     distances = {
         plane[there + layer] - plane[here + layer]
@@ -158,10 +159,11 @@ def _distance(rank: KVShardSpec, first: int, other: int, count: int) -> np.uint6
 
 
 def writes_for_its_replicas(shard: KVShard, spread: int) -> bool:
-    """Whether this rank saves what it holds, of all the ranks that hold the same.
+    """Whether this rank is the one that saves a shard of which several ranks hold replicas.
 
     Args:
-        shard: the rank's.
-        spread: any number that all ranks agree on, such as a chunk's position: replicas take turns.
+        shard: the rank's shard.
+        spread: a number on which all ranks agree, such as a chunk's position; balances the saves
+            over the replicas.
     """
     return spread % shard.replicas == shard.replica

@@ -1,7 +1,7 @@
-"""A record on its way from an SSD into memory, part by part, its beginning first.
+"""Reads a record from an SSD into memory in parts, its beginning first. Used by ``SsdTier``.
 
-What comes first is what is needed first: chunks lie in the order of layers. Parts are read by
-several threads at once, and each is compared with its checksums before anybody is told of it.
+Chunks are stored in the order of layers, so their leading bytes are needed first. Several threads
+read parts in parallel, and each part is checked against its checksums before it is reported.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from mooncake_kv.store.ssd_sections import section_checksums
 
 @dataclass(frozen=True, slots=True)
 class ChunkRead:
-    """A chunk that is to be read into memory.
+    """A request to read a chunk into memory.
 
     Args:
-        key: of the chunk.
-        offset: where its bytes go in memory; they have room for whole pages there.
-        is_wanted: whether anybody waits for it yet; asked before each part.
-        arrived: told how many of its leading bytes are there, and right, while it is read; by
-            several threads, so that a smaller number may come later.
-        ended: called once, when nothing of it is read any more: whether all is there, and right.
+        key: the chunk's key.
+        offset: where to put its bytes in the arena, padded to whole pages.
+        is_wanted: returns whether a user still waits for the chunk; called before each part.
+        arrived: called during the read with the number of leading bytes that have been read and
+            verified. Several threads call it, so the numbers may come out of order.
+        ended: called once, when no part is being read any more, with whether the whole chunk was
+            read and verified.
     """
 
     key: bytes
@@ -48,17 +49,17 @@ def read_part(
     start: int,
     payload: memoryview,
 ) -> bool:
-    """Read a part of a chunk's bytes from a record that is held; whether they are right. What the
-    record's page says is known, and its checksums are what counts: the page is not read again.
+    """Read a part of a chunk's bytes from a record that is held; returns whether its checksums
+    match. The header page is not read again: the checksums of the known header decide.
 
     Args:
-        directory, location: of the record.
-        header: as it was written or found at start.
-        start: of the part.
-        payload: the part, whole sections.
+        directory, location: where the record is.
+        header: the record's header, as written or found at start.
+        start: offset of the part in the chunk.
+        payload: the buffer to fill; whole sections.
 
     Raises:
-        StoreIOError: it can't be read.
+        StoreIOError: the part can't be read.
     """
     section = section_bytes(header.nbytes)
     checksums = directory.read_sections(location, PAGE + start, payload, section)
@@ -68,10 +69,10 @@ def read_part(
 def read_record(
     directory: SsdDirectory, location: RecordLocation, header: RecordHeader, payload: memoryview
 ) -> bool:
-    """Read all of a record that is held, with its page; whether both are right.
+    """Read a whole record that is held, with its header page; returns whether both are intact.
 
     Raises:
-        StoreIOError: it can't be read.
+        StoreIOError: the record can't be read.
     """
     page = aligned_buffer(PAGE)
     directory.read(location, 0, [page, payload])
@@ -80,14 +81,15 @@ def read_record(
 
 
 class RecordRead:
-    """The parts of one record that is read. Any thread.
+    """The read of one record, in parts that several threads run. Thread-safe.
 
     Args:
-        parts: ranges of its bytes, from the beginning.
-        read: reads a range into memory; whether it is right.
+        parts: ranges of the chunk's bytes, in their order.
+        read: reads a range into memory and returns whether it is intact.
         is_wanted, arrived: see ``ChunkRead``.
-        ended: told once, when nothing of it is read any more: whether all is there, and right, and
-            whether a part was wrong. Neither: nobody wanted the rest.
+        ended: called once, when no part is being read any more, with two flags: whether the whole
+            chunk was read and verified, and whether a part failed. Both are False if the read was
+            cancelled because ``is_wanted`` returned False.
     """
 
     def __init__(
@@ -110,9 +112,10 @@ class RecordRead:
         self._lock = threading.Lock()
 
     def run(self, index: int) -> None:
-        """Read a part, unless another one has failed or nobody wants it; once each."""
+        """Read a part, unless another one has failed or the read is cancelled. Must be called once
+        for each part."""
         with self._lock:
-            if self._has_failed or self._is_given_up:  # what ran then has told of the end, or will
+            if self._has_failed or self._is_given_up:  # the last running part calls ``ended``
                 return
             self._num_running += 1
         is_right = is_given_up = False
@@ -134,5 +137,5 @@ class RecordRead:
             has_ended = is_last and not self._num_running
         if has_ended:
             self._ended(are_all_there, self._has_failed)
-        elif num_leading > index:  # this part was the first that was missing
+        elif num_leading > index:  # this part was the first missing one
             self._arrived(self.parts[num_leading - 1][1])

@@ -1,13 +1,13 @@
-"""Records of chunks on an SSD: a page that says what follows, and the chunk's bytes. Pure.
+"""The format of SSD segments: records of a header page and a chunk's bytes. Pure.
 
     page 0 of a segment    magic, checksum, length, SegmentHeader
     a record               magic, checksum, length, RecordHeader | padding to a page | the bytes,
                            in sections, padded to a page
 
-A record names the use of the segment that it was written in. Segments are written again from the
-start when they are recycled: what lies behind the last new record is of another use, and ends the
-scan. Each section of a record has a checksum of its own, so that a chunk is read layer by layer:
-what was read counts only if its checksums are right, each time it is read.
+A record carries the id of the segment use in which it was written. A recycled segment is
+overwritten from its start, so the records after the newest one carry the id of a former use, which
+ends the scan. Each section of a record has its own checksum, so that a chunk can be read and
+verified layer by layer. The checksums are verified on every read.
 """
 
 from __future__ import annotations
@@ -24,30 +24,32 @@ from mooncake_kv.store.ssd_sections import section_checksums
 
 PAGE = GRANULE
 RECORD_VERSION = 2
-"""Of what this module writes. Version 1 had one checksum for all bytes of a record."""
+"""Version of the record format. Version 1 had one checksum for all bytes of a record."""
 MIN_SECTION_BYTES = 64 << 10
-"""A request for fewer bytes hardly costs a drive less."""
+"""Lower bound of a section: a smaller request takes a drive hardly less time."""
 MIN_PART_BYTES = 256 << 10
-"""Of a record's parts behind the first ones, which steps wait for."""
+"""Size up to which the parts of a read grow. Only the first parts, for which steps wait, are
+smaller."""
 MAX_SECTIONS = 128
-"""Their checksums fit into a record's page."""
+"""Upper bound of the sections of a record, so that their checksums fit into its header page."""
 MAX_CONTENT_BYTES = 2048
-"""Of tokens, in a record's page beside checksums and tenant; of larger chunks it does not say them,
-and after a restart their KV events don't."""
+"""Upper bound of the tokens stored in a header page, next to checksums and tenant. The tokens of
+larger chunks are left out, so that their KV events after a restart have none."""
 MAX_PARTS = 32
-"""That a record is read in: with more there is little to hide, and each costs a request."""
+"""Upper bound of the parts in which a record is read: more would hide hardly more loading time, and
+each part is a request to the drive."""
 _MAGIC = b"mcakekv1"
 _PREFIX = struct.Struct("<8sII")  # magic, crc32 of the body, length of the body
 
 
 class SegmentHeader(msgspec.Struct, frozen=True, array_like=True, tag="segment"):
-    """What a segment is.
+    """The header of a segment.
 
     Args:
-        use: random, drawn each time that the segment is written from its start.
-        sequence: how many segments had been begun before, in this directory.
-        version: of keys and layout.
-        records: RECORD_VERSION of what follows; what does not say it is of version 1.
+        use: random id of this use, drawn each time the segment is overwritten from its start.
+        sequence: number of segment uses started before this one in the directory.
+        version: KEY_VERSION of its chunks' keys and layout.
+        records: RECORD_VERSION of its records; segments without this field have version 1.
     """
 
     use: bytes
@@ -57,11 +59,12 @@ class SegmentHeader(msgspec.Struct, frozen=True, array_like=True, tag="segment")
 
 
 class RecordHeader(msgspec.Struct, frozen=True, array_like=True, tag="record"):
-    """What a record is; fields as in ``Chunk``. One with an empty key is void.
+    """The header of a record; other fields as in ``Chunk``. A record with an empty key is void.
 
     Args:
-        use: of the segment, when it was written.
-        checksums: of each section, with its padding, 8 bytes each; see ``section_checksums``.
+        use: id of the segment's use in which the record was written.
+        checksums: checksum of each section with its padding, 8 bytes each; see
+            ``section_checksums``.
     """
 
     use: bytes
@@ -75,7 +78,7 @@ class RecordHeader(msgspec.Struct, frozen=True, array_like=True, tag="record"):
     content: ChunkContent | None = None
 
     def chunk(self) -> Chunk:
-        """What is stored."""
+        """The stored chunk's description."""
         return Chunk(
             self.key,
             self.parent,
@@ -93,24 +96,26 @@ _decoder: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
 
 
 def record_bytes(nbytes: int) -> int:
-    """What a chunk of that many bytes takes on an SSD."""
+    """Bytes on an SSD of a chunk of ``nbytes`` bytes."""
     return PAGE + rounded_up(nbytes)
 
 
 def section_bytes(nbytes: int) -> int:
-    """What each section of a chunk of that many bytes has, but the last one, which may have less.
-    Whole pages."""
+    """Bytes per section of a chunk of ``nbytes`` bytes, in whole pages; the last section may be
+    shorter."""
     return max(MIN_SECTION_BYTES, rounded_up(-(-nbytes // MAX_SECTIONS)))
 
 
 def parts_to_read(nbytes: int, first_bytes: int | None) -> list[tuple[int, int]]:
-    """Ranges of a chunk's bytes, in the order in which they are read; whole sections. Behind the
-    first one each has as many bytes as there are before it, up to MIN_PART_BYTES: a model with
-    small layers computes the first ones while no more than the next ones are read.
+    """Split a chunk's bytes into the ranges in which they are read, of whole sections.
+
+    Each range after the first one is as long as all ranges before it, up to MIN_PART_BYTES (or
+    1 / MAX_PARTS of the chunk, if that is more). So a model with small layers can compute the first
+    layers while only the next ones are read.
 
     Args:
-        nbytes: of the chunk.
-        first_bytes: the first range has at least these, and few more; None: all is one range.
+        nbytes: size of the chunk.
+        first_bytes: length of the first range, rounded up to sections; None for a single range.
     """
     section, end = section_bytes(nbytes), rounded_up(nbytes)
     if first_bytes is None:
@@ -125,18 +130,18 @@ def parts_to_read(nbytes: int, first_bytes: int | None) -> list[tuple[int, int]]
 
 
 def are_sections_right(header: RecordHeader, start: int, checksums: bytes) -> bool:
-    """Whether a record's sections have these checksums, from the one at ``start`` on."""
+    """Whether these are the checksums of a record's sections from byte ``start`` on."""
     first = 8 * (start // section_bytes(header.nbytes))
     return checksums == header.checksums[first : first + len(checksums)]
 
 
 def record_header(chunk: Chunk, use: bytes, payload: memoryview) -> RecordHeader:
-    """The header of a chunk's record.
+    """Create the header of a chunk's record.
 
     Args:
-        chunk: what it is.
-        use: of the segment that it goes to.
-        payload: its bytes, padded to whole pages.
+        chunk: the chunk's description.
+        use: id of the current use of the target segment.
+        payload: the chunk's bytes, padded to whole pages.
     """
     content = chunk.content
     if content is not None and len(content.token_ids) > MAX_CONTENT_BYTES:
@@ -158,7 +163,7 @@ def fill_page(page: memoryview, header: Header) -> None:
     """Write a header into a page.
 
     Raises:
-        ValueError: it does not fit, since a tenant's name is too long.
+        ValueError: the header does not fit into a page, because a tenant's name is too long.
     """
     body = _encoder.encode(header)
     if _PREFIX.size + len(body) > PAGE:
@@ -168,7 +173,7 @@ def fill_page(page: memoryview, header: Header) -> None:
 
 
 def read_page(page: memoryview) -> Header | None:
-    """The header in a page; None if it is none, or torn."""
+    """Decode the header in a page; None if the page has none, or a torn one."""
     magic, crc, length = _PREFIX.unpack_from(page)
     body = bytes(page[_PREFIX.size : _PREFIX.size + length]) if magic == _MAGIC else b""
     if not body or len(body) != length or zlib.crc32(body) != crc:

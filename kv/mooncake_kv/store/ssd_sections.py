@@ -1,5 +1,7 @@
-"""Checksums of the sections of records on an SSD, and reading sections with them: in compiled code,
-one call for all, since threads take turns at Python's lock around each."""
+"""Computes the checksums of SSD record sections, and reads sections with their checksums.
+
+Both are one call of compiled code for all sections, since every call into and out of C makes the
+threads contend for Python's GIL."""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ from mooncake_kv.store.arena_allocator import GRANULE
 
 _WORDS = GRANULE // 8
 _STEP = 0x9E3779B97F4A7C15  # odd: the golden ratio, 64 bits of it
-# Not drawn by numpy's generators: what one release wrote, the next one reads. And drawn here, not
-# at first use: `lru_cache` has each of several threads that come first draw its own, and keeps one.
-# The others' memory was given back while compiled code still counted with it, and one of the first
-# records of a process had checksums that were never found again.
+# Not drawn by numpy's generators, whose output may change between releases: records must stay
+# readable. And drawn at import, not on first use with `lru_cache`: when several threads call it
+# first, each draws its own array and one is kept. The others were freed while compiled code still
+# used them, so that one of the first records of a process had checksums that never matched again.
 _DRAWN = np.frombuffer(hashlib.shake_256(b"mooncake-kv").digest(GRANULE), "<u8")
 _WEIGHTS: NDArray[np.uint64] = _DRAWN.astype(np.uint64) | np.uint64(1)
 _WEIGHTS_ADDRESS = _WEIGHTS.ctypes.data
@@ -66,16 +68,16 @@ int64_t mooncake_read_sections(int file, uint64_t offset, char *to, size_t pages
 
 
 def section_checksums(payload: memoryview, section: int) -> bytes:
-    """The checksums of sections of that many bytes, one behind the other, at the speed of memory.
+    """Compute the 64-bit checksums of all sections, concatenated, at memory bandwidth.
 
-    Each is of 64 bits. Each word counts with an odd random weight, and each page with a power of an
-    odd number, modulo 2**64 (multilinear hashing): any change of one word changes the sum, and
-    others go unnoticed with a chance of about 2**-60. It guards against what disks and kernels do,
-    not against enemies.
+    Each word is multiplied by an odd random weight, and each page by a power of an odd number,
+    modulo 2**64 (multilinear hashing). Any change of a single word changes the sum; other changes
+    go undetected with a probability of about 2**-60. It protects against faults of disks and
+    kernels, not against attackers.
 
     Args:
-        payload: whole pages.
-        section: whole pages; the last section may have fewer.
+        payload: the sections' bytes; whole pages.
+        section: bytes per section, whole pages; the last section may be shorter.
     """
     compiled = _compiled()
     if compiled is None:
@@ -86,16 +88,16 @@ def section_checksums(payload: memoryview, section: int) -> bytes:
 
 
 def read_sections(file: int, offset: int, payload: memoryview, section: int) -> bytes:
-    """Fill ``payload`` from a file; returns the checksums of what was read.
+    """Fill ``payload`` from a file; returns the checksums of its sections.
 
     Args:
-        file: descriptor.
-        offset: in the file.
-        payload: whole pages.
+        file: file descriptor.
+        offset: where to start in the file.
+        payload: the buffer to fill; whole pages.
         section: see ``section_checksums``.
 
     Raises:
-        OSError: not all of it can be read.
+        OSError: the read failed or was short.
     """
     compiled = _compiled()
     if compiled is None:
@@ -129,7 +131,8 @@ def interpreted_checksums(payload: memoryview, section: int) -> bytes:
 def _arguments(
     payload: memoryview, section: int
 ) -> tuple[tuple[int, int, int, int, ctypes.Array[ctypes.c_uint64]], ctypes.Array[ctypes.c_uint64]]:
-    """What both compiled functions take at their end, and the last of it: room for the sums."""
+    """The trailing arguments of both compiled functions, and separately the last of them: the
+    output array for the checksums."""
     words: NDArray[np.uint64] = np.frombuffer(payload, np.uint64)
     sums = (ctypes.c_uint64 * -(-len(payload) // section))()
     pages = len(payload) // GRANULE
@@ -137,8 +140,8 @@ def _arguments(
 
 
 class _Compiled(NamedTuple):
-    """The compiled functions, each with its types: looked up once more in the library, one may be
-    an object of another thread that has none yet."""
+    """The compiled functions with their argument types set. They are kept here, because a second
+    look-up in the library might return an object of another thread that has no types yet."""
 
     checksums: Callable[..., None]
     read_sections: Callable[..., int]

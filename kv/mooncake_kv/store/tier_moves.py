@@ -1,11 +1,11 @@
-"""Chunks on their way between a store's memory and its SSDs.
+"""Moves chunks between a store's memory and its SSDs: the part of ``NodeStore`` between the two.
 
-Everything here is called with the store's lock held, except where it says so. A chunk is loaded
-once however many want it, and whoever waits does so for a bounded time. What nobody wants any more
-is not read to its end.
+All methods are called with the store's lock held, except where they say otherwise. Concurrent pins
+of a chunk share one load, each pin has a timeout, and a load is cancelled once no pin waits for it.
 
-A pin waits for all bytes of its chunks, or is granted while they come in. Then its user asks how
-far they are, reads what is there, and learns from the handle's end whether all of it came.
+A pin either waits for all bytes of its chunks or is granted at once (``first_bytes``). In the
+second case its user asks with ``await_bytes`` how many bytes have arrived, reads those, and learns
+from ``release`` whether all of them were valid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mooncake_kv.store.ssd_reads import ChunkRead
 from mooncake_kv.store.ssd_tier import SsdTier
 
 SSD_USER = 0
-"""Whose handles those of the SSD tier are; users of a store count from 1."""
+"""User id of the SSD tier's own handles; users of a store are numbered from 1."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,11 +34,12 @@ class PinRequest:
     """A pin that waits for chunks from SSDs.
 
     Args:
-        user, lease_s: of its handles.
-        handles: what it has so far.
-        missing: which it waits for, by key: their positions.
-        deadline: when it ends without them.
-        future: what its caller holds.
+        user: the user of its handles.
+        lease_s: lease of its handles in seconds.
+        handles: the handles granted so far, by position.
+        missing: the positions that wait for a load, by key.
+        deadline: when the pin ends; chunks missing by then are misses.
+        future: the caller's result.
     """
 
     user: int
@@ -51,13 +52,13 @@ class PinRequest:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A chunk that is being read into memory.
+    """A chunk that is being read from an SSD into memory.
 
     Args:
-        handle: on its memory.
-        requests: pins that wait for all of it.
-        num_bytes: how many of its leading bytes are there.
-        is_dropped: nobody may find it when it has come.
+        handle: write handle of its memory.
+        requests: pins that wait for the whole chunk.
+        num_bytes: its leading bytes that have arrived.
+        is_dropped: the chunk was dropped during the load, and must not be committed.
     """
 
     handle: WriteHandle
@@ -68,14 +69,14 @@ class _Load:
 
 @dataclass(slots=True, eq=False)
 class _Progress:
-    """Somebody who waits for leading bytes of chunks that come in.
+    """A call of ``await_bytes`` that waits for leading bytes of chunks.
 
     Args:
-        handles: on them.
-        beyond: for more than so many of each.
-        deadline: when it ends without them.
-        future: how many there are; 0 if they don't come.
-        num_seen: how many leading handles have them.
+        handles: the chunks' read handles.
+        beyond: waits until every chunk has more than this many bytes.
+        deadline: when the call ends without them.
+        future: the number of bytes that have arrived; 0 after a timeout.
+        num_seen: leading handles that are known to have enough bytes.
     """
 
     handles: Sequence[ReadHandle]
@@ -89,10 +90,10 @@ class TierMoves:
     """Loads and writes between one table and one SSD tier.
 
     Args:
-        table: of what is in memory.
-        lock: of the store; taken on the tier's threads.
-        clock: seconds.
-        load_timeout_s: how long a pin waits for SSDs.
+        table: the chunks in memory.
+        lock: the store's lock; the callbacks on the tier's threads acquire it.
+        clock: monotonic seconds.
+        load_timeout_s: seconds that a pin waits for SSD reads.
     """
 
     def __init__(
@@ -108,19 +109,20 @@ class TierMoves:
         self._load_timeout_s = load_timeout_s
         self._loads: dict[bytes, _Load] = {}
         self._requests: set[PinRequest] = set()
-        self._progress: dict[bytes, list[_Progress]] = {}  # by the chunk that it waits for
+        self._progress: dict[bytes, list[_Progress]] = {}  # by the chunk waited for
         self.tier: SsdTier | None = None
 
     def has(self, key: bytes) -> bool:
-        """Whether an SSD has it."""
+        """Whether an SSD has the chunk."""
         return self.tier is not None and self.tier.chunk(key) is not None
 
     def gives(self, key: bytes) -> bool:
-        """Whether an SSD has it, and answers."""
+        """Whether an SSD has the chunk and is not hung."""
         return self.has(key) and self._is_answered(key)
 
     def committed(self, keys: Iterable[bytes]) -> None:
-        """Chunks were put into memory; those that had been there before are used a second time."""
+        """Chunks were put into memory. A chunk that had been put before is in its second use, and
+        is written to an SSD."""
         if self.tier is None:
             return
         for key in keys:
@@ -129,7 +131,8 @@ class TierMoves:
                 self._write(entry.chunk)
 
     def touched(self, keys: Iterable[bytes]) -> None:
-        """Chunks were used; those in memory since their put are used a second time."""
+        """Chunks were used. Those still in memory from their put are in their second use, and are
+        written to an SSD."""
         if self.tier is None:
             return
         for key in keys:
@@ -145,17 +148,18 @@ class TierMoves:
         lease_s: float,
         first_bytes: int | None = None,
     ) -> tuple[Future[list[ReadHandle | None]], Callable[[], None]]:
-        """Bring what a pin found no handle for from SSDs.
+        """Load those chunks of a pin from SSDs that are not in memory.
 
         Args:
-            keys: of the pin.
-            handles: found in memory; filled in.
-            user: whose.
-            lease_s: of each handle, counted from when all are there.
+            keys: the pin's keys.
+            handles: the handles found in memory; missing ones are filled in.
+            user: the user that pins.
+            lease_s: lease of each handle, counted from when the pin is granted.
             first_bytes: see ``ChunkStore.pin``.
 
         Returns:
-            What the caller waits for, and what is to be called once the lock is released.
+            The pin's result, and a callback that starts the load, to be called once the lock is
+            released.
         """
         missing: dict[bytes, list[int]] = {}
         for position, (key, handle) in enumerate(zip(keys, handles, strict=True)):
@@ -163,12 +167,12 @@ class TierMoves:
                 missing.setdefault(key, []).append(position)
         deadline = self._clock() + self._load_timeout_s
         request = PinRequest(user, lease_s, handles, missing, deadline, Future())
-        request.future.set_running_or_notify_cancel()  # it has a result, whoever stops waiting
+        request.future.set_running_or_notify_cancel()  # a cancel of the caller has no effect
         begun = self._begin([key for key in missing if not self._join(key, request)], request)
         started = [self._read_of(key) for key in begun]
         if first_bytes is not None:
             self._grant_early(request)
-        is_granted = not request.missing  # else whoever ends its last load grants it
+        is_granted = not request.missing  # else the end of its last load grants it
         if not is_granted:
             self._requests.add(request)
 
@@ -181,22 +185,23 @@ class TierMoves:
         return request.future, begin
 
     def await_bytes(self, handles: Sequence[ReadHandle], beyond: int) -> Future[int]:
+        """See ``ChunkStore.await_bytes``."""
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         deadline = self._clock() + self._load_timeout_s
         for answer in self._go_on([_Progress(handles, beyond, deadline, future)]):
-            answer()  # nobody has the future yet
+            answer()  # with the lock held: the future has no callbacks yet
         return future
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """What is on its way from SSDs is not to be found when it has come."""
+        """Have running loads of these chunks end without a commit."""
         for key in keys:
             if (load := self._loads.get(key)) is not None:
                 load.is_dropped = True
 
     def time_out(self, now: float) -> list[Callable[[], None]]:
-        """End what has waited long enough, or waits for a drive that hangs; returns what to call
-        without the lock."""
+        """End pins and ``await_bytes`` calls that are past their deadline or wait for a hung drive.
+        Returns callbacks, to be called without the lock."""
         late: list[_Progress] = []
         for key, waiting in list(self._progress.items()):
             until = now if self._is_answered(key) else math.inf
@@ -212,13 +217,14 @@ class TierMoves:
         )
 
     def end_user(self, user: int) -> list[Callable[[], None]]:
-        """End the pins of a user that is gone; returns what to call without the lock."""
+        """End the pins of a user that has ended. Returns callbacks, to be called without the
+        lock."""
         return self._end([request for request in self._requests if request.user == user])
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _is_answered(self, key: bytes) -> bool:
-        """Whether the SSD that has a chunk answers."""
+        """Whether the SSD that has a chunk is not hung."""
         return self.tier is not None and self.tier.answers(key)
 
     def _end(self, requests: Sequence[PinRequest]) -> list[Callable[[], None]]:
@@ -229,15 +235,15 @@ class TierMoves:
         return [self._finish(request) for request in requests]
 
     def _join(self, key: bytes, request: PinRequest) -> bool:
-        """Wait for a load that runs; whether one does."""
+        """Wait for the running load of a chunk; False if there is none."""
         load = self._loads.get(key)
         if load is not None:
             load.requests.append(request)
         return load is not None
 
     def _begin(self, keys: Sequence[bytes], request: PinRequest) -> list[bytes]:
-        """Begin loads that a request waits for; which ones there is memory for. It does not wait
-        for the others."""
+        """Reserve memory for loads that a request waits for; returns the keys that got some. The
+        request does not wait for the others, which are misses."""
         found = [self.tier.chunk(key) for key in keys] if self.tier is not None else []
         chunks = [chunk for chunk in found if chunk is not None]
         now = self._clock()
@@ -252,7 +258,7 @@ class TierMoves:
         return begun
 
     def _read_of(self, key: bytes) -> ChunkRead:
-        """What a load that begins has the tier do."""
+        """Create the tier's read request of a new load."""
         load = self._loads[key]
         return ChunkRead(
             key,
@@ -263,7 +269,7 @@ class TierMoves:
         )
 
     def _grant_early(self, request: PinRequest) -> None:
-        """Grant reads of what comes in."""
+        """Grant reads of chunks that are still being loaded."""
         for key in request.missing:
             self._loads[key].requests.remove(request)
         places = [(key, at) for key, positions in request.missing.items() for at in positions]
@@ -282,17 +288,18 @@ class TierMoves:
             self._table.stats.num_misses -= 1
 
     def _is_wanted(self, load: _Load) -> bool:
-        """On a thread of the tier: whether anybody waits for a load, or reads what comes in. One
-        who comes right behind a no has a miss."""
+        """Whether a pin waits for a load or reads its chunk; called on a thread of the tier without
+        the lock. A pin that comes right after a False is a miss."""
         key = load.handle.key
         if load.requests or self._table.has_readers(key):
             return True
-        with self._lock:  # in which a request becomes a reader
+        with self._lock:  # a request becomes a reader under the lock: check both again
             return bool(load.requests) or self._table.has_readers(key)
 
     def _arrived(self, load: _Load, num_bytes: int) -> None:
-        """On a thread of the tier: leading bytes of a chunk are there. The load may have ended by
-        now, and the next one of the chunk may have begun: it has bytes of its own."""
+        """Leading bytes of a chunk have arrived; called on a thread of the tier without the lock.
+        The load may have ended by now and another load of the chunk may run, which counts its own
+        bytes."""
         with self._lock:
             load.num_bytes = max(load.num_bytes, num_bytes)
             finished = self._wake(load.handle.key)
@@ -300,7 +307,7 @@ class TierMoves:
             finish()
 
     def _loaded(self, key: bytes, is_right: bool) -> None:
-        """On a thread of the tier: a read ended."""
+        """A load has ended; called on a thread of the tier without the lock."""
         with self._lock:
             load = self._loads.pop(key)
             now, ids = self._clock(), [load.handle.handle_id]
@@ -319,12 +326,13 @@ class TierMoves:
             finish()
 
     def _wake(self, key: bytes) -> list[Callable[[], None]]:
-        """A chunk has more bytes, or ended; what to call without the lock."""
+        """A load has made progress or ended: check the calls that wait for it. Returns callbacks,
+        to be called without the lock."""
         return self._go_on(self._progress.pop(key, ()))
 
     def _go_on(self, waiting: Iterable[_Progress]) -> list[Callable[[], None]]:
-        """Have each wait for the first of its chunks that has not enough bytes; what to call
-        without the lock for those that have an answer."""
+        """Queue each call at the first of its chunks that has too few bytes. Returns callbacks that
+        resolve the calls that need not wait, to be called without the lock."""
         answers: list[Callable[[], None]] = []
         for progress in waiting:
             key = self._first_behind(progress)
@@ -336,7 +344,7 @@ class TierMoves:
         return answers
 
     def _first_behind(self, progress: _Progress) -> bytes | None:
-        """The chunk that is to have more bytes; None if all have enough, or one won't."""
+        """The first chunk to wait for; None if all have enough bytes, or one will not get them."""
         while progress.num_seen < len(progress.handles):
             handle = progress.handles[progress.num_seen]
             if self._num_bytes(handle) <= min(progress.beyond, handle.nbytes - 1):
@@ -345,20 +353,20 @@ class TierMoves:
         return None
 
     def _comes(self, handle: ReadHandle) -> bool:
-        """Whether a chunk comes into the memory that a handle is on."""
+        """Whether a load into the memory of this handle is running."""
         load = self._loads.get(handle.key)
         return load is not None and load.handle.generation == handle.generation
 
     def _num_bytes(self, handle: ReadHandle) -> int:
-        """How many leading bytes of a chunk are in the memory that a handle is on, and right."""
-        if self._comes(handle):  # all of them count only once they are committed
+        """The leading bytes of a chunk that are in the handle's memory, and verified."""
+        if self._comes(handle):  # the last byte counts only once the load is committed
             return min(self._loads[handle.key].num_bytes, handle.nbytes - 1)
         entry = self._table.entry(handle.key)
         is_there = entry is not None and entry.generation == handle.generation
         return handle.nbytes if is_there else 0
 
     def _settle(self, request: PinRequest, key: bytes, is_right: bool, now: float) -> bool:
-        """Give a request what it waited for; whether that was the last."""
+        """Grant a request the chunk it waited for; returns whether it was the last one."""
         for position in request.missing.pop(key):
             if is_right:
                 (handle,) = self._table.pin([key], request.user, request.lease_s, now)
@@ -372,7 +380,7 @@ class TierMoves:
         return lambda: request.future.set_result(request.handles)
 
     def _write(self, chunk: Chunk) -> None:
-        """Have an SSD take a chunk that is in memory."""
+        """Queue the write of a chunk that is in memory to an SSD, if the tier admits it."""
         assert self.tier is not None
         if not self.tier.admit(chunk):
             return
@@ -388,7 +396,7 @@ class TierMoves:
         def ended(is_stored: bool) -> None:
             with self._lock:
                 self._table.release([handle.handle_id], SSD_USER, self._clock())
-                # dropped or collected in between, it was said to be gone before
+                # if it was dropped or collected in between, ``removed`` has been reported
                 if is_stored and self.has(chunk.key):
                     self._table.observer.stored(Tier.SSD, [chunk])
 
