@@ -1,8 +1,9 @@
-"""From token ids to text, one token at a time, up to a stop string.
+"""Detokenises an output incrementally, token by token, up to a stop string.
 
-What comes out depends on the token ids alone, not on how they were grouped or when they came. A
-decode instance therefore replays the first token, which the prefill instance has already shown to
-the client, and continues at exactly the character where the other one stopped.
+The text depends only on the token ids, not on how they were grouped into updates or when they
+arrived. A decode instance can therefore replay the first token, whose text the prefill instance has
+already delivered to the client, and continue at exactly the character where the prefill instance
+stopped.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from mooncake_engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string found: it ends after ``end`` characters of the text fed last."""
+    """A stop string that was found; it ends after ``end`` characters of the text fed last."""
 
     stop: str
     end: int
 
 
 class StopStringFinder:
-    """Feeds text to one automaton per stop string (Knuth, Morris and Pratt 1977).
+    """Finds stop strings in text that arrives in pieces, with one automaton per stop string (Knuth,
+    Morris and Pratt 1977).
 
-    The first stop string to be complete wins, and of several that end together the longest, so
-    the result does not depend on how the text was cut into pieces.
+    The stop string that is complete first wins; of several that end at the same character, the
+    longest wins. The result therefore does not depend on how the text was split.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -35,12 +37,15 @@ class StopStringFinder:
 
     @property
     def num_held(self) -> int:
-        """Characters at the text's end that may yet turn out to begin a stop string."""
+        """The number of characters at the end of the text that may be the start of a stop
+        string."""
         return max((automaton.num_matched for automaton in self._automata), default=0)
 
     def feed(self, text: str) -> StopMatch | None:
-        """Read on; the first complete stop string, or None. Not to be fed after a match unless
-        the match is to be passed over: every automaton has read all of ``text``."""
+        """Read more text; returns the first complete stop string, or None.
+
+        Every automaton always reads all of ``text``. Feeding more text after a match therefore
+        means that the match is ignored."""
         matches = [
             StopMatch(automaton.pattern, end)
             for automaton in self._automata
@@ -56,7 +61,7 @@ class _Automaton:
         self._fallback = _fallback_table(pattern)
 
     def feed(self, text: str) -> int | None:
-        """Number of characters after which the pattern is first complete, or None."""
+        """The number of characters after which the pattern is first complete, or None."""
         first_end = None
         pattern, fallback, matched = self.pattern, self._fallback, self.num_matched
         for position, character in enumerate(text, start=1):
@@ -72,7 +77,8 @@ class _Automaton:
 
 
 def _fallback_table(pattern: str) -> list[int]:
-    """Per prefix of the pattern, the length of its longest proper suffix that is a prefix too."""
+    """For each prefix of the pattern, the length of its longest proper suffix that is a prefix of
+    the pattern, too."""
     table = [0] * len(pattern)
     matched = 0
     for position in range(1, len(pattern)):
@@ -85,14 +91,16 @@ def _fallback_table(pattern: str) -> list[int]:
 
 
 class IncrementalDetokenizer:
-    """Text of a growing output; each token costs the same, however long the output is.
+    """Decodes a growing output; the cost per token does not depend on the output's length.
 
-    Held back until it is certain: bytes of an incomplete character, and characters that may
-    begin a stop string. As in vLLM, stop strings count only after more than ``min_tokens`` tokens.
+    Bytes of an incomplete character, and characters that may start a stop string, are held back
+    until their meaning is certain. As in vLLM, stop strings are honoured only after more than
+    ``min_tokens`` tokens.
 
     Args:
-        tokenizer, sampling: what the text depends on.
-        shown: special tokens that are part of the text all the same.
+        tokenizer: the model's tokenizer.
+        sampling: the sampling parameters: stop strings, ``min_tokens``, special tokens.
+        shown: special tokens that stay in the text even where special tokens are skipped.
     """
 
     __slots__ = (
@@ -115,7 +123,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._token_texts = tokenizer.token_texts
-        self._is_between = True  # characters: no bytes of an incomplete one are held
+        self._is_between = True  # between characters: no bytes of an incomplete one are held
         self._skipped_ids = tokenizer.special_ids if sampling.skip_special_tokens else frozenset()
         if shown and self._skipped_ids:
             self._skipped_ids -= tokenizer.ids_of(shown)
@@ -129,11 +137,11 @@ class IncrementalDetokenizer:
         self.stop_string: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; the text that is now certain.
+        """Add tokens; returns the text that is now final.
 
-        Once ``stop_string`` is set the text is complete; ``num_tokens`` counts up to the token
-        that completed it, and later tokens are ignored. ``num_characters`` counts what was
-        decoded, held back or not.
+        Once ``stop_string`` is set the text is complete, and later tokens are ignored.
+        ``num_tokens`` counts the tokens up to the one that completed the stop string.
+        ``num_characters`` counts all decoded characters, including those that are held back.
         """
         parts = []
         for token_id in token_ids:
@@ -143,7 +151,7 @@ class IncrementalDetokenizer:
         return "".join(parts)
 
     def push_token(self, token_id: int) -> str:
-        """The same for one token; not once ``stop_string`` is set."""
+        """Like ``push`` for one token. Must not be called once ``stop_string`` is set."""
         self.num_tokens += 1
         text = ""
         if token_id not in self._skipped_ids:
@@ -153,7 +161,8 @@ class IncrementalDetokenizer:
         return text if self._stops is None else self._release(text)
 
     def finish(self) -> str:
-        """The output has ended: the rest of its text, an incomplete character as ``\\ufffd``."""
+        """The rest of the text when the output has ended; an incomplete character becomes
+        ``\\ufffd``."""
         if self.stop_string is not None:
             return ""
         rest = self._held + self._decoder.decode(b"", final=True)
@@ -161,7 +170,7 @@ class IncrementalDetokenizer:
         return rest
 
     def _decode_bytes(self, token_id: int) -> str:
-        """A token that begins or continues a character."""
+        """Decode a token that starts or continues an incomplete character."""
         text = self._decoder.decode(self._token_bytes(token_id))
         held, _ = self._decoder.getstate()
         self._is_between = not held
@@ -182,7 +191,7 @@ class IncrementalDetokenizer:
 
 
 def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Per token, how many characters of the text are complete before it."""
+    """For each token, the number of characters that are complete before it."""
     detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams())
     offsets = []
     for token_id in token_ids:

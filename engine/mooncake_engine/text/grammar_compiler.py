@@ -1,4 +1,4 @@
-"""Compiles grammars for a vocabulary, with llguidance (the extra ``structured``)."""
+"""Compiles grammars for a vocabulary with llguidance (the extra ``structured``)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from mooncake_engine.sampling_params import Grammar, GrammarKind
 
 PARAM = "response_format"
 JSON_STYLE = {"whitespace_pattern": r"[ \t\n]{0,20}"}
-"""Room for indentation, and an end: a model may otherwise write spaces until its limit."""
+"""The white space that grammars allow between JSON tokens: enough for indentation, but bounded. A
+model could otherwise write spaces until it reaches its token limit."""
 _MAX_LEXER_STATES = 50_000
-"""Of 1 to 2 KB; they are made as outputs need them. The other limits are the library's: by them a
-mask takes some 20 ms at most."""
+"""Lexer states of 1 to 2 KB each, created on demand during generation. The other limits are the
+library's defaults, with which computing a mask takes about 20 ms at most."""
 
 
 class TokenTable(msgspec.Struct, frozen=True):
-    """A model's vocabulary, as bytes; plain data.
+    """A model's vocabulary as plain data, which can be sent to the compiler's process.
 
     Args:
         tokens: the bytes of each token, by id.
-        special_ids: tokens that are no text.
-        eos_token_ids: tokens that may end an output whose grammar is complete; one or more.
+        special_ids: the special tokens, which stand for no text.
+        eos_token_ids: the tokens that may end an output whose grammar is complete; at least one.
     """
 
     tokens: tuple[bytes, ...]
@@ -34,11 +35,12 @@ class TokenTable(msgspec.Struct, frozen=True):
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary; that takes a second of preparation for 150,000 tokens.
+    """Compiles grammars for one vocabulary. Construction takes about a second for 150,000 tokens.
 
     Args:
         table: the vocabulary.
-        encode: the tokenizer's; without one what is compiled is good for nothing but its errors.
+        encode: the tokenizer's ``encode``. Without it, compiled grammars can't be used; compiling
+            only shows whether a grammar is valid.
 
     Raises:
         InvalidRequest: llguidance is not installed.
@@ -55,10 +57,10 @@ class GrammarCompiler:
         )
 
     def compile(self, grammar: Grammar) -> Any:
-        """A matcher of llguidance at the beginning of an output.
+        """Compile a grammar to an llguidance matcher at the start of an output.
 
         Raises:
-            InvalidRequest: the grammar is wrong, or too complex.
+            InvalidRequest: the grammar is invalid or too complex.
         """
         kind = self._library.LLMatcher
         try:
@@ -70,8 +72,8 @@ class GrammarCompiler:
                 text = kind.grammar_from_lark(grammar.source)
             matcher = kind(self._tokens, text, log_level=0, limits=self._limits)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # what fails at the first token is refused here
-        except ValueError as exc:  # a schema that is no JSON
+                matcher.compute_bitmask()  # finds grammars that fail at the first token
+        except ValueError as exc:  # the schema is not JSON
             raise InvalidRequest(f"the grammar is wrong: {exc}", param=PARAM) from exc
         if matcher.is_error():
             words = first_line(matcher.get_error())
@@ -80,7 +82,7 @@ class GrammarCompiler:
 
 
 class _Tokens:
-    """A vocabulary as llguidance wants it."""
+    """A vocabulary with the interface that llguidance expects."""
 
     def __init__(self, table: TokenTable, encode: Callable[[str], Sequence[int]]) -> None:
         self._encode = encode
@@ -98,10 +100,10 @@ def _no_tokens(_: str) -> tuple[int, ...]:
 
 
 def find_library() -> ModuleType:
-    """llguidance.
+    """Import llguidance.
 
     Raises:
-        InvalidRequest: it is not installed.
+        InvalidRequest: llguidance is not installed.
     """
     try:
         import llguidance
@@ -118,5 +120,5 @@ def find_library() -> ModuleType:
 
 
 def first_line(words: str) -> str:
-    """What an error of the library says, without the grammar that it quotes."""
+    """The first line of a library error, without the grammar that the error quotes."""
     return words.strip().split("\n", 1)[0][:500]

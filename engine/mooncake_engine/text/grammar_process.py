@@ -1,9 +1,9 @@
-"""Tries grammars out in a process of its own, which the kernel ends when one costs too much.
+"""Compiles untrusted grammars in a child process with resource limits, before the server does.
 
-Compiling a grammar is native code: a thread that runs it can't be stopped, and a grammar that
-overflows the compiler's stack or memory ends the process that it runs in. So what a client sends is
-compiled in a child first, which may use so much processor time and memory and no more. A grammar
-that keeps to that is compiled again where it is used, at the same cost.
+The compiler is native code: a thread that runs it can't be stopped, and a grammar that overflows
+its stack or memory kills the process. A client's grammar is therefore compiled first in a child
+process, which the kernel kills if it exceeds its limits of CPU time and memory. A grammar that
+stays within the limits is compiled a second time where it is used, at the same cost.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ logger = logging.getLogger(__name__)
 
 _LENGTH_BYTES = 4
 _STACK_BYTES = 4 << 20
-"""Half of what the threads have that compile the grammar again."""
+"""The child's stack size: half of that of the threads that compile the grammar again."""
 _NUM_REMEMBERED = 1024
-"""Hashes of refused grammars: who sends one again and again costs nothing more."""
+"""Rejected grammars that are remembered, by hash: sending one again costs no compilation."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """What compiling one grammar may cost.
+    """Resource limits for compiling one grammar.
 
     Args:
-        cpu_s: seconds of processor time, in whole ones: the kernel counts those.
-        wall_s: seconds in all, however busy the machine is.
-        start_s: seconds until the child has read the vocabulary.
-        memory_bytes: address space beyond that of the vocabulary.
+        cpu_s: CPU time in seconds; an integer, as the kernel's limit is.
+        wall_s: wall-clock time in seconds, which bounds the wait on a busy machine.
+        start_s: seconds until the child has started and read the vocabulary.
+        memory_bytes: address space in addition to that of the child with its vocabulary.
     """
 
     cpu_s: int = 1
@@ -58,12 +58,13 @@ class CompileLimits:
 
 
 class GrammarProcess:
-    """The child, started at the first grammar and again after each that ended it. Calls wait for
-    one another, so they belong on a thread.
+    """The child process, as its parent sees it. It starts with the first grammar, and again after a
+    grammar has killed it. Calls block and are serialised, so that they must not run on the event
+    loop.
 
     Args:
         table: the vocabulary.
-        limits: what a grammar may cost.
+        limits: the resource limits for each grammar.
     """
 
     def __init__(self, table: TokenTable, limits: CompileLimits = CompileLimits()) -> None:
@@ -74,11 +75,11 @@ class GrammarProcess:
         self._refused: OrderedDict[bytes, str] = OrderedDict()
 
     def check(self, grammar: Grammar) -> None:
-        """Compile a grammar there.
+        """Compile a grammar in the child process.
 
         Raises:
-            InvalidRequest: it is wrong, or costs too much.
-            RequestFailed: there can be no child now.
+            InvalidRequest: the grammar is invalid, or compiling it exceeds the limits.
+            RequestFailed: the child process can't be started at the moment.
         """
         key = hashlib.sha256(f"{grammar.kind.name}:{grammar.source}".encode()).digest()
         with self._lock:
@@ -93,12 +94,12 @@ class GrammarProcess:
             raise InvalidRequest(reason, param=PARAM)
 
     def close(self) -> None:
-        """End the child; a later call starts another."""
+        """Kill the child process; a later call starts another."""
         with self._lock:
             self._end()
 
     def _try(self, grammar: Grammar) -> str:
-        """Why a grammar is refused; empty if it is not."""
+        """Compile a grammar; returns the reason for its rejection, or an empty string."""
         child = self._child
         if child is None or child.poll() is not None:
             child = self._start()
@@ -121,7 +122,7 @@ class GrammarProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is our business
+                start_new_session=True,  # keeps Ctrl-C from reaching the child
             )
         except OSError as exc:
             raise RequestFailed(f"can't start a process to compile grammars in: {exc}") from exc
@@ -134,7 +135,7 @@ class GrammarProcess:
     def _ask(
         child: subprocess.Popen[bytes], what: bytes | Grammar, within_s: float
     ) -> bytes | None:
-        """Send a frame and wait for the reply; None if none comes."""
+        """Send a frame and wait for the reply; None if there is none within the time."""
         assert child.stdin is not None
         assert child.stdout is not None
         body = what if isinstance(what, bytes) else msgspec.msgpack.encode(what)
@@ -152,12 +153,12 @@ class GrammarProcess:
         return _read_frame(child.stdout, wait)
 
     def _end(self) -> str:
-        """End the child; how it ended."""
+        """Kill the child process; returns the signal or status with which it ended."""
         child, self._child = self._child, None
         if child is None:
             return ""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(0.1)  # it may be about to end by itself, and to say why
+            child.wait(0.1)  # it may be exiting by itself, with a status that says why
         child.kill()
         with child:  # closes the pipes and waits
             contextlib.suppress(OSError)
@@ -171,7 +172,7 @@ def _write_frame(sink: IO[bytes], body: bytes) -> None:
 
 
 def _read_frame(source: IO[bytes], wait: Callable[[], bool] = lambda: True) -> bytes | None:
-    """The next frame; None at the end, or when ``wait`` says that it does not come."""
+    """The next frame; None at the end of the stream, or once ``wait`` returns False."""
     head = _read(source, _LENGTH_BYTES, wait)
     return None if head is None else _read(source, int.from_bytes(head, "big"), wait)
 
@@ -187,7 +188,8 @@ def _read(source: IO[bytes], count: int, wait: Callable[[], bool]) -> bytes | No
 
 
 def main() -> None:
-    """The child: reads the vocabulary, then grammars, and replies with what is wrong with each."""
+    """Run the child process: reads the vocabulary and then grammars, and replies to each with its
+    error, or with an empty string."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     setup = _read_frame(source)
     if setup is None:
@@ -212,7 +214,7 @@ def main() -> None:
 
 
 def _address_space() -> int:
-    """Bytes of address space that this process has."""
+    """The bytes of address space that this process uses."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

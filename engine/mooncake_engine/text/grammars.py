@@ -1,7 +1,8 @@
-"""Grammars that outputs follow, one vocabulary per tokenizer and process.
+"""Grammars for structured output: one ``Vocabulary`` per tokenizer and process, and the matchers
+that follow an output.
 
-Compiled grammars are kept, and copied for each request. Compiling releases the interpreter lock, so
-that it may happen on any thread.
+Compiled grammars are cached and copied for each request. Compiling releases the GIL, so that it may
+run in any thread.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class GrammarMatcher:
         self._matcher = matcher
 
     def accept(self, token_id: int) -> None:
-        """The output continues with this token."""
-        if not self._matcher.is_stopped():  # afterwards only an end may come
+        """Advance by the output's next token."""
+        if not self._matcher.is_stopped():  # once stopped, only an EOS token may follow
             self._matcher.consume_token(token_id)
 
     def copy(self) -> GrammarMatcher:
@@ -47,10 +48,10 @@ class GrammarMatcher:
         return GrammarMatcher(self._matcher.deep_copy())
 
     def allowed(self) -> bytes:
-        """Which tokens may come next: one bit per token id, the lowest bit first.
+        """The mask of tokens that may come next: one bit per token id, lowest bit first.
 
         Raises:
-            GrammarFailed: it is too complex to go on, or a token contradicts it.
+            GrammarFailed: the grammar is too complex to continue, or a token contradicts it.
         """
         mask: bytes = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
@@ -60,15 +61,15 @@ class GrammarMatcher:
 
 
 class Vocabulary:
-    """The tokens that grammars choose from.
+    """A model's vocabulary, and the cache of grammars compiled for it.
 
     Args:
-        tokenizer: the model's.
-        size: of the model's vocabulary.
-        eos_token_ids: tokens that may end an output whose grammar is complete.
+        tokenizer: the model's tokenizer.
+        size: the size of the model's vocabulary, in tokens.
+        eos_token_ids: the tokens that may end an output whose grammar is complete.
 
     Raises:
-        InvalidRequest: llguidance is not installed.
+        InvalidRequest: llguidance is not installed, or the model has no end-of-sequence token.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: Sequence[int]) -> None:
@@ -90,27 +91,27 @@ class Vocabulary:
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
 
     def knows(self, grammar: Grammar) -> bool:
-        """Whether it is compiled."""
+        """Whether the cache holds the compiled grammar."""
         with self._lock:
             return grammar in self._compiled
 
     def check(self, grammar: Grammar) -> None:
-        """Compile a client's grammar, in a process of its own first: for later calls of
-        ``matcher`` it is compiled.
+        """Compile a client's grammar, first in a child process and then here, so that ``matcher``
+        finds it in the cache.
 
         Raises:
-            InvalidRequest: the grammar is wrong, or costs too much to compile.
-            RequestFailed: that process can't be had now.
+            InvalidRequest: the grammar is invalid or too expensive to compile.
+            RequestFailed: the child process can't be started at the moment.
         """
         if not self.knows(grammar):
             self._process.check(grammar)
             self.matcher(grammar)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
-        """A matcher at the beginning of an output.
+        """A matcher at the start of an output; compiles the grammar if it is not cached.
 
         Raises:
-            InvalidRequest: the grammar is wrong, or too complex.
+            InvalidRequest: the grammar is invalid or too complex.
         """
         with self._lock:
             compiled = self._compiled.get(grammar)
@@ -124,7 +125,8 @@ class Vocabulary:
             return GrammarMatcher(compiled.deep_copy())
 
     def _forget_old(self) -> None:
-        """What was compiled takes some hundred bytes per character of its grammar."""
+        """Evict the least recently used grammars. A compiled grammar takes some hundred bytes of
+        memory per character of its source."""
         num_characters = sum(len(grammar.source) for grammar in self._compiled)
         while len(self._compiled) > 1 and (
             len(self._compiled) > _NUM_KEPT or num_characters > _KEPT_CHARACTERS
@@ -138,7 +140,7 @@ _lock = threading.Lock()
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
-    """The process's vocabulary for a tokenizer; arguments and errors of ``Vocabulary``."""
+    """The process-wide vocabulary for a tokenizer; arguments and errors of ``Vocabulary``."""
     key = (tokenizer.fingerprint, size, tuple(eos_token_ids))
     with _lock:
         if key not in _vocabularies:
@@ -149,7 +151,7 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, eos_token_ids: Sequence[int])
 def is_compiled(
     grammar: Grammar, tokenizer: Tokenizer, size: int, eos_token_ids: Sequence[int]
 ) -> bool:
-    """Whether the process has a grammar ready; waits for nothing."""
+    """Whether the process has compiled a grammar; takes no time."""
     known = _vocabularies.get((tokenizer.fingerprint, size, tuple(eos_token_ids)))
     return known is not None and known.knows(grammar)
 
@@ -158,7 +160,8 @@ def is_compiled(
 def vocabulary_in(
     directory: Path, size: int, eos_token_ids: tuple[int, ...], chat_template: str | None = None
 ) -> Vocabulary:
-    """The same for a model directory, whose tokenizer is not read if it is known already."""
+    """The process-wide vocabulary for a model directory. Its tokenizer is only loaded if the
+    process has no vocabulary for it yet."""
     key = (tokenizer_fingerprint(directory, chat_template), size, eos_token_ids)
     with _lock:
         known = _vocabularies.get(key)
@@ -166,11 +169,11 @@ def vocabulary_in(
 
 
 def json_schema_grammar(schema: Any) -> Grammar:
-    """A grammar for the JSON values that a schema (as JSON data) describes."""
+    """The grammar of the JSON values that a schema (as JSON data) describes."""
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, sort_keys=False))
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
-    """A grammar for one of these texts and nothing else."""
+    """The grammar of exactly one of these texts."""
     options = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return Grammar(GrammarKind.LARK, f"start: {options}")

@@ -1,4 +1,4 @@
-"""Limits of one prompt and its choices on a given engine."""
+"""Checks prompts and choices against the limits of an engine; server and ``LLM`` use it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from mooncake_engine.sampling_params import SamplingParams
 _SEED_SPACE = 2**63
 _ALWAYS_READ_CHARACTERS = 64 << 10
 _CHARACTERS_PER_TOKEN = 32
-"""More than any text has on average: English has 4 to 5, indented code up to 10. Tokenising takes
-some 200 bytes of memory per character, so what can't fit is refused before."""
+"""More characters per token than any text has on average: English has 4 to 5, indented code up to
+10. Tokenising takes about 200 bytes of memory per character, so that texts which can't fit are
+rejected before they are tokenised."""
 
 
 _BYTES_PER_CHARACTER = 6
-"""As JSON escapes the most of them."""
+"""Bytes of the longest JSON escape of a character (``\\uXXXX``)."""
 _ALWAYS_READ_BYTES = 8 << 20
-"""Of a body, beside one prompt: for the longest grammar, and the most ids to detokenise."""
+"""Bytes of a body that are allowed beside one prompt: enough for the longest grammar, or for the
+most ids to detokenise."""
 _MOST_READ_BYTES = 64 << 20
 
 
 def longest_text(info: EngineInfo) -> int:
-    """Characters beyond which no text fits the context, however it is tokenised."""
+    """The number of characters beyond which no text fits the context, however it is tokenised."""
     return max(_ALWAYS_READ_CHARACTERS, _CHARACTERS_PER_TOKEN * info.max_model_len)
 
 
 def longest_body(info: EngineInfo) -> int:
-    """Bytes beyond which a request's body is not read, unless the operator says otherwise."""
+    """The default limit of a request's body, in bytes."""
     prompt_bytes = _BYTES_PER_CHARACTER * longest_text(info)
     return min(_ALWAYS_READ_BYTES + prompt_bytes, _MOST_READ_BYTES)
 
 
 def check_text_size(num_characters: int, info: EngineInfo, *, param: str) -> None:
-    """Raises PromptTooLong for a text that is too long for the context however it is tokenised."""
+    """Raises PromptTooLong for a text that can't fit the context, however it is tokenised."""
     limit = longest_text(info)
     if num_characters > limit:
         raise PromptTooLong(
@@ -66,8 +68,15 @@ def check_prompt(token_ids: Sequence[int], info: EngineInfo, *, param: str) -> N
 def choice_sampling(
     sampling: SamplingParams, index: int, num_prompt_tokens: int, info: EngineInfo
 ) -> SamplingParams:
-    """Of one of a prompt's choices: its own seed, a limit that ends with the context, and the log
-    probabilities that it is ranked by."""
+    """The sampling parameters of one choice of a prompt: with its own seed, a token limit that fits
+    the context, and the log probabilities needed to rank it.
+
+    Args:
+        sampling: the parameters of the request.
+        index: the choice's index among those of its prompt.
+        num_prompt_tokens: the length of the prompt.
+        info: the engine's limits.
+    """
     room = info.max_model_len - num_prompt_tokens
     limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     seed = sampling.seed

@@ -1,8 +1,8 @@
-"""Reasoning in generated text, told from the answer while it arrives, before tool calls are.
+"""Separates reasoning from the answer while text is generated; runs before the tool call parsers.
 
-Qwen3, DeepSeek-R1 and their kin think between ``<think>`` and ``</think>``; a chat template may
-have written the opening tag at the prompt's end. Text is passed on as it is, as vLLM's parsers do:
-no white space is taken away. Grammars bind what comes after.
+Qwen3, DeepSeek-R1 and similar models reason between ``<think>`` and ``</think>``. The chat template
+may already have written the opening tag at the end of the prompt. Text is passed through unchanged,
+including white space, as vLLM's parsers do. A grammar constrains only the text after the reasoning.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ if TYPE_CHECKING:
 
 OPENING, CLOSING = "<think>", "</think>"
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
-"""vLLM's names; both read the same tags."""
+"""The parsers' names in vLLM; both read the same tags."""
 _TAIL_TOKENS = 16
 _SPACE = r"/\s{0,20}/"
-"""Between reasoning and answer: as much as JSON may have, an end to it all the same."""
+"""White space between reasoning and answer in a grammar: bounded, as within JSON."""
 _LITERAL_CHARACTER = re.compile(r"\\?\n|\\.|/")
 _WRITTEN_OTHERWISE = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 class ReasoningState(Enum):
-    """Where a prompt leaves a model that may reason."""
+    """Where a model that may reason continues at the end of a prompt."""
 
     OPEN = auto()
-    """Within reasoning: the template has written the opening tag."""
+    """Inside the reasoning: the template has written the opening tag."""
     CLOSED = auto()
-    """Behind it: the template has written both, and the model answers at once."""
+    """After the reasoning: the template has written both tags, and the model answers at once."""
     UNDECIDED = auto()
-    """The model begins with the opening tag if it reasons."""
+    """The template has written neither tag; a model that reasons starts with the opening tag."""
 
 
 class OutputParser(Protocol):
-    """Takes generated text apart."""
+    """Splits generated text into content, reasoning and tool calls while it arrives."""
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """That it has to see in the text."""
+        """Special tokens that must be kept in the text for the parser."""
 
     @property
     def num_calls(self) -> int:
-        """Tool calls so far."""
+        """The number of tool calls so far."""
 
     def push(self, text: str) -> ParsedText:
-        """Read on; what is certain now."""
+        """Parse more text; returns the parts that are now final."""
 
     def finish(self) -> ParsedText:
-        """The text is complete; what was held back."""
+        """End the text; returns the parts that were held back."""
 
 
 class ReasoningParser:
-    """Tells reasoning from the rest.
+    """Separates the reasoning from the rest of the text.
 
     Args:
-        is_open: whether the prompt ends within reasoning.
-        rest: reads what comes after; None passes it on.
+        is_open: whether the prompt ends inside the reasoning.
+        rest: parses the text after the reasoning; None passes it through as content.
     """
 
     def __init__(self, *, is_open: bool, rest: OutputParser | None = None) -> None:
@@ -72,16 +72,16 @@ class ReasoningParser:
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """That have to be in the text."""
+        """Special tokens that must be kept in the text for the parser of the rest."""
         return () if self._rest is None else self._rest.special_tokens
 
     @property
     def num_calls(self) -> int:
-        """Tool calls so far."""
+        """The number of tool calls so far."""
         return 0 if self._rest is None else self._rest.num_calls
 
     def push(self, text: str) -> ParsedText:
-        """Read on; what is certain now."""
+        """Parse more text; returns the parts that are now final."""
         self._held += text
         if not self._is_decided and not self._decide():
             return ParsedText()
@@ -97,7 +97,7 @@ class ReasoningParser:
         return ParsedText(after.content, after.calls, reasoning)
 
     def finish(self) -> ParsedText:
-        """The text is complete; what was held back."""
+        """End the text; returns the parts that were held back."""
         held = self._take(len(self._held))
         if self._is_inside:
             return ParsedText(reasoning=held)
@@ -108,7 +108,8 @@ class ReasoningParser:
         return ParsedText(found.content + last.content, found.calls + last.calls)
 
     def _decide(self) -> bool:
-        """Whether it is known if the output begins with reasoning; white space may come first."""
+        """Decide whether the output starts with reasoning, possibly after white space. Returns
+        whether enough text has arrived to decide."""
         begun = self._held.lstrip()
         if OPENING.startswith(begun) and begun != OPENING:
             return False
@@ -127,18 +128,18 @@ class ReasoningParser:
 
 
 def _partial(text: str) -> int:
-    """How many characters at the end may be the beginning of the closing tag."""
+    """The number of characters at the end that may be the start of the closing tag."""
     longest = min(len(CLOSING) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if CLOSING.startswith(text[-n:])), 0)
 
 
 def detect_reasoning(template: str | None) -> bool:
-    """Whether a chat template knows reasoning between these tags."""
+    """Whether a chat template contains the reasoning tags."""
     return template is not None and CLOSING in template
 
 
 def reasoning_state(tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningState:
-    """Where a prompt ends; white space may follow its last tag."""
+    """The reasoning state at the end of a prompt; white space may follow its last tag."""
     tail = tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
     if tail.endswith(OPENING):
         return ReasoningState.OPEN
@@ -146,11 +147,11 @@ def reasoning_state(tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningSta
 
 
 def after_reasoning(grammar: Grammar, state: ReasoningState) -> Grammar:
-    """A grammar that binds what comes after reasoning."""
+    """A grammar that allows any reasoning, and then constrains the answer to ``grammar``."""
     if state is ReasoningState.CLOSED:
         return grammar
     if grammar.kind is GrammarKind.LARK:
-        # a grammar within: its rules, ``start`` among them, have names of their own
+        # A nested grammar has its own namespace, so that its ``start`` does not clash.
         answer = f"%lark {{\n{grammar.source}\n}}"
     elif grammar.kind is GrammarKind.JSON_SCHEMA:
         answer = f"%json {grammar.source}"
@@ -163,8 +164,8 @@ def after_reasoning(grammar: Grammar, state: ReasoningState) -> Grammar:
 
 
 def _regex_literal(regex: str) -> str:
-    """A regular expression as Lark writes it: between slashes, so that those within are escaped if
-    they are not yet."""
+    """A regular expression as a Lark literal: between slashes, with unescaped slashes and line
+    breaks inside it escaped."""
 
     def written(found: re.Match[str]) -> str:
         return _WRITTEN_OTHERWISE.get(found[0], found[0])

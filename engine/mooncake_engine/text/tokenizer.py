@@ -1,4 +1,5 @@
-"""A model directory's tokenizer: ids, bytes of each token, chat template, fingerprint."""
+"""The tokenizer of a model directory: encoding and decoding, the bytes of each token, the chat
+template, and a fingerprint by which instances compare tokenizers."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ _SPACE_MARK = "▁"
 
 
 def token_to_bytes(decoder: dict[str, Any] | None) -> TokenToBytes:
-    """The function for a tokenizer's ``decoder`` section (``tokenizer.json``).
+    """The function that converts a token's written form to its bytes.
+
+    Args:
+        decoder: the ``decoder`` section of ``tokenizer.json``.
 
     Raises:
-        CheckpointError: the decoder is of neither family.
+        CheckpointError: the decoder is neither byte-level nor SentencePiece's.
     """
     kinds = _decoder_kinds(decoder)
     if "ByteLevel" in kinds:
@@ -47,7 +51,8 @@ def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
 
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's map of bytes to printable characters, inverted (Radford et al. 2019, encoder.py)."""
+    """The inverse of GPT-2's map from bytes to printable characters (Radford et al. 2019,
+    encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {
@@ -59,7 +64,7 @@ def _byte_level(token: str) -> bytes:
     table = _byte_of_character()
     try:
         return bytes([table[character] for character in token])
-    except KeyError:  # an added token is written as it is
+    except KeyError:  # an added token, which is written as plain text
         return token.encode()
 
 
@@ -85,19 +90,23 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
     {"conversation", "chat_template", "tokenize", "return_tensors", "return_dict", "messages"}
     | {"add_generation_prompt", "continue_final_message", "tokenizer_kwargs", "tools", "documents"}
 )
-"""What a client may not pass to the template: ours to decide, or not a template variable."""
+"""Template variables that clients may not set: the server sets them, or they are arguments of
+``apply_chat_template`` and not variables."""
 
 
 def leave_torch_out() -> None:
-    """Have a process read text without torch: where transformers finds it, it imports it and all
-    that it has models with, which takes 300 MB and seconds, and nothing of it is used for text."""
+    """Keep transformers from importing torch in this process.
+
+    Otherwise transformers imports torch and all its model code, which takes 300 MB of memory and
+    some seconds and is not needed for tokenising."""
     if "torch" not in sys.modules:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # Python: it is not there
+        sys.modules["torch"] = None  # type: ignore[assignment]  # makes "import torch" fail
         logging.getLogger("transformers").addFilter(_is_not_about_torch)
 
 
 def let_torch_in() -> None:
-    """Have torch be there again; transformers has looked and does without for ever."""
+    """Make torch importable again. If transformers has been imported meanwhile, it keeps working
+    without torch."""
     if "torch" in sys.modules and sys.modules["torch"] is None:
         del sys.modules["torch"]
 
@@ -107,10 +116,11 @@ def _is_not_about_torch(record: logging.LogRecord) -> bool:
 
 
 class _TokenTexts(dict[int, str | None]):
-    """Texts by token id, found when they are first wanted: a lookup per streamed token.
+    """The text of each token id, computed on first use, so that a streamed token costs one dict
+    lookup.
 
     Args:
-        token_bytes: of a token.
+        token_bytes: returns the bytes of a token.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
@@ -127,7 +137,7 @@ class _TokenTexts(dict[int, str | None]):
 
 
 class Tokenizer:
-    """Text to token ids and back. Use ``Tokenizer.load``."""
+    """Converts between text and token ids. Create it with ``Tokenizer.load``."""
 
     def __init__(self, hf_tokenizer: Any, *, fingerprint: str) -> None:
         self._hf = hf_tokenizer
@@ -137,7 +147,7 @@ class Tokenizer:
         self._to_bytes: TokenToBytes = token_to_bytes(json.loads(self._backend.to_str())["decoder"])
         self._bytes: dict[int, bytes] = {}
         self.token_texts: Mapping[int, str | None] = _TokenTexts(self.token_bytes)
-        """The text of each token that consists of whole characters; None for one that does not."""
+        """The text of each token, by id; None for a token that holds part of a character."""
         self.fingerprint = fingerprint
         self.special_ids: frozenset[int] = frozenset(hf_tokenizer.all_special_ids) | frozenset(
             token_id
@@ -147,13 +157,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path, chat_template: str | None = None) -> Tokenizer:
-        """Read a model directory's tokenizer, offline.
+        """Load the tokenizer of a model directory, offline.
 
         Args:
-            chat_template: in place of the directory's.
+            directory: the model directory.
+            chat_template: a template that replaces the directory's, or None.
 
         Raises:
-            CheckpointError: no usable tokenizer there.
+            CheckpointError: the directory has no usable tokenizer.
         """
         from transformers import AutoTokenizer
 
@@ -173,13 +184,14 @@ class Tokenizer:
         return cls(hf_tokenizer, fingerprint=fingerprint)
 
     def ordinary_tokens(self) -> dict[str, int]:
-        """Every token's id, by how the tokenizer writes it; special ones are left out."""
+        """The id of every token that is not special, by the token's written form."""
         vocabulary: dict[str, int] = self._backend.get_vocab()
         return {token: i for token, i in vocabulary.items() if i not in self.special_ids}
 
     @property
     def chat_template(self) -> str | None:
-        """How the model lays a conversation out; of several templates the one with tools."""
+        """The model's chat template; of several templates the one for tool use. None if there is
+        none."""
         template = self._hf.chat_template
         if isinstance(template, dict):
             template = template.get("tool_use", template.get("default"))
@@ -187,24 +199,25 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model says how a conversation is laid out."""
+        """Whether the model has any chat template."""
         return self._hf.chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a text, with the tokens that the model wants around it if asked."""
+        """The token ids of a text, by default with the special tokens that the model expects around
+        it."""
         return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of a whole sequence of token ids."""
+        """The text of a complete sequence of token ids."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def ids_of(self, tokens: Sequence[str]) -> frozenset[int]:
-        """Ids of tokens as the tokenizer writes them; those that it does not have are left out."""
+        """The ids of tokens, given in their written form; unknown tokens are skipped."""
         return frozenset(map(self._backend.token_to_id, tokens)) - {None}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token; empty for ids that only pad the model's vocabulary."""
+        """The bytes of one token; empty for ids that are padding of the model's vocabulary."""
         found = self._bytes.get(token_id)
         if found is None:
             token = self._backend.id_to_token(token_id)
@@ -220,11 +233,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """A conversation laid out by the model's chat template, ready for ``encode`` without
-        special tokens.
+        """Render a conversation with the model's chat template. The result is to be encoded without
+        additional special tokens.
 
         Raises:
-            InvalidRequest: no template, or the template refuses these messages.
+            InvalidRequest: the model has no template, or the template rejects the messages.
         """
         if not self.has_chat_template:
             raise InvalidRequest(
@@ -232,7 +245,7 @@ class Tokenizer:
                 "to the model directory",
                 param="messages",
             )
-        from jinja2 import TemplateError  # not before: a command line is read without it
+        from jinja2 import TemplateError  # imported late: the command line must start fast
 
         kwargs = dict(template_kwargs or {})
         for name in kwargs.keys() & RESERVED_TEMPLATE_KWARGS:
@@ -249,7 +262,8 @@ class Tokenizer:
                 **kwargs,
             )
         except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as exc:
-            if continue_final_message and isinstance(exc, ValueError):  # its message has it all
+            # transformers raises ValueError here, whose message may quote the conversation.
+            if continue_final_message and isinstance(exc, ValueError):
                 raise InvalidRequest(
                     "the model's chat template does not show the final message as it is, so that "
                     "it can't be continued: end with a message of the user's",
@@ -262,29 +276,32 @@ class Tokenizer:
 
 
 def same_tokens(directory: Path, other: Path) -> bool:
-    """Whether token ids mean the same in two model directories, special ones aside: these are
-    renamed from one release of a family to the next. True where one of them has no tokenizer.
+    """Whether token ids have the same meaning in two model directories. Special tokens are not
+    compared, because model families rename them between releases. True if one of the directories
+    has no tokenizer.
 
     Raises:
-        CheckpointError: a tokenizer that can't be loaded.
+        CheckpointError: a tokenizer can't be loaded.
     """
     try:
         if tokenizer_fingerprint(directory) == tokenizer_fingerprint(other):
             return True
-    except CheckpointError:  # one has none
+    except CheckpointError:  # one of them has no tokenizer
         return True
     mine, theirs = (Tokenizer.load(path).ordinary_tokens() for path in (directory, other))
     return mine == theirs
 
 
 def tokenizer_fingerprint(directory: Path, chat_template: str | None = None) -> str:
-    """Equal for two directories exactly when their tokenizers and chat templates are.
+    """A hash of the tokenizer's files and chat template: equal for two directories exactly if these
+    are equal.
 
     Args:
-        chat_template: in place of the directory's, or None.
+        directory: the model directory.
+        chat_template: a template that replaces the directory's, or None.
 
     Raises:
-        CheckpointError: the directory holds no tokenizer.
+        CheckpointError: the directory has no tokenizer.
     """
     present = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
     if not any(

@@ -1,4 +1,5 @@
-"""Forms of tool calls between special tokens, DeepSeek's and Mistral's, and all forms by name."""
+"""Parsers for tool-call formats with special tokens (DeepSeek's, Mistral's), and the registry of
+all formats by name."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ from mooncake_engine.text.tool_call_parsers import (
 )
 
 _LONGEST_HEAD = 1024
-"""Characters between a call's tag and its arguments; what is longer is no call."""
+"""The most characters between a call's tag and its arguments; a longer head is no call."""
 
 
 def _deepseek_tag(*words: str) -> str:
-    """DeepSeek's tags have a wide bar and low lines of their own."""
+    """A DeepSeek tag, which is written with a fullwidth bar (U+FF5C) and low blocks (U+2581)."""
     return "<\uff5c" + "\u2581".join(("tool", *words)) + "\uff5c>"
 
 
 class DeepseekParser(JsonCallParser):
-    """DeepSeek's calls, all of them between two tags, each in one of two forms.
+    """Parses DeepSeek's calls: all calls are between two tags, each in one of two formats.
 
     ::
 
@@ -45,7 +46,8 @@ class DeepseekParser(JsonCallParser):
         self._is_fenced = False
 
     def _read_text(self) -> bool:
-        """Up to a tag that opens; the one that closes all calls means nothing behind a call."""
+        """Read text up to an opening tag. After a call, the tag that closes all calls is
+        skipped."""
         tags = (self.opening, self.call, *([self.closing] if self._is_after_call else []))
         found = [(start, tag) for tag in tags if (start := self._held.find(tag)) >= 0]
         if found:
@@ -59,7 +61,7 @@ class DeepseekParser(JsonCallParser):
         return self._release_but(*tags)
 
     def _read_call_head(self) -> bool:
-        """Tags and name, up to the arguments."""
+        """Read tags and name, up to the arguments."""
         has_outer = self._held.startswith(self.opening)
         inner = self._held[len(self.opening) :].lstrip() if has_outer else self._held
         if self.call.startswith(inner) and inner != self.call:
@@ -77,8 +79,8 @@ class DeepseekParser(JsonCallParser):
         return True
 
     def _head_of(self, text: str) -> tuple[str, int] | Literal[""] | None:
-        """A call's name, and where its arguments begin; empty if it is none, None if that can't be
-        told yet."""
+        """The name of a call and the offset of its arguments; an empty string if the text is no
+        call, None if more text is needed to decide."""
         name, found, rest = text[len(self.call) :].partition(self.separator)
         if not found:
             return None
@@ -113,7 +115,8 @@ class DeepseekParser(JsonCallParser):
 
 
 class MistralParser(JsonCallParser):
-    """Mistral's calls: a list behind one token, or a token, a name and arguments for each.
+    """Parses Mistral's calls: one token and a list of calls, or a token, a name and arguments for
+    each call.
 
     ::
 
@@ -143,7 +146,7 @@ class MistralParser(JsonCallParser):
         return self._release_but(self.opening)
 
     def _read_form(self) -> bool:
-        """Whether a list follows the tag, or a name."""
+        """Read what follows the tag: a list or a name."""
         rest = self._held[len(self.opening) :].lstrip()
         self._is_list = rest.startswith("[")
         if self._is_list:
@@ -179,7 +182,7 @@ class MistralParser(JsonCallParser):
         return True
 
     def _read_item_end(self) -> bool:
-        """The bracket of a list's item, with its id before it."""
+        """Read the closing bracket of a list item, with the item's id before it."""
         end = self._ITEM_END.match(self._held[:_LONGEST_HEAD])
         if end is not None:
             self._held, self._state = self._held[end.end() :], self._read_separator
@@ -193,7 +196,7 @@ class MistralParser(JsonCallParser):
         return True
 
     def _read_separator(self) -> bool:
-        """The list's next item, or its end."""
+        """Read up to the next item of the list, or its end."""
         rest = self._held.lstrip()
         item = rest[1:].lstrip() if rest.startswith(",") else ""
         if rest.startswith("]"):
@@ -215,14 +218,14 @@ PARSERS: dict[str, type[ToolCallParser]] = {
     "deepseek_v31": DeepseekParser,
     "mistral": MistralParser,
 }
-"""By the names that vLLM gives them."""
+"""The parser of each format, by the format's name in vLLM."""
 
 
 def detect_parser(chat_template: str | None) -> str | None:
-    """The form that a chat template teaches, or None."""
+    """The format that a chat template describes to the model, or None."""
     if chat_template is None or "tools" not in chat_template:
         return None
-    if Qwen3CoderParser.function in chat_template:  # within Hermes' tags
+    if Qwen3CoderParser.function in chat_template:  # first: it is nested in Hermes' tags
         return "qwen3_coder"
     if HermesParser.opening in chat_template:
         return "hermes"

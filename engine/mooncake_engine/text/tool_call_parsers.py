@@ -1,9 +1,10 @@
-"""Tool calls in generated text, found while it arrives; one parser per form.
+"""Finds tool calls in generated text while it arrives; one parser per format.
 
-Hermes' form (Qwen, Hermes) puts each call between tags; Llama 3's makes the output nothing but
-calls; Qwen3-Coder's is no JSON at all: tags, and arguments without quotes. What is no well-formed
-call stays text: nothing is lost, but for the tags, the names of the fields and the white space
-around well-formed calls. The result depends on the text alone, not on how it was cut into pieces.
+Hermes' format (Qwen, Hermes) puts each call between tags. In Llama 3's format the output consists
+of calls only. Qwen3-Coder's format is not JSON: it has tags, and arguments without quotes. Anything
+that is not a well-formed call stays text; all that a well-formed call removes from the text are its
+tags, its field names and the white space around it. The result depends only on the text, not on how
+it was split into pieces.
 
     <tool_call>
     <function=write_file>
@@ -13,8 +14,9 @@ around well-formed calls. The result depends on the text alone, not on how it wa
     </function>
     </tool_call>
 
-In Qwen3-Coder's form the tool's schema gives an argument's type. Strings are passed on as they are
-written; other arguments when they are complete. The outer tags may be missing: models forget them.
+In Qwen3-Coder's format the tool's schema determines the type of an argument. Strings are streamed
+as they are generated, other arguments once they are complete. The outer tags may be missing, as
+models forget them.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class ObjectScanner:
-    """Follows brackets and strings, and nothing else: what is between them is not judged. White
-    space may come first.
+    """Finds the end of a JSON object by its brackets and strings. It does not validate anything
+    else, and skips leading white space.
 
-    No character is looked at twice.
+    Each character is read only once.
     """
 
     def __init__(self) -> None:
@@ -47,11 +49,11 @@ class ObjectScanner:
         self.is_broken = False
 
     def feed(self, text: str) -> int:
-        """Read on, up to the object's end or to a character that can't be part of it.
+        """Read more text, up to the object's end or a character that can't be part of it.
 
         Returns:
-            How many characters belong to the object. ``is_complete`` and ``is_broken`` say why
-            it is fewer than were given.
+            The number of characters that belong to the object. If that is fewer than were given,
+            ``is_complete`` or ``is_broken`` is set.
         """
         for position, character in enumerate(text):
             if self._is_in_string:
@@ -72,7 +74,7 @@ class ObjectScanner:
             self._is_in_string = False
 
     def _read(self, character: str) -> bool:
-        """Whether the character may stand there."""
+        """Process a character outside a string; returns whether it is valid there."""
         if not self._open and character != "{":
             return character.isspace()
         if character in _CLOSING:
@@ -91,18 +93,18 @@ _HEAD = re.compile(
     r"(?=\{)"
 )
 _HEAD_CHARACTERS = 1024
-"""Calls with longer names have to be complete to be seen."""
+"""The most characters of a call's head. A call with a longer name is only found once complete."""
 _ARGUMENTS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of a tool call.
+    """A part of a tool call.
 
     Args:
-        index: which call of the choice.
-        name: of the tool; with the call's first piece, and only there.
-        arguments: JSON to append to what came before.
+        index: the index of the call in its choice.
+        name: the tool's name; set on the first delta of a call only.
+        arguments: JSON to append to the call's arguments.
     """
 
     index: int
@@ -112,7 +114,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """What became certain: text that is no call, pieces of calls, and reasoning before both."""
+    """New final output: text outside of calls, parts of calls, and the reasoning before both."""
 
     content: str = ""
     calls: tuple[CallDelta, ...] = ()
@@ -120,28 +122,30 @@ class ParsedText:
 
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""Of the tools that are offered: their parameters' JSON schemas, by name."""
+"""The JSON schema of each offered tool's parameters, by tool name."""
 
 
 class ToolCallParser(ABC):
-    """Tells calls from text. ``opening`` and ``closing`` are the tags around a call, ``layout`` the
-    characters between two of them that mean nothing.
+    """Separates calls from text. A state machine: ``_state`` is the method that reads next.
+
+    ``opening`` and ``closing`` are the tags around a call. ``layout`` are the characters that have
+    no meaning between two calls.
 
     Args:
-        schemas: for forms that don't tell the types of their arguments.
+        schemas: the tools' schemas, for formats that don't mark the types of arguments.
     """
 
     opening = ""
     closing = ""
     layout = " \t\r\n"
     special_tokens: tuple[str, ...] = ()
-    """Of the form: part of the text where calls are looked for."""
+    """The format's special tokens, which must be kept in the text for the parser."""
 
     def __init__(self, schemas: Schemas = MappingProxyType({})) -> None:
         self.num_calls = 0
         self._schemas = schemas
         self._held = ""
-        self._lead = ""  # what stood before a call; text after all, if it turns out to be none
+        self._lead = ""  # text before a possible call; emitted if there turns out to be no call
         self._state: Callable[[], bool] = self._read_text
         self._tail: list[str] = []
         self._is_after_call = False
@@ -149,14 +153,14 @@ class ToolCallParser(ABC):
         self._calls: list[CallDelta] = []
 
     def push(self, text: str) -> ParsedText:
-        """Read on; what is certain now."""
+        """Parse more text; returns the parts that are now final."""
         self._held += text
         while self._held and self._state():
             pass
         return self._take()
 
     def finish(self) -> ParsedText:
-        """The text has ended: what was held back is no call."""
+        """End the text: an incomplete call that was held back becomes text."""
         is_layout = self._state == self._read_tail or self._is_after_call
         if not is_layout or self._held.strip(self.layout):
             self._emit(self._lead + self._held)
@@ -165,22 +169,25 @@ class ToolCallParser(ABC):
 
     @abstractmethod
     def _read_text(self) -> bool:
-        """Read text up to the next call. Whether there is more to do; like all states."""
+        """Read text up to the next call. Returns, like all states, whether parsing can continue
+        without more text."""
 
     def _emit(self, text: str) -> None:
-        """This is certainly no call."""
+        """Emit text that is certainly not part of a call."""
         self._content.append(text)
         self._is_after_call = False
 
     def _release(self, end: int) -> None:
-        """Let the beginning of what is held be text, but for white space between two calls."""
+        """Emit the first ``end`` held characters as text; white space between two calls is
+        dropped."""
         text, self._held = self._held[:end], self._held[end:]
         if not self._is_after_call or text.strip():
             self._emit(text)
 
     def _release_but(self, *tags: str) -> bool:
-        """The same of all that is held but for what may begin one of these tags, and for white
-        space between two calls; as a state, which wants more text then."""
+        """Emit the held text as ``_release`` does, except for a suffix that may be the start of one
+        of the tags, and white space after a call. Returns False, as the state then needs more
+        text."""
         end = len(self._held) - max(overlap(self._held, tag) for tag in tags)
         if not self._is_after_call or self._held[:end].strip():
             self._release(end)
@@ -192,7 +199,7 @@ class ToolCallParser(ABC):
         self._lead = ""
 
     def _read_tail(self) -> bool:
-        """What closes a call; anything else is text."""
+        """Read the closing tags of a call; anything else is text."""
         if not self._tail:
             self._state, self._is_after_call = self._read_text, True
             return True
@@ -214,11 +221,11 @@ class ToolCallParser(ABC):
 
 
 class FirstCallParser:
-    """Gives the first call of an answer and no other, as vLLM does for ``parallel_tool_calls``
-    false. Text behind it stays text.
+    """Returns only the first call of an answer, as vLLM does if ``parallel_tool_calls`` is false.
+    Text after that call is kept.
 
     Args:
-        calls: finds them all.
+        calls: the parser that finds all calls.
     """
 
     def __init__(self, calls: ToolCallParser) -> None:
@@ -226,20 +233,20 @@ class FirstCallParser:
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Of the form."""
+        """The format's special tokens, which must be kept in the text."""
         return self._all.special_tokens
 
     @property
     def num_calls(self) -> int:
-        """That were given."""
+        """The number of calls returned: 0 or 1."""
         return min(self._all.num_calls, 1)
 
     def push(self, text: str) -> ParsedText:
-        """Read on; what is certain now."""
+        """Parse more text; returns the parts that are now final."""
         return self._first(self._all.push(text))
 
     def finish(self) -> ParsedText:
-        """The text has ended; what was held back."""
+        """End the text; returns the parts that were held back."""
         return self._first(self._all.finish())
 
     @staticmethod
@@ -249,8 +256,8 @@ class FirstCallParser:
 
 
 class JsonCallParser(ToolCallParser):
-    """Calls that are JSON objects with a name and arguments; other fields than ``ignored_fields``
-    make it no call."""
+    """Parses calls that are JSON objects with a name and arguments. An object with other fields,
+    except ``ignored_fields``, is not a call."""
 
     ignored_fields: frozenset[str] = frozenset()
 
@@ -261,17 +268,18 @@ class JsonCallParser(ToolCallParser):
 
     @abstractmethod
     def _refuse(self) -> None:
-        """``_held`` begins like a call and is none: let it, or its beginning, be text."""
+        """Turn ``_held``, which starts like a call but is none, or its start into text."""
 
     def _begin_call(self, start: int = 0) -> bool:
-        """``_held`` begins with a tag of so many characters, and then the call itself."""
+        """Start to read a call, which follows a tag of ``start`` characters in ``_held``."""
         self._scanner, self._start, self._num_scanned = ObjectScanner(), start, start
         self._is_after_call = False
         self._state = self._read_head
         return True
 
     def _read_head(self) -> bool:
-        """Up to the arguments, or to the call's end if its fields stand in another order."""
+        """Read up to the arguments, or to the end of the call if its fields are in another
+        order."""
         head = _HEAD.match(self._held[: self._start + _HEAD_CHARACTERS], self._start)
         if head is not None and (name := _loads(head["name"])) is not None:
             self._name_call(name)
@@ -281,7 +289,7 @@ class JsonCallParser(ToolCallParser):
         return self._scan_whole()
 
     def _scan_whole(self) -> bool:
-        """Read on to the end of an object that does not begin like a call."""
+        """Read to the end of an object whose fields are not in the usual order."""
         self._num_scanned += self._scanner.feed(self._held[self._num_scanned :])
         if self._scanner.is_broken:
             self._refuse()
@@ -315,7 +323,8 @@ class JsonCallParser(ToolCallParser):
 
 
 class HermesParser(JsonCallParser):
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, anywhere, any number."""
+    """Parses ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, any number of times and
+    anywhere in the text."""
 
     opening = "<tool_call>"
     closing = "</tool_call>"
@@ -334,9 +343,10 @@ class HermesParser(JsonCallParser):
 
 
 class Llama3Parser(JsonCallParser):
-    """``{"name": …, "parameters": {…}}``, separated by ``;`` or white space, and nothing else.
+    """Parses an output that consists of ``{"name": …, "parameters": {…}}``, separated by ``;`` or
+    white space.
 
-    The tag before it is a special token, which is not part of the text as a rule.
+    The tag before the calls is a special token, which is normally not part of the text.
     """
 
     layout = " \t\r\n;"
@@ -360,14 +370,14 @@ class Llama3Parser(JsonCallParser):
         self._state = self._read_rest
 
     def _read_rest(self) -> bool:
-        """Text up to the end: calls would have come first."""
+        """Emit everything up to the end as text: calls can only come first."""
         self._emit(self._held)
         self._held = ""
         return False
 
 
 def _whole_call(text: str, ignored: frozenset[str]) -> tuple[str, str] | None:
-    """Name and arguments of a call whose fields stand in any order."""
+    """Name and arguments of a complete call, with its fields in any order; None if it is none."""
     call = _loads(text, dict)
     if call is None or len(call.keys() - ignored) != 2 or not isinstance(call.get("name"), str):
         return None
@@ -378,7 +388,7 @@ def _whole_call(text: str, ignored: frozenset[str]) -> tuple[str, str] | None:
 
 
 def _loads(text: str, kind: type = str) -> Any:
-    """A JSON value of that kind, or None."""
+    """The JSON value of a text if it has the type ``kind``, otherwise None."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -387,7 +397,7 @@ def _loads(text: str, kind: type = str) -> Any:
 
 
 def overlap(text: str, tag: str) -> int:
-    """How many characters at the text's end may begin the tag."""
+    """The number of characters at the end of the text that may be the start of the tag."""
     for length in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:length]):
             return length
@@ -399,7 +409,8 @@ _NAME = re.compile(rf"[^<>\n]{{1,{_LONGEST_NAME}}}")
 
 
 class Qwen3CoderParser(ToolCallParser):
-    """Such calls, anywhere, any number."""
+    """Parses Qwen3-Coder's calls (see the module's docstring), any number of times and anywhere in
+    the text."""
 
     opening = "<tool_call>"
     closing = "</tool_call>"
@@ -417,7 +428,7 @@ class Qwen3CoderParser(ToolCallParser):
         self._is_value_begun = False
 
     def finish(self) -> ParsedText:
-        """A string that was cut off is part of its call all the same."""
+        """End the text. A string argument that was cut off is still part of its call."""
         if self._state == self._read_string:
             self._write_string(self._held)
             self._held = ""
@@ -433,7 +444,7 @@ class Qwen3CoderParser(ToolCallParser):
         return self._release_but(self.opening, self.function)
 
     def _read_head(self) -> bool:
-        """The tags before the first argument."""
+        """Read the tags before the first argument."""
         self._has_opening = self._held.startswith(self.opening)
         rest = self._held[len(self.opening) :].lstrip() if self._has_opening else self._held
         name = self._name_in(rest, self.function)
@@ -449,8 +460,8 @@ class Qwen3CoderParser(ToolCallParser):
         return True
 
     def _name_in(self, text: str, tag: str) -> str | None:
-        """The name in ``<tag=NAME>`` at a text's beginning; empty if there is no such tag, None if
-        that can't be told yet."""
+        """The name in ``<tag=NAME>`` at the start of a text; an empty string if there is no such
+        tag, None if more text is needed to decide."""
         if not text.startswith(tag):
             return None if tag.startswith(text) else ""
         name = _NAME.match(text, len(tag))
@@ -468,7 +479,7 @@ class Qwen3CoderParser(ToolCallParser):
         self._state = self._read_text
 
     def _read_inside(self) -> bool:
-        """Up to the next argument or the call's end."""
+        """Read up to the next argument or the end of the call."""
         text = self._held.lstrip()
         for end in (self._END, self.closing):
             if text.startswith(end):
@@ -494,7 +505,7 @@ class Qwen3CoderParser(ToolCallParser):
         return True
 
     def _read_end(self) -> bool:
-        """The outer closing tag, if it is there."""
+        """Read the outer closing tag, which may be missing."""
         text = self._held.lstrip()
         if text.startswith(self.closing):
             self._held = text[len(self.closing) :]
@@ -504,7 +515,8 @@ class Qwen3CoderParser(ToolCallParser):
         return True
 
     def _read_value(self) -> bool:
-        """An argument that is no string, with its tag: text, if it does not end."""
+        """Read an argument that is not a string, with its tags. If it never ends, it becomes
+        text."""
         end = self._held.find(self._VALUE_END)
         if end < 0:
             return False
@@ -546,5 +558,5 @@ class Qwen3CoderParser(ToolCallParser):
 
 
 def _unwrapped(value: str) -> str:
-    """Without the line break on either side that the form puts there."""
+    """The value without the line break that the format adds on each side."""
     return value.removeprefix("\n").removesuffix("\n")
