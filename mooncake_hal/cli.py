@@ -29,9 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mooncake-hal: {exc}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT  # as shells have it; what was being done needs no traceback
+        return 128 + signal.SIGINT  # the shells' convention; the interrupt needs no traceback
     except BrokenPipeError:
-        # the reader has closed the pipe, as `head` does; the interpreter flushes again at its end
+        # the reader closed the pipe, as `head` does; without this, the interpreter's flush at exit
+        # would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
@@ -54,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     collect.set_defaults(run=lambda options, _: collect_env(as_json=options.json))
     bench = commands.add_parser("bench", help="measure this machine")
     measured = bench.add_subparsers(required=True, metavar="what")
-    # its own arguments, --help too, are read when it runs: only then is its module imported
+    # it parses its own arguments, including --help, so that its module is imported only if it runs
     transfer = measured.add_parser(
         "transfer", help="KV transfer between two processes", add_help=False
     )
@@ -67,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run_doctor(_: argparse.Namespace, rest: list[str]) -> int:
-    """Check a deployment; ``rest`` are the arguments that ``mooncake_hal.doctor`` declares."""
+    """Check a deployment; ``rest`` has the arguments that ``mooncake_hal.doctor`` declares."""
     from mooncake_hal import doctor
 
     parser = CommandParser(
@@ -78,7 +79,7 @@ def run_doctor(_: argparse.Namespace, rest: list[str]) -> int:
 
 
 def run_transfer(_: argparse.Namespace, rest: list[str]) -> int:
-    """Measure KV transfer; ``rest`` are the arguments that ``mooncake_hal.bench`` declares."""
+    """Measure KV transfer; ``rest`` has the arguments that ``mooncake_hal.bench`` declares."""
     bench = load_development_module("mooncake_hal.bench")
     parser = CommandParser(prog="mooncake-hal bench transfer", formatter_class=DefaultsInHelp)
     bench.add_arguments(parser)
@@ -86,7 +87,7 @@ def run_transfer(_: argparse.Namespace, rest: list[str]) -> int:
 
 
 def show_devices(options: argparse.Namespace, _: list[str]) -> int:
-    """Print the tables. The status is 0 if any backend is available, else 1."""
+    """Print the tables; the exit status is 0 if any backend is available, otherwise 1."""
     registry = Registry.discover()
     found = describe(registry)
     auto = _auto_backend(registry)
@@ -108,8 +109,8 @@ def _auto_backend(registry: Registry) -> str:
 
 
 def collect_env(*, as_json: bool = False) -> int:
-    """Print versions, devices, transports, RDMA, limits and environment; always 0: what does not
-    work is a part of the report."""
+    """Print versions, devices, transports, RDMA, limits and environment. The exit status is always
+    0, since things that do not work are part of the report."""
     from mooncake_hal.machine_report import machine_report
 
     report = machine_report()
@@ -122,7 +123,7 @@ def collect_env(*, as_json: bool = False) -> int:
 
 
 def describe(registry: Registry) -> dict[str, list[dict[str, object]]]:
-    """Everything that the tables show, as plain data."""
+    """The content of all tables as plain data."""
     devices: list[dict[str, object]] = []
     backends = [_load_devices(registry, row, devices) for row in registry.backend_table()]
     return {
@@ -134,7 +135,8 @@ def describe(registry: Registry) -> dict[str, list[dict[str, object]]]:
 
 
 def _load_devices(registry: Registry, row: TableRow, devices: list[dict[str, object]]) -> TableRow:
-    """Append an available backend's devices; its row again, corrected if it doesn't load."""
+    """Append an available backend's devices to ``devices``. Returns the backend's row, with the
+    status corrected if it does not load."""
     if row.status is not PluginStatus.AVAILABLE:
         return row
     try:
@@ -152,7 +154,7 @@ def _plain(row: TableRow) -> dict[str, object]:
 
 
 def format_tables(found: dict[str, list[dict[str, object]]]) -> str:
-    """The tables as text; a table without rows is left out."""
+    """Format the tables as text; tables without rows are left out."""
     parts = []
     for key, title, columns in _TABLES:
         if found[key]:

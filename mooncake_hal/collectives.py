@@ -1,6 +1,7 @@
-"""Communicators over torch's process groups, in groups of their own: nothing global is initialised.
+"""Communicators on top of torch's process groups, created directly: torch's global default group is
+neither initialised nor used.
 
-A backend says how its kind of group is made (gloo, NCCL, HCCL) and what a barrier is.
+A backend passes a function that creates its kind of group (gloo, NCCL, HCCL).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ProcessGroup(Protocol):
-    """What every group of torch has and its type stubs leave out."""
+    """Methods of torch's process groups that its type stubs leave out."""
 
     def allreduce(self, tensors: list[Tensor]) -> dist.Work:
         """Sum over all ranks, in place."""
@@ -38,7 +39,7 @@ class ProcessGroup(Protocol):
         ...
 
     def broadcast(self, tensor: Tensor, root: int) -> dist.Work:
-        """Overwrite with the root's."""
+        """Overwrite the tensor with the root's."""
         ...
 
     def alltoall_base(
@@ -49,15 +50,15 @@ class ProcessGroup(Protocol):
         input_split_sizes: list[int],
         opts: dist.AllToAllOptions,
     ) -> dist.Work:
-        """Rows of ``given`` to every rank, rows of ``output`` from every rank."""
+        """Send rows of ``given`` to every rank and receive rows of ``output`` from every rank."""
         ...
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> dist.Work:
-        """Give to one rank; the tensors must stay as they are until the work is done."""
+        """Send to one rank; the tensors must not change until the work is done."""
         ...
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
-        """Take from one rank."""
+        """Receive from one rank."""
         ...
 
     def barrier(self) -> dist.Work:
@@ -66,17 +67,17 @@ class ProcessGroup(Protocol):
 
 
 MakeGroup = Callable[[Store, GroupSpec], ProcessGroup]
-"""Joins a group whose ranks meet in the store, which is theirs alone."""
+"""Joins a group whose ranks rendezvous through the store, which no other group uses."""
 
 
 class GroupCommunicator:
     """One rank of a process group.
 
     Args:
-        group: where this process stands.
-        generation: how many groups this process has joined at the same rendezvous before; tells
-            their keys in the shared store from one another. Ranks must join in the same order.
-        make: joins.
+        group: the group, and this process's rank in it.
+        generation: how many groups this process has joined at the same rendezvous before; it keeps
+            the groups' keys in the shared store apart. All ranks must join in the same order.
+        make: creates this rank's process group.
 
     Raises:
         DeviceError: the group does not form in time.
@@ -93,7 +94,8 @@ class GroupCommunicator:
             ) from exc
         self._sending: dict[int, tuple[dist.Work, Tensor]] = {}
         self._waited_s: dict[str, float] = {}
-        # a group that outlives the interpreter has threads that are never joined, and aborts it
+        # a group that outlives the interpreter has threads that are never joined, which aborts the
+        # process
         self._leave = weakref.finalize(self, self._joined.clear)
 
     @property
@@ -183,7 +185,7 @@ class GroupCommunicator:
 
 
 class _StartedExchange:
-    """An all-to-all under way, and the memory that it works on."""
+    """An all-to-all in flight, and the tensors that it uses."""
 
     def __init__(self, finish: Callable[[], None], leaving: Tensor, arriving: Tensor) -> None:
         self._finish = finish
@@ -195,31 +197,31 @@ class _StartedExchange:
 
 
 class Accelerator(Protocol):
-    """What torch has for a kind of device: the module of that name."""
+    """Torch's module for a device type, such as ``torch.cuda`` or its counterpart."""
 
     def device_count(self) -> int:
-        """How many this process sees."""
+        """Number of devices that are visible to this process."""
         ...
 
     def current_stream(self) -> torch.Stream:
-        """What work of this thread is enqueued on."""
+        """The calling thread's current stream."""
         ...
 
 
 class DeviceCommunicator(GroupCommunicator):
-    """One rank of a group of devices, on the one that is current when it is made.
+    """One rank of a group of devices; uses the device that is current at construction.
 
-    A collective is enqueued on the current stream, and does not wait for it: it can be captured in
-    a graph. Only ``barrier`` waits. Where a rank is lost, what was enqueued can't be called back
-    and never has a result: the library ends this process when the group's timeout is over.
+    Collectives are enqueued on the current stream without waiting for it, so they can be captured
+    in a graph. Only ``barrier`` blocks. If a rank is lost, enqueued collectives can't be cancelled
+    and never complete: the library terminates this process once the group's timeout has passed.
 
     Args:
         group, generation, make: see ``GroupCommunicator``.
-        name: of the library.
-        accelerator: its devices.
+        name: name of the collective library, for messages.
+        accelerator: torch's module for the device type.
 
     Raises:
-        CapabilityError: ranks of one host outnumber its devices, which such libraries refuse.
+        CapabilityError: one host has more ranks than devices, which such libraries reject.
     """
 
     def __init__(
@@ -242,7 +244,7 @@ class DeviceCommunicator(GroupCommunicator):
 
     @property
     def waited_s(self) -> Mapping[str, float]:
-        return {}  # the current stream waits, and not this thread
+        return {}  # the current stream waits, not this thread
 
     def barrier(self) -> None:
         stream = self._accelerator.current_stream()
@@ -251,10 +253,10 @@ class DeviceCommunicator(GroupCommunicator):
 
 
 class GroupFactory:
-    """Makes a process's communicators.
+    """Creates a process's communicators.
 
     Args:
-        join: makes one of several ranks out of ``(group, generation)``.
+        join: creates the communicator of ``(group, generation)`` for a group of several ranks.
     """
 
     def __init__(self, join: Callable[[GroupSpec, int], Communicator]) -> None:
@@ -262,7 +264,7 @@ class GroupFactory:
         self._joined: Counter[str] = Counter()
 
     def join(self, group: GroupSpec) -> Communicator:
-        """Join; raises DeviceError if the group does not form in time."""
+        """Join a group; raises DeviceError if it does not form in time."""
         if group.world_size == 1:
             return SingleRankCommunicator()
         generation = self._joined[group.init_method]
@@ -271,7 +273,7 @@ class GroupFactory:
 
 
 def is_of_one_host(group: GroupSpec) -> bool:
-    """Whether the ranks meet on the loopback interface, and so live on one host."""
+    """Whether the ranks rendezvous on the loopback interface, and so are on one host."""
     return urlparse(group.init_method).hostname in _LOOPBACK
 
 

@@ -1,4 +1,5 @@
-"""Shared by our commands: help layout, log lines, missing dependencies, exit status."""
+"""Helpers shared by all our commands: argument parser, help format, log format, optional
+development modules, exit statuses."""
 
 from __future__ import annotations
 
@@ -56,9 +57,9 @@ def _option_names(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 class DefaultsInHelp(argparse.HelpFormatter):
-    """Ends an option's help with its default, unless the text says it in words or there is none.
+    """Appends the default to an option's help, unless the text already has it or there is none.
 
-    A metavar is the unit: ``--timeout SECONDS ... (default: 25)``.
+    The metavar is the unit: ``--timeout SECONDS ... (default: 25)``.
     """
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -76,11 +77,12 @@ class DefaultsInHelp(argparse.HelpFormatter):
 
 
 class JsonLogLines(logging.Formatter):
-    """A line of JSON per record, whatever is in its message: ``time`` in seconds since 1970,
-    ``level``, ``logger``, ``message`` and, of an error with a traceback, ``exception``.
+    """Formats every record as one line of JSON, even if its message has several lines: ``time`` in
+    seconds since 1970, ``level``, ``logger``, ``message``, and ``exception`` if there is a
+    traceback.
 
     Args:
-        worker: names this process among several that do the same; empty for one that is alone.
+        worker: name of this process among several of the same kind; empty if it is the only one.
     """
 
     def __init__(self, worker: str = "") -> None:
@@ -102,12 +104,12 @@ class JsonLogLines(logging.Formatter):
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """How the log of a process looks; a process gives them to those that it starts.
+    """Log settings of a process, which it passes to its child processes.
 
     Args:
-        level: lowest severity, as ``logging`` numbers it.
+        level: lowest level that is logged, as ``logging`` numbers it.
         format: one of ``LOG_FORMATS``.
-        worker: named in every line, where several processes do the same.
+        worker: name of the process in every line, if there are several of the same kind.
     """
 
     level: int = logging.WARNING
@@ -116,14 +118,14 @@ class LogSettings:
 
     @classmethod
     def current(cls) -> LogSettings:
-        """Those of this process."""
+        """The settings of this process."""
         root = logging.getLogger()
         is_json = any(isinstance(each.formatter, JsonLogLines) for each in root.handlers)
         return cls(root.level, "json" if is_json else "text")
 
     def apply(self) -> None:
-        """Log to standard error in this way from now on, unless this process logs already. Python's
-        own warnings are lines of JSON, too."""
+        """Configure logging to standard error, unless this process has configured logging already.
+        With JSON, Python's own warnings are logged as JSON, too."""
         handler = logging.StreamHandler(sys.stderr)
         is_json = self.format == "json"
         text_line = f"{_TEXT_START} {self.worker} {_TEXT_END}" if self.worker else _TEXT_LINE
@@ -134,7 +136,7 @@ class LogSettings:
 
 
 def load_development_module(name: str) -> ModuleType:
-    """Import a module that is not in the wheels that serve, but in mooncake-hal-testing.
+    """Import a module that is packaged in mooncake-hal-testing, not in the wheels for serving.
 
     Raises:
         DevelopmentToolsMissing: it is not installed.
@@ -151,13 +153,13 @@ def load_development_module(name: str) -> ModuleType:
 
 
 def import_path() -> str:
-    """``PYTHONPATH`` for a process of ours that is started by this one: it must find what this one
-    can import, extensions above all."""
+    """``PYTHONPATH`` for our child processes, which must be able to import everything that this
+    process can, extensions in particular."""
     return os.pathsep.join(filter(None, sys.path))
 
 
 def describe_exit(status: int) -> str:
-    """What a return code of ``subprocess`` means; a negative one is a signal's number."""
+    """Describe a return code of ``subprocess``; a negative one is the number of a signal."""
     if status >= 0:
         return f"exited with status {status}"
     if -status == signal.SIGKILL:

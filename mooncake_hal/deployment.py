@@ -1,8 +1,9 @@
-"""The rules that a deployment of prefill and decode instances must keep, in one place.
+"""The compatibility rules for a deployment of prefill and decode instances.
 
-``DeploymentPlan.problems`` judges a plan before anything is loaded; ``check_compatibility`` judges
-two instances by what they *say they have*, in the handshake, so that two configurations written by
-hand can't disagree unnoticed. Every refusal names what was wanted, what was found, what to do.
+``DeploymentPlan.problems`` checks a plan before anything is loaded. ``check_compatibility`` checks
+two running instances in the handshake, by the metadata that they *report*, so that a mismatch
+between two hand-written configurations is always detected. Every message says what was wanted, what
+was found and what to do.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ ROLES = ("prefill", "decode", "both")
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What an instance runs on.
+    """The hardware of an instance.
 
     Args:
-        backend, generation: names, as ``mooncake-hal devices`` shows them.
+        backend, generation: names as ``mooncake-hal devices`` prints them.
     """
 
     backend: str
@@ -38,16 +39,16 @@ class Hardware:
 
 
 USUAL_BLOCK_SIZE = 16
-"""Tokens per KV block, where nothing speaks against it: small enough to waste little."""
+"""Preferred tokens per KV block: small enough that partly filled blocks waste little memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSize:
-    """Tokens per KV block, of an instance that was started without ``--block-size``.
+    """The default block size of an instance that was started without ``--block-size``.
 
     Args:
-        tokens: how many.
-        reason: why that number, for logs.
+        tokens: tokens per KV block.
+        reason: why this size was chosen, for logs.
     """
 
     tokens: int
@@ -55,12 +56,12 @@ class BlockSize:
 
 
 def usual_block_size(offered: tuple[int, ...]) -> int:
-    """The usual one if it is offered, else the best."""
+    """USUAL_BLOCK_SIZE if it is offered, otherwise the first, which is the best."""
     return USUAL_BLOCK_SIZE if USUAL_BLOCK_SIZE in offered else offered[0]
 
 
 def default_block_size(capabilities: Capabilities) -> BlockSize:
-    """The backend's only one, or the usual one, or the backend's best."""
+    """The backend's only block size, else the usual one, else the backend's best."""
     offered = capabilities.block_sizes
     if len(offered) == 1:
         return BlockSize(offered[0], "the backend takes no other")
@@ -71,14 +72,14 @@ def default_block_size(capabilities: Capabilities) -> BlockSize:
 
 @dataclass(frozen=True, slots=True)
 class InstanceInfo:
-    """What the other half of a pair must be compatible with.
+    """The properties of an instance that the compatibility check compares.
 
     Args:
-        hardware: what it runs on.
-        tp_size: tensor-parallel ranks, of each pipeline stage.
+        hardware: its backend and device generation.
+        tp_size: tensor-parallel ranks per pipeline stage.
         block_size: tokens per KV block.
-        pp_size: pipeline stages; any two numbers go together.
-        transports: those that can move its KV, with what each asks of both ends; empty as long as
+        pp_size: pipeline stages; instances with different numbers are compatible.
+        transports: the transports that can move its KV, with their constraints; empty as long as
             they are not known.
     """
 
@@ -91,15 +92,15 @@ class InstanceInfo:
 
 @dataclass(frozen=True, slots=True)
 class InstancePlan:
-    """One instance as it is going to be started.
+    """One instance of a deployment plan.
 
     Args:
         name: for messages.
         role: one of ROLES.
-        connector: name of its KV connector; empty for one that works alone.
-        ports: every port of every rank that it binds.
+        connector: name of its KV connector; empty if it does not exchange KV.
+        ports: every port that any of its ranks binds.
         info: None as long as its hardware is not known.
-        reserved: ports that may be taken below its transports.
+        reserved: ports that libraries below its transports may take.
     """
 
     name: str
@@ -117,7 +118,7 @@ class DeploymentPlan:
     instances: tuple[InstancePlan, ...]
 
     def problems(self) -> list[str]:
-        """Everything wrong with the plan as such; looks at no machine."""
+        """Return every violation in the plan itself; does not inspect this machine."""
         return [
             *self._role_problems(),
             *self._size_problems(),
@@ -127,10 +128,10 @@ class DeploymentPlan:
         ]
 
     def validate(self) -> None:
-        """Check the plan, and that this host's ports are free, by binding all of them at once.
+        """Check the plan, and that its ports on this host are free, by binding all of them at once.
 
         Raises:
-            DeploymentRefused: lists everything that is wrong.
+            DeploymentRefused: lists all violations.
         """
         ports = [port for instance in self.instances for port in instance.ports]
         by_address = {(port.host, port.number or index): port for index, port in enumerate(ports)}
@@ -139,7 +140,7 @@ class DeploymentPlan:
             raise DeploymentRefused(found)
 
     def pairs(self) -> Iterator[tuple[InstancePlan, InstancePlan]]:
-        """Prefill with decode instances, each with each, where the hardware of both is known."""
+        """All pairs of a prefill and a decode instance whose hardware is known."""
         known = [instance for instance in self.instances if instance.info is not None]
         prefills = [instance for instance in known if instance.role == "prefill"]
         decodes = [instance for instance in known if instance.role == "decode"]
@@ -203,13 +204,13 @@ class DeploymentPlan:
 
 
 def check_compatibility(prefill: InstanceInfo, decode: InstanceInfo) -> tuple[str, ...]:
-    """Whether KV of one instance can serve the other.
+    """Check that a prefill and a decode instance can exchange KV.
 
     Returns:
-        ``usable_transports`` of the two.
+        Their ``usable_transports``.
 
     Raises:
-        DeploymentRefused: lists what does not fit, with both values.
+        DeploymentRefused: lists the incompatibilities, with both values.
     """
     problems = find_incompatibilities(prefill, decode)
     if problems:
@@ -218,10 +219,10 @@ def check_compatibility(prefill: InstanceInfo, decode: InstanceInfo) -> tuple[st
 
 
 def find_incompatibilities(prefill: InstanceInfo, decode: InstanceInfo) -> list[str]:
-    """What keeps two instances from working together: no transport fits the pair.
+    """Return why no transport can serve the pair; empty if one can.
 
-    Backends, device generations, block sizes, numbers of ranks and of pipeline stages may differ
-    as they like; only a transport may ask for more.
+    Backends, device generations, block sizes and the numbers of ranks and pipeline stages may
+    differ, unless the transports' constraints say otherwise.
     """
     if usable_transports(prefill, decode) or not (prefill.transports and decode.transports):
         return []
@@ -233,19 +234,21 @@ def find_incompatibilities(prefill: InstanceInfo, decode: InstanceInfo) -> list[
 
 
 def usable_transports(prefill: InstanceInfo, decode: InstanceInfo) -> tuple[str, ...]:
-    """Names of the transports that both have, and whose constraints the pair meets."""
+    """Names of the transports that both instances have and whose constraints the pair satisfies."""
     found = transport_problems(prefill, decode)
     return tuple(name for name, problems in found.items() if not problems)
 
 
 def transport_problems(prefill: InstanceInfo, decode: InstanceInfo) -> dict[str, list[str]]:
-    """Why each transport that either has can't serve the pair; empty lists for those that can."""
+    """Return, for each transport of either instance, why it can't serve the pair; an empty list if
+    it can."""
     names = sorted(set(prefill.transports) | set(decode.transports))
     return {name: _transport_problems(name, prefill, decode) for name in names}
 
 
 def _transport_problems(name: str, prefill: InstanceInfo, decode: InstanceInfo) -> list[str]:
-    """Why a transport can't serve this pair, with both values; each end's rules count."""
+    """Return why a transport can't serve this pair, with both values; both ends' constraints
+    apply."""
     for role, instance in (("prefill", prefill), ("decode", decode)):
         if name not in instance.transports:
             offered = ", ".join(sorted(instance.transports))

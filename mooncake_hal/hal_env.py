@@ -1,12 +1,12 @@
-"""Every environment variable that the hardware layer reads; nothing else reads the environment.
+"""All environment variables that the hardware layer reads; no other module of it reads any.
 
 ========================  =======================================================================
-MOONCAKE_HAL_BACKEND      backend that ``auto`` stands for; unset: the best available one
+MOONCAKE_HAL_BACKEND      backend that ``auto`` selects; unset: the best available one
 MOONCAKE_HAL_BLOCK        comma-separated names of plugins (entry points) that are not loaded
 MOONCAKE_HAL_CPU_NATIVE   ``0`` keeps the CPU backend from compiling its kernels; default ``1``
-MOONCAKE_HAL_PACED        microseconds that a layer of the backend ``paced`` takes for its decodes,
-                          and for a token of a prompt, with a space between them; default ``300 1``
-MOONCAKE_HAL_RDMA         settings of the rdma transport, ``name=value`` with spaces between them
+MOONCAKE_HAL_PACED        time that a layer of the ``paced`` backend takes for a step's decodes and
+                          for each prompt token, as two numbers of microseconds; default ``300 1``
+MOONCAKE_HAL_RDMA         settings of the rdma transport: ``name=value``, separated by spaces
 ========================  =======================================================================
 """
 
@@ -21,10 +21,10 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 
 def backend_name() -> str | None:
-    """Name in MOONCAKE_HAL_BACKEND, or None if it is unset, empty or ``auto``.
+    """The name in MOONCAKE_HAL_BACKEND; None if it is unset, empty or ``auto``.
 
     Raises:
-        HalError: the value can't be a backend's name.
+        HalError: the value is not a valid name.
     """
     name = os.environ.get("MOONCAKE_HAL_BACKEND", "").strip()
     if name in ("", "auto"):
@@ -33,10 +33,10 @@ def backend_name() -> str | None:
 
 
 def blocked_plugins() -> frozenset[str]:
-    """Names in MOONCAKE_HAL_BLOCK.
+    """The names in MOONCAKE_HAL_BLOCK.
 
     Raises:
-        HalError: one of them can't be a plugin's name.
+        HalError: one of them is not a valid name.
     """
     names = [name.strip() for name in os.environ.get("MOONCAKE_HAL_BLOCK", "").split(",")]
     return frozenset(_checked("MOONCAKE_HAL_BLOCK", name) for name in names if name)
@@ -55,7 +55,7 @@ def cpu_native() -> bool:
 
 
 def paced_settings() -> tuple[float, float]:
-    """Seconds of a layer's decodes and of a prompt's token in MOONCAKE_HAL_PACED.
+    """The times in MOONCAKE_HAL_PACED, in seconds: of a layer's decodes, and of a prompt token.
 
     Raises:
         HalError: the value is not two numbers.
@@ -71,10 +71,10 @@ def paced_settings() -> tuple[float, float]:
 
 
 def rdma_settings() -> dict[str, str]:
-    """Settings in MOONCAKE_HAL_RDMA, by name; the transport knows which there are.
+    """The settings in MOONCAKE_HAL_RDMA by name; the transport checks the names.
 
     Raises:
-        HalError: a word of it is not ``name=value``.
+        HalError: a word is not ``name=value``.
     """
     found = {}
     for word in os.environ.get("MOONCAKE_HAL_RDMA", "").split():
@@ -86,7 +86,7 @@ def rdma_settings() -> dict[str, str]:
 
 
 def is_name(name: str) -> bool:
-    """Whether a plugin, backend or transport may have that name."""
+    """Whether ``name`` is valid for a plugin, backend or transport."""
     return _NAME.fullmatch(name) is not None
 
 

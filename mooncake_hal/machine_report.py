@@ -1,4 +1,5 @@
-"""``collect-env``: what a bug report needs to say of the machine and of what is installed on it."""
+"""``mooncake-hal collect-env``: the facts about a machine and its software that a bug report
+needs."""
 
 from __future__ import annotations
 
@@ -55,16 +56,16 @@ _MAX_TOOL_LINES = 60
 
 @dataclass(frozen=True, slots=True)
 class MachineReport:
-    """What was found, by section.
+    """The collected facts, by section.
 
     Args:
-        sections: each a table of facts.
+        sections: names and values by section title.
     """
 
     sections: dict[str, Facts] = field(default_factory=dict)
 
     def text(self) -> str:
-        """As lines to paste into a report."""
+        """The report as text to paste into an issue."""
         parts = []
         for title, facts in self.sections.items():
             parts.append(f"## {title}")
@@ -76,10 +77,11 @@ class MachineReport:
 
 
 def machine_report(root: Path = Path("/")) -> MachineReport:
-    """Look at this machine. Nothing is changed, no device is reset, and secrets are left out.
+    """Collect the facts about this machine. Changes nothing, resets no device, and leaves secrets
+    out.
 
     Args:
-        root: of the file systems that the kernel shows.
+        root: directory below which ``/proc``, ``/sys`` and ``/dev`` are read.
     """
     return MachineReport(
         {
@@ -187,8 +189,8 @@ def _interfaces(devices: Path) -> Facts:
 
 
 def _environment(environment: Mapping[str, str]) -> Facts:
-    """Variables that change what runs; of secrets, and of addresses that may hold one, only that
-    they are set."""
+    """The environment variables that may influence our processes. The values of secrets, and of
+    addresses that may contain one, are replaced by "(set)"."""
     return {
         name: "(set)" if any(word in name for word in _SECRET_WORDS) else value
         for name, value in sorted(environment.items())
@@ -197,7 +199,7 @@ def _environment(environment: Mapping[str, str]) -> Facts:
 
 
 def _tools() -> Facts:
-    """What other programs know of the hardware, where they are installed."""
+    """Output of the vendors' tools, if they are installed."""
     facts = {}
     for name, arguments in _TOOLS.items():
         if (path := shutil.which(name)) is None:
@@ -217,7 +219,7 @@ def _tools() -> Facts:
 
 
 def _value_in(path: Path, name: str) -> str:
-    """The value of a ``name: value`` line, such as in /proc/meminfo."""
+    """The value of a ``name: value`` line in a file such as /proc/meminfo."""
     for line in (_read(path) or "").splitlines():
         key, sign, value = line.partition(":")
         if sign and key.strip() == name:
@@ -228,5 +230,5 @@ def _value_in(path: Path, name: str) -> str:
 def _read(path: Path) -> str | None:
     try:
         return path.read_text(errors="replace").strip()
-    except OSError:  # not there, or a port that is down
+    except OSError:  # the file does not exist, or belongs to a port that is down
         return None

@@ -1,8 +1,9 @@
 """Small C and C++ helpers, compiled on the machine that runs them.
 
-A helper is one source text, compiled at first use with the system's compiler into a cache
-directory and loaded with ctypes, which releases the GIL around every call. Nothing is compiled at
-import or install time; who has no compiler gets ``NativeUnavailable`` and takes a slower path.
+A helper is a single source text. It is compiled at first use with the system's compiler into a
+cache directory and loaded with ctypes, which releases the GIL around every call. Nothing is
+compiled at import or install time; on a machine without a compiler, callers get
+``NativeUnavailable`` and use a slower path.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ def compile_c(
     *,
     language: str = "c",
 ) -> ctypes.CDLL:
-    """Compile a source text into a shared library and load it; the second call is a lookup.
+    """Compile a source text into a shared library and load it; later calls return the loaded one.
 
     Args:
-        name: what the helper is called in file names and messages; letters, digits, ``_``.
+        name: the helper's name in file names and messages; letters, digits, ``_``.
         source: the text of one translation unit.
         flags: compiler and linker flags; ``-shared -fPIC`` are added.
         language: ``"c"`` or ``"c++"``.
 
     Raises:
-        NativeUnavailable: no compiler, a source that does not compile, or a cache directory that
-            can't be written or holds loadable files of someone else. The answer is remembered.
+        NativeUnavailable: there is no compiler, the source does not compile, or no cache directory
+            is writable by this user only. Later calls raise the same error without trying again.
     """
     key = _cache_key(source, flags, language)
     with _lock:
@@ -69,7 +70,7 @@ def compile_c(
 
 
 def warn_fallback(name: str, fallback: str, reason: str) -> None:
-    """Log once per process, at WARNING, that ``fallback`` runs instead of helper ``name``."""
+    """Log once per process, at WARNING, that ``fallback`` is used instead of helper ``name``."""
     with _lock:
         if name in _warned:
             return
@@ -88,10 +89,12 @@ def find_compiler(language: str = "c") -> str | None:
 
 
 def cache_directory() -> Path:
-    """Return the directory of compiled helpers, created, ours and closed to other users.
+    """Return the directory of compiled helpers; it is created if needed, and only this user can
+    write to it.
 
     Raises:
-        NativeUnavailable: neither the user's cache nor the temporary directory can hold it.
+        NativeUnavailable: it can be created neither in the user's cache nor in the temporary
+            directory.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     candidates = [
@@ -111,7 +114,8 @@ def cache_directory() -> Path:
 
 
 def _require_private(path: Path) -> None:
-    """Refuse a directory in which another user could place a library for us to load."""
+    """Raise PermissionError for a directory in which another user could place a library for this
+    process to load."""
     info = path.stat()
     if info.st_uid != os.getuid():
         raise PermissionError(1, "belongs to another user")
@@ -123,7 +127,7 @@ def _require_private(path: Path) -> None:
 
 @lru_cache(maxsize=1)
 def _cpu_identity() -> str:
-    """Describe the processor as far as ``-march=native`` looks at it."""
+    """Describe the processor by the properties on which ``-march=native`` depends."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -154,7 +158,8 @@ def _load(name: str, source: str, flags: Sequence[str], language: str, key: str)
 
 
 def _compile(name: str, source: str, flags: Sequence[str], language: str, library: Path) -> None:
-    """Compile beside the target and rename, so that a reader never sees half a library."""
+    """Compile in the target's directory and rename, so that no process ever loads a partly written
+    library."""
     compiler = find_compiler(language)
     if compiler is None:
         wanted = "/".join(_COMPILERS[language])

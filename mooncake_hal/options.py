@@ -1,7 +1,7 @@
-"""Options that are declared once, beside the dataclass field that they fill.
+"""Command-line options that are declared once, as metadata of the dataclass field that they fill.
 
-A field's metadata holds its option; the command line's parser, ``--help``, the reader of
-configuration files and the tables in the docs are all made from it::
+The argument parser, ``--help``, the reader of configuration files and the tables in the docs are
+all generated from that metadata::
 
     @dataclass(frozen=True, slots=True)
     class Config:
@@ -37,22 +37,22 @@ class Option:
     """One option of a command.
 
     Args:
-        flag: as it is written, such as ``--tp-size``.
-        aliases: other ways to write it, such as vLLM's ``--tensor-parallel-size``.
-        help: what it does, with its unit; the default is added to it.
+        flag: the flag, such as ``--tp-size``.
+        aliases: alternative flags, such as vLLM's ``--tensor-parallel-size``.
+        help: what it does, with its unit; the default is appended to it.
         field: name of the dataclass field that it fills; empty for an option of the command itself.
-        metavar: stands for the value in help.
-        parse: from the text to the value on the command line; raises ValueError or
+        metavar: placeholder for the value in help.
+        parse: converts the text to the parsed argument; raises ValueError or
             ``argparse.ArgumentTypeError``.
-        to_field: from the value on the command line to the field's.
-        default: on the command line, where the option is left out.
-        default_text: the default in words, where the value alone would not say it.
-        choices: the texts that are accepted; empty for any.
-        is_switch: takes no value; its presence sets True, or False for a ``--no-...``.
-        is_negatable: a switch with both forms, and None where neither is given.
+        to_field: converts the parsed argument to the field's value.
+        default: the parsed argument if the option is not given.
+        default_text: the default in words, if the value alone is not clear.
+        choices: the accepted texts; empty: any.
+        is_switch: takes no value; its presence sets True, or False for a ``--no-...`` flag.
+        is_negatable: a switch that has both forms; None if neither is given.
         nargs: ``+`` for several values after one flag.
-        is_repeated: the flag may be given several times, one value each.
-        is_required: there is no default.
+        is_repeated: the flag may be given several times, with one value each.
+        is_required: the option has no default.
     """
 
     flag: str
@@ -73,16 +73,16 @@ class Option:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its names in a configuration file, the first one being ``name``."""
+        """Its names in a configuration file; the first one is ``name``."""
         return tuple(flag.lstrip("-").replace("-", "_") for flag in (self.flag, *self.aliases))
 
     @property
     def name(self) -> str:
-        """Its name in a configuration file and among parsed arguments, with underscores."""
+        """Its name in a configuration file and in the parsed arguments, with underscores."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Let a command take it."""
+        """Add the option to a parser."""
         text = f"{self.help} (default: {self.default_text})" if self.default_text else self.help
         if self.is_switch:
             if self.is_negatable:
@@ -107,8 +107,8 @@ class Option:
         return (self.flag, *self.aliases)
 
     def words(self, value: object) -> Iterator[str]:
-        """The option on a command line, for a value as it is among parsed arguments. Nothing for
-        None, an empty list, and False where that is the default."""
+        """Yield the command-line words that set the option to a parsed argument's value; none for
+        None, an empty list, or False of a switch without ``--no-...``."""
         if value is False and self.is_negatable:
             yield self.flag.replace("--", "--no-", 1)
         if value is None or value is False or value == []:
@@ -126,16 +126,16 @@ class Option:
 def option(
     flag: str = "", *, unit: int | None = None, is_unset_by_default: bool = False, **parts: Any
 ) -> dict[str, Any]:
-    """Metadata of a dataclass field that an option fills. What is not given follows from the field:
-    the type of the value, the default, and whether there has to be one.
+    """Metadata for a dataclass field that an option fills. The value's type, the default and
+    whether the option is required follow from the field unless they are given.
 
     Args:
-        flag: ``--`` and the field's name unless given; ``--no-...`` where the default is True, both
-            where it is None.
-        unit: the command line counts in so many of the field's units.
-        is_unset_by_default: parsed arguments hold None unless the option is given, so that a
-            command can tell; help shows the field's default all the same.
-        parts: of ``Option``.
+        flag: the flag; by default ``--`` and the field's name, for switches ``--no-...`` if the
+            field's default is True and both forms if it is None.
+        unit: factor from the command line's unit to the field's, such as bytes per GiB.
+        is_unset_by_default: whether the parsed argument is None if the option is not given, so that
+            a command can tell; help shows the field's default anyway.
+        parts: other fields of ``Option``.
     """
     return {_KEY: {"flag": flag, "unit": unit, "is_unset": is_unset_by_default, **parts}}
 
@@ -143,10 +143,11 @@ def option(
 def options_of(
     config: type, *, only: Collection[str] = (), without: Collection[str] = ()
 ) -> tuple[Option, ...]:
-    """The options of a dataclass's fields, in their order.
+    """The options of a dataclass's fields, in field order.
 
     Args:
-        only, without: names of fields.
+        only: names of the fields to include; empty: all.
+        without: names of fields to leave out.
     """
     hints = typing.get_type_hints(config)
     return tuple(
@@ -157,14 +158,14 @@ def options_of(
 
 
 def add_to_parser(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Let a command take all of these."""
+    """Add all of the options to a parser."""
     for option in options:
         option.add_to(parser)
 
 
 def from_arguments(config: type[Config], args: argparse.Namespace, **others: Any) -> Config:
-    """A dataclass from parsed arguments. An option that the command does not have, or that is None,
-    leaves its field at the default; ``others`` are set as they are."""
+    """Construct a dataclass from parsed arguments. A field whose option is None or not among the
+    arguments keeps its default; fields in ``others`` are set to the values given there."""
     values = dict(others)
     for option in options_of(config):
         value = getattr(args, option.name, None)
@@ -174,7 +175,7 @@ def from_arguments(config: type[Config], args: argparse.Namespace, **others: Any
 
 
 def markdown_table(options: Sequence[Option]) -> str:
-    """The options as a table for the docs: flag with its value, default, meaning."""
+    """The options as a Markdown table for the docs: flag with its value, default, meaning."""
     lines = ["| option | default | meaning |", "|---|---|---|"]
     for option in options:
         value = option.metavar or "|".join(option.choices)
@@ -188,7 +189,7 @@ def markdown_table(options: Sequence[Option]) -> str:
 
 
 def positive_int(text: str) -> int:
-    """A whole number that is at least 1; parses such an option."""
+    """Parse an option's value as an integer of at least 1."""
     try:
         number = int(text)
     except ValueError:
@@ -199,7 +200,7 @@ def positive_int(text: str) -> int:
 
 
 def byte_count(text: str) -> int:
-    """A number of bytes such as ``512M``, ``1.5G`` or ``64GiB``; parses such an option."""
+    """Parse an option's value as a number of bytes, such as ``512M``, ``1.5G`` or ``64GiB``."""
     number = text.strip().upper().removesuffix("B").removesuffix("I")
     unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}.get(number[-1:], 1)
     try:
@@ -209,13 +210,13 @@ def byte_count(text: str) -> int:
 
 
 def read_secret_file(path: Path, flag: str, advice: str, refused: type[Exception]) -> str:
-    """A secret from a file: everybody on a host can see a command line.
+    """Read a secret from a file; a command line would be visible to every user of the host.
 
     Args:
-        path: of the file; white space around its content is no part of it.
-        flag: that named it, for messages.
-        advice: what to do about an empty one.
-        refused: raised if the file can't be read, or is empty.
+        path: the file; leading and trailing white space in it is ignored.
+        flag: the option that named the file, for messages.
+        advice: what to do about an empty file, for messages.
+        refused: exception type to raise if the file can't be read or is empty.
     """
     try:
         secret = path.read_text().strip()
@@ -227,7 +228,7 @@ def read_secret_file(path: Path, flag: str, advice: str, refused: type[Exception
 
 
 def port_range(text: str) -> PortRange:
-    """A range of ports such as ``14000-14099``; parses such an option."""
+    """Parse an option's value as a port range, such as ``14000-14099``."""
     try:
         return PortRange.parse(text)
     except ValueError as exc:

@@ -1,4 +1,4 @@
-"""Ranges of ports, as operators write them; pure, for configs and plans."""
+"""Port ranges as operators write them, for configurations and deployment plans; pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ MAX_PORT = 65_535
 
 @dataclass(frozen=True, slots=True)
 class PortRange:
-    """Ports that a firewall lets through, say. Iterates over them.
+    """A contiguous range of ports, such as those that a firewall lets through. Iterable.
 
     Args:
-        first, last: both are in it.
+        first, last: first and last port, both included.
 
     Raises:
-        ValueError: they are no ports, or in the wrong order.
+        ValueError: these are not valid ports, or ``last`` is below ``first``.
     """
 
     first: int
@@ -30,7 +30,7 @@ class PortRange:
 
     @classmethod
     def parse(cls, text: str) -> PortRange:
-        """Read ``"14000-14099"``, or one port; raises ValueError."""
+        """Parse ``"14000-14099"`` or a single port; raises ValueError."""
         first, dash, last = text.partition("-")
         try:
             return cls(int(first), int(last if dash else first))
@@ -51,12 +51,13 @@ class PortRange:
 
 @dataclass(frozen=True, slots=True)
 class ReservedPorts:
-    """Ports that something below us takes by itself, at any time, and that we keep out of.
+    """Ports that a library or driver below a transport may bind at any time, and that must not be
+    used for anything else.
 
     Args:
-        what: takes them.
-        ports: any of them.
-        setting: what moves them.
+        what: the library or driver that binds them.
+        ports: the range from which it may bind any port.
+        setting: how to move the range, for messages.
     """
 
     what: str
@@ -65,12 +66,12 @@ class ReservedPorts:
 
 
 def why_reserved(what: str, wanted: PortRange, reserved: Sequence[ReservedPorts]) -> str | None:
-    """Say which reserved ports are among those that we want, and what to do; None if none are.
+    """Return how wanted ports overlap reserved ones and what to do about it; None if they do not.
 
     Args:
-        what: they are wanted for.
-        wanted: a range, or one port.
-        reserved: all of this host.
+        what: what the ports are wanted for, for messages.
+        wanted: the wanted range, or a range of a single port.
+        reserved: all reserved ports of this host.
     """
     for each in reserved:
         if wanted.first <= each.ports.last and each.ports.first <= wanted.last:

@@ -1,4 +1,5 @@
-"""TCP ports of this host: whether they are free, tried by binding, and which process holds one."""
+"""TCP ports of this host: whether they are free, checked by binding them, and which process listens
+on one."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ class Port:
     """A port that an instance is going to bind.
 
     Args:
-        what: what for, such as ``"HTTP"`` or ``"side channel of rank 1"``.
+        what: its purpose, such as ``"HTTP"`` or ``"side channel of rank 1"``.
         host: address to bind.
-        number: 0 takes a free one.
+        number: port number; 0 picks a free one.
     """
 
     what: str
@@ -31,9 +32,9 @@ class Port:
 
 
 def find_taken(ports: Sequence[Port]) -> list[str]:
-    """Bind all ports at once and let them go again; a sentence for each that can't be bound.
+    """Bind all ports at once and release them; returns a sentence for each that can't be bound.
 
-    Hosts that are not addresses of this machine are left to their own machine.
+    Ports on addresses of other machines are skipped.
     """
     problems = []
     with ExitStack() as held:
@@ -45,7 +46,7 @@ def find_taken(ports: Sequence[Port]) -> list[str]:
 
 
 def count_free(ports: PortRange, host: str, most: int) -> int:
-    """How many of these ports are free, up to ``most``."""
+    """Count the free ports of a range, up to ``most``."""
     free = 0
     with ExitStack() as held:
         for number in ports:
@@ -56,7 +57,8 @@ def count_free(ports: PortRange, host: str, most: int) -> int:
 
 
 def holder_of(number: int) -> str | None:
-    """Who listens on a TCP port of this host, as ``"name (pid N)"``; None if we can't see it."""
+    """The process that listens on a TCP port of this host, as ``"name (pid N)"``; None if it is not
+    visible to this user."""
     inodes = _listening_inodes(number)
     for process in Path("/proc").glob("[0-9]*"):
         if inodes and _holds(process, inodes):
@@ -68,10 +70,10 @@ def _try_bind(port: Port, held: ExitStack) -> str | None:
     family = socket.AF_INET6 if ":" in port.host else socket.AF_INET
     listener = held.enter_context(socket.socket(family))
     try:
-        # closed connections of the last holder are no holder: an instance restarts at its port
+        # connections in TIME_WAIT must not block a restarted instance from binding its port again
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((port.host, port.number))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # exclusive from here on
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # exclusive from now on
     except OSError as exc:
         if exc.errno == errno.EADDRNOTAVAIL:
             return None

@@ -1,6 +1,7 @@
-"""Reference of ``mooncake_hal.backend.Ops``: one sequence at a time, everything in float32.
+"""Reference implementation of ``mooncake_hal.backend.Ops``, with which the conformance suite
+compares backends: one sequence at a time, everything in float32.
 
-Results are rounded to the inputs' dtype once, at the end. Speed is no aim.
+Results are rounded to the inputs' dtype once, at the end. It is written for clarity, not speed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mooncake_hal.rope_writes import ComposedRopeWrites, KVRows
 
 
 class ReferenceOps:
-    """The ops as their contract describes them."""
+    """The ops, implemented literally as their contract describes them."""
 
     _kv_scales = (1.0, 1.0)
 
@@ -220,7 +221,7 @@ class ReferenceOps:
 
 
 def sampling_shares(logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
-    """The probability that each token has once the filters are applied: [rows, vocab] float64."""
+    """Each token's probability after the filters: [rows, vocab] float64."""
     shares = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
     knobs = (
         sampling_metadata.temperatures,
@@ -244,7 +245,7 @@ def sampling_shares(logits: Tensor, sampling_metadata: SamplingMetadata) -> Tens
 
 
 def dequantised(weight: Fp8Weight) -> Tensor:
-    """[out, in] or [experts, out, in] float32."""
+    """The dequantised weight: [out, in] or [experts, out, in] float32."""
     scales = weight.scales
     if not weight.is_blockwise:
         return weight.values.float() * scales.unsqueeze(-1)
@@ -254,28 +255,30 @@ def dequantised(weight: Fp8Weight) -> Tensor:
 
 
 def _as_input(x: Tensor, weight: Fp8Weight) -> Tensor:
-    """Quantised as the weight's scales ask for, and back: float32."""
+    """x quantised as the weight's kind of scales requires, and dequantised again: float32."""
     groups = torch.split(x.float(), FP8_BLOCK if weight.is_blockwise else x.shape[-1], dim=-1)
     return torch.cat([_through_fp8(group, weight.input_scale) for group in groups], dim=-1)
 
 
 def _through_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Quantised by the scale, or by each row's largest element, and back: float32."""
+    """x quantised by ``scale``, or by each row's largest element if it is None, and dequantised
+    again: float32."""
     limit = torch.finfo(torch.float8_e4m3fn).max
     if scale is None:
         largest = x.abs().amax(-1, keepdim=True).clamp(min=FP8_TINY)
-        scale = largest / largest.new_tensor(limit)  # by a number CUDA multiplies by its reciprocal
+        # divided by a tensor: CUDA implements division by a number as a product with its reciprocal
+        scale = largest / largest.new_tensor(limit)
     return (x / scale).clamp(-limit, limit).to(torch.float8_e4m3fn).float() * scale
 
 
 class _Cache(NamedTuple):
-    """A layer's plane of paged KV, and what its values were divided by."""
+    """One layer's plane of paged KV, and the scale by which its values were divided."""
 
     blocks: Tensor  # [num_blocks, block_size, kv_heads, dim]
     scale: float
 
     def rows(self, batch: AttentionBatch, sequence: int) -> Tensor:
-        """A sequence's tokens in float32: of its own blocks, as a pool may be of any size."""
+        """A sequence's rows in float32; reads only its own blocks, since a pool may be large."""
         context = batch.host_context_lens[sequence]
         ids = batch.block_tables[sequence, : -(-context // batch.block_size)]
         return self.blocks[ids.long()].flatten(0, 1)[:context].float() * self.scale
@@ -297,7 +300,8 @@ def _attend(
     scale: float,
     sequences: range,
 ) -> Tensor:
-    """A key is its rows of all ``keys``, one behind the other."""
+    """Attention of the given sequences; a token's key is the concatenation of its rows in all
+    ``keys``."""
     out = query.new_empty(*query.shape[:2], values.blocks.shape[-1])
     start = 0
     for sequence in sequences:
@@ -315,7 +319,7 @@ def _causal(
     value: Tensor,
     scale: float,
 ) -> Tensor:
-    """Textbook attention; the new tokens are the last ones of the context."""
+    """Textbook causal attention; the new tokens are the last ones of the context."""
     new, context = query.shape[0], key.shape[0]
     group = query.shape[1] // key.shape[1]
     wide_key = key.float().repeat_interleave(group, dim=1)

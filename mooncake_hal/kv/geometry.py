@@ -1,4 +1,4 @@
-"""What KV a model has, and which part of it a rank holds."""
+"""The geometry of a model's KV, and the shard of it that a rank holds."""
 
 from __future__ import annotations
 
@@ -10,63 +10,64 @@ from mooncake_hal.errors import PlanError
 
 
 class AttentionKind(str, Enum):
-    """How a model's KV is split over tensor-parallel ranks."""
+    """The attention kind, which determines how KV is divided over tensor-parallel ranks."""
 
     GQA = "gqa"
-    """Planes K and V with heads; heads are divided over ranks."""
+    """Planes K and V with heads; the heads are divided over ranks."""
     MLA = "mla"
-    """Planes latent and rope with a single head; every rank holds all of it."""
+    """Planes latent and rope with a single head; every rank holds a full copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose KV a request has in the same blocks: a KV-cache group, as vLLM calls it.
+    """A KV-cache group (vLLM's term): layers that share a request's block table.
 
     Args:
-        layers: which of the model's; rising.
-        window: how many tokens each token attends to at most, itself among them (sliding-window
-            attention); 0: all before it.
+        layers: indices of the model's layers, ascending.
+        window: sliding-window size: how many tokens each token attends to at most, itself included;
+            0: no limit.
     """
 
     layers: tuple[int, ...]
     window: int = 0
 
     def first_token(self, stop: int, block_size: int) -> int:
-        """The first token whose KV is needed to go on behind token ``stop - 1``: that of a block,
-        since engines drop whole blocks that have left the window."""
+        """The first token whose KV is needed to compute token ``stop``, rounded down to the start
+        of its block: engines drop only whole blocks that have left the window."""
         if not self.window:
             return 0
         return max(0, stop - self.window + 1) // block_size * block_size
 
     def kept(self, tokens: tuple[int, int], prompt_stop: int, block_size: int) -> tuple[int, int]:
-        """Those of a range of tokens whose KV is needed to go on behind the prompt that they are a
-        part of; maybe none."""
+        """The part of a token range whose KV is needed to continue after the prompt that it belongs
+        to; may be empty."""
         start, stop = tokens
         return max(start, self.first_token(prompt_stop, block_size)), stop
 
     def counted(self, start: int, stop: int) -> tuple[int, int]:
-        """The group's part of a range of the model's layers, counted within the group."""
+        """Convert a range of the model's layers to the range of the group's own layers in it."""
         return bisect_left(self.layers, start), bisect_left(self.layers, stop)
 
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """The KV of a model, whole, independent of any instance.
+    """The KV of a whole model, independent of any instance.
 
     Args:
         kind: GQA or MLA.
-        layers: decoder layers.
-        kv_heads: heads of the whole model; 1 for MLA.
+        layers: number of decoder layers.
+        kv_heads: KV heads of the whole model; 1 for MLA.
         plane_dims: elements per token and head of each plane: ``(head_dim, head_dim)`` for K and
             V, ``(512, 64)`` for latent and rope.
         dtype: name of the element type, such as ``"bfloat16"``.
-        element_bytes: its size.
-        unit: tokens that lie in one piece and are moved as one. Above 1, ``plane_dims`` counts the
-            elements of such a piece, and the strides and offsets of tokens are those of pieces.
-        format: how elements are ordered inside a piece, where that is not token after token; only
-            instances of one format understand each other's.
-        groups: where not all layers have a request's KV in the same blocks: each layer in one of
-            them. A request's block table has an entry per block and group then, block by block:
+        element_bytes: size of an element in bytes.
+        unit: tokens per unit: tokens of a unit are stored interleaved and moved together. If it is
+            above 1, ``plane_dims`` counts the elements of a unit, and token strides and offsets are
+            those of units.
+        format: order of the elements inside a unit, if it is not token after token; only instances
+            with the same format can exchange KV.
+        groups: the KV-cache groups, each layer in exactly one; empty if all layers share a
+            request's block table. With groups, a block table has an entry per block and group:
             entry ``i * len(groups) + g`` is the i-th block of group g.
     """
 
@@ -78,17 +79,19 @@ class KVGeometry:
     element_bytes: int
     unit: int = 1
     format: str = "linear"
-    # Not in its text, which proxies compare: releases without groups have the same one.
+    # Left out of the repr, which proxies compare, so that it equals that of older releases without
+    # groups.
     groups: tuple[KVGroup, ...] = field(default=(), repr=False)
 
     @property
     def tables(self) -> tuple[KVGroup, ...]:
-        """Whose KV each of a request's block tables is: the groups', or all layers'."""
+        """The group of each of a request's block tables; a single one of all layers if the model
+        has no groups."""
         return self.groups or (KVGroup(tuple(range(self.layers))),)
 
     @property
     def planes(self) -> int:
-        """How many planes there are (2 for both kinds)."""
+        """Number of planes (2 for both kinds)."""
         return len(self.plane_dims)
 
     @property
@@ -102,10 +105,10 @@ class KVShard:
     """The part of a model's KV that one rank holds; ranges are half open.
 
     Args:
-        layer_start, layer_stop: pipeline stage.
-        head_start, head_stop: global head indices.
-        replica: which copy of these heads this is.
-        replicas: how many ranks hold the same heads and layers.
+        layer_start, layer_stop: the pipeline stage's range of global layer indices.
+        head_start, head_stop: range of global head indices.
+        replica: index of this rank among those that hold the same heads and layers.
+        replicas: number of ranks that hold the same heads and layers.
     """
 
     layer_start: int
@@ -127,9 +130,9 @@ class KVShard:
 
 
 def head_range(kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    """Global KV heads ``[start, stop)`` of a rank: contiguous, uneven sizes differ by at most one.
+    """Global KV heads ``[start, stop)`` of a rank: contiguous, sizes differ by at most one.
 
-    With more ranks than heads every rank holds one head, and neighbouring ranks share it.
+    With more ranks than heads, every rank holds one head, and neighbouring ranks hold the same one.
     """
     if tp_size >= kv_heads:
         head = tp_rank * kv_heads // tp_size
@@ -140,7 +143,7 @@ def head_range(kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
 def layer_range(layers: int, pp_size: int, stage: int) -> tuple[int, int]:
     """Layers ``[start, stop)`` of a pipeline stage: contiguous, sizes differ by at most one.
 
-    Earlier stages get the larger ones: the last has the head and the sampling besides.
+    Earlier stages get the larger ranges, since the last one also runs the LM head and sampling.
     """
     return -(-stage * layers // pp_size), -(-(stage + 1) * layers // pp_size)
 
@@ -173,7 +176,7 @@ def shard_of(
 
 
 def shards_of(geometry: KVGeometry, tp_size: int, pp_size: int = 1) -> list[KVShard]:
-    """The shards of all ranks of an instance: stage after stage, and within one by TP rank.
+    """The shards of all ranks of an instance, ordered by stage, then by TP rank.
 
     Raises:
         PlanError: there are more stages than layers.

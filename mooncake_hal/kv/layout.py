@@ -1,9 +1,9 @@
-"""Where KV lies in memory: one description for every layout.
+"""Memory layouts of paged KV: one description that covers all of them.
 
 A layout is an order of the five axes layer, plane, block, head and token, outermost first; the
-elements of one token and head (``plane_dims[plane]``) are innermost and contiguous. Base
-addresses per (plane, layer) and byte strides for block, head and token say the same to the
-planner, and to the kernels as strided tensors.
+elements of one token and head (``plane_dims[plane]``) are innermost and contiguous. A layout is
+expressed as base addresses per (plane, layer) and byte strides for block, head and token: the
+transfer planner uses these numbers, and the kernels use strided tensors made from them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mooncake_hal.kv.geometry import KVGeometry, KVShard
 AXES = ("layer", "plane", "block", "head", "token")
 
 KV_LAYOUTS: dict[str, tuple[str, ...]] = {
-    # any head range of a block is one contiguous run: whole-request pulls, P_tp != D_tp
+    # any head range of a block is one contiguous run: for whole-request pulls with P_tp != D_tp
     "BHLPT": ("block", "head", "layer", "plane", "token"),
-    # one layer of a block range is contiguous, heads before tokens: layerwise push
+    # one layer of a block range is contiguous, heads before tokens: for layerwise push
     "LPBHT": ("layer", "plane", "block", "head", "token"),
-    # separate [blocks, tokens, heads, dim] tensors per layer and plane: what vendor ops take
+    # a [blocks, tokens, heads, dim] tensor per layer and plane: the layout that vendor ops expect
     "LPBTH": ("layer", "plane", "block", "token", "head"),
 }
 """Named axis orders, outermost first."""
@@ -28,14 +28,14 @@ KV_LAYOUTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The KV memory of one rank.
+    """The layout of one rank's KV pool.
 
     Args:
         name: key of KV_LAYOUTS.
         num_blocks: blocks in the pool.
         block_size: tokens per block.
         bases: [plane][layer] byte address of block 0, head 0, token 0.
-        block_strides, head_strides, token_strides: [plane] bytes.
+        block_strides, head_strides, token_strides: [plane] strides in bytes.
     """
 
     name: str
@@ -47,7 +47,7 @@ class KVLayout:
     token_strides: tuple[int, ...]
 
     def shifted(self, address: int) -> KVLayout:
-        """The same layout with every base moved up by ``address`` bytes."""
+        """Return the same layout with ``address`` added to every base."""
         bases = tuple(tuple(base + address for base in plane) for plane in self.bases)
         return KVLayout(
             self.name,
@@ -61,7 +61,7 @@ class KVLayout:
 
 
 def layout_bytes(geometry: KVGeometry, shard: KVShard, num_blocks: int, block_size: int) -> int:
-    """Bytes that a rank's pool of blocks takes, in any layout."""
+    """Size of a rank's KV pool in bytes; the same in every layout."""
     per_piece = sum(geometry.plane_dims) * geometry.element_bytes
     return num_blocks * (block_size // geometry.unit) * shard.layers * shard.heads * per_piece
 
@@ -69,14 +69,14 @@ def layout_bytes(geometry: KVGeometry, shard: KVShard, num_blocks: int, block_si
 def make_layout(
     name: str, geometry: KVGeometry, shard: KVShard, num_blocks: int, block_size: int
 ) -> KVLayout:
-    """Lay a rank's pool out in one allocation that begins at address 0; see ``KVLayout.shifted``.
+    """Lay out a rank's pool in one allocation at address 0; see ``KVLayout.shifted``.
 
-    Planes of different width are laid out as if the plane axis held each at its own offset, so
-    MLA's latent and rope share the formula with K and V. Where tokens lie in pieces
-    (``KVGeometry.unit``), the token axis is one of pieces.
+    Each plane has its own offset on the plane axis, so that planes of different width (MLA's latent
+    and rope) use the same formula as K and V. If several tokens form a unit (``KVGeometry.unit``),
+    the token axis counts units.
 
     Raises:
-        CapabilityError: no layout of that name, or a block is not of whole pieces.
+        CapabilityError: the layout is unknown, or a block is not a whole number of units.
     """
     if block_size % geometry.unit:
         raise CapabilityError(
@@ -116,7 +116,7 @@ def _axis_strides(
 ) -> dict[str, int]:
     """Byte strides of one plane; its ``"plane"`` entry is the plane's own offset."""
     strides: dict[str, int] = {}
-    inside_own = widths[plane]  # below the plane axis only this plane's elements count
+    inside_own = widths[plane]  # axes inside the plane axis span only this plane's elements
     inside_all = 0
     for axis in reversed(order):
         if axis == "plane":

@@ -1,9 +1,10 @@
-"""Which bytes go where: the intersection of what one rank has and another needs.
+"""The transfer planner: computes the spans that move the KV which one rank needs from the ranks
+that have it.
 
 One formula serves every tensor-parallel ratio, block size, pipeline split and layout. A rank's KV
-is a box (layers x heads x tokens); the plan of a transfer is, for each elected source, the
-intersection of its box with the destination's, cut at block borders of both sides and merged
-where it is contiguous on both sides. Pure and vectorised; nothing here looks at memory.
+is a box (layers x heads x tokens). The plan of a transfer is, for each elected source, the
+intersection of its box with the destination's, cut at the block boundaries of both sides and merged
+where it is contiguous on both sides. The planner is pure and vectorised; it accesses no KV memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Offsets = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KVShardSpec:
-    """One rank's KV: which part of the model's it is, and where it lies."""
+    """One rank's KV: its shard of the model's KV, and the layout in which the shard is stored."""
 
     shard: KVShard
     layout: KVLayout
@@ -37,15 +38,15 @@ class BlockTransfer:
 
     Args:
         local_blocks, remote_blocks: block tables; entry i holds tokens
-            ``[i * block_size, (i + 1) * block_size)`` in that side's own block size. Where the
-            geometry has groups: an entry for each of them in turn.
+            ``[i * block_size, (i + 1) * block_size)`` in that side's own block size. If the
+            geometry has groups, a table has an entry per block and group; see ``KVGeometry``.
         tokens: half-open range of token positions.
-        layers: half-open range of global layer indices; None means all. What the local rank has
-            of them is moved.
-        spread: picks among replicas, so that requests spread over the ranks that hold the same
+        layers: half-open range of global layer indices, of which the local rank's are moved; None:
+            all layers.
+        spread: selects among replicas, so that requests spread over the ranks that hold the same
             heads; any integer.
-        prompt_stop: where the prompt ends of which these tokens are a part: sliding windows reach
-            back from there. None: where the tokens end.
+        prompt_stop: end position of the prompt that the tokens belong to, from which sliding
+            windows reach back. None: the end of ``tokens``.
     """
 
     local_blocks: Sequence[int]
@@ -58,11 +59,11 @@ class BlockTransfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerSpans:
-    """What to move between this rank and one rank of the other side.
+    """The spans between this rank and one rank of the other side.
 
     Args:
-        peer: index into the sequence of ranks that was planned against.
-        spans: ``local`` is the planning rank's memory, ``remote`` the peer's.
+        peer: index of that rank in the ``remotes`` of ``plan_transfer``.
+        spans: ``local`` addresses are in the planning rank's memory, ``remote`` ones in the peer's.
     """
 
     peer: int
@@ -75,16 +76,16 @@ def plan_transfer(
     remotes: Sequence[KVShardSpec],
     transfer: BlockTransfer,
 ) -> list[PeerSpans]:
-    """Plan the spans between ``local`` and a set of remote ranks that hold all it needs.
+    """Plan the spans between ``local`` and the remote ranks that hold the KV which it needs.
 
     Args:
-        geometry: of the model; both sides have been checked to agree on it.
-        local: the rank that plans: the reader of a pull.
-        remotes: every rank of the other side.
-        transfer: what to move.
+        geometry: the model's geometry; the handshake has checked that both sides have the same.
+        local: the rank that plans, such as the reader of a pull.
+        remotes: all ranks of the other side.
+        transfer: the tokens, blocks and layers to move.
 
     Raises:
-        PlanError: the block tables are too short, or the remotes don't cover ``local`` exactly.
+        PlanError: a block table is too short, or the remotes don't cover ``local`` exactly.
     """
     if geometry.groups:
         return _plan_groups(geometry, local, remotes, transfer)
@@ -118,9 +119,9 @@ def _plan_units(
     remotes: Sequence[KVShardSpec],
     transfer: BlockTransfer,
 ) -> list[PeerSpans]:
-    """A plan for tokens that are moved several at a time: to the formula such a piece is a token.
+    """Plan a transfer whose tokens are stored in units: to the formula, a unit is a token.
 
-    A piece that the range only touches is moved whole.
+    A unit that the token range covers only in part is moved whole.
     """
     unit = geometry.unit
     start, stop = transfer.tokens
@@ -145,7 +146,7 @@ def _plan_groups(
     remotes: Sequence[KVShardSpec],
     transfer: BlockTransfer,
 ) -> list[PeerSpans]:
-    """A plan for each KV-cache group, as if its layers were the model's, put together."""
+    """Plan every KV-cache group as if its layers were the whole model, and join the plans."""
     prompt_stop = transfer.tokens[1] if transfer.prompt_stop is None else transfer.prompt_stop
     num_groups = len(geometry.groups)
     spans: dict[int, list[Spans]] = {}
@@ -172,7 +173,7 @@ def _plan_groups(
 
 
 def _of_group(rank: KVShardSpec, group: KVGroup) -> KVShardSpec:
-    """A rank's part of a group's KV; the group's layers count from 0."""
+    """A rank's part of a group's KV; layers are numbered within the group, from 0."""
     shard, layout = rank.shard, rank.layout
     first, last = group.counted(shard.layer_start, shard.layer_stop)
     held = [layer - shard.layer_start for layer in group.layers[first:last]]
@@ -190,7 +191,7 @@ def _joined(parts: Sequence[Spans]) -> Spans:
 
 
 def intersect(a: KVShard, b: KVShard) -> KVShard:
-    """The layers and heads that both hold; empty ranges where there are none."""
+    """The layers and heads that both shards hold; ranges are empty if there are none."""
     layer_start = max(a.layer_start, b.layer_start)
     head_start = max(a.head_start, b.head_start)
     return KVShard(
@@ -202,10 +203,10 @@ def intersect(a: KVShard, b: KVShard) -> KVShard:
 
 
 def elect_sources(wanted: KVShard, shards: Sequence[KVShard], spread: int) -> list[int]:
-    """Choose one holder of each part of ``wanted``; replicas take turns by ``spread``.
+    """Choose one source rank for each part of ``wanted``; ``spread`` selects among replicas.
 
     Raises:
-        PlanError: a part that no rank holds, or that distinct holders overlap on.
+        PlanError: no rank holds a part, or ranks with different shards overlap on it.
     """
     groups: dict[tuple[int, int, int, int], list[int]] = {}
     for index, shard in enumerate(shards):
@@ -229,13 +230,13 @@ def elect_sources(wanted: KVShard, shards: Sequence[KVShard], spread: int) -> li
 
 @dataclass(frozen=True, slots=True)
 class _PagedKV:
-    """A rank's KV memory, seen through the block table of one sequence."""
+    """A rank's KV pool together with the block table of one sequence."""
 
     rank: KVShardSpec
     blocks: Sequence[int]
 
     def token_offsets(self, positions: Offsets, plane: int) -> Offsets:
-        """Offset of each of these token positions from the first token of block 0."""
+        """Offset of each token position from the first token of block 0."""
         layout = self.rank.layout
         blocks = np.asarray(self.blocks, dtype=np.int64)[positions // layout.block_size]
         within = positions % layout.block_size
@@ -249,7 +250,7 @@ class _PagedKV:
         return np.asarray(layout.bases[plane][first : first + box.layers], dtype=np.int64) + head
 
     def head_offsets(self, box: KVShard, plane: int) -> Offsets:
-        """Offset of each head of the box from its first one."""
+        """Offset of each head of the box from its first head."""
         return np.arange(box.heads, dtype=np.int64) * self.rank.layout.head_strides[plane]
 
     def plane_offsets(self, box: KVShard, planes: tuple[int, ...]) -> Offsets:
@@ -260,7 +261,7 @@ class _PagedKV:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Axis:
-    """Offsets of one axis' elements on both sides."""
+    """Offsets of one axis's elements on both sides."""
 
     local: Offsets
     remote: Offsets
@@ -273,16 +274,16 @@ class _Axis:
         return None
 
     def continues(self, run: int) -> bool:
-        """Whether anything follows the one before it at this distance, on both sides."""
+        """Whether any element is at distance ``run`` from its predecessor on both sides."""
         return bool(((np.diff(self.local) == run) & (np.diff(self.remote) == run)).any())
 
     def local_stride(self) -> int:
-        """The mean stride on this side."""
+        """The mean stride on the local side."""
         return int(self.local[-1] - self.local[0]) // max(1, len(self.local) - 1)
 
 
 class _Runs(NamedTuple):
-    """Contiguous pieces, not merged yet; all [n]."""
+    """Contiguous runs before they are merged; all [n]."""
 
     local: Offsets
     remote: Offsets
@@ -291,7 +292,7 @@ class _Runs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RankPair:
-    """What two ranks have in common, a box of layers and heads, and either's memory of it."""
+    """Two ranks, the box of layers and heads that both hold, and each side's memory of it."""
 
     geometry: KVGeometry
     box: KVShard
@@ -301,8 +302,8 @@ class _RankPair:
     def spans(self, start: int, stop: int) -> Spans:
         """All spans of a range of tokens, merged."""
         starts, lengths = self._token_pieces(start, stop)
-        # Pieces of one length at a time: all are a block long (of the smaller block size), but
-        # for the first and the last, and `_expand` needs a rectangle.
+        # One piece length at a time, since `_expand` needs a rectangle: all pieces are as long as a
+        # block (of the smaller block size), except the first and the last.
         parts = [
             self._expand(starts[lengths == length], int(length), planes)
             for length in np.unique(lengths)
@@ -311,10 +312,10 @@ class _RankPair:
         return _merge(_Runs(*(np.concatenate(columns) for columns in zip(*parts, strict=True))))
 
     def _token_pieces(self, start: int, stop: int) -> tuple[Offsets, Offsets]:
-        """Cut a token range at every block border of either side: starts and lengths.
+        """Cut a token range at the block boundaries of both sides; returns starts and lengths.
 
-        Two neighbouring tokens lie in neighbouring slots only within a block; so inside a piece,
-        and nowhere else, a stride says where the next token is, on both sides.
+        Consecutive tokens are in consecutive slots only within a block. So inside a piece, and only
+        there, the next token is one stride away on both sides.
         """
         cuts = [np.array([start, stop], dtype=np.int64)]
         for size in {side.rank.layout.block_size for side in (self.local, self.remote)}:
@@ -323,10 +324,10 @@ class _RankPair:
         return edges[:-1], np.diff(edges)
 
     def _plane_groups(self) -> list[tuple[int, ...]]:
-        """Planes that share widths and strides are one axis; others are planned one by one.
+        """Planes of the same width and strides form one axis; other planes are planned separately.
 
-        K and V are alike in every layout, so a run can go on from one to the other. A latent and
-        its rope row differ in width: their strides, and so their runs, have nothing in common.
+        K and V are alike in every layout, so a run can continue from one into the other. Latent and
+        rope rows differ in width, so that their strides and runs have nothing in common.
         """
         num_planes = self.geometry.planes
         alike = len(set(self.geometry.plane_dims)) == 1
@@ -342,24 +343,26 @@ class _RankPair:
         return [(plane,) for plane in range(num_planes)]
 
     def _expand(self, starts: Offsets, length: int, planes: tuple[int, ...]) -> _Runs:
-        """The runs of token pieces that begin at ``starts`` and are all ``length`` tokens long.
+        """The runs of the token pieces that begin at ``starts`` and are all ``length`` tokens long.
 
-        Memory is strided in every axis but one: which block holds a token is arbitrary, the rest
-        is base + token * stride + head * stride + layer + plane. So the address of anything in the
-        box is a sum of one offset per axis, on either side, and the addresses of all runs are the
-        outer sum of the axes' offsets: a pull of a thousand blocks of eighty layers is a few
-        additions of arrays, where a loop would make a million Python objects.
+        Memory is strided along every axis but one: the block table may assign any block, and the
+        rest of an address is base + token * stride + head * stride + layer + plane. So on each
+        side, an address in the box is a sum of one offset per axis, and the addresses of all runs
+        are the outer sum of the axes' offsets. A pull of a thousand blocks of eighty layers takes a
+        few array additions, where a loop would create a million Python objects.
 
-        What keeps the number of runs small is that an axis can vanish. A run begins as the
-        elements of one token, head, layer and plane. An axis whose stride is the length of the run
-        so far, here *and* there, just continues it, so it makes the run longer and no runs more.
-        In which order axes fold depends on both layouts (tokens come before heads in BHLPT, after
-        them in LPBTH, and between the two neither folds), so `_fold` tries until none does.
+        The number of runs stays small because axes can be folded into them. A run starts as the
+        elements of one token, head, layer and plane. An axis whose stride equals the run's current
+        length on *both* sides continues the run: folding it makes the run longer without adding
+        runs. The order in which axes fold depends on both layouts (tokens come before heads in
+        BHLPT and after them in LPBTH; between these two neither folds), so `_fold` repeats until no
+        axis folds.
 
-        What is left is ordered by stride, the largest outermost: neighbours in memory are then
-        neighbours in the arrays, and `_merge` finds those that only the block table has put side
-        by side, such as consecutive blocks. Where it has put none so, the token pieces come first:
-        what follows each of them is the same strides again, which transports describe in a row.
+        The remaining axes are ordered by stride, the largest outermost. Neighbours in memory are
+        then neighbours in the arrays, and `_merge` joins those that are adjacent only through the
+        block table, such as consecutive blocks. If no blocks are adjacent, the token pieces become
+        the outermost axis: the same strides then repeat for each of them, and transports can
+        describe them compactly.
         """
         box, lead = self.box, planes[0]
         tokens = np.arange(length, dtype=np.int64)
@@ -389,7 +392,8 @@ class _RankPair:
 
 
 def _fold(axes: list[_Axis], run: int) -> tuple[list[_Axis], int]:
-    """Grow the contiguous run by every axis whose stride is the run, on both sides."""
+    """Fold every axis whose stride equals the run's length on both sides into the run; returns the
+    remaining axes and the new length."""
     folded = True
     while folded:
         folded = False
@@ -403,7 +407,8 @@ def _fold(axes: list[_Axis], run: int) -> tuple[list[_Axis], int]:
 
 
 def _merge(runs: _Runs) -> Spans:
-    """Join neighbours that are contiguous on both sides (runs of consecutive blocks)."""
+    """Join neighbouring runs that are contiguous on both sides, such as those of consecutive
+    blocks."""
     local, remote, nbytes = runs
     breaks = np.empty(len(local), dtype=bool)
     breaks[0] = True
@@ -434,11 +439,14 @@ def _check_table(
 def _check_coverage(
     geometry: KVGeometry, wanted: KVShard, tokens: int, plans: Sequence[PeerSpans]
 ) -> None:
-    """Success means exact coverage: every byte of the destination once, no byte twice.
+    """Check that the plans write every byte of the destination exactly once.
 
-    A transfer can't show a gap: memory that nothing was written to has KV of an older request in
-    it, and the model would go on from that. The right number of bytes in spans that don't overlap
-    is exact coverage, since no span leaves the destination's box.
+    A gap would go unnoticed later: memory that is not written still has an older request's KV, and
+    the model would continue from it. No span leaves the destination's box, so the right number of
+    bytes in spans that don't overlap is exact coverage.
+
+    Raises:
+        PlanError: the spans have the wrong total size or overlap.
     """
     per_token = sum(geometry.plane_dims) * geometry.element_bytes
     expected = wanted.layers * wanted.heads * tokens * per_token
