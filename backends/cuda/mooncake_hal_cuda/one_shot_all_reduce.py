@@ -1,34 +1,38 @@
-"""Small all-reduces by one kernel over memory that the ranks of one host map from each other.
+"""One-shot all-reduces: one kernel over buffers that the ranks of a host map from each other.
 
-A library takes several kernels' worth of steps for what a decode sums, some ten KiB per layer. Here
-each rank copies its part into its own buffer, says so to all, waits for all, and reads everything:
-one exchange. Each reads as often as there are ranks, so that larger messages stay with NCCL.
+A decode sums some ten KiB per layer, for which a library takes as many steps as several kernels.
+Here each rank copies its part to its own buffer, signals all ranks, waits for all, and reads all
+buffers: one exchange. Every rank reads every buffer, which is why larger messages stay with NCCL.
 
-**Protocol.** Program p of a rank meets program p of the others and shares nothing with any other
-program. Its n-th all-reduce is its call n; ranks make the same calls in the same order, so that n
-is the same everywhere, whatever the sizes in between. In call n a program (1) writes its chunk to
-half n mod 2 of its own buffer, (2) adds 1 to the count of arrivals in every rank's buffer, which
-releases (1), (3) waits until the count in its own buffer is n times the number of ranks, which
-acquires, and (4) reads that half of every rank's buffer.
+**Protocol.** Program p of a rank synchronises with program p of the other ranks and shares nothing
+with any other program. Its n-th all-reduce is its call n. All ranks make the same calls in the same
+order, so that n is the same on every rank, whatever the sizes of the messages. In call n a program
 
-*The count is a barrier.* While a rank has not arrived in call n, at most n - 1 of any count are
-its own, and n of each other rank's, as nobody adds for call n + 1 before passing call n. So the
-count is less than n times the ranks, and the first to pass call n can't do so before all have
-arrived. Who has passed sees all chunks: each addition releases what its rank had seen, through
-others too, and carries on those before it.
+1. writes its chunk to half n mod 2 of its own buffer,
+2. adds 1 to the arrival counter in every rank's buffer (a release, which publishes step 1),
+3. waits until the counter in its own buffer is n times the number of ranks (an acquire), and
+4. reads that half of every rank's buffer.
+
+*The counter is a barrier.* While a rank has not arrived in call n, it has contributed at most
+n - 1 to any counter, and every other rank at most n, because no rank adds for call n + 1 before it
+has passed call n. The counter is therefore less than n times the number of ranks, and no rank
+passes call n before all have arrived. A rank that has passed sees all chunks: each addition
+releases everything that its rank has seen, including what it saw through other ranks, and
+continues the release sequence of the additions before it.
 
 *Two halves are enough.* A rank writes to half n mod 2 again in call n + 2, after it has passed
-call n + 1. All had arrived there by then, and each had read everything of call n before it did.
+call n + 1. By then all ranks had arrived in call n + 1, and each had read all chunks of call n
+before it arrived.
 
-``tests/unit/cuda/test_one_shot_protocol.py`` goes through all interleavings of small groups.
+``tests/unit/cuda/test_one_shot_protocol.py`` checks all interleavings of small groups.
 
-**Graphs.** Calls are counted in the device's memory by the kernel: a replay goes on where the last
-call ended. Calls of one group must be ordered on the device, as those of NCCL on one stream.
+**Graphs.** The kernel counts calls in device memory, so that a replay continues after the last
+call. Calls of one group must be ordered on the device, like NCCL's calls on one stream.
 
-**A lost rank.** A program looks for the others a bounded number of times, for which it takes the
-group's timeout at least and a few times that at most; then the kernel ends with a message on
-standard error, ``all-reduce: a rank is lost``. The device is unusable for the process from then on:
-whatever waits for it raises, and the rank ends, as NCCL's watchdog ends one.
+**A lost rank.** A program polls for the other ranks a bounded number of times, which takes at least
+the group's timeout and at most a few times as long. Then the kernel fails with the message
+``all-reduce: a rank is lost`` on standard error. From then on the process can't use the device: all
+operations that wait for it raise, and the rank ends, as with NCCL's watchdog.
 """
 
 from __future__ import annotations
@@ -50,19 +54,22 @@ from mooncake_hal_cuda.memory.memory_kinds import HANDLE_TYPES, DeviceSharing, M
 from mooncake_hal_cuda.transports.ipc_peer import DescriptorMailbox, send_descriptor
 
 WAYS = ("auto", "nccl")
-"""What MOONCAKE_HAL_CUDA_ALL_REDUCE may be."""
+"""Values of MOONCAKE_HAL_CUDA_ALL_REDUCE."""
 MOST_RANKS = 8
-"""GPUs of one host whose pairs are all joined; reading from more would take too long."""
+"""Largest group, in ranks: the GPUs of one host that are all connected pairwise. Reading the
+buffers of more ranks would take too long."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHUNK_BYTES = 8 << 10
-"""Of a program: 16 bytes of each of 512 threads, so that all of a chunk is under way at once."""
+"""Bytes per program: 16 for each of 512 threads, so that the whole chunk is in flight at once."""
 MOST_PROGRAMS = 64
-"""All must run at once, since each waits for one of every other rank. A processor has room for two
-at least, so that 32 processors would do; whatever else runs there ends without waiting for us."""
+"""Programs per launch. All of them must be resident at once, since each waits for one program of
+every other rank. A processor holds at least two, so that 32 processors suffice; kernels that occupy
+processors meanwhile complete without waiting for this one."""
 MOST_BYTES = MOST_PROGRAMS * CHUNK_BYTES
 MOST_BYTES_OF_MANY = MOST_BYTES // 2
-"""With more than two ranks: seven others' 256 KiB take about 4 us over NVLink at 450 GB/s, less
-than what one exchange saves; with twice as much nothing would be left of it."""
+"""Largest message with more than two ranks, in bytes: reading 256 KiB of each of seven other ranks
+takes about 4 us over NVLink at 450 GB/s, less than what the single exchange saves. With messages
+twice as large, nothing would be saved."""
 
 WORD_BYTES = 16
 _WARPS = 16
@@ -71,7 +78,8 @@ _CALLS = MOST_PROGRAMS * _LINE_BYTES
 _HALVES = 2 * _CALLS
 BUFFER_BYTES = _HALVES + 2 * MOST_BYTES
 _POLLS_PER_SECOND = 5_000_000
-"""One takes at least a fifth of a microsecond: a read of L2 past L1, and two barriers."""
+"""Upper bound: one poll takes at least 0.2 us, for a read of L2 that bypasses L1, and two
+barriers."""
 _MAILBOX_SECONDS = 10.0
 _NOTICE_BYTES = 4096
 _LENGTH_BYTES = 4
@@ -81,7 +89,7 @@ logger = logging.getLogger(__name__)
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank runs.
+    """The host and device of a rank.
 
     Args:
         host: see ``host_identity``.
@@ -93,11 +101,11 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank can do.
+    """Whether a rank can take part, and the mailboxes to which others send their descriptors.
 
     Args:
-        refusal: why it can't take part; empty if it can.
-        mailboxes: by rank, (name, token) of what takes that rank's descriptor.
+        refusal: why the rank can't take part; empty if it can.
+        mailboxes: by rank, (name, token) of the mailbox for that rank's descriptor.
     """
 
     refusal: str = ""
@@ -108,14 +116,14 @@ Notice = TypeVar("Notice", Seat, Offer)
 
 
 class OneShotAllReduce:
-    """The small all-reduces of one rank, of a group in which all ranks can do the same.
+    """Small all-reduces of one rank, in a group whose ranks all support them.
 
     Args:
-        rank: this process.
-        buffers: where each rank's buffer begins here.
-        device: of this rank.
-        timeout_s: how long to wait for the others at least.
-        release: gives everything back.
+        rank: rank of this process.
+        buffers: by rank, address in this process of the rank's buffer.
+        device: device of this rank.
+        timeout_s: minimum time to wait for the other ranks, in seconds.
+        release: unmaps and frees the buffers.
     """
 
     def __init__(
@@ -133,7 +141,7 @@ class OneShotAllReduce:
         self.most_bytes = most_bytes(len(buffers))
 
     def takes(self, x: Tensor) -> bool:
-        """Whether ``run`` sums such tensors; depends on what is the same on every rank."""
+        """Whether ``run`` supports ``x``; the answer is the same on every rank."""
         return takes(x, self.most_bytes)
 
     def run(self, x: Tensor) -> Tensor:
@@ -166,8 +174,10 @@ class OneShotAllReduce:
         return x if dense is x else x.copy_(dense)
 
     def close(self) -> None:
-        """Wait for the device and unmap everything; call it once. Memory that others still read
-        lives on until they have unmapped it."""
+        """Wait for the device and unmap all buffers; must be called once.
+
+        The memory of this rank's buffer is freed when the other ranks have unmapped it too.
+        """
         try:
             self._release()
         except DeviceError as exc:
@@ -175,11 +185,14 @@ class OneShotAllReduce:
 
 
 class SmallAllReduce:
-    """Opens ``OneShotAllReduce`` at a group's first all-reduce, which is the same on all ranks and
-    comes before anything is captured; for what it does not take the caller has another way.
+    """Opens ``OneShotAllReduce`` at a group's first all-reduce, and runs the all-reduces that it
+    supports.
+
+    The first all-reduce is the same on all ranks, and precedes any graph capture. The caller runs
+    all other all-reduces itself.
 
     Args:
-        sharing: the hardware, and how its memory is shared.
+        sharing: the driver, and the memory kind of each device.
         timeout_s: see ``OneShotAllReduce``.
         way: one of ``WAYS``.
     """
@@ -192,7 +205,7 @@ class SmallAllReduce:
         self._opened: OneShotAllReduce | None = None
 
     def reduce(self, group: Communicator, x: Tensor) -> bool:
-        """Sum ``x`` over the group, in place, or return False."""
+        """Sum ``x`` over the group, in place; returns False if ``x`` was left unchanged."""
         if not self._is_decided:
             self._is_decided = True
             self._opened = self._open(group, x.device)
@@ -202,8 +215,8 @@ class SmallAllReduce:
         return True
 
     def _open(self, group: Communicator, device: torch.device) -> OneShotAllReduce | None:
-        """Map all ranks' buffers if every rank can; else None on every rank, and why not is logged
-        by the first one."""
+        """Map all ranks' buffers if every rank can. Otherwise return None on every rank; rank 0
+        logs the reason."""
         with ExitStack() as undo:
             asked = "it was asked for (MOONCAKE_HAL_CUDA_ALL_REDUCE)" if self._way == "nccl" else ""
             refusal, buffers = _Opening(group, self._sharing, device, undo).agree(asked)
@@ -222,25 +235,25 @@ class SmallAllReduce:
         return opened
 
     def close(self) -> None:
-        """Give the memory back; idempotent."""
+        """Free the memory; idempotent."""
         opened, self._opened, self._is_decided = self._opened, None, True
         if opened is not None:
             opened.close()
 
 
 def most_bytes(world_size: int) -> int:
-    """Of a message among so many ranks."""
+    """Largest message for a number of ranks, in bytes."""
     return MOST_BYTES if world_size == 2 else MOST_BYTES_OF_MANY
 
 
 def takes(x: Tensor, limit: int) -> bool:
-    """Whether the kernel sums such tensors: floating, whole words, at most ``limit`` bytes."""
+    """Whether the kernel supports ``x``: floating point, whole words, at most ``limit`` bytes."""
     num_bytes = x.numel() * x.element_size()
     return x.dtype in DTYPES and 0 < num_bytes <= limit and num_bytes % WORD_BYTES == 0
 
 
 def why_not(sharing: DeviceSharing, rank: int, seats: Sequence[Seat]) -> str:
-    """Say why a rank can't exchange with the others over memory, or an empty text."""
+    """The reason why a rank can't share memory with the others, or an empty string."""
     if len(seats) > MOST_RANKS:
         return f"{len(seats)} ranks are more than {MOST_RANKS}"
     if len({seat.host for seat in seats}) > 1:
@@ -252,11 +265,11 @@ def why_not(sharing: DeviceSharing, rank: int, seats: Sequence[Seat]) -> str:
 
 
 class _Opening:
-    """What the ranks tell each other until all of them have mapped all buffers.
+    """The exchange in which all ranks map all buffers, or all learn why they can't.
 
     Args:
         group, sharing, device: see ``SmallAllReduce``.
-        undo: gets what gives everything back.
+        undo: receives the callbacks that free everything.
     """
 
     def __init__(
@@ -271,11 +284,14 @@ class _Opening:
         self._own = 0
 
     def agree(self, refusal: str) -> tuple[str, list[int]]:
-        """(why not, where the ranks' buffers begin here): the same reason on all ranks, and only
-        where it is empty are there buffers.
+        """Map all buffers, or agree on a reason why not.
 
         Args:
-            refusal: why this rank does not want to.
+            refusal: why this rank declines; empty if it does not.
+
+        Returns:
+            (reason, addresses of the ranks' buffers in this process). The reason is the same on all
+            ranks; the addresses are valid only if it is empty.
         """
         driver = self._sharing.driver
         driver.bind(self._index)
@@ -297,11 +313,11 @@ class _Opening:
             return _first_refusal(self._gather(offer)), buffers
 
     def _offer(self, mailboxes: ExitStack) -> Offer:
-        """Allocate the own buffer, and wait for the others' descriptors."""
+        """Allocate this rank's buffer, and open mailboxes for the others' descriptors."""
         sharing, index = self._sharing, self._index
         if (decided := sharing.of(index)).kind is MemoryKind.IPC:
-            # such memory must not be freed before every rank has unmapped it, and ranks that end
-            # do not wait for each other
+            # IPC memory must not be freed before every rank has unmapped it, but ranks that end do
+            # not wait for each other
             return Offer(f"memory can't be shared by descriptor: {decided.reason}")
         types = HANDLE_TYPES[MemoryKind.DESCRIPTOR]
         mapped = sharing.virtual.allocate(BUFFER_BYTES, index, types, is_rdma=False)
@@ -315,7 +331,7 @@ class _Opening:
         return Offer(mailboxes=tuple(named))
 
     def _map(self, offers: Sequence[Offer]) -> list[int]:
-        """Give the own buffer's descriptor to everyone, and map everyone's."""
+        """Send a descriptor of this rank's buffer to all other ranks, and map their buffers."""
         sharing, index, rank = self._sharing, self._index, self._group.rank
         descriptor = sharing.virtual.export_descriptor(self._own)
         try:
@@ -341,7 +357,7 @@ class _Opening:
         return [rank for rank in range(self._group.world_size) if rank != self._group.rank]
 
     def _gather(self, notice: Notice) -> list[Notice]:
-        """What every rank says."""
+        """Gather the notices of all ranks."""
         said, row = msgspec.msgpack.encode(notice), bytearray(_NOTICE_BYTES)
         row[:_LENGTH_BYTES] = len(said).to_bytes(_LENGTH_BYTES, "little")
         row[_LENGTH_BYTES : _LENGTH_BYTES + len(said)] = said
@@ -357,6 +373,6 @@ class _Opening:
 
 
 def _first_refusal(offers: Sequence[Offer]) -> str:
-    """Of the first rank that has one."""
+    """The refusal of the first rank that has one, or an empty string."""
     refused = ((rank, offer.refusal) for rank, offer in enumerate(offers) if offer.refusal)
     return next((f"rank {rank}: {refusal}" for rank, refusal in refused), "")

@@ -1,1 +1,1 @@
-"""What moves KV out of and into GPUs: ``cuda_ipc`` within a host, and copies to host memory."""
+"""Moves KV between GPUs of a host (``cuda_ipc``), and between GPU and host memory."""

@@ -1,4 +1,4 @@
-"""Copies between a GPU's memory and pinned memory of the host, on a stream of their own."""
+"""Copies between GPU memory and pinned host memory, on a separate stream."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mooncake_hal_cuda.transports.device_copier import HOST, DeviceCopier, MakeC
 
 
 class CudaPinnedMemory:
-    """Pinned memory, good at the same address for every GPU.
+    """Pinned host memory that has the same address for every GPU.
 
     Args:
-        driver: allocates it.
-        index: of the GPU whose context it belongs to.
-        nbytes: length.
+        driver: allocates the memory.
+        index: index of the GPU whose context owns it.
+        nbytes: length in bytes.
     """
 
     def __init__(self, driver: CudaDriver, index: int, nbytes: int) -> None:
@@ -30,16 +30,16 @@ class CudaPinnedMemory:
 
     def close(self) -> None:
         if self.address:
-            self._driver.bind(self._index)  # any thread may close it
+            self._driver.bind(self._index)  # close may be called by any thread
             self._driver.free_host(self.address)
             self.address = 0
 
 
 class CudaHostCopier:
-    """Packs and unpacks with a kernel, or with the copy engines where pieces are large.
+    """Packs and unpacks pieces with a kernel, or large ones with the copy engines.
 
     Args:
-        copier: of the GPU.
+        copier: copies on the GPU's behalf.
     """
 
     def __init__(self, copier: DeviceCopier) -> None:
@@ -60,12 +60,12 @@ class CudaHostCopier:
 
 @dataclass(frozen=True, slots=True)
 class CudaHostCopies:
-    """Of one GPU.
+    """``HostCopies`` of one GPU.
 
     Args:
-        driver: of the hardware.
-        index: the GPU's number.
-        make_copier: another one only in tests.
+        driver: the driver.
+        index: index of the GPU.
+        make_copier: makes copiers; replaced only in tests.
     """
 
     driver: CudaDriver

@@ -48,18 +48,18 @@ from mooncake_hal_cuda.transports.ipc_protocol import (
 
 
 class IpcTransport:
-    """Copies by this process, out of and into the peer's mapped memory.
+    """A transport in which this process copies from and to the peer's mapped memory.
 
-    A revoked region takes no new transfers; a copy that has begun is not stopped.
+    A revoked region accepts no new transfers, but a copy that has started is not stopped.
 
     Args:
-        sharing: the hardware, and how its memory is shared.
-        make_copier: another one only in tests.
+        sharing: the driver, and the memory kind of each device.
+        make_copier: makes copiers; replaced only in tests.
     """
 
     name = NAME
     can_revoke = False
-    ends_writes = False  # a device may copy on when its process has been killed
+    ends_writes = False  # a device may still be copying after its process was killed
 
     def __init__(self, sharing: DeviceSharing, make_copier: MakeCopier = DeviceCopier) -> None:
         self._sharing = sharing
@@ -90,16 +90,17 @@ def load() -> IpcTransport:
 
 
 class IpcDataPath:
-    """An endpoint's device, its registered memory, and the peers that it dials.
+    """The data path of an endpoint: its device, its registered memory, and the peers that it
+    connects to.
 
     Args:
-        sharing: the hardware, and how its memory is shared.
-        options: how to open the endpoint; ``device`` must be one of CUDA.
+        sharing: the driver, and the memory kind of each device.
+        options: options of the endpoint; ``device`` must be a CUDA device.
         local: the endpoint's own regions.
-        make_copier: another one only in tests.
+        make_copier: makes copiers; replaced only in tests.
 
     Raises:
-        TransportUnavailable: the device is not one of CUDA, or can't be used.
+        TransportUnavailable: the device is not a CUDA device, or can't be used.
     """
 
     name = NAME
@@ -125,7 +126,7 @@ class IpcDataPath:
             raise TransportUnavailable(NAME, f"{options.device}: {exc}") from exc
         device = torch.device(options.device)
         self._make_copier: Callable[[], SpanCopier] = partial(make_copier, driver, device, index)
-        # what a copier compiles is there before the first transfer
+        # compiles the copy kernels before the first transfer
         CopyWorker(self._make_copier).close()
 
     def info(self) -> bytes:
@@ -135,7 +136,7 @@ class IpcDataPath:
         return why_not_mappable(self._sharing, self._info, decode_endpoint(info))
 
     def attach(self, key: int, region: MemoryRegion) -> bytes:
-        """The allocation around the region, by every handle that it has."""
+        """Describe the allocation that contains the region, with all of its handles."""
         index = device_index(region.device)
         try:
             self._driver.bind(index)
@@ -157,7 +158,7 @@ class IpcDataPath:
             peer.withdraw(key)
 
     def handle_request(self, session: Session, payload: bytes) -> bytes:
-        """Sends descriptors of live regions."""
+        """Send a descriptor of a live region to a peer that asks for it."""
         call = decode_call(payload)
         with self._lock:
             base = self._bases.get(call.key)
@@ -172,10 +173,10 @@ class IpcDataPath:
         return b""
 
     def session_ended(self, session: Session) -> None:
-        pass  # nothing is held for a peer
+        pass  # no resources are held per peer
 
     def connect(self, session: Session, info: bytes, timeout: float) -> IpcPeer:
-        """Maps what the peer has registered, to fail here and not later.
+        """Map all regions of the peer, so that errors occur here and not in a transfer.
 
         Raises:
             TransportUnavailable: the devices have no peer access.
@@ -196,7 +197,7 @@ class IpcDataPath:
         return peer
 
     def close(self) -> None:
-        pass  # each peer has ended its worker
+        pass  # each peer has closed its own worker
 
     def _name(self, base: int, nbytes: int, offset: int) -> IpcRegionInfo:
         types = self._sharing.virtual.handle_types(base)
@@ -218,7 +219,7 @@ class IpcDataPath:
 def why_not_mappable(
     sharing: DeviceSharing, ours: IpcEndpointInfo, theirs: IpcEndpointInfo
 ) -> str | None:
-    """Say why our device does not reach the peer's memory, or None."""
+    """The reason why our device can't access the peer's memory, or None."""
     return why_unreachable(ours, theirs) or sharing.why_no_access(ours.device, theirs.device)
 
 
@@ -230,22 +231,22 @@ def _map_if_live(
     attachment: bytes,
     timeout: float,
 ) -> None:
-    """Map a region, unless the peer revokes it meanwhile."""
+    """Map a region; do nothing if the peer revokes it meanwhile."""
     try:
         mappings.base(key, start, attachment)
     except (PeerLost, TransferTimeout, TransportUnavailable):
         raise
     except TransferError:
-        session.barrier(timeout)  # after it, all revocations have arrived
+        session.barrier(timeout)  # afterwards, all earlier revocations have been received
         if key in (live for live, _, _ in session.regions.items()):
             raise
 
 
 def device_index(device: str) -> int:
-    """The number in ``"cuda:1"``.
+    """The device index in a name such as ``"cuda:1"``.
 
     Raises:
-        TransportUnavailable: it is no device of CUDA.
+        TransportUnavailable: the device is not a CUDA device.
     """
     kind, _, number = device.partition(":")
     if kind != "cuda" or not (number or "0").isdigit():

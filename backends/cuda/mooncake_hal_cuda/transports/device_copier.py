@@ -1,4 +1,4 @@
-"""Copies pieces between addresses of one device or of two, on a stream of its own."""
+"""Copies pieces between addresses of one or two devices, on a separate stream."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _WIDTH = 2048
 
 @dataclass(frozen=True, slots=True)
 class CopyRoute:
-    """What lies between the two ends of a copy, and decides how it is made.
+    """The connection between the two ends of a copy, which decides how pieces are copied.
 
     Args:
-        large_bytes: pieces of this size on average are one call each: copy engines leave the
-            processors free, and take longer for a piece than the host for the call.
-        programs: of the kernel that copies smaller pieces.
+        large_bytes: mean size from which on each piece is one driver call. Copy engines leave the
+            processors free, and copying such a piece takes longer than the host takes for the call.
+        programs: largest number of programs of the kernel that copies smaller pieces.
     """
 
     large_bytes: int
@@ -34,48 +34,52 @@ class CopyRoute:
 
 
 WITHIN = CopyRoute(large_bytes=32 << 20, programs=512)
-"""One device: a megabyte takes less than a microsecond, if every processor takes part."""
+"""Within one device: a megabyte takes less than a microsecond if all processors take part."""
 BETWEEN = CopyRoute(large_bytes=8 << 20, programs=64)
-"""Two devices: enough to keep NVLink busy."""
+"""Between two devices: enough programs to saturate NVLink."""
 HOST = CopyRoute(large_bytes=256 << 10, programs=32)
-"""Pinned memory of the host, over PCIe."""
+"""To and from pinned host memory, over PCIe."""
 
 
 class SpanCopier(Protocol):
-    """Copies pieces of memory in the order of its calls. One thread at a time uses it."""
+    """Copies pieces of memory in the order of its calls. Only one thread may use it at a time."""
 
     def copy(
         self, targets: Addresses, sources: Addresses, nbytes: Addresses, route: CopyRoute
     ) -> None:
-        """Enqueue one copy per piece; ``drain``, or what ``mark`` returns, waits for them.
+        """Enqueue one copy per piece. ``drain``, or the function that ``mark`` returns, waits for
+        them.
 
         Args:
             targets, sources, nbytes: [pieces] addresses and lengths.
-            route: what lies between the two ends.
+            route: the connection between the two ends.
         """
         ...
 
     def mark(self) -> Callable[[], None]:
-        """What blocks until all that was enqueued so far has been copied; call it once."""
+        """Return a function that blocks until everything enqueued so far has been copied; it must
+        be called once."""
         ...
 
     def drain(self) -> None:
-        """Block until everything that was enqueued has been copied."""
+        """Block until everything enqueued has been copied."""
         ...
 
     def close(self) -> None:
-        """Give the stream back."""
+        """Release the stream."""
         ...
 
 
 class DeviceCopier:
-    """One stream of one device, which every call makes current in its thread: the driver refuses
-    work on a stream, and its end, in a thread that has no device.
+    """A ``SpanCopier`` with one stream of one device.
+
+    Every call makes the device current in its thread, since the driver refuses to enqueue work on a
+    stream, or to destroy it, in a thread without a current device.
 
     Args:
         driver: enqueues large pieces.
-        device: that copies; small pieces are moved by a kernel on it.
-        index: its number.
+        device: the copying device, which runs the kernel for small pieces.
+        index: index of the device.
     """
 
     def __init__(self, driver: CudaDriver, device: torch.device, index: int) -> None:
@@ -85,8 +89,8 @@ class DeviceCopier:
         driver.bind(index)
         self._stream = driver.new_stream()
         if device.type == "cuda":
-            with self._on_stream():  # which makes the device torch's, too
-                compile_copies()  # while the instance starts, and not in its first transfer
+            with self._on_stream():  # which makes the device torch's current device, too
+                compile_copies()  # while the instance starts, not in its first transfer
 
     def copy(
         self, targets: Addresses, sources: Addresses, nbytes: Addresses, route: CopyRoute
@@ -136,11 +140,11 @@ def launch_copy(
     """Launch one kernel for all pieces, on the current stream.
 
     Args:
-        device: that copies.
+        device: the device that copies.
         targets, sources, nbytes: [pieces] addresses and lengths.
-        programs: the most of them.
+        programs: largest number of programs.
     """
-    # here, since an endpoint of host memory runs where triton is not installed
+    # imported here, since an endpoint of host memory runs where triton is not installed
     from mooncake_hal_cuda.kernels.copy_kernels import copy_spans
 
     every = int(np.bitwise_or.reduce(targets | sources | nbytes))
@@ -160,7 +164,7 @@ def launch_copy(
 
 
 def compile_copies() -> None:
-    """Compile the kernel of ``launch_copy`` for the current device, in both of its forms."""
+    """Compile both specialisations of ``launch_copy``'s kernel for the current device."""
     from mooncake_hal_cuda.kernels.copy_kernels import copy_spans
 
     tables = (torch.int64, torch.int64, torch.int64, torch.int64, torch.int32)

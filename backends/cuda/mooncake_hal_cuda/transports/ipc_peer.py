@@ -1,4 +1,4 @@
-"""A cuda_ipc peer: descriptors it sends, its memory mapped here, copies to and from it."""
+"""A peer of ``cuda_ipc``: receives its descriptors, maps its memory, and copies from and to it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SEND_SECONDS = 5.0
 
 ASK_SECONDS = 10.0
 PIECE_BYTES = 256 << 20
-"""Copied between two checks of the deadline: about a millisecond on NVLink, ten on PCIe. While one
+"""Bytes copied between two checks of the deadline: about 1 ms on NVLink, 10 ms on PCIe. While one
 part is copied, the next one is prepared."""
 
 
 class DescriptorMailbox:
-    """Takes one descriptor; close it."""
+    """An abstract socket that receives one descriptor; the caller closes it."""
 
     def __init__(self) -> None:
         self.name = f"mooncake-hal-cuda-{secrets.token_hex(16)}"
@@ -53,10 +53,10 @@ class DescriptorMailbox:
         self._listener.listen(8)
 
     def receive(self, timeout: float) -> int:
-        """The descriptor; the caller closes it.
+        """Wait for the descriptor, which the caller closes.
 
         Raises:
-            TransferTimeout: none came.
+            TransferTimeout: no descriptor was received within ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
@@ -72,11 +72,12 @@ class DescriptorMailbox:
         raise TransferTimeout(f"no descriptor of the peer's memory came within {timeout:.3g} s")
 
     def close(self) -> None:
-        """Take no more."""
+        """Stop receiving."""
         self._listener.close()
 
     def _read(self, connection: socket.socket) -> int | None:
-        """The descriptor, or None for another message: any process of this host can send one."""
+        """The descriptor, or None if the message has another token: any process of this host can
+        send one."""
         try:
             token, found, _, _ = socket.recv_fds(
                 connection, TOKEN_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC
@@ -91,10 +92,10 @@ class DescriptorMailbox:
 
 
 def send_descriptor(name: str, token: bytes, descriptor: int) -> None:
-    """Put a descriptor into a mailbox; it stays open here.
+    """Send a descriptor to a mailbox; the caller's descriptor stays open.
 
     Raises:
-        PeerLost: the mailbox is gone.
+        PeerLost: the mailbox does not exist any more, or does not accept the descriptor.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sender:
         sender.settimeout(SEND_SECONDS)
@@ -106,13 +107,13 @@ def send_descriptor(name: str, token: bytes, descriptor: int) -> None:
 
 
 class PeerMappings:
-    """The peer's regions as this process sees them.
+    """The peer's regions, as mapped in this process.
 
     Args:
-        sharing: maps them, for device ``index``.
-        index: of the device that is going to copy.
-        session: to the peer, which is asked for descriptors.
-        ours, theirs: what the two endpoints publish.
+        sharing: maps the regions, for device ``index``.
+        index: index of the device that copies.
+        session: session with the peer, for requests of descriptors.
+        ours, theirs: published info of the two endpoints.
     """
 
     def __init__(
@@ -138,12 +139,13 @@ class PeerMappings:
         }
 
     def base(self, key: int, start: int, attachment: bytes) -> int:
-        """Where region ``key``, which begins at ``start`` over there, begins here.
+        """The address in this process of region ``key``, whose address in the peer is ``start``;
+        maps the region if necessary.
 
         Raises:
-            TransportUnavailable: this process can't map it.
-            PeerLost, TransferTimeout: the peer was asked for a descriptor, and did not send it.
-            TransferError: it refused; the region may have been revoked meanwhile.
+            TransportUnavailable: this process can't map the region.
+            PeerLost, TransferTimeout: the peer did not send a descriptor that it was asked for.
+            TransferError: the peer refused; the region may have been revoked meanwhile.
         """
         with self._lock:
             if key not in self._bases:
@@ -156,12 +158,12 @@ class PeerMappings:
             return self._bases[key]
 
     def has_others(self, live: set[int]) -> bool:
-        """Whether anything but the ``live`` regions is mapped."""
+        """Whether any region is mapped that is not ``live``."""
         with self._lock:
             return not self._bases.keys() <= live
 
     def forget(self, live: set[int]) -> None:
-        """Unmap all but the ``live`` regions, of which nothing is being copied."""
+        """Unmap all regions that are not ``live``; no copy from or to them may be in flight."""
         with self._lock:
             for key in self._bases.keys() - live:
                 del self._bases[key]
@@ -169,13 +171,13 @@ class PeerMappings:
                     self._mapped.pop(key).close()
 
     def close(self) -> None:
-        """Unmap everything; the owner's memory is then its own again."""
+        """Unmap all regions, so that their owner can free the memory."""
         self.forget(set())
 
     def _map(self, key: int, start: int, name: IpcRegionInfo) -> int:
         if (
             self._is_own
-        ):  # our own process: the addresses are valid as they are, if the device has access
+        ):  # in our own process the addresses are valid here, if the device has access
             if not name.ipc:
                 self._sharing.virtual.grant(start - name.offset, name.nbytes, self._index)
             return start
@@ -204,18 +206,18 @@ class PeerMappings:
         try:
             return self._sharing.virtual.open_descriptor(descriptor, name.nbytes, self._index)
         finally:
-            os.close(descriptor)  # what is mapped stays
+            os.close(descriptor)  # the mapping remains valid
 
 
 class IpcPeer(CopyingPeer[SpanCopier]):
-    """A peer whose memory is mapped here.
+    """A peer whose memory is mapped in this process.
 
     Args:
-        session: to the other end; closed with it.
+        session: session with the peer; closed with this object.
         local: our own regions.
-        worker: copies; closed with the peer.
-        mappings: of the peer's regions.
-        route: between the two devices.
+        worker: thread that copies; closed with this object.
+        mappings: mapped regions of the peer.
+        route: connection between the two devices.
     """
 
     def __init__(
@@ -241,7 +243,8 @@ class IpcPeer(CopyingPeer[SpanCopier]):
         return _until(copier.mark())
 
     def _confirm(self, spans: Spans, deadline: float) -> None:
-        """Check that the peer lives and revoked nothing: its memory stays mapped either way."""
+        """Check that the peer is alive and has not revoked the regions: its memory stays mapped
+        either way, so that a copy would not fail."""
         self._session.barrier(max(0.0, deadline - time.monotonic()))
         self._session.regions.locate(spans.remote, spans.nbytes)
 
@@ -249,11 +252,11 @@ class IpcPeer(CopyingPeer[SpanCopier]):
         self._mappings.close()
 
     def _mapped(self, part: Spans, deadline: float, copier: SpanCopier) -> Addresses:
-        """Where the remote pieces are mapped: [n]."""
+        """Addresses in this process of the remote pieces: [n]."""
         index, at = self._locate(part, deadline)
         live = set(index.keys)
         if self._mappings.has_others(live):
-            copier.drain()  # the part before this one may be in them
+            copier.drain()  # a copy of the previous part may still use them
             self._mappings.forget(live)
         used = index.touched(at)
         attachments = self._session.regions.attachments(index.keys)
@@ -268,5 +271,5 @@ class IpcPeer(CopyingPeer[SpanCopier]):
 
 
 def _until(copied: Callable[[], None]) -> InFlightPart:
-    """A part that can't be stopped: to finish and to drain both wait for it."""
+    """A part that can't be cancelled: finishing and draining both wait for its copies."""
     return InFlightPart(copied, copied)

@@ -1,4 +1,4 @@
-"""Messages between two cuda_ipc endpoints. Pure."""
+"""Messages between two ``cuda_ipc`` endpoints, and the choice of a mapping; no I/O."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ VERSION = 3
 
 
 class IpcEndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an endpoint publishes.
+    """Published info of an endpoint.
 
     Args:
         host: see ``host_identity``.
         process: random identity of the process.
         device: UUID of its device.
-        domain: NVLink domain in which its memory can be mapped, or None if on its host alone.
+        domain: NVLink domain in which its memory can be mapped; None if only on its host.
     """
 
     host: str
@@ -35,14 +35,14 @@ class IpcEndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class IpcRegionInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How a region is mapped: the handles of the allocation that it lies in.
+    """How to map a region: the handles of the allocation that contains it.
 
     Args:
-        offset: where in the allocation the region begins, in bytes.
-        nbytes: of the whole allocation.
-        ipc: its name for processes of this host, or empty.
-        fabric: its name in the NVLink domain, or empty.
-        has_descriptor: whether a descriptor of it can be asked for.
+        offset: offset of the region in the allocation, in bytes.
+        nbytes: size of the whole allocation, in bytes.
+        ipc: its IPC handle, valid on this host, or empty.
+        fabric: its fabric handle, valid in the NVLink domain, or empty.
+        has_descriptor: whether the owner sends a descriptor of it on request.
     """
 
     offset: int
@@ -61,12 +61,12 @@ class IpcRegionInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class SendDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Call: send a descriptor of the allocation around region ``key``.
+    """Request: send a descriptor of the allocation that contains region ``key``.
 
     Args:
-        key: of the region.
-        mailbox: the abstract socket of the caller that takes it.
-        token: to send with it.
+        key: key of the region.
+        mailbox: name of the requester's abstract socket that receives the descriptor.
+        token: secret to send with the descriptor.
     """
 
     key: int
@@ -76,27 +76,28 @@ class SendDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 @cache
 def process_identity() -> bytes:
-    """Random identity of this process; a handle can't be opened where it was made."""
+    """Random identity of this process. It is compared because a process can't open its own IPC
+    handles."""
     return secrets.token_bytes(16)
 
 
 def own_endpoint_info(device: bytes, domain: NvlinkDomain | None) -> IpcEndpointInfo:
-    """What an endpoint of this process publishes, on the device of that UUID."""
+    """The published info of an endpoint of this process, on the device with this UUID."""
     return IpcEndpointInfo(host_identity(), process_identity(), device, domain)
 
 
 def decode_endpoint(data: bytes) -> IpcEndpointInfo:
-    """Read what a peer published; raises PeerLost if it is something else."""
+    """Decode a peer's endpoint info; raises PeerLost if it is malformed."""
     return decode(data, IpcEndpointInfo)
 
 
 def decode_region(data: bytes) -> IpcRegionInfo:
-    """Read a region's name; raises PeerLost if it is none."""
+    """Decode a region's handles; raises PeerLost if they are malformed."""
     return decode(data, IpcRegionInfo)
 
 
 def decode_call(payload: bytes) -> SendDescriptor:
-    """Read a call; raises TransferError if it is none."""
+    """Decode a request; raises TransferError if it is malformed."""
     try:
         return msgspec.msgpack.decode(payload, type=SendDescriptor)
     except UNREADABLE as exc:
@@ -104,7 +105,7 @@ def decode_call(payload: bytes) -> SendDescriptor:
 
 
 def why_unreachable(ours: IpcEndpointInfo, theirs: IpcEndpointInfo) -> str | None:
-    """Say why one process can't map the other's memory, or None."""
+    """The reason why one process can't map the other's memory, or None."""
     if ours.host == theirs.host:
         return None
     apart = "they are on different hosts or in different network namespaces"
@@ -117,7 +118,7 @@ def why_unreachable(ours: IpcEndpointInfo, theirs: IpcEndpointInfo) -> str | Non
 
 
 def mapping_kind(name: IpcRegionInfo, *, is_same_host: bool) -> MemoryKind:
-    """How to map a region: the way that needs the least of the system.
+    """Choose how to map a region: by the handle with the fewest system requirements.
 
     Raises:
         TransportUnavailable: none of its handles is valid on this host.
