@@ -1,5 +1,5 @@
-"""The engine for asyncio: a core on a thread or in a process of its own, and a stream of updates
-per request."""
+"""The asyncio interface of the engine, which the API server uses: it runs a core on a thread, or
+connects to one in another process, and delivers each request's updates to its event loop."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _FIGURES_TIMEOUT_S = 0.5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stream:
-    """Where a request's updates go: to a call in its consumer's event loop."""
+    """Destination of a request's updates: a callback in its consumer's event loop."""
 
     loop: asyncio.AbstractEventLoop
     on_update: OnUpdate
@@ -57,13 +57,14 @@ _Batch = list[tuple[OnUpdate, TokenUpdate | EngineDead]]
 
 
 class AsyncEngine:
-    """Requests in, updates out; the core's steps and the caller's loop never wait for each other.
+    """Submits requests to a core and dispatches their updates. The core's steps and the caller's
+    event loop never block each other.
 
     Args:
-        core: of this process or of another; it is closed with this object.
-        info: what is known about it.
-        config: what it was made from.
-        counts: where it says how many requests are in it; other API workers have their own.
+        core: core of this process, or connection to one in another; closed with this object.
+        info: static facts about the engine.
+        config: the engine's config.
+        counts: request counts shared with the other API workers; None without any.
     """
 
     def __init__(
@@ -92,14 +93,14 @@ class AsyncEngine:
     def start(
         cls, config: EngineConfig, on_progress: Callable[[str, float], None] | None = None
     ) -> AsyncEngine:
-        """Load a model and begin to serve it; blocks until that is done.
+        """Load a model and start the engine; blocks until it is ready.
 
         Args:
-            config: what to load.
-            on_progress: called with the stage and the fraction of it that is done.
+            config: the engine's config.
+            on_progress: called with the stage of loading and the fraction of it that is done.
 
         Raises:
-            ConfigError, CheckpointError: it can't be set up as asked.
+            ConfigError, CheckpointError: the engine can't be set up as configured.
         """
 
         def report(progress: LoadProgress) -> None:
@@ -120,19 +121,19 @@ class AsyncEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What is known about the engine."""
+        """Static facts about the engine."""
         return self._info
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenUpdate, None]:
-        """Serve a request; ends after the update that says ``finish``.
+        """Serve a request and yield its updates; ends after the update with ``finish``.
 
-        Closing the iterator early aborts the request. The updates carry an id of our own minting,
-        under which ``abort`` knows what is left of the request.
+        Closing the iterator early aborts the request. The updates carry an id that the engine
+        generates; ``abort`` takes that id, also for KV that is still held for a peer.
 
         Raises:
-            InvalidRequest: it can't be served.
-            Overloaded: too many requests wait already.
-            EngineDead, EngineStalled: the engine died, or is about to be taken for dead.
+            InvalidRequest: the engine can't serve the request.
+            Overloaded: too many requests are running and waiting.
+            EngineDead, EngineStalled: the engine died, or a step seems to hang.
         """
         updates: asyncio.Queue[TokenUpdate | EngineDead] = asyncio.Queue()
         name = await self.submit(request, updates.put_nowait)
@@ -148,8 +149,8 @@ class AsyncEngine:
             self.leave(name)
 
     async def submit(self, request: EngineRequest, on_update: OnUpdate) -> str:
-        """Begin to serve a request, whose updates go to ``on_update`` in the caller's event loop;
-        see ``EngineClient``."""
+        """Submit a request; ``on_update`` receives its updates in the caller's event loop. See
+        ``EngineClient``."""
         check_request(request, self._info, self._mode)
         self.check_ready()
         minted = replace(request, request_id=f"{request.request_id}-{secrets.token_hex(4)}")
@@ -165,7 +166,7 @@ class AsyncEngine:
         return minted.request_id
 
     def leave(self, name: str) -> None:
-        """No update of a request is wanted any more: it is aborted unless it has ended."""
+        """Stop delivering a request's updates; it is aborted unless it has ended."""
         with self._lock:
             is_live = self._streams.pop(name, None) is not None
             self._count()
@@ -173,15 +174,15 @@ class AsyncEngine:
             self.abort(name)
 
     def abort(self, request_id: str) -> None:
-        """End a request, or give up the KV that is held for a peer. Idempotent; any thread.
+        """End a request, or stop holding its KV for a peer. Idempotent; any thread.
 
         Args:
-            request_id: as its updates or ``remote_request_id`` name it.
+            request_id: id from the request's updates, or from ``remote_request_id``.
         """
         self._core.post(AbortRequest(request_id))
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget the KV of finished prompts; refused, with False, while any block is in use.
+        """Drop all cached prefixes. Returns False, and drops nothing, while any block is in use.
 
         Raises:
             EngineDead: the engine died.
@@ -189,36 +190,36 @@ class AsyncEngine:
         return await self._ask(ResetPrefixCache)
 
     async def refresh(self) -> None:
-        """Have ``stats`` show what is so now, if the core says it soon."""
+        """Bring ``stats`` up to date, if the core replies within ``_FIGURES_TIMEOUT_S``."""
         if self._core.figures_lag:
             with suppress(asyncio.TimeoutError, EngineDead):
                 await asyncio.wait_for(self._ask(ReadFigures), _FIGURES_TIMEOUT_S)
 
     def stats(self) -> EngineStats:
-        """A snapshot for metrics. Any thread."""
+        """Returns a snapshot for metrics. Any thread."""
         return self._core.stats()
 
     def pairing(self) -> CompatibilityReport | None:
-        """Whom it can't exchange KV with; None if it works alone. Any thread."""
+        """Returns the peers it can't exchange KV with; None without a connector. Any thread."""
         return self._core.pairing()
 
     def kv_event_endpoints(self) -> KVEventEndpoints | None:
-        """Where it publishes which blocks it holds; None if it does not. Any thread."""
+        """Returns the endpoints of its KV events; None if it publishes none. Any thread."""
         return self._core.kv_event_endpoints()
 
     def topology(self) -> Topology | None:
-        """Where peers reach this instance; None if it works alone. Any thread."""
+        """Returns where peers reach this instance; None without a connector. Any thread."""
         return self._core.topology()
 
     def check_health(self) -> None:
-        """Raise EngineDead, with the first cause, if the core has died."""
+        """Raise EngineDead, with its first cause, if the core has died."""
         failure = self._failure
         if failure is not None:
             raise type(failure)(str(failure)) from failure.__cause__
 
     def check_ready(self) -> None:
-        """Raise if requests should go elsewhere: EngineDead, or EngineStalled while a step takes
-        half of the time after which it is given up."""
+        """Raise if requests should go to another instance: EngineDead if the core has died,
+        EngineStalled if a step has been running for more than half of its timeout."""
         self.check_health()
         watch = self._core.watch
         if watch.has_stalled():
@@ -228,16 +229,16 @@ class AsyncEngine:
             )
 
     def close(self) -> None:
-        """Stop the core and free everything; requests in flight fail. Idempotent."""
+        """Stop the core and release its resources; live requests fail. Idempotent."""
         self._is_stopping = True
         self._core.post(Wake())
         self._thread.join(CLOSE_TIMEOUT_S)
         self._watchdog.close()
 
     async def _ask(self, command: Callable[[Callable[[bool], None]], Command]) -> bool:
-        """Post a command that is replied to, and wait for the reply."""
+        """Post a command and wait for its reply."""
         answer: Future[bool] = Future()
-        answer.set_running_or_notify_cancel()  # the core replies to callers that left, too
+        answer.set_running_or_notify_cancel()  # the core also replies to callers that have left
         with self._lock:
             self._asked.add(answer)
         try:
@@ -249,14 +250,14 @@ class AsyncEngine:
                 self._asked.discard(answer)
 
     def check_room(self, num_requests: int) -> None:
-        """Check that so many may run or wait beside those that do. Any thread.
+        """Check that the engine can take ``num_requests`` more requests. Any thread.
 
-        A client that asks for many answers at once asks this first: what has no room whole must not
-        take the room of others until its last part is refused.
+        To be called before a client's request for several answers is submitted: one that does not
+        fit as a whole must not displace others until its last part is rejected.
 
         Raises:
-            InvalidRequest: they are more than there is ever room for.
-            Overloaded: there is no room now.
+            InvalidRequest: the engine can never take that many at once.
+            Overloaded: it can't take them now.
         """
         limit = self._limit
         if num_requests > limit:
@@ -276,15 +277,15 @@ class AsyncEngine:
             raise Overloaded(f"{num_live} requests run or wait already; try again later")
 
     def _count(self) -> None:
-        """Let other workers know; with the lock."""
+        """Publish the number of live requests to the other workers. The caller holds the lock."""
         self._counts.set_in_engine(len(self._streams))
 
     def _open(self, request_id: str, on_update: OnUpdate) -> None:
         stream = _Stream(asyncio.get_running_loop(), on_update)
         with self._lock:
-            self.check_health()  # who is here when the engine dies is told
+            self.check_health()  # under the lock: ``fail`` notifies every stream that is open
             self._streams[request_id] = stream
-            self._count()  # before looking: of two workers that do this at once, one sees the other
+            self._count()  # before the check, so that of two concurrent workers one sees the other
             try:
                 self._check_sum(self._counts.num_in_engine - 1, 1)
             except Overloaded:
@@ -293,12 +294,12 @@ class AsyncEngine:
                 raise
 
     def _run(self) -> None:
-        """Top of the core's thread: whatever ends it reaches every request and the health check."""
+        """Main of the core's thread. Its failure is reported to all requests and health checks."""
         try:
             while not self._is_stopping:
                 self._publish(self._core.step())
             self.fail(EngineDead("the engine was shut down"))
-        except Exception as exc:  # stored, and raised to every request
+        except Exception as exc:  # stored, and raised in every request
             logger.critical("the engine died: %s", exc, exc_info=exc)
             dead = exc if isinstance(exc, EngineDead) else EngineDead(f"the engine died: {exc!r}")
             if dead is not exc:
@@ -309,11 +310,11 @@ class AsyncEngine:
             self._core.close()
 
     def _give_up(self) -> None:
-        """A step has not returned in time; the watchdog's thread."""
+        """Give up a step that has timed out. Called on the watchdog's thread."""
         self.fail(self._core.abandon_step())
 
     def _publish(self, updates: list[TokenUpdate]) -> None:
-        """Hand a step's updates to their streams, with one call per event loop."""
+        """Deliver a step's updates to their streams, with one call per event loop."""
         if not updates:
             return
         batches: defaultdict[asyncio.AbstractEventLoop, _Batch] = defaultdict(list)
@@ -323,7 +324,7 @@ class AsyncEngine:
                 stream = self._streams.get(update.request_id)
                 if stream is None:
                     continue
-                if stream.loop is not loop:  # mostly it is the same for all
+                if stream.loop is not loop:  # usually all streams share one loop
                     loop = stream.loop
                     batch = batches[loop]
                 batch.append((stream.on_update, update))
@@ -334,7 +335,7 @@ class AsyncEngine:
             _call(loop, batch)
 
     def fail(self, failure: EngineDead) -> None:
-        """Tell every request, and the health check, what the engine died of. Any thread."""
+        """Report why the engine died to all requests and health checks. Any thread."""
         with self._lock:
             self._failure = self._failure or failure
             streams = list(self._streams.values())
@@ -346,8 +347,8 @@ class AsyncEngine:
 
 
 def is_core_apart(config: EngineConfig) -> bool:
-    """Whether the core has a process of its own; a host that computes by itself has no cores to
-    spare for a second interpreter."""
+    """Whether the core runs in a process of its own. By default it does not on a CPU backend, which
+    has no cores to spare for a second interpreter."""
     if config.core_process is not None:
         return config.core_process
     return bool(Registry.discover().device_type(config.backend))
@@ -356,7 +357,7 @@ def is_core_apart(config: EngineConfig) -> bool:
 def _call(loop: asyncio.AbstractEventLoop, batch: _Batch) -> None:
     try:
         loop.call_soon_threadsafe(_deliver, batch)
-    except RuntimeError:  # the consumer's loop is closed: its requests are gone
+    except RuntimeError:  # the consumer's event loop is closed, and with it its requests
         logger.debug("dropped %d updates of a closed event loop", len(batch))
 
 

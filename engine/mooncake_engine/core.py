@@ -1,7 +1,7 @@
-"""The engine's core: one step after another, and everything that may happen between two of them.
+"""The engine core: plans and runs one step after another, and handles commands between steps.
 
-One thread owns a core. Others talk to it through ``post``; it never does I/O itself: KV and
-control messages travel on the connector's threads, HTTP on the server's.
+One thread owns a core; other threads send it commands through ``post``. The core does no I/O
+itself: KV and control messages travel on the connector's threads, HTTP on the server's.
 """
 
 from __future__ import annotations
@@ -49,25 +49,29 @@ from mooncake_kv.pool.pool_events import PoolEvent
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5
-"""How long an idle core sleeps before it looks at deadlines again."""
+"""Seconds that an idle core waits for commands before it checks deadlines again."""
 
 BLOCKED_WAIT_S = 0.02
-"""The same while requests wait for memory that a peer has yet to give back."""
+"""The same while requests wait, but none can run: for example, until a peer releases blocks."""
 
 
 class EngineCore:
-    """Scheduler, executor and connector, in step.
+    """Drives the scheduler, the executor and the connector of one data-parallel rank.
+
+    ``AsyncEngine`` or a core process owns it; with several data-parallel ranks a
+    ``DataParallelCore`` does.
 
     Args:
-        scheduler: decides.
-        executor: runs the model.
-        connector: moves KV; None for an instance that works alone.
-        clock: seconds, monotonic.
-        steps_in_flight: how many steps may be planned and not complete: while one runs, the next
-            ones are scheduled.
-        seed: fixes the seeds of requests that bring none; None draws them from the system.
-        watch: told when steps begin and end.
-        block_bytes: of one KV block, on all ranks together.
+        scheduler: plans the steps.
+        executor: runs the model on the ranks.
+        connector: moves KV between instances; None without disaggregation.
+        clock: monotonic clock, in seconds.
+        steps_in_flight: maximum number of steps in flight: while one runs, the next ones are
+            scheduled.
+        seed: seed from which requests without a seed of their own get theirs; None uses system
+            entropy.
+        watch: watchdog state, updated when steps begin and end.
+        block_bytes: bytes of one KV block, on all ranks together.
     """
 
     figures_lag = False
@@ -102,14 +106,14 @@ class EngineCore:
 
     @property
     def post(self) -> Callable[[Command], None]:
-        """Hand the core something to act on before its next step. Any thread."""
+        """Queues a command for the core to handle before its next step. Any thread."""
         return self._inbox.put
 
     def step(self) -> list[TokenUpdate]:
-        """Take in what was posted, have one step run, and tell what happened to whom: in this step,
-        or in an earlier one, if several are in flight.
+        """Handle the posted commands, launch the next step, and return the updates of requests.
 
-        Blocks, for a short while at most, when there is nothing to run.
+        If several steps may be in flight, the updates may stem from an earlier step. Blocks for at
+        most ``IDLE_WAIT_S`` if there is nothing to run.
 
         Raises:
             EngineDead: a rank or a background task died.
@@ -123,20 +127,20 @@ class EngineCore:
 
     @property
     def compiles_grammars(self) -> bool:
-        """Whether ``PrepareGrammar`` is to come before a request with a grammar. Any thread."""
+        """Whether ``PrepareGrammar`` must precede a request with a grammar. Any thread."""
         return self._executor.compiles_grammars
 
     def abandon_step(self) -> EngineDead:
-        """The current step has taken too long: log where it hangs, and have it fail where that can
-        be done. Any thread.
+        """Give up the current step, which has timed out: log where it hangs, and make it fail if
+        the executor can. Any thread.
 
         Returns:
-            What to tell everybody.
+            The error to report to all requests.
         """
         return self.abandon(self.watch.why_stuck(), self._thread)
 
     def abandon(self, reason: str, thread: int) -> EngineDead:
-        """The same, of a step for a reason that hangs in a thread."""
+        """Give up a step for ``reason``, and log the stack of the thread in which it hangs."""
         frame = sys._current_frames().get(thread)
         where = "".join(traceback.format_stack(frame)) if frame else "its thread is gone"
         dead = self._executor.abandon(reason)
@@ -158,8 +162,8 @@ class EngineCore:
         return self._scheduler.schedule()
 
     def launch(self, plan: StepPlan, expert_round: ExpertRound | None = None) -> bool:
-        """Have the ranks run a step, unless its plan is empty and it takes part in no round; tells
-        whether they do."""
+        """Have the ranks run a step, unless its plan is empty and it is part of no expert round.
+        Returns whether they run it."""
         if plan.is_empty and expert_round is None:
             return False
         sent = plan if expert_round is None else replace(plan, expert_round=expert_round)
@@ -169,19 +173,19 @@ class EngineCore:
         return True
 
     def must_wait(self, *, is_launched: bool) -> bool:
-        """Whether the next thing to do is to wait for the oldest step: no more may be in flight, or
+        """Whether to wait for the oldest step next: the maximum number of steps is in flight, or
         the last plan was not launched."""
         is_full = len(self._in_flight) == self._steps_in_flight
         return bool(self._in_flight) and (is_full or not is_launched)
 
     @property
     def answers(self) -> Sequence[Connection]:
-        """As ``Executor.answers``."""
+        """The executor's connections that become readable when its ranks report a step."""
         return self._executor.answers
 
     def conclude(self, plan: StepPlan, *, is_launched: bool) -> list[TokenUpdate]:
-        """What happened to whom, after ``plan`` was the last one. Waits for the oldest step if it
-        must."""
+        """Finish the iteration that planned ``plan``: wait for the oldest step if necessary, and
+        return the updates of requests."""
         if self.must_wait(is_launched=is_launched):
             oldest, pending = self._in_flight.popleft()
             updates = self._scheduler.update(oldest, pending.result(), self._clock())
@@ -194,16 +198,16 @@ class EngineCore:
         return updates
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the KV of finished prompts; refused, with False, while any block is in use. Only
-        from the core's thread; others post ``ResetPrefixCache``."""
+        """Drop all cached prefixes. Returns False, and drops nothing, while any block is in use.
+        The core's thread only; other threads post ``ResetPrefixCache``."""
         return self._scheduler.reset_prefix_cache()
 
     def check_integrity(self) -> None:
-        """Prove that no block is lost or owned twice; only from the core's thread."""
+        """Prove that no block is lost or owned twice. The core's thread only."""
         self._scheduler.check_integrity()
 
     def stats(self) -> EngineStats:
-        """A snapshot, from any thread; its figures may be one step apart."""
+        """Returns a snapshot, whose figures may be one step apart. Any thread."""
         blocks, pool = self._scheduler.blocks, self._scheduler.chunk_pool
         return EngineStats(
             num_running=self._scheduler.num_running,
@@ -231,20 +235,20 @@ class EngineCore:
         )
 
     def pairing(self) -> CompatibilityReport | None:
-        """Whom it can't exchange KV with; None if it works alone. Any thread."""
+        """Returns the peers it can't exchange KV with; None without a connector. Any thread."""
         return None if self._connector is None else self._connector.compatibility()
 
     def kv_event_endpoints(self) -> KVEventEndpoints | None:
-        """Where it publishes which blocks it holds; None if it does not. Any thread."""
+        """Returns the endpoints of its KV events; None if it publishes none. Any thread."""
         events = self._scheduler.blocks.events
         return None if events is None else events.endpoints
 
     def topology(self) -> Topology | None:
-        """Where peers reach this instance; None if it works alone. Any thread."""
+        """Returns where peers reach this instance; None without a connector. Any thread."""
         return None if self._connector is None else self._connector.topology()
 
     def close(self) -> None:
-        """End the connector, then the ranks, whose memory it uses. Idempotent."""
+        """Close the connector, then the ranks, whose memory the connector uses. Idempotent."""
         try:
             self.disconnect()
         finally:
@@ -253,7 +257,7 @@ class EngineCore:
                 pool.close()
 
     def disconnect(self) -> None:
-        """End what talks to others; the ranks are there yet. Idempotent."""
+        """Close the connections to other instances; the ranks stay open. Idempotent."""
         if self._connector is not None:
             self._connector.close()
         if (pool := self._scheduler.chunk_pool) is not None:
@@ -262,7 +266,7 @@ class EngineCore:
             events.close()
 
     def _take_in(self) -> None:
-        """Act on everything posted; wait for the first of it if there is nothing to run."""
+        """Handle all posted commands; wait for the first one if there is nothing to run."""
         try:
             self.act(self._inbox.get(timeout=self.patience_s))
             while True:
@@ -272,7 +276,7 @@ class EngineCore:
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for something to act on before the next step."""
+        """Seconds to wait for a command before the next step."""
         if self._in_flight:
             return 0.0
         if not self._scheduler.has_work:
@@ -280,7 +284,7 @@ class EngineCore:
         return BLOCKED_WAIT_S if self._is_blocked else 0.0
 
     def act(self, command: Command) -> None:
-        """Act on something posted; only from the core's thread."""
+        """Handle a command. The core's thread only."""
         if isinstance(command, AddRequest):
             self.add(new_request(command.request, self._seeds, self._clock()))
         elif isinstance(command, AbortRequest):
@@ -304,16 +308,16 @@ class EngineCore:
             self._scheduler.take_pool_event(command)
 
     def count_cached(self, request: Request) -> int:
-        """How many tokens of a new request's prompt need no computing here."""
+        """Returns how many tokens of a new request's prompt are in this core's prefix cache."""
         return self._scheduler.blocks.count_cached(request, request.num_prompt_tokens - 1)
 
     def add(self, request: Request) -> None:
-        """Take a request in; only from the core's thread."""
+        """Add a request to the scheduler. The core's thread only."""
         self._num_prompt_tokens += request.num_prompt_tokens
         self._scheduler.add(request)
 
 
 def new_request(spec: EngineRequest, seeds: random.Random, now: float) -> Request:
-    """A request for a scheduler; ``seeds`` gives it one if it brings none."""
+    """Returns a request for the scheduler; ``seeds`` provides its seed if the spec has none."""
     seed = spec.sampling.seed
     return Request(spec, seeds.getrandbits(64) if seed is None else seed, now)

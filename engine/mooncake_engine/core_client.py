@@ -1,12 +1,12 @@
-"""A core in a process of its own, as this one sees it: what is said both ways, and how it ends.
+"""Client side of an engine core that runs in a process of its own: connection, start and shutdown.
 
-HTTP, tokenising and streaming in one interpreter and the scheduler in another: neither's steps wait
-for the other's lock (vLLM and SGLang are built so, too). ``CoreConnection`` has the methods of
-``EngineCore`` that ``AsyncEngine`` calls, so that it does not know which of them it runs;
-``CoreClient`` also starts the process. API workers beside it have connections of their own.
+HTTP, tokenising and streaming run in one interpreter and the scheduler in another, so that neither
+waits for the other's GIL (vLLM and SGLang do the same). ``CoreConnection`` implements the methods
+of ``EngineCore`` that ``AsyncEngine`` calls, so that ``AsyncEngine`` works with either.
+``CoreClient`` also starts the process. Each API worker beside it has a connection of its own.
 
-A connection carries pickles: both ends are this program, one started by the other. Updates, of
-which there is one per token, travel as msgpack, at a fifth of the time.
+A connection carries pickles, since both ends are this program, one started by the other. Updates,
+of which there is one per token, travel as msgpack, which takes a fifth of the time.
 """
 
 from __future__ import annotations
@@ -59,20 +59,23 @@ from mooncake_kv.connector import CompatibilityReport, Topology
 from mooncake_kv.kv_events import KVEventEndpoints
 
 _PATIENCE_S = 0.1
-"""How long a step waits for updates."""
+"""Seconds that a step waits for updates."""
 _WATCHED_TIMES = 1.25
-"""So many times longer than the core's own watchdog waits, who knows more of what hangs."""
+"""Timeout of steps here, as a multiple of the core's own. The core's watchdog comes first, because
+it knows more about what hangs."""
 _END_TIMEOUT_S = 8.0
+"""Seconds that the core's process has to exit before it is killed."""
 _DUMP_S = 2.0
+"""Seconds that a hung core's process has to dump its stacks before it is killed."""
 _START_ERRORS = (PortTaken, ConfigError, CheckpointError)
 
 
 def no_reply(_value: bool) -> None:
-    """Stands for a reply that is wanted in another process."""
+    """Placeholder for a reply callback that stays in the process that asked."""
 
 
 def error_of(failed: Failed) -> EngineError:
-    """What another process failed with, to be raised here."""
+    """Returns the error to raise here for a failure in another process."""
     for kind in _START_ERRORS:
         if kind.__name__ == failed.kind:
             return kind(failed.reason)
@@ -80,23 +83,23 @@ def error_of(failed: Failed) -> EngineError:
 
 
 def watch_from(config: EngineConfig, state: int) -> StepWatch:
-    """How a process beside the core's watches its steps.
+    """Returns the watchdog state with which another process watches the core's steps.
 
     Args:
-        config: of the instance.
-        state: descriptor of the memory that all of them share.
+        config: the instance's config.
+        state: file descriptor of the shared memory with the state.
     """
     timeout_s = config.step_timeout_s * _WATCHED_TIMES
     return StepWatch(timeout_s, mmap.mmap(state, STATE_BYTES))
 
 
 class CoreConnection:
-    """Speaks for a core of another process.
+    """A connection to a core in another process, with the methods of ``EngineCore``.
 
     Args:
-        connection: to it.
-        watch: of its steps.
-        why_gone: says why the connection has ended; it may wait for that.
+        connection: connection to the core's process.
+        watch: watchdog state of the core's steps.
+        why_gone: returns the reason once the connection has ended; may block to find it out.
     """
 
     figures_lag = True
@@ -108,7 +111,7 @@ class CoreConnection:
         self.compiles_grammars = False
         self._connection = connection
         self._why_gone = why_gone
-        self._readable = select.poll()  # the connection's own makes a selector each time
+        self._readable = select.poll()  # Connection.poll creates a selector per call
         self._readable.register(connection.fileno(), select.POLLIN)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -116,12 +119,12 @@ class CoreConnection:
         self._report = Report(EngineStats(), None, None, None)
 
     def note_started(self, started: Started) -> None:
-        """The core is ready to step."""
+        """Store what the core reported when it became ready."""
         self.compiles_grammars = started.compiles_grammars
         self._report = started.report
 
     def step(self) -> list[TokenUpdate]:
-        """The next updates; [] after a while without any.
+        """Returns the next updates; [] if none arrive within ``_PATIENCE_S``.
 
         Raises:
             EngineDead: the core died.
@@ -138,9 +141,9 @@ class CoreConnection:
         return []
 
     def post(self, command: Command) -> None:
-        """As ``EngineCore.post``. Any thread; a core that is gone shows in ``step``."""
+        """Send a command to the core. Any thread. If the core is gone, ``step`` raises that."""
         if isinstance(command, Wake):
-            return  # ``step`` never sleeps for long
+            return  # ``step`` never waits for long
         if isinstance(command, (ResetPrefixCache, PrepareGrammar, ReadFigures)):
             number = next(self._numbers)
             self._replies[number] = command.reply
@@ -149,27 +152,23 @@ class CoreConnection:
             self._send(command)
 
     def stats(self) -> EngineStats:
-        """As ``EngineCore.stats``."""
         return self._report.stats
 
     def pairing(self) -> CompatibilityReport | None:
-        """As ``EngineCore.pairing``."""
         return self._report.pairing
 
     def topology(self) -> Topology | None:
-        """As ``EngineCore.topology``."""
         return self._report.topology
 
     def kv_event_endpoints(self) -> KVEventEndpoints | None:
-        """As ``EngineCore.kv_event_endpoints``."""
         return self._report.kv_event_endpoints
 
     def abandon_step(self) -> EngineDead:
-        """As ``EngineCore.abandon_step``; ending the core is for whoever started it."""
+        """Returns the error to report; the process that started the core terminates it."""
         return EngineDead(f"{self.watch.why_stuck()}; the core's process was ended")
 
     def close(self) -> None:
-        """Nothing more is asked of the core, which goes on. Idempotent."""
+        """Close the connection; the core keeps running. Idempotent."""
         with self._lock:
             self._connection.close()
 
@@ -178,11 +177,11 @@ class CoreConnection:
         try:
             with self._lock:
                 self._connection.send_bytes(encoded)
-        except OSError:  # it has ended, or we have closed: ``step`` says so
+        except OSError:  # the core has ended, or the connection is closed; ``step`` raises that
             return
 
     def _receive(self) -> Message | list[TokenUpdate]:
-        """The next message; one that the core ends with is raised."""
+        """Returns the next message; raises the core's failure if it has reported one."""
         try:
             encoded = self._connection.recv_bytes()
         except (EOFError, OSError):
@@ -196,11 +195,15 @@ class CoreConnection:
 
 
 class CoreClient(CoreConnection):
-    """Starts a core's process and speaks for it.
+    """Starts and owns a core's process, and connects to it.
 
     Args:
-        config: what it loads.
-        num_workers: how many other processes are to have a connection to it.
+        config: the engine's config.
+        num_workers: number of API workers that get a connection of their own.
+
+    Attributes:
+        state: file descriptor of the memory with the watchdog state.
+        for_workers: connections for the API workers.
     """
 
     def __init__(self, config: EngineConfig, num_workers: int = 0) -> None:
@@ -222,11 +225,11 @@ class CoreClient(CoreConnection):
 
     @property
     def pid(self) -> int:
-        """Of the core's process."""
+        """Process id of the core."""
         return self._process.pid
 
     def fileno(self) -> int:
-        """Readable when ``step`` has something to do."""
+        """Returns a descriptor that is readable when ``step`` has a message to process."""
         return self._connection.fileno()
 
     def wait_started(
@@ -235,12 +238,12 @@ class CoreClient(CoreConnection):
         """Block until the core is ready to step.
 
         Args:
-            progress: told while weights are read.
-            meanwhile: called some times a second; what it raises ends the waiting.
+            progress: called while weights are loaded.
+            meanwhile: called several times a second; an exception that it raises ends the wait.
 
         Raises:
-            ConfigError, CheckpointError: it can't be set up as asked.
-            EngineDead: its process ended.
+            ConfigError, CheckpointError: the engine can't be set up as configured.
+            EngineDead: the core's process exited.
         """
         while True:
             if meanwhile is not None:
@@ -255,16 +258,15 @@ class CoreClient(CoreConnection):
                 progress(message)
 
     def abandon_step(self) -> EngineDead:
-        """As ``EngineCore.abandon_step``, of a core whose own watchdog does not run either, as a
-        thread holds its interpreter's lock: its process writes where its threads stand, and is
-        killed. Any thread."""
+        """Have the process dump its threads' stacks, and kill it: its own watchdog does not run
+        either, for example because a thread holds the GIL. Any thread."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGABRT)
             self._await_end(_DUMP_S)
         return super().abandon_step()
 
     def close(self) -> None:
-        """Have the core end, and wait for it. Idempotent."""
+        """Stop the core's process and wait for it to exit. Idempotent."""
         if self._process.poll() is None:
             self._send(Stop())
             deadline = time.monotonic() + _END_TIMEOUT_S
@@ -281,7 +283,7 @@ class CoreClient(CoreConnection):
         return EngineDead(f"the core's process {end}; its log says why")
 
     def _discard(self) -> None:
-        """Read on while the core ends: what it still says must not keep it from ending."""
+        """Read and drop a message while the core shuts down, so that its sends don't block."""
         try:
             if self._connection.poll(_PATIENCE_S):
                 self._connection.recv_bytes()

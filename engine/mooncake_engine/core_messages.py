@@ -1,5 +1,4 @@
-"""What is said to a core and by it: commands, and the messages between its process and those that
-serve requests."""
+"""Commands to an engine core, and the messages between its process and the API processes."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.pool.pool_events import PoolEvent
 
 UPDATES = 0
-"""First byte of a message that is a msgpack list of updates; of any other it is ``OTHER``."""
+"""First byte of a message that is a msgpack list of updates; ``OTHER`` marks pickled messages."""
 OTHER = 1
 
 encode_updates = msgspec.msgpack.Encoder().encode
@@ -29,30 +28,30 @@ decode_updates = msgspec.msgpack.Decoder(list[TokenUpdate]).decode
 
 @dataclass(frozen=True, slots=True)
 class AddRequest:
-    """A request to serve; it has been checked against the engine's limits."""
+    """Serve a request, which has been checked against the engine's limits."""
 
     request: EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """A request to end, or a lease to give up."""
+    """End a request, or release the lease of a finished one."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
-    """Forget the KV of finished prompts; ``reply`` hears, on the core's thread, whether it was
-    done."""
+    """Drop all cached prefixes; ``reply`` is called on the core's thread, with False if a block was
+    in use and nothing was dropped."""
 
     reply: Callable[[bool], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareGrammar:
-    """Have the ranks compile a grammar before its request is added; ``reply`` hears, on any thread,
-    that they have."""
+    """Have the ranks compile a grammar before its request is added; ``reply`` is called, on any
+    thread, when they have."""
 
     grammar: Grammar
     reply: Callable[[bool], None]
@@ -60,15 +59,15 @@ class PrepareGrammar:
 
 @dataclass(frozen=True, slots=True)
 class ReadFigures:
-    """Have ``stats`` and the like show what is so now; ``reply`` hears that they do. Only for a
-    core whose ``figures_lag``."""
+    """Refresh ``stats`` and the other figures of a core whose ``figures_lag``; ``reply`` is called
+    once they are current."""
 
     reply: Callable[[bool], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Nothing to do but to look again."""
+    """Wake a waiting core, so that it checks its state again."""
 
 
 Command = (
@@ -84,14 +83,15 @@ Command = (
 
 
 class Core(Protocol):
-    """A core as ``AsyncEngine`` drives it: an ``EngineCore``, whose methods these are, or a
-    ``CoreConnection`` for one in a process of its own."""
+    """A core as ``AsyncEngine`` drives it; ``EngineCore`` documents the methods. Implemented by
+    ``EngineCore``, ``DataParallelCore``, and ``CoreConnection`` for a core in another process."""
 
     watch: StepWatch
 
     @property
     def figures_lag(self) -> bool:
-        """Whether ``stats`` and the like are some time old."""
+        """Whether ``stats`` and the other figures may be out of date, as reports of another process
+        are."""
 
     @property
     def post(self) -> Callable[[Command], None]: ...
@@ -116,11 +116,11 @@ class Core(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far loading is; in bytes of this rank's share.
+    """Progress of loading the weights of one rank.
 
     Args:
-        loaded_bytes: read so far.
-        total_bytes: to read.
+        loaded_bytes: bytes read so far.
+        total_bytes: bytes to read in all.
     """
 
     loaded_bytes: int
@@ -128,7 +128,7 @@ class LoadProgress:
 
     @property
     def fraction(self) -> float:
-        """From 0 to 1."""
+        """The fraction that is loaded, 0 to 1."""
         return self.loaded_bytes / self.total_bytes if self.total_bytes else 1.0
 
 
@@ -137,11 +137,11 @@ ProgressHandler = Callable[[LoadProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """First message to the core.
+    """First message to a core process.
 
     Args:
-        config: what to load.
-        log: how it looks; it goes to the same standard error.
+        config: the engine's config.
+        log: format and level of its log, which goes to the same standard error.
     """
 
     config: EngineConfig
@@ -150,7 +150,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A command whose reply is wanted; ``Reply`` has the number."""
+    """A command that is answered by a ``Reply`` with the same number."""
 
     number: int
     command: ResetPrefixCache | PrepareGrammar | ReadFigures
@@ -163,7 +163,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """To ``Ask``."""
+    """The reply to an ``Ask``."""
 
     number: int
     value: bool
@@ -171,8 +171,8 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What others ask a core for between steps: some ten times a second if it has changed, with the
-    last update of each request to those who serve it, and when it is asked for."""
+    """A core's figures, for API processes to serve from. Sent about ten times a second if they have
+    changed, before the last update of each request, and in response to ``ReadFigures``."""
 
     stats: EngineStats
     pairing: CompatibilityReport | None
@@ -191,11 +191,11 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The core ends, or never began.
+    """The core has died, or could not start.
 
     Args:
-        kind: class of the error.
-        reason: its words.
+        kind: class name of the error.
+        reason: message of the error.
     """
 
     kind: str

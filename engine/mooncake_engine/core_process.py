@@ -1,9 +1,9 @@
-"""The process of a core: ``python -m mooncake_engine.core_process WATCH CONNECTION WORKER...``.
+"""Main of a core's process: ``python -m mooncake_engine.core_process WATCH CONNECTION WORKER...``.
 
-Takes inherited descriptors: the memory in which others see how long a step has been running, a
-connection to the process that started this one, and one to each API worker, if there are several.
-The first connection's end means that the instance is gone: this process then exits at once,
-whatever it is doing, and its ranks with it.
+The arguments are inherited file descriptors: shared memory in which other processes see how long a
+step has been running, a connection to the parent process, and one to each API worker, if any. If
+the parent's connection ends, the instance is gone: this process then exits at once, whatever it is
+doing, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -58,22 +58,27 @@ PARENT_GONE = 3
 """Exit status of a core whose parent died."""
 
 REPORT_PAUSE_S = 0.1
+"""Seconds between two reports of figures."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Of updates that one front end does not read, behind the message that it is being sent: at a
-token's 60 bytes, a million of them. One message may have more: log probabilities of prompts do.
-Last updates of its requests come on top, of which there are as many as may run and wait."""
+"""Maximum bytes of updates queued for one front end that does not read them, behind the message
+that is being sent: a million tokens of 60 bytes each. A single message may be larger, for example
+log probabilities of prompts. The last updates of requests come on top: at most one per request that
+may run or wait."""
 BEHIND = (
     "the API process of this request reads tokens slower than they are made, and is too far behind"
 )
 
 
 class FrontEnd:
-    """A process that serves requests, as the core sees it. Nothing waits for it: what it does not
-    read at once is sent by a thread of its own.
+    """The core's connection to a process that serves requests. Sending never blocks the caller:
+    data that the front end does not accept at once is sent by a background thread.
 
     Args:
-        connection: to it.
-        name: of it, in words.
+        connection: connection to the process.
+        name: name of the process in log lines.
+
+    Attributes:
+        reported: the last report that was sent.
     """
 
     def __init__(self, connection: Connection, name: str) -> None:
@@ -82,16 +87,16 @@ class FrontEnd:
         self.reported: Report | None = None
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))
         self._lock = threading.Lock()
-        self._unsent: deque[memoryview] = deque()  # messages; the first one may have begun
-        self._num_waiting_bytes = 0  # of those behind the first
+        self._unsent: deque[memoryview] = deque()  # messages; the first may be sent in part
+        self._num_waiting_bytes = 0  # of the messages behind the first
         self._is_gone = False
 
     def tell(self, message: Message) -> None:
-        """Send anything but updates."""
+        """Send a message other than updates."""
         self.send(OTHER, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def send(self, kind: int, encoded: bytes) -> None:
-        """Send a message, as ``Connection.send_bytes`` frames it. Any thread."""
+        """Send a message in the framing of ``Connection.send_bytes``. Any thread."""
         frame = struct.pack("!iB", len(encoded) + 1, kind) + encoded
         with self._lock:
             if self._is_gone:
@@ -106,29 +111,28 @@ class FrontEnd:
             self._num_waiting_bytes += len(frame)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so many may be sent without too much waiting: what comes while nothing waits may
-        be of any size."""
+        """Whether ``num_bytes`` more may be queued. If nothing is queued, any size may."""
         waiting = self._num_waiting_bytes
         return not waiting or waiting + num_bytes <= MAX_UNSENT_BYTES
 
     def report(self, report: Report) -> None:
-        """Send figures that have changed; not after others that wait yet."""
+        """Send the figures if they have changed and no other message is still unsent."""
         if report != self.reported and not self._unsent:
             self.reported = report
             self.tell(report)
 
     def _try(self, data: bytes | memoryview) -> int:
-        """Send what it takes now; returns how many bytes."""
+        """Send what the socket accepts without blocking; returns the number of bytes."""
         try:
             return self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
-        except OSError:  # whoever reads its end decides what that means
+        except OSError:  # the thread that reads from this connection handles its end
             self._is_gone = True
             return len(data)
 
     def _flush(self) -> None:
-        """Top of a thread: send on until nothing waits."""
+        """Thread main: send the queued messages until none is left."""
         writable = select.poll()
         writable.register(self._socket.fileno(), select.POLLOUT)
         while True:
@@ -145,12 +149,12 @@ class FrontEnd:
 
 
 class CoreProcess:
-    """The core's side of its connections.
+    """Runs a core and serves its connections; one per core process.
 
     Args:
-        parent: the process that started this one. It serves requests itself if it is alone.
-        workers: API workers.
-        state: see ``StepWatch``.
+        parent: the parent process, which serves requests itself if there are no API workers.
+        workers: the API workers.
+        state: shared memory of the watchdog; see ``StepWatch``.
     """
 
     def __init__(self, parent: FrontEnd, workers: Sequence[FrontEnd], state: mmap) -> None:
@@ -160,17 +164,17 @@ class CoreProcess:
         self._core: Core | None = None
         self._stopping = threading.Event()
         self._served_by: dict[str, FrontEnd] = {}
-        self._given_up: set[str] = set()  # requests that end for ``BEHIND``; the last update is due
+        self._given_up: set[str] = set()  # ended because of ``BEHIND``; last update pending
 
     def run(self, start: Start, ranks: Sequence[Rank] = ()) -> None:
-        """Load a model and step until told to stop.
+        """Load the model and run steps until the parent sends ``Stop``.
 
         Args:
-            start: what to load.
-            ranks: its own, if they are forked already.
+            start: config and log settings.
+            ranks: the ranks, if they have been forked already.
 
         Raises:
-            EngineError: it can't be loaded, or it died.
+            EngineError: the model can't be loaded, or the engine died.
         """
         orders = threading.Thread(target=self._take_orders, name="orders", daemon=True)
         orders.start()
@@ -188,12 +192,12 @@ class CoreProcess:
             core.close()
 
     def fail(self, exc: BaseException) -> None:
-        """Tell everybody why this process ends."""
+        """Report to all front ends why this process ends."""
         for front in self._fronts:
             front.tell(Failed(type(exc).__name__, str(exc)))
 
     def _begin(self, engine: RunningEngine) -> None:
-        # what is loaded stays: full collections need not walk it while tokens wait
+        # what is loaded is never freed, so full collections need not traverse it and delay tokens
         gc.collect()
         gc.freeze()
         core = engine.core
@@ -204,11 +208,11 @@ class CoreProcess:
             threading.Thread(target=self._serve, args=(core, front), name=name, daemon=True).start()
 
     def _publish(self, core: Core, updates: list[TokenUpdate]) -> None:
-        """Send a step's updates to those who serve their requests."""
+        """Send a step's updates to the front ends that serve the requests."""
         batches = {self._parent: updates} if len(self._fronts) == 1 else self._by_front(updates)
         names = [update.request_id for update in updates if update.finish is not None]
         ended = {self._served_by.pop(name) for name in names}
-        if ended:  # before a client knows that its request has ended, the figures have it
+        if ended:  # figures include a finished request before its client sees the end
             report = _report_of(core)
             for front in ended:
                 front.report(report)
@@ -220,8 +224,8 @@ class CoreProcess:
                 self._publish_behind(core, front, batch)
 
     def _publish_behind(self, core: Core, front: FrontEnd, updates: list[TokenUpdate]) -> None:
-        """Send updates to a front end that has no room for them, or had none. Requests whose tokens
-        it can't be told end, with that as their last update; all others go on."""
+        """Send updates to a front end that is too far behind, or while some are. Requests whose
+        updates are dropped end, and their last update says why; other requests continue."""
         rest = [update for update in updates if update.request_id not in self._given_up]
         if rest and not front.has_room(len(encode_updates(rest))):
             logger.warning(
@@ -230,7 +234,7 @@ class CoreProcess:
             )
             for update in rest:
                 self._given_up.add(update.request_id)
-                core.post(AbortRequest(update.request_id))  # or what its end has left for a peer
+                core.post(AbortRequest(update.request_id))  # or its lease, if it has just finished
             rest = []
         ended = {update.request_id for update in updates if update.finish is not None}
         ended &= self._given_up
@@ -246,13 +250,13 @@ class CoreProcess:
         return batches
 
     def _take_orders(self) -> None:
-        """Top of a thread: act on what the parent says, until it is gone."""
+        """Thread main: handle the parent's messages until it is gone."""
         try:
             while True:
                 order = pickle.loads(self._parent.connection.recv_bytes())
                 core = self._core
                 if core is None:
-                    os._exit(0)  # told to stop while it loads: other orders come later
+                    os._exit(0)  # must be Stop: the parent sends nothing else during loading
                 if isinstance(order, Stop):
                     self._stopping.set()
                     core.post(Wake())
@@ -262,7 +266,7 @@ class CoreProcess:
             os._exit(PARENT_GONE)
 
     def _serve(self, core: Core, worker: FrontEnd) -> None:
-        """Top of a thread: take an API worker's requests; the parent sees to it when it is gone."""
+        """Thread main: handle an API worker's messages. The parent handles the worker's exit."""
         try:
             while True:
                 self._act(core, worker, pickle.loads(worker.connection.recv_bytes()))
@@ -285,14 +289,14 @@ class CoreProcess:
         front.tell(Reply(number, value))
 
     def _report(self, core: Core) -> None:
-        """Top of a thread."""
+        """Thread main: report changed figures to all front ends."""
         while not self._stopping.wait(REPORT_PAUSE_S):
             report = _report_of(core)
             for front in self._fronts:
                 front.report(report)
 
     def _give_up(self, core: Core) -> None:
-        """A step has not returned in time; the watchdog's thread."""
+        """Give up a step that has timed out. Called on the watchdog's thread."""
         self.fail(core.abandon_step())
 
 
@@ -301,8 +305,8 @@ def _report_of(core: Core) -> Report:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a core on the file descriptors given; returns the exit status."""
-    # a service manager's signals reach every process; when the core ends is the parent's decision
+    """Run a core on the given file descriptors; returns the exit status."""
+    # a service manager's signals reach every process, but the parent decides when the core ends
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable(file=2)
@@ -313,7 +317,7 @@ def main(arguments: list[str]) -> int:
     except (EOFError, OSError):
         return PARENT_GONE
     ranks: Sequence[Rank] = ()
-    if has_local_ranks(start.config):  # now, as there is one thread yet
+    if has_local_ranks(start.config):  # fork now, while this process has a single thread
         ranks = fork_local_ranks(start.config.num_all_ranks, connections)
     with queued_stderr():
         process = CoreProcess(
@@ -325,11 +329,11 @@ def main(arguments: list[str]) -> int:
 
 
 def serve(process: CoreProcess, start: Start, ranks: Sequence[Rank]) -> int:
-    """Be a core until told to stop; returns the exit status."""
+    """Run the core until it is stopped or fails; returns the exit status."""
     start.log.apply()
     try:
         process.run(start, ranks)
-    except EngineError as exc:  # says itself what to do: the parent shows it
+    except EngineError as exc:  # its message says what to do; the parent shows it
         process.fail(exc)
         return 1
     except Exception as exc:

@@ -1,5 +1,7 @@
-"""The core of an instance with data-parallel ranks, each of which has requests, a scheduler and KV
-of its own; those that share experts run their steps in rounds, others as each can."""
+"""The core of an instance with several data-parallel ranks, each with its own scheduler and KV.
+
+Ranks that share experts run their steps together, in rounds; other ranks step independently.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +33,22 @@ from mooncake_kv.connector import CompatibilityReport, Topology
 from mooncake_kv.kv_events import KVEventEndpoints
 
 Posted = tuple[int | None, Command]
-"""A command, and the data-parallel rank that it is for; None if for all, or not decided yet."""
+"""A command and its data-parallel rank; None if it is for all, or not placed yet."""
 
 
 class DataParallelCore:
-    """The cores of all data-parallel ranks as one; see ``EngineCore``.
+    """Drives the cores of all data-parallel ranks as one core; see ``EngineCore``.
 
-    If they share experts, they step in rounds: each launches a step, and then each takes in what
-    came of one; those without a step serve the others' tokens, so that all take part in a round, or
-    none. Else each goes on by itself (``RankTurns``).
+    Ranks that share experts step in rounds: every core launches a step, then every core processes
+    the result of one. Ranks without tokens of their own serve the others' tokens, so either all
+    ranks take part in a round, or none. Other ranks step independently (``RankTurns``).
 
     Args:
-        cores: of the data-parallel ranks, in order; this object steps and closes them.
-        dispatch_min_tokens: of a rank's step from which on its tokens are dispatched to experts;
+        cores: cores of the data-parallel ranks, in order; this object drives and closes them.
+        dispatch_min_tokens: tokens in a rank's step from which on tokens are dispatched to experts;
             None if the ranks share no experts.
         seed: see ``EngineCore``.
-        watch: told when rounds begin and end.
+        watch: watchdog state, updated when rounds begin and end.
     """
 
     def __init__(
@@ -67,15 +69,15 @@ class DataParallelCore:
         self._thread = 0
 
     def post(self, command: Command) -> None:
-        """As ``EngineCore.post``; a new request goes to one rank, other commands to all."""
+        """Queue a command. A new request goes to one rank, other commands to all. Any thread."""
         self._inbox.put((None, command))
 
     def poster(self, dp_rank: int) -> Callable[[Command], None]:
-        """Posts to one of the ranks. Any thread."""
+        """Returns a ``post`` for one of the ranks. Any thread."""
         return lambda command: self._inbox.put((dp_rank, command))
 
     def step(self) -> list[TokenUpdate]:
-        """Take in what was posted, have steps run, and tell what happened to whom.
+        """Handle the posted commands, run steps, and return the updates of requests.
 
         Raises:
             EngineDead: a rank or a background task died.
@@ -91,34 +93,30 @@ class DataParallelCore:
 
     @property
     def figures_lag(self) -> bool:
-        """As ``EngineCore.figures_lag``."""
         return self._cores[0].figures_lag
 
     @property
     def compiles_grammars(self) -> bool:
-        """As ``EngineCore.compiles_grammars``."""
         return self._cores[0].compiles_grammars
 
     def abandon_step(self) -> EngineDead:
-        """As ``EngineCore.abandon_step``."""
         return self._cores[0].abandon(self.watch.why_stuck(), self._thread)
 
     def reset_prefix_cache(self) -> bool:
-        """As ``EngineCore.reset_prefix_cache``, of all ranks that are not in use."""
+        """Drop the cached prefixes of each idle rank; True if all ranks were idle."""
         return all([core.reset_prefix_cache() for core in self._cores])
 
     def check_integrity(self) -> None:
-        """As ``EngineCore.check_integrity``."""
         for core in self._cores:
             core.check_integrity()
 
     def stats(self) -> EngineStats:
-        """As ``EngineCore.stats``, of all ranks together and of each."""
+        """Returns a snapshot of all ranks together and of each rank. Any thread."""
         return total_stats([core.stats() for core in self._cores])
 
     def pairing(self) -> CompatibilityReport | None:
-        """As ``EngineCore.pairing``: who can't exchange KV with one rank can't with any, and what
-        came to all ranks."""
+        """Combines the reports of all ranks: a peer that can't exchange KV with one of them can't
+        with any; received bytes are summed up."""
         reports = [report for core in self._cores if (report := core.pairing()) is not None]
         if not reports:
             return None
@@ -130,17 +128,17 @@ class DataParallelCore:
         return CompatibilityReport(reports[0].engine_id, tuple(refused), dict(received))
 
     def kv_event_endpoints(self) -> KVEventEndpoints | None:
-        """As ``EngineCore.kv_event_endpoints``, of each rank."""
+        """Returns the endpoints of the first rank, with those of the others in it."""
         first, *others = [core.kv_event_endpoints() for core in self._cores]
         return first and replace(first, other_dp_ranks=tuple(each for each in others if each))
 
     def topology(self) -> Topology | None:
-        """As ``EngineCore.topology``: of the first rank, and how many there are."""
+        """Returns the topology of the first rank, with the number of ranks."""
         topology = self._cores[0].topology()
         return topology and replace(topology, dp_size=len(self._cores))
 
     def close(self) -> None:
-        """As ``EngineCore.close``: all connectors before all ranks, which end together."""
+        """Close the connectors of all cores, then their ranks. Idempotent."""
         try:
             for core in self._cores:
                 core.disconnect()
@@ -168,7 +166,7 @@ class DataParallelCore:
             self.watch.end()
 
     def _take_in(self) -> None:
-        """Act on everything posted; wait for the first of it if there is nothing to run."""
+        """Handle all posted commands; wait for the first one if there is nothing to run."""
         wait([self._inbox.fileno()], min(core.patience_s for core in self._cores))
         for posted in self._inbox.take():
             self._act(posted)
@@ -195,7 +193,7 @@ class DataParallelCore:
         self._cores[self._placement.place(command.request, cached)].add(request)
 
     def _prepare_grammar(self, command: PrepareGrammar) -> None:
-        """On all ranks: which one its requests go to is not known yet."""
+        """Prepare the grammar on all ranks, since the rank of its requests is not known yet."""
         awaited = CountDown(len(self._cores), partial(command.reply, True))
         for core in self._cores:
             core.act(PrepareGrammar(command.grammar, awaited.note))
@@ -205,17 +203,17 @@ _DP_MARK = "-dp"
 
 
 def dp_engine_id(engine_id: str, dp_rank: int) -> str:
-    """A data-parallel rank's name among peers; the first one has the instance's."""
+    """Returns a data-parallel rank's engine id among peers; rank 0 has the instance's."""
     return f"{engine_id}{_DP_MARK}{dp_rank}" if dp_rank else engine_id
 
 
 def instance_id(engine_id: str) -> str:
-    """The instance that a data-parallel rank of this name is of."""
+    """Returns the engine id of the instance that a data-parallel rank belongs to."""
     return engine_id.rpartition(_DP_MARK)[0] or engine_id
 
 
 class CountDown:
-    """Calls once it has been told so often; any thread tells."""
+    """Calls ``call`` when ``note`` has been called ``times`` times. Any thread."""
 
     def __init__(self, times: int, call: Callable[[], None]) -> None:
         self._left = times
@@ -223,7 +221,7 @@ class CountDown:
         self._lock = threading.Lock()
 
     def note(self, _value: bool) -> None:
-        """Once more."""
+        """Count one call."""
         with self._lock:
             self._left -= 1
             is_last = self._left == 0

@@ -1,5 +1,5 @@
-"""How data-parallel ranks that share nothing take turns on the core's thread: each has its next
-step launched as soon as its last one is over, whatever the others are doing."""
+"""Steps independent data-parallel ranks on one core thread: each rank's next step is launched as
+soon as its last one has completed, whatever the other ranks are doing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """A queue that one thread takes from, who may wait for it and for ranks' reports at once."""
+    """A queue whose one consumer thread can wait for it and for the ranks' reports at once."""
 
     def __init__(self) -> None:
         self._items: SimpleQueue[T] = SimpleQueue()
@@ -30,15 +30,15 @@ class Inbox(Generic[T]):
             end.setblocking(False)
 
     def put(self, item: T) -> None:
-        """Any thread; an inbox that is closed keeps it to itself."""
+        """Add an item. Any thread; after ``close`` the item is never taken."""
         self._items.put(item)
         try:
             self._wake.send(b"\0")
         except OSError:
-            return  # full: it wakes whoever waits as it is; or closed
+            return  # full, so the consumer wakes anyway; or closed
 
     def take(self) -> Iterator[T]:
-        """All that is there."""
+        """Remove and yield all items."""
         with contextlib.suppress(BlockingIOError):
             self._awake.recv(1 << 16)
         try:
@@ -48,18 +48,19 @@ class Inbox(Generic[T]):
             return
 
     def fileno(self) -> int:
-        """Readable once something may be there, for ``multiprocessing.connection.wait``."""
+        """Returns a descriptor for ``multiprocessing.connection.wait``, readable if there may be
+        items."""
         return self._awake.fileno()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the sockets. Idempotent."""
         self._awake.close()
         self._wake.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Turn:
-    """A rank's step that others need not wait for: ``plan`` is the last one that it launched."""
+    """A rank whose oldest step is awaited. ``plan`` is the last one that it planned."""
 
     core: EngineCore
     plan: StepPlan
@@ -67,14 +68,14 @@ class _Turn:
 
 
 class RankTurns(Generic[T]):
-    """The turns of data-parallel ranks.
+    """Launches and completes the steps of independent data-parallel ranks.
 
     Args:
-        cores: of the ranks.
-        inbox: what others want; it ends a wait for steps.
-        act: carries one such thing out, whether steps are under way or not.
-        watch: told when steps begin and end. Of several that are under way it watches the one that
-            began first: a rank that hangs is noticed while others go on.
+        cores: cores of the ranks.
+        inbox: queue of commands; a new one interrupts the wait for steps.
+        act: handles one command, whether steps are in flight or not.
+        watch: watchdog state, updated when steps begin and end. It covers the step in flight that
+            began first, so that a rank that hangs is noticed while others continue.
     """
 
     def __init__(
@@ -88,12 +89,11 @@ class RankTurns(Generic[T]):
         self._inbox = inbox
         self._act = act
         self._watch = watch
-        self._under_way: deque[_Turn] = deque()  # in the order in which they began
+        self._under_way: deque[_Turn] = deque()  # in order of their start
 
     def run(self) -> list[TokenUpdate]:
-        """Act on what has come, launch a step of each rank that waits for none, and wait until
-        something happens: one of those under way is over, more has come, or it is time to look at
-        deadlines.
+        """Handle the posted commands, launch a step on each rank that awaits none, and wait until a
+        step in flight completes, another command arrives, or deadlines are due to be checked.
 
         Raises:
             EngineDead: a rank or a background task died.
@@ -112,7 +112,7 @@ class RankTurns(Generic[T]):
                 self._watch.end()
 
     def _at_rest(self) -> list[EngineCore]:
-        """Whose steps are none that they would have to wait for."""
+        """Returns the cores that don't await a step."""
         waiting = [turn.core for turn in self._under_way]
         return [core for core in self._cores if core not in waiting]
 
@@ -133,7 +133,8 @@ class RankTurns(Generic[T]):
         return updates
 
     def _await_steps(self, patience_s: float) -> list[_Turn]:
-        """Turns whose step is over, or nearly: the ranks that share one report at about a time."""
+        """Returns the turns whose step has completed on at least one rank; the other ranks of the
+        same step report at about the same time."""
         turns = {answer: turn for turn in self._under_way for answer in turn.core.answers}
         readable = wait([self._inbox.fileno(), *turns], patience_s)
         over = [turn for answer, turn in turns.items() if answer in readable]
