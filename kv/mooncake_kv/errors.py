@@ -6,7 +6,7 @@ KVError
 ├── ConnectorDead          the only error that ends the engine: see ``Fatal``
 ├── StoreIOError           the system failed to read or write a store's file
 ├── InvalidKVParams        a request's ``kv_transfer_params`` are wrong, or contradict its prompt
-└── KVTransferError        KV was not transferred; only that request is affected
+└── KVTransferError        KV was not transferred; its request is recomputed or fails
     ├── HandshakeRefused   the peer's metadata contradict ours
     ├── LeaseLost          the peer no longer holds the KV that it promised
     ├── PeerGone           that epoch of the peer is certainly dead

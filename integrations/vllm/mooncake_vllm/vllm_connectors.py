@@ -1,8 +1,9 @@
-"""The connectors that vLLM's configuration names: vLLM's interface, and a guard on every hook.
+"""The connectors that vLLM's configuration names: they implement vLLM's interface, and guard every
+hook.
 
-What vLLM calls must not raise: in its scheduler an exception would end the engine for everybody,
-in a worker, too. So an unexpected error is logged with its trace and counted, and the request
-goes on without a hand-over. Only a connector that can't go on at all is allowed to end the engine.
+A hook must not raise: an exception in vLLM's scheduler or in a worker ends the engine for all
+requests. So an unexpected error is logged with its traceback and counted, and the request continues
+without KV transfer. Only a connector that can't continue at all may end the engine.
 """
 
 from __future__ import annotations
@@ -71,15 +72,15 @@ logger = logging.getLogger(__name__)
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 STEP_WAITS: WeakValueDictionary[str, StepWait] = WeakValueDictionary()
-"""Of this process's rank, by vLLM's instance: MultiConnector's children, of whom it tells one
-another nothing, find the one that they have in common."""
+"""The step wait of this process's rank, by vLLM's instance id. A MultiConnector does not introduce
+its children to each other; they find the one that they share here."""
 
 
 def guarded(instead: Callable[[], Any]) -> Callable[[Hook], Hook]:
-    """A hook whose errors are logged and counted.
+    """Decorate a hook so that its errors are logged and counted.
 
     Args:
-        instead: makes what the hook returns then.
+        instead: makes the value that the hook returns after an error.
     """
 
     def guard(hook: Hook) -> Hook:
@@ -100,7 +101,8 @@ def guarded(instead: Callable[[], Any]) -> Callable[[Hook], Hook]:
 
 
 def _log_as_vllm_does() -> None:
-    """vLLM sets its own logger up and no other: what ours say below WARNING would be lost."""
+    """Give our loggers vLLM's handlers. vLLM configures only its own logger, so our messages below
+    WARNING would be lost."""
     vllm = logging.getLogger("vllm")
     for name in ("mooncake_hal", "mooncake_kv", "mooncake_vllm"):
         ours = logging.getLogger(name)
@@ -110,7 +112,7 @@ def _log_as_vllm_does() -> None:
 
 
 def step_wait(vllm_config: Any) -> StepWait:
-    """The one that all connectors of an instance's rank have in common."""
+    """Return the step wait that all connectors of a rank share, creating it if necessary."""
     wait = STEP_WAITS.get(vllm_config.instance_id)
     if wait is None:
         wait = StepWait(vllm_config.max_concurrent_batches - 1)
@@ -119,16 +121,17 @@ def step_wait(vllm_config: Any) -> StepWait:
 
 
 def _data_parallel_rank(vllm_config: Any) -> int:
-    """Of this instance; ``data_parallel_rank`` is 0 in all that share no experts."""
+    """This instance's data-parallel rank. vLLM's ``data_parallel_rank`` is 0 in all instances that
+    share no experts."""
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
 def _nothing() -> None:
-    """What most hooks return."""
+    """The ``instead`` of hooks that return None."""
 
 
 def _as_vllm_event(event: KVEvent) -> object:
-    """One of a store's as vLLM publishes its own; its blocks are the store's chunks."""
+    """Convert a store's event to vLLM's type; its blocks are the store's chunks."""
     if isinstance(event, BlockStored):
         return VllmBlockStored(
             block_hashes=event.block_hashes,
@@ -146,13 +149,15 @@ def _as_vllm_event(event: KVEvent) -> object:
 
 @dataclass
 class HalStepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is Any where types are
-    """Scheduler to workers, with a step.
+    """Metadata that the scheduler side sends to the workers with each step.
 
     Args:
-        loads: those whose blocks it allocated.
-        pushes: what it computes of prompts that are sent.
-        waits: whether it computes nothing, and vLLM is to be told of a load or of blocks.
-        held: requests that have ended since the step before, and whose blocks stay until a report.
+        loads: names of the loads whose blocks were allocated for this step.
+        pushes: the parts of pushed prompts that the step computes.
+        waits: whether the step computes nothing while the end of a load, or the release of blocks,
+            is still to be reported to vLLM.
+        held: requests that have ended since the previous step, and whose blocks are held until a
+            report.
     """
 
     loads: tuple[str, ...] = ()
@@ -162,20 +167,21 @@ class HalStepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is Any
 
 
 class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
-    """What both connectors have in common. One class, two kinds of objects: ``role`` says which."""
+    """Base class of the connectors. vLLM instantiates it for its scheduler and for each worker,
+    as ``role`` says."""
 
     connector_name: str
-    """The connector of ``mooncake_kv``."""
+    """Name of the connector in ``mooncake_kv``."""
     best_layout: str | None = None
-    """The KV cache layout that makes its transfers few and long; None: none does."""
+    """The KV cache layout that makes its transfers few and large; None if none does."""
     is_pool = False
-    """Whether its figures are the pool's."""
+    """Whether its metrics are the pool's."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm_does()
         self.num_errors = 0
-        self._held: list[str] = []  # since the last step's metadata
+        self._held: list[str] = []  # requests to name in the next step's metadata
         self._may_wait = steps_may_wait(vllm_config)
         self._names_layers = not vllm_config.parallel_config.use_ubatching
         self._differences = Differences()
@@ -200,8 +206,9 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Asked for where it pays: on GPUs, whose attention takes any order (vLLM's on a CPU takes
-        one, vLLM-Ascend has its own), and where a token's KV has heads, which ranks share out."""
+        """Request ``best_layout`` where it helps: on GPUs, whose attention supports any layout
+        (vLLM's CPU attention supports one, vLLM-Ascend has its own), and if a token's KV has heads
+        that are divided among ranks, as it does without MLA."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         pays = current_platform.device_type == "cuda" and not vllm_config.model_config.use_mla
         return wanted_layout(extra, cls.best_layout if pays else None)
@@ -231,7 +238,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         is_idle = not scheduler_output.num_scheduled_tokens
         waits = self._may_wait and is_idle and side.is_waiting
         pushes, started = side.push_steps(scheduler_output), side.take_started()
-        held, self._held = tuple(self._held), []  # last: after an error the next step names them
+        held, self._held = tuple(self._held), []  # last, so that after an error they are kept
         return HalStepMetadata(started, pushes, waits, held)
 
     @guarded(lambda: (False, None))
@@ -248,7 +255,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool:
-        """What is stored is out of date: vLLM gets other weights, or is told to forget."""
+        """Invalidate what was stored: vLLM's weights have changed, or its cache was reset."""
         return self._at_scheduler.reset_cache()
 
     @guarded(_nothing)
@@ -257,7 +264,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @guarded(tuple)
     def take_events(self) -> Sequence[object]:
-        """What a store in this instance holds now, for vLLM to publish beside its own blocks."""
+        """The changes of this instance's own store, for vLLM to publish with its own events."""
         return [_as_vllm_event(event) for event in self._at_scheduler.take_events()]
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -266,16 +273,16 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     # ------------------------------------------------------------- workers
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Errors are let out: an instance that can't hand its KV over doesn't start."""
+        """Not guarded: an instance whose KV can't be transferred must not start."""
         groups, model = self._kv_cache_config.kv_cache_groups, self._vllm_config.model_config
         stage, ranks = get_pp_group(), get_tp_group()
         first = next(iter(kv_caches.values()))
-        is_split = isinstance(first, tuple | list)  # vLLM-Ascend has K and V apart
+        is_split = isinstance(first, tuple | list)  # vLLM-Ascend: K and V in separate tensors
         index = (first[0] if is_split else first).device.index
         device = describe_device(current_platform, index)
         position = rank_position(ranks.rank_in_group, ranks.world_size, device, index)
         num_blocks, kv = self._kv_cache_config.num_blocks, model_kv(model, groups)
-        turn_rope = None  # on Ascend a vendor's op decides how they lie
+        turn_rope = None  # on Ascend a vendor's op decides the rope order
         if is_split:
             check_ascend(self._vllm_config.additional_config, npu_formats(kv_caches))
             heads_first = os.environ.get("VLLM_KV_CACHE_LAYOUT") in HEADS_FIRST
@@ -295,9 +302,10 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @guarded(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Loads begin here, before the step's forward, unless the step zeroes new blocks first."""
+        """Start the step. Loads begin here, before the forward pass, unless the step zeroes new
+        blocks first."""
         super().bind_connector_metadata(connector_metadata)
-        # other connectors' metadata come while a graph is captured
+        # While a graph is captured, vLLM passes the metadata of another connector class.
         if self._worker is not None and isinstance(connector_metadata, HalStepMetadata):
             wait_s = IDLE_WAIT_S if connector_metadata.waits else 0.0
             self._worker.begin_step(connector_metadata.pushes, connector_metadata.held, wait_s)
@@ -310,23 +318,23 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             self._release(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: what a step reads is there before it is scheduled."""
+        """Nothing to wait for: a request is scheduled only after its load is complete."""
 
     @guarded(_nothing)
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """A layer that is pushed may leave now; one that no hook names, after the step."""
+        """Let a pushed layer be sent; layers without this call are sent after the step."""
         self._layer_written(layer_name)
 
     @guarded(_nothing)
     def on_kv_cache_written(self, layer_name: str) -> None:
-        """vLLM-Ascend's: before that layer's attention."""
+        """vLLM-Ascend's hook, called before the layer's attention."""
         self._layer_written(layer_name)
 
     @guarded(_nothing)
     def wait_for_save(self) -> None:
-        """Waits for nothing: blocks that are read or sent stay until a report."""
+        """End the step, without blocking: blocks that are read or sent are held until a report."""
         if self._worker is not None:
             self._worker.end_step()
 
@@ -345,7 +353,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @guarded(_nothing)
     def get_kv_connector_stats(self) -> HalStats | None:
-        """Of a rank, only the errors of its hooks; vLLM adds the ranks' and the scheduler's."""
+        """The scheduler side's metrics; on a rank, only the hook errors. vLLM aggregates them."""
         figures = {} if self._scheduler is None else self._scheduler.stats()
         figures[f"{POOL if self.is_pool else ''}hook_errors"] = float(self.num_errors)
         changed = self._differences.take(figures)
@@ -369,7 +377,8 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Registered memory can't be moved under peers that know where it is."""
+        """No: memory that is registered with transports can't be moved, as peers have its
+        addresses."""
         return False
 
     @guarded(_nothing)
@@ -392,8 +401,9 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return is_held, params
 
     def _layer_written(self, layer_name: str) -> None:
-        """Those that name no layer, as vLLM-Ascend's may, say nothing. With micro-batches each of
-        them calls for each layer, and does not say which it is: all leave after the step."""
+        """Report a layer to the worker. Calls without a layer's name, as vLLM-Ascend makes them,
+        are ignored. With micro-batches, each of them makes a call per layer without identifying
+        itself, so all layers are sent after the step."""
         if self._worker is not None and self._names_layers and layer_name:
             self._worker.layer_done(layer_name)
 
@@ -402,7 +412,8 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return bool(self._kv_cache_config.needs_kv_cache_zeroing)
 
     def _release(self, metadata: KVConnectorMetadata) -> None:
-        """Other connectors' metadata come while a graph is captured."""
+        """Release the step's loads. While a graph is captured, the metadata are of another
+        connector class, which has none."""
         loads: Iterable[str] = getattr(metadata, "loads", ())
         if self._worker is not None:
             self._worker.release_loads(loads)
@@ -412,30 +423,32 @@ class HalPullConnector(HalConnector):
     """D reads a finished prompt's KV from P, under a lease; see ``mooncake_kv.pull_connector``."""
 
     connector_name = "MooncakeConnector"
-    best_layout = "BHLNC"  # a block's heads that a rank has, of all layers, are one run
+    best_layout = "BHLNC"  # a rank's heads of a block are contiguous across all layers
 
 
 class HalPushConnector(HalConnector):
     """P writes into D's blocks, layer by layer; see ``mooncake_kv.push_connector``."""
 
     connector_name = "MooncakeLayerwiseConnector"
-    best_layout = "LBHNC"  # layers leave one by one: of each, a block's heads are one run
+    best_layout = "LBHNC"  # layers are sent one by one; in each, a block's heads are contiguous
 
 
-# vLLM drops blocks that have left a sliding window only where its connector says that it knows of
-# KV-cache groups. The pool's chunks have one block table, and nobody has tried it on an NPU.
+# vLLM drops blocks that have left a sliding window only if its connector declares that it supports
+# KV-cache groups. The pool's chunks have a single block table, and this is untested on NPUs.
 if current_platform.device_type in ("cpu", "cuda"):
     for connector in (HalPullConnector, HalPushConnector):
         SupportsHMA.register(connector)
 
 
 class HalPoolConnector(HalConnector):
-    """What stores have of a prompt is loaded, what is computed is saved; see ``mooncake_kv.pool``.
+    """Loads the chunks of a prompt that stores have, and saves what is computed; see
+    ``mooncake_kv.pool``.
 
-    With a connector of the two above it goes into vLLM's MultiConnector, after it.
+    To combine it with one of the two connectors above, list it after that one in vLLM's
+    MultiConnector.
     """
 
-    connector_name = "MooncakeConnector"  # whose addresses and transports it has
+    connector_name = "MooncakeConnector"  # for the settings of addresses and transports
     is_pool = True
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -1,7 +1,9 @@
-"""The half of a connector beside vLLM's scheduler: vLLM's hooks in, calls of ``mooncake_kv`` out.
+"""The scheduler side of the pull and push connectors: translates vLLM's hooks to calls of
+``mooncake_kv``.
 
-vLLM calls from its scheduler's thread; what the connector has to say comes on the connector's own,
-and goes straight to the ranks, who tell vLLM with their next step: vLLM takes it from nobody else.
+vLLM calls the hooks on its scheduler's thread. The connector's events arrive on the connector's
+thread and are forwarded to the ranks, which report them to vLLM with their next step: vLLM accepts
+such reports from workers only.
 """
 
 from __future__ import annotations
@@ -48,27 +50,30 @@ from mooncake_vllm.vllm_memory import join_tables
 logger = logging.getLogger(__name__)
 
 OF_VENDOR = "the vendor's"
-"""A rope order that is not known: KV of it goes between instances of one kind."""
+"""An unknown rope order; KV with it is only exchanged between instances of the same kind."""
 STALLED_SHARE = 0.5
-"""Of the time that vLLM waits for a step, after which peers keep nothing for this instance."""
+"""Fraction of vLLM's step timeout after which keepalives are suspended, so that peers stop holding
+KV for this instance."""
 COMPLETE = {
     TransferMode.PULL: ("FINISHED_LENGTH_CAPPED",),
     TransferMode.PUSH: ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
 }
-"""Endings of a prefill that another instance continues. If its first token ends the answer, nobody
-is asked to come for its KV; but one that is pushed to waits for it."""
+"""Finish statuses of a prefill whose KV is transferred. If the first token ends the answer, no
+decode instance is asked to pull the KV; a decode instance that is pushed to, however, waits for
+it."""
 
 
 NULL_BLOCK = 0
-"""What vLLM's block tables have in place of blocks that were dropped."""
+"""Id of the placeholder in vLLM's block tables for blocks that were dropped."""
 
 CONTINUES = "decode_continues_prompt"
-"""In P's parameters: a decode instance of this kind can be asked for the prompt and P's token."""
+"""Field of P's parameters: whether a decode instance like this one can be sent the prompt with P's
+token appended."""
 
 
 def handed_over(request: Request) -> list[int]:
-    """The tokens of a request's prompt that its peer was given: all, but for the token that the
-    peer sampled and a proxy has put behind them."""
+    """The tokens of a request's prompt that its peer was given: the whole prompt, without the
+    token that the peer sampled if a proxy has appended it."""
     prompt, raw = request.prompt_token_ids or [], request.kv_transfer_params or {}
     is_continued = (
         bool(raw.get("do_remote_prefill"))
@@ -81,15 +86,15 @@ def handed_over(request: Request) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What the scheduler side knows before it has met the ranks.
+    """Properties of this instance that are known before the ranks are connected.
 
     Args:
         engine_id: name of this epoch.
-        model: what tells it from others.
-        num_ranks: of all pipeline stages.
-        max_model_len: tokens of a request, prompt and answer.
-        sends, loads: what its role allows.
-        step_timeout_s: how long vLLM waits for a step.
+        model: fingerprint of the model.
+        num_ranks: number of ranks in all pipeline stages.
+        max_model_len: maximum tokens of a request, prompt and answer.
+        sends, loads: what its ``kv_role`` allows.
+        step_timeout_s: vLLM's timeout of a step, in seconds.
     """
 
     engine_id: str
@@ -102,14 +107,16 @@ class Instance:
 
 
 class StepWatch:
-    """Whether a step takes so long that peers need not hold KV for this instance. vLLM's loop
-    begins a step or some, waits for the first, and begins another one as long as it has requests,
-    also such as wait for KV; with none it is idle, however long. Its thread begins and ends steps,
-    any asks.
+    """Detects that a step takes so long that peers need not hold KV for this instance.
+
+    vLLM's loop schedules one or more steps, waits for the results of the first, and schedules the
+    next for as long as it has requests, including requests that wait for KV. Without requests it is
+    idle, for however long. ``begin`` and ``end`` are called on vLLM's thread, ``has_stalled`` on
+    any.
 
     Args:
-        limit_s: how long that is.
-        clock: seconds, monotonic.
+        limit_s: time without results after which a step counts as stalled, in seconds.
+        clock: monotonic, in seconds.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -118,12 +125,12 @@ class StepWatch:
         self._changed_at = clock()
 
     def begin(self) -> None:
-        """A step is scheduled."""
-        self._changed_at = self._clock()  # first: who asks meanwhile sees no old step
+        """Record that a step is scheduled."""
+        self._changed_at = self._clock()  # first, so that has_stalled never sees an old time
         self._num_open += 1
 
     def end(self) -> None:
-        """The oldest one's results are here."""
+        """Record that the results of the oldest step have arrived."""
         self._changed_at = self._clock()
         self._num_open = max(0, self._num_open - 1)
 
@@ -133,7 +140,7 @@ class StepWatch:
 
 
 class SchedulerHooks(Protocol):
-    """What a connector's half beside the scheduler is asked; see ``SchedulerSide``."""
+    """The interface that ``HalConnector`` calls on the scheduler side; see ``SchedulerSide``."""
 
     def on_new_request(self, request: Request) -> None: ...
     def num_to_load(self, request: Request, num_computed: int) -> int | None: ...
@@ -155,15 +162,15 @@ class SchedulerHooks(Protocol):
 
 
 class SchedulerSide:
-    """Hands prompts over, and takes them.
+    """Sends and loads prompts' KV, by pull or push.
 
     Args:
-        config: of the connector.
-        instance: this one.
-        paths: where the workers listen.
+        config: the connector's configuration.
+        instance: properties of this instance.
+        paths: Unix sockets of the workers, by rank.
 
     Raises:
-        KVConfigError: the ranks did not come up or differ, or a port is taken.
+        KVConfigError: the ranks did not connect or differ in their KV, or a port is taken.
     """
 
     def __init__(self, config: KVTransferConfig, instance: Instance, paths: Sequence[Path]) -> None:
@@ -172,9 +179,9 @@ class SchedulerSide:
         self._connector: Connector = entry(config, instance.num_ranks)
         self._instance = instance
         self._prompts = RemotePrompts()
-        # Asked to be kept, still running: how many prompt tokens needed no computing, once it runs.
+        # Running requests whose KV goes to a peer: number of cached prompt tokens, once known.
         self._sending: dict[str, int | None] = {}
-        self._held: set[str] = set()  # finished, and their blocks are kept
+        self._held: set[str] = set()  # finished requests whose blocks are held
         self._started: list[str] = []
         self._death: BaseException | None = None
         self._steps = StepWatch(STALLED_SHARE * instance.step_timeout_s)
@@ -197,7 +204,7 @@ class SchedulerSide:
             InstanceMetadata(
                 self._instance.engine_id,
                 self._instance.model.weights,
-                "",  # vLLM is given token ids
+                "",  # no tokenizer: vLLM's connectors see token ids only
                 info.geometry,
                 info.block_size,
                 info.hardware,
@@ -212,7 +219,7 @@ class SchedulerSide:
     # ------------------------------------------------------------- vLLM's hooks
 
     def on_new_request(self, request: Request) -> None:
-        """A request has come: read once what its parameters ask for."""
+        """Process a new request: parse its parameters, once."""
         self.check_alive()
         if self.is_waiting:
             self._ranks.wake_up()
@@ -229,7 +236,7 @@ class SchedulerSide:
         if params.remote is not None:
             key = params.remote.engine_id, params.remote.request_id
         elif params.metaserver is not None:
-            key = params.metaserver, ""  # its URL is one attempt's
+            key = params.metaserver, ""  # the URL is unique per attempt
         else:
             return
         num_computed_here = len(request.prompt_token_ids or ()) - len(handed_over(request))
@@ -237,23 +244,25 @@ class SchedulerSide:
             self._connector.on_new_request(request_id, params)
 
     def num_to_load(self, request: Request, num_computed: int) -> int | None:
-        """Tokens that a request can load beyond those; None: ask again. No side effects."""
+        """Number of tokens that a request can load beyond its computed ones; None: ask again.
+        No side effects."""
         self.check_alive()
         return self._prompts.num_to_load(request.request_id, num_computed)
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
-        """A request has blocks: load that many tokens; with 0 it does without the peer's KV."""
+        """Load a number of tokens into a request's new blocks; with 0, the request runs without
+        the peer's KV."""
         request_id, prompt = request.request_id, handed_over(request)
         if num_tokens:
             self._start_load(request, blocks, len(prompt) - num_tokens)
         elif name := self._prompts.skip(request_id):
-            if self._mode is TransferMode.PUSH:  # no prefill is asked for
+            if self._mode is TransferMode.PUSH:  # no prefill was requested yet
                 self._connector.cancel_load(name)
-            else:  # nothing is left to load, and the peer learns that it may free its blocks
+            else:  # nothing to load: notifies the peer that it may free its blocks
                 self._connector.start_load_kv(name, (), prompt, len(prompt))
 
     def take_started(self) -> tuple[str, ...]:
-        """The loads that were started since the last call, for the next step's metadata."""
+        """Return the loads that were started since the last call, for the next step's metadata."""
         self.check_alive()
         self._steps.begin()
         started, self._started = tuple(self._started), []
@@ -261,16 +270,16 @@ class SchedulerSide:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the end of a load is still to be reported, or blocks that are free again."""
+        """Whether the end of a load, or the release of blocks, is still to be reported."""
         return bool(self._held) or self._prompts.is_loading
 
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
-        """What a step computes of the prompts whose KV is sent while it is computed; notes how much
-        of a prompt was cached when it ran for the first time."""
+        """The parts of pushed prompts that a step computes. Also records how much of each sent
+        prompt was cached when it first ran."""
         if not self._sending:
             return ()
         for new in step.scheduled_new_reqs:
-            # vLLM's newer model runner lists one that was preempted here again.
+            # vLLM's newer model runner lists preempted requests here again.
             if self._sending.get(new.req_id, 0) is None:
                 self._sending[new.req_id] = new.num_computed_tokens
         if self._mode is not TransferMode.PUSH:
@@ -308,11 +317,15 @@ class SchedulerSide:
     def request_finished(
         self, request: Request, tables: Sequence[Sequence[int]]
     ) -> tuple[bool, KVTransferDict | None]:
-        """A request has ended: whether its blocks stay until a report, and what its answer says.
+        """Process the end of a request.
 
         Args:
-            request: which.
+            request: the request.
             tables: its block table in each KV-cache group.
+
+        Returns:
+            Whether its blocks are held until a report, and the ``kv_transfer_params`` of its
+            answer.
         """
         self.check_alive()
         request_id = request.request_id
@@ -328,7 +341,7 @@ class SchedulerSide:
             return False, None
         self._held.add(request_id)
         try:
-            if not is_complete:  # what has left already is drained before the blocks are free
+            if not is_complete:  # KV in flight is drained before the blocks are freed
                 self._connector.cancel_send(request_id)
                 return True, None
             params = self._connector.request_finished(
@@ -339,52 +352,53 @@ class SchedulerSide:
                 cache_salt=request.cache_salt or "",
             )
         except BaseException:
-            self._held.discard(request_id)  # its blocks are freed now: nothing is reported later
+            self._held.discard(request_id)  # vLLM frees its blocks now, so no report may follow
             raise
-        # A D that has no room behind P's token can't be asked to go on from it.
+        # With P's token appended, the prompt must still leave D a token to generate.
         continues = len(prompt) + 1 < self._instance.max_model_len
         return True, None if params is None else params | {CONTINUES: continues}
 
     def check_alive(self) -> None:
-        """Raise what has killed the connector.
+        """Raise if the connector has died.
 
         Raises:
-            ConnectorDied: it can't go on.
+            ConnectorDied: it has; the cause is in the message.
         """
         if self._death is not None:
             raise ConnectorDied(f"the KV connector has died: {self._death!r}") from self._death
 
     def reset_cache(self) -> bool:
-        """It stores nothing: there is nothing to forget."""
+        """Nothing to do: these connectors store nothing."""
         return True
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """vLLM's own cache changes nothing here."""
+        """Nothing to do: these connectors don't use vLLM's prefix cache."""
 
     def take_events(self) -> Sequence[KVEvent]:
-        """None: it stores nothing. vLLM asks when it has a step's results."""
+        """Return no events, as nothing is stored. vLLM calls this when it has a step's results,
+        which ends the step for the watch."""
         self._steps.end()
         return ()
 
     def stats(self) -> dict[str, float]:
-        """Figures by name, since the start."""
+        """Metrics by name, since the start."""
         return self._connector.stats() | {
             "refused_requests": float(self.num_refused),
-            "leases_held": float(len(self._held)),  # vLLM's blocks, not what peers know of them
+            "leases_held": float(len(self._held)),  # by vLLM's blocks, which may outlast the lease
         }
 
     def close(self) -> None:
-        """Give up what is held or loading. Idempotent."""
+        """Stop the connector, abandoning loads and held KV. Idempotent."""
         self._connector.close()
         self._ranks.close()
 
     # ------------------------------------------------------------- the rest
 
     def _start_load(self, request: Request, blocks: KVCacheBlocks, start: int) -> None:
-        """From here on vLLM waits for a report, whatever happens."""
+        """Start a load. From here on vLLM waits for a report, so every failure must send one."""
         request_id, prompt = request.request_id, handed_over(request)
         name = self._prompts.begin(request_id)
-        if name is None:  # the peer has lost it since vLLM asked
+        if name is None:  # the prompt was lost since vLLM asked
             self._ranks.report(ReportLoad(request_id, "", is_failed=True))
             return
         self._started.append(name)
@@ -402,7 +416,7 @@ class SchedulerSide:
             raise
 
     def _hold(self, tables: Sequence[Sequence[int]], num_tokens: int) -> bool:
-        """Whether these still have all that a prompt's decode needs of it."""
+        """Whether block tables still have all blocks of a prompt that its decode needs."""
         needed = self._num_pages(num_tokens)
         firsts = [
             group.first_token(num_tokens, self._block_tokens) // self._page_tokens
@@ -414,21 +428,22 @@ class SchedulerSide:
         )
 
     def _prompt_table(self, tables: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
-        """The connector's table of a prompt that these hold."""
+        """The connector's block table of a prompt, from vLLM's tables."""
         needed = self._num_pages(num_tokens)
         return join_tables([table[:needed] for table in tables], self._pages)
 
     def _num_pages(self, num_tokens: int) -> int:
-        """Of vLLM's blocks, that so many tokens take."""
+        """Number of vLLM's blocks that hold these tokens."""
         return -(-num_tokens // self._page_tokens)
 
     def _read(self, request: Request, raw: KVTransferDict) -> KVTransferParams:
-        """What a request asks for that can be done; the rest is computed here, and said once."""
+        """Parse a request's parameters. If they can't be honoured, log it, and let the request run
+        without KV transfer."""
         try:
             params = parse_kv_transfer_params(raw, handed_over(request), request.cache_salt or "")
             self._check_possible(request, params)
         except InvalidKVParams as exc:
-            # The front end submits and aborts a request that it refused, so that P is told.
+            # vLLM's front end submits a request that it refused, aborted, so that P is notified.
             level = logging.INFO if request.abort_immediately else logging.WARNING
             logger.log(level, "%s runs without hand-over: %s", request.request_id, exc)
             self.num_refused += not request.abort_immediately
@@ -461,8 +476,9 @@ class SchedulerSide:
                 )
 
     def _check_windows(self, request: Request) -> None:
-        """The prompt's last token, where it is computed again, looks back one token further than
-        the answer's first. Where a block ends between the two, no prefill keeps it."""
+        """Refuse a load whose last prompt token is recomputed here if a sliding window makes that
+        impossible. That token attends to one token further back than the answer's first token does.
+        If a block boundary lies between the two, the prefill instance has dropped the block."""
         stop = len(handed_over(request))
         if stop < len(request.prompt_token_ids or ()):  # the answer's first is computed next
             return
@@ -476,14 +492,14 @@ class SchedulerSide:
                 )
 
     def _release(self, request_id: str, raw: KVTransferDict) -> None:
-        """Tell the holder, if there is one, that nobody will read it."""
+        """Notify the holder of a request's KV, if any, that it will not be read."""
         remote = parse_remote_address(raw)
         if remote is not None:
             self._connector.on_new_request(request_id, KVTransferParams(remote=remote))
             self._connector.cancel_load(request_id)
 
     def _on_event(self, event: Event) -> None:
-        """What the connector has to say. Its own thread."""
+        """Process an event of the connector, on the connector's thread."""
         if isinstance(event, ConnectorFailed):
             self._death = self._death or event.cause
         elif isinstance(event, LeaseEnded):
@@ -497,19 +513,20 @@ class SchedulerSide:
                 self._ranks.report(ReportLoad(request_id, event.request_id, is_failed))
 
     def _on_death(self, reason: str) -> None:
-        """A worker's thread has died; what died first says why. Any thread."""
+        """Record that a worker's thread has died; the first reason is kept. Any thread."""
         self._death = self._death or ConnectorDied(reason)
 
 
 def rope_order(info: RankInfo) -> str:
-    """How vLLM orders the rope part of latents: as pairs, as the checkpoint has them; others turn
-    the weights, and keep halves. On Ascend a vendor's op decides. Empty where there are none."""
+    """The order in which vLLM keeps the rope part of latents; empty if the model has none. vLLM
+    keeps pairs, as the checkpoint does; other engines permute the weights and keep halves. On
+    Ascend a vendor's op decides."""
     if info.geometry.kind is not AttentionKind.MLA:
         return ""
     return OF_VENDOR if info.hardware.backend == "ascend" else PAIRS
 
 
 def _numerics(info: RankInfo) -> Numerics:
-    """What vLLM's KV means where engines differ."""
+    """The properties of vLLM's KV in which engines may differ."""
     order = rope_order(info)
     return Numerics({} if order in ("", OF_VENDOR) else {ROPE_ORDER: order})

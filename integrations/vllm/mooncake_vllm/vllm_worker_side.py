@@ -1,4 +1,5 @@
-"""The half of a connector beside a rank's KV memory: takes orders, and tells vLLM what is over."""
+"""The worker side of the connectors, one per rank: executes the scheduler side's orders, and
+reports ended loads and released blocks to vLLM."""
 
 from __future__ import annotations
 
@@ -39,22 +40,22 @@ from mooncake_vllm.vllm_memory import TRANSPORTS, CacheView, layer_index
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.010
-"""How long a step that computes nothing waits for something to tell: the end of a load, or of a
-lease. vLLM steps again and again meanwhile, sleeps for a millisecond in between, and its workers
-look for the next step in a busy loop. The end would be told a step later, and on a host with few
-processors those who have to come for the KV would get none. A new request waits at most this much
-longer: the step that it finds may wait, and those behind that one don't."""
+"""How long a step that computes nothing waits for something to report, such as the end of a load or
+lease, in seconds. Otherwise vLLM would run such steps continuously, with a sleep of a millisecond
+in between, while its workers poll for the next step in a busy loop. Ends would be reported a step
+later, and on a host with few processors the peers that fetch the KV would get no CPU time. A new
+request is delayed by this much at most: the step in flight may wait, but not the ones after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a rank runs on.
+    """The device of a rank.
 
     Args:
         kind: ``"cpu"``, ``"cuda"``, ...; a key of ``TRANSPORTS``.
-        hardware: as peers are told.
-        make_event: a new event on it; see ``RankContext``.
-        bind_thread: makes it current in the calling thread.
+        hardware: backend and generation, as published to peers.
+        make_event: makes a new event on the device; see ``RankContext``.
+        bind_thread: makes the device current on the calling thread.
     """
 
     kind: str
@@ -65,7 +66,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What is over since the last step; a load that failed is in ``received``, too."""
+    """Request ids to report to vLLM with a step. A failed load is in ``received`` and in
+    ``failed``."""
 
     sent: set[str]
     received: set[str]
@@ -73,41 +75,43 @@ class Results:
 
 
 class StepWait:
-    """The wait of a rank's step that computes nothing, one for all connectors of the rank.
+    """Makes a rank's idle steps wait for something to report. Shared by all connectors of the rank.
 
-    vLLM's MultiConnector has a step begin for all its children, and then asks one after the other
-    what there is to tell: the first one waits, for what any of them has.
+    vLLM's MultiConnector begins a step for all of its children, and then asks them for their
+    results one after another. The first one waits, for the results of any of them.
 
     Args:
-        num_behind: steps that vLLM may have scheduled by the time that it sees what one tells. They
-            don't wait, nor do those that a new request finds: something is to be computed.
+        num_behind: steps that vLLM may already have scheduled when it processes the results of one.
+            These don't wait, nor do the steps that are in flight when a new request arrives,
+            because there is something to compute.
     """
 
     def __init__(self, num_behind: int = 0) -> None:
         self.changed = threading.Condition()
         self._num_behind = num_behind
-        self._num_hasty = 0  # of the next steps
-        self._wait_s: float | None = None  # None: this step's wait is over
+        self._num_hasty = 0  # number of coming steps that must not wait
+        self._wait_s: float | None = None  # None: this step has waited
         self._members: list[Reports] = []
 
     def join(self, reports: Reports) -> None:
-        """A connector's, whose news end the wait."""
+        """Add the reports of a connector, which end the wait."""
         self._members.append(reports)
 
     def begin_step(self, wait_s: float) -> None:
-        """A step is here, which may wait so long for what one of the connectors has to tell."""
+        """Start a step, which may wait for a report of any connector, up to ``wait_s``."""
         with self.changed:
             self._wait_s = max(self._wait_s or 0.0, wait_s)
 
     def hurry(self) -> None:
-        """There is something to compute: neither a step that is about to wait does, nor those that
-        vLLM may have scheduled behind it. Any thread."""
+        """End the wait because there is something to compute: neither the current step waits, nor
+        the steps that vLLM may have scheduled after it. Any thread."""
         with self.changed:
             self._num_hasty = self._num_behind + 1
             self.changed.notify()
 
     def wait(self) -> None:
-        """For news, once in a step, unless it is not the time to wait. Under ``changed``."""
+        """Wait for a report, once per step, unless the step must not wait. Called with ``changed``
+        held."""
         wait_s, self._wait_s = self._wait_s, None
         if wait_s is None:
             return
@@ -116,19 +120,19 @@ class StepWait:
         self._num_hasty = max(0, self._num_hasty - 1)
 
     def news_told(self) -> None:
-        """vLLM hears something with this step. Under ``changed``."""
+        """Record that this step reports something to vLLM. Called with ``changed`` held."""
         self._num_hasty = self._num_behind
 
 
 class Reports:
-    """What vLLM is to be told with the next step. Any thread.
+    """One connector's reports for vLLM's next step. Any thread.
 
-    That blocks are free again is told by the step that names their request or a later one, not
-    before: with that step MultiConnector learns how many of its children keep the blocks, and
-    until then it takes the first report for the only one.
+    The release of a request's blocks is reported no earlier than with the step whose metadata name
+    the request in ``held``. With that step MultiConnector learns how many of its children hold the
+    blocks; before, it would take the first report for the only one.
 
     Args:
-        wait: of the rank; None: nobody shares it.
+        wait: the rank's step wait; None if no other connector shares it.
     """
 
     def __init__(self, wait: StepWait | None = None) -> None:
@@ -136,20 +140,20 @@ class Reports:
         self._wait.join(self)
         self._changed = self._wait.changed
         self._results = Results(set(), set(), set())
-        self._held: set[str] = set()  # named, and not reported yet
-        self._early: set[str] = set()  # reported, and not named yet
+        self._held: set[str] = set()  # named by a step, and not released yet
+        self._early: set[str] = set()  # released, and not named by a step yet
 
     @property
     def has_news(self) -> bool:
-        """Whether something is to be told, with this step or with the one that names it."""
+        """Whether there is something to report, with this step or with the one that names it."""
         return bool(self._results.sent or self._results.received or self._early)
 
     def begin_step(self, held: Iterable[str] = (), wait_s: float = 0.0) -> None:
-        """A step is here.
+        """Start a step.
 
         Args:
-            held: requests whose blocks are kept, by the first step after their end.
-            wait_s: how long it may wait for news.
+            held: requests whose blocks are held, named by the first step after their end.
+            wait_s: how long the step may wait for a report, in seconds.
         """
         with self._changed:
             self._held.update(held)
@@ -160,7 +164,7 @@ class Reports:
             self._wait.begin_step(wait_s)
 
     def add_load(self, request_id: str, is_failed: bool) -> None:
-        """A load is over."""
+        """Report a load that has ended."""
         with self._changed:
             self._results.received.add(request_id)
             if is_failed:
@@ -168,7 +172,7 @@ class Reports:
             self._changed.notify()
 
     def add_send(self, request_id: str) -> None:
-        """Blocks are free again."""
+        """Report that a request's blocks are released."""
         with self._changed:
             if request_id in self._held:
                 self._held.discard(request_id)
@@ -178,12 +182,12 @@ class Reports:
             self._changed.notify()
 
     def wake_up(self) -> None:
-        """A request has come, or can go on."""
+        """End the step's wait: a request has arrived, or can continue."""
         self._wait.hurry()
 
     def take(self) -> Results:
-        """Everything that has not been taken yet; if no connector of the rank has anything, what
-        comes first while the step may wait."""
+        """Return everything that has not been reported yet. If no connector of the rank has
+        anything to report, wait first, for as long as the step may."""
         with self._changed:
             self._wait.wait()
             taken, self._results = self._results, Results(set(), set(), set())
@@ -193,27 +197,27 @@ class Reports:
 
 
 class RankWorker(Protocol):
-    """What moves a rank's KV."""
+    """The worker that moves a rank's KV; see ``ConnectorWorker``."""
 
     def receive(self, message: bytes) -> None:
-        """Take an order of the scheduler side. Any thread."""
+        """Process an order of the scheduler side. Any thread."""
         ...
 
     def begin_step(self, steps: Sequence[PushStep]) -> LayerDone | None:
-        """A step is about to run these requests' tokens; what to call with each layer's number."""
+        """Start a step; returns a callback for each layer's number, or None."""
         ...
 
     def end_step(self) -> None:
-        """The step's kernels are all enqueued."""
+        """All kernels of the step are enqueued."""
         ...
 
     def close(self) -> None:
-        """Stop what moves. Idempotent."""
+        """Stop all transfers. Idempotent."""
         ...
 
 
 class LoadOrder(NamedTuple):
-    """Which load an order is about, and whether it begins it."""
+    """The load that an order concerns, and whether the order begins it."""
 
     name: str
     begins: bool = False
@@ -221,11 +225,11 @@ class LoadOrder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """What runs beside a rank's memory.
+    """A kind of worker.
 
     Args:
-        make: makes it.
-        load_of: what an order has to do with a load; None: nothing.
+        make: constructs the worker.
+        load_of: returns the load that an order concerns; None if it concerns no load.
     """
 
     make: Callable[[RankContext], RankWorker]
@@ -233,7 +237,7 @@ class WorkerKind:
 
 
 def connector_worker(connector: str) -> WorkerKind:
-    """The worker of a connector of ``mooncake_kv``."""
+    """The worker kind of a connector of ``mooncake_kv``."""
 
     def load_of(order: bytes) -> LoadOrder | None:
         message = decode_to_rank(order)
@@ -245,23 +249,24 @@ def connector_worker(connector: str) -> WorkerKind:
 
 
 class HeldLoads:
-    """Orders to load wait for the step that gave them their blocks, and behind them all that is
-    ordered of the same loads.
+    """Holds each load order, and later orders about the same load, until the device has finished
+    with the load's blocks.
 
-    What that step or an earlier one still does to those blocks, it has enqueued before: it zeroes
-    new ones, copies some, and may write for whoever had them last. An event that is recorded behind
-    that is waited for, because nothing else orders a load's writes: vLLM keeps blocks that a step
-    in flight may write to from others only where its own ``kv_role`` makes it a consumer, which in
-    a MultiConnector is the outer one's.
+    The step that allocated the blocks, or an earlier one, may still work on them: it zeroes new
+    blocks, copies some, and may write for the request that had them last. All of that is enqueued
+    when the step releases the load, so a load begins after an event that is recorded then. Nothing
+    else orders a load's writes: vLLM keeps blocks that a step in flight may write to from being
+    reallocated only if its own ``kv_role`` makes it a consumer, and in a MultiConnector that is the
+    outer connector's role.
 
     Args:
-        receive: takes each order, once its time has come; in their order.
+        receive: receives each order when it may be executed; in their order.
         load_of: see ``WorkerKind``.
-        device: whose events are waited for.
-        fail: the thread that waits died of this.
+        device: the device whose events are waited for.
+        fail: receives the exception that killed the waiting thread.
 
     Raises:
-        KVConfigError: that thread can't be started.
+        KVConfigError: the waiting thread can't be started.
     """
 
     def __init__(
@@ -275,14 +280,14 @@ class HeldLoads:
         self._make_event = device.make_event
         self._lock = threading.Lock()
         self._held: dict[str, list[bytes]] = {}
-        self._released: dict[str, Event] = {}  # their step was here before an order
+        self._released: dict[str, Event] = {}  # released by their step before the order arrived
         self._begun: set[str] = set()
-        self._over: set[str] = set()  # they ended before their step was here
+        self._over: set[str] = set()  # ended before their step released them
         self._is_closed = False
         self._waiting = lone_thread("load-release", device.bind_thread)
 
     def take(self, order: bytes) -> None:
-        """An order has come: any one. Any thread."""
+        """Process an order of any kind: hold it, or pass it on. Any thread."""
         about = self._load_of(order)
         with self._lock:
             if about is None or not (about.begins or about.name in self._held):
@@ -295,7 +300,7 @@ class HeldLoads:
                 self._begin_behind(event, [about.name])
 
     def release(self, names: Iterable[str]) -> None:
-        """The step that gave these loads their blocks is here. The step's thread."""
+        """Release loads: the step that allocated their blocks has arrived. The step's thread."""
         if not (names := tuple(names)):
             return
         event = self._make_event()
@@ -311,7 +316,7 @@ class HeldLoads:
             self._begin_behind(event, [name for name in names if name in self._held])
 
     def forget(self, name: str) -> None:
-        """That load has ended, wherever its order and its step are."""
+        """Forget a load that has ended, whether or not its order and its step have arrived."""
         with self._lock:
             if name in self._begun:
                 self._begun.discard(name)
@@ -319,13 +324,13 @@ class HeldLoads:
                 self._over.add(name)
 
     def close(self) -> None:
-        """What is held is never ordered. Idempotent."""
+        """Drop all held orders, and stop the waiting thread. Idempotent."""
         with self._lock:
             self._is_closed = True
         self._waiting.shutdown(wait=True, cancel_futures=True)
 
     def _begin_behind(self, event: Event, names: Sequence[str]) -> None:
-        """Pass on what is held of these loads, once an event has passed. Under the lock."""
+        """Pass on the held orders of these loads once an event has completed. The lock is held."""
         if not names or self._is_closed:
             return
         if event.query():
@@ -339,12 +344,12 @@ class HeldLoads:
             event.synchronize()
             with self._lock:
                 self._begin(names)
-        except Exception as exc:  # whoever waits for what was not obeyed would wait for ever
+        except Exception as exc:  # an order that is never executed would be waited for forever
             logger.exception("loads can't be released")
             self._fail(exc)
 
     def _begin(self, names: Iterable[str]) -> None:
-        """Under the lock."""
+        """Pass on the held orders of these loads. The lock is held."""
         for name in names:
             orders = self._held.pop(name)
             if name in self._over:
@@ -356,20 +361,20 @@ class HeldLoads:
 
 
 class WorkerSide:
-    """Moves the KV of one rank.
+    """The worker side of one rank: moves its KV, and reports to vLLM.
 
     Args:
-        config: of the connector.
-        rank: which of the instance.
-        path: where to listen for the scheduler side.
-        view: the rank's memory.
-        device: what it is on.
-        kind: what moves it; None: the worker of the connector that the configuration names.
-        wait: of the rank's steps, for all its connectors; None: there is no other one.
+        config: the connector's configuration.
+        rank: index of the rank in the instance.
+        path: Unix socket on which to listen for the scheduler side.
+        view: the rank's KV memory.
+        device: the device of that memory.
+        kind: the kind of worker; None: that of the connector that the configuration names.
+        wait: the rank's step wait; None if no other connector shares it.
         turn_rope: see ``RankMemory``.
 
     Raises:
-        KVConfigError: the memory can't be moved as asked, or a thread can't be started.
+        KVConfigError: the memory can't be moved as configured, or a thread can't be started.
     """
 
     def __init__(
@@ -419,57 +424,57 @@ class WorkerSide:
         self._link.listen(self._obey, self.report_death)
 
     def report_death(self, cause: BaseException) -> None:
-        """A thread of the worker died: the instance ends with it. Any thread."""
+        """Report that a thread of the worker died, which ends the instance. Any thread."""
         self._link.send(WorkerDied(repr(cause)))
 
     def release_loads(self, names: Iterable[str]) -> None:
-        """Loads that may begin: see ``HeldLoads``. The step's thread."""
+        """Let loads begin: see ``HeldLoads``. The step's thread."""
         try:
             self._loads.release(names)
-        except Exception as exc:  # whoever waits for what was not obeyed would wait for ever
+        except Exception as exc:  # an order that is never executed would be waited for forever
             self.report_death(exc)
             raise
 
     def begin_step(
         self, steps: Sequence[PushStep], held: Iterable[str] = (), wait_s: float = 0.0
     ) -> None:
-        """A step is about to run. The step's thread.
+        """Prepare for a step. The step's thread.
 
         Args:
-            steps: what it computes of prompts that are sent.
+            steps: the parts of pushed prompts that the step computes.
             held: see ``Reports``.
-            wait_s: how long it may wait for something to tell.
+            wait_s: how long the step may wait for something to report, in seconds.
         """
         self._reports.begin_step(held, wait_s)
         self._layers_done.clear()
         self._layer_done = self._worker.begin_step(steps)
 
     def layer_done(self, layer_name: str) -> None:
-        """The step's KV of that layer is written, or enqueued. The step's thread."""
+        """The writes of the step's KV of a layer are done, or enqueued. The step's thread."""
         if self._layer_done is None:
             return
         index = layer_index(layer_name)
-        if index not in self._layers_done:  # vLLM-Ascend has two hooks for it
+        if index not in self._layers_done:  # vLLM-Ascend calls two hooks per layer
             self._layers_done.add(index)
             self._layer_done(index)
 
     def end_step(self) -> None:
-        """The step's kernels are all enqueued. The step's thread."""
+        """All kernels of the step are enqueued. The step's thread."""
         self._layer_done = None
         self._worker.end_step()
 
     def take_results(self) -> Results:
-        """What vLLM is to be told, waited for if there is nothing. The step's thread."""
+        """Return the reports for vLLM, waiting if there are none. The step's thread."""
         return self._reports.take()
 
     def close(self) -> None:
-        """Stop what moves, and let the memory go. Idempotent."""
+        """Stop all transfers, and release the memory. Idempotent."""
         self._loads.close()
         self._worker.close()
         self._link.close()
 
     def _obey(self, message: SchedulerMessage) -> None:
-        """An order of the scheduler side. The link's thread."""
+        """Process a message of the scheduler side. The link's thread."""
         if isinstance(message, ToWorker):
             self._loads.take(message.payload)
         elif isinstance(message, ReportLoad):
