@@ -1,5 +1,5 @@
-"""Connections between the hosts of an instance: how both ends prove themselves, how a host that is
-gone is noticed, and what nodes say to each other."""
+"""Connections between the nodes of an instance: authentication of both ends, detection of hosts
+that are gone, and the messages that nodes exchange."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 _PROVE_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_MESSAGE_BYTES = 1_000_000
-# A host that does not answer is given up after 5 + 3 * 3 s, or when what was sent to it is not
-# acknowledged for as long.
+# A host is considered gone when it has not answered keepalive probes for 5 + 3 * 3 s, or has not
+# acknowledged data for as long.
 _PROBES = (
     ("TCP_KEEPIDLE", 5),
     ("TCP_KEEPINTVL", 3),
@@ -30,15 +30,17 @@ _PROBES = (
 
 
 class NodeHello(msgspec.Struct, frozen=True, tag="node"):
-    """A node wants to join.
+    """The first message of a node that joins.
 
     Args:
-        node: its rank among the nodes, of ``num_nodes``.
-        version: of mooncake_engine.
+        node: rank of the node.
+        num_nodes: number of nodes that it expects.
+        num_ranks: number of ranks that it expects.
+        version: its version of mooncake_engine.
         weights: fingerprint of its copy of the model.
-        model, draft_model: where its ranks find them; empty for no draft model.
+        model, draft_model: paths of the models on its host; empty if there is no draft model.
         host: its address, as seen from node 0.
-        scratch: a folder of its own, for files by which its ranks find each other.
+        scratch: a folder on its host, for the files by which its ranks find each other.
     """
 
     node: int
@@ -53,8 +55,13 @@ class NodeHello(msgspec.Struct, frozen=True, tag="node"):
 
 
 class RankHello(msgspec.Struct, frozen=True, tag="rank"):
-    """One of the two connections of a rank: its orders, or messages of its extension. ``token`` is
-    what its node was welcomed with."""
+    """The first message on each of a rank's two connections.
+
+    Args:
+        token: the token that its node received in NodeWelcome.
+        rank: number of the rank.
+        is_orders: whether the connection carries orders; else extension messages.
+    """
 
     token: str
     rank: int
@@ -62,13 +69,23 @@ class RankHello(msgspec.Struct, frozen=True, tag="rank"):
 
 
 class NodeRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The node does not belong to this instance."""
+    """Node 0 rejects a node that does not belong to this instance.
+
+    Args:
+        reason: why, for its log.
+    """
 
     reason: str
 
 
 class NodeWelcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Start these ranks, and find that many free ports."""
+    """Node 0 accepts a node, which then starts its ranks.
+
+    Args:
+        token: identifies this start of the instance, for RankHello.
+        ranks: the ranks to start.
+        num_ports: the number of free ports to find.
+    """
 
     token: str
     ranks: tuple[int, ...]
@@ -76,27 +93,37 @@ class NodeWelcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class NodeReady(msgspec.Struct, frozen=True, tag="ready"):
-    """The process ids of the ranks, in order, and the ports."""
+    """A node has started its ranks.
+
+    Args:
+        pids: process ids of the ranks, in order.
+        ports: free ports of the host.
+    """
 
     pids: tuple[int, ...]
     ports: tuple[int, ...]
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """A rank's process is over, and how."""
+    """A rank's process has exited.
+
+    Args:
+        rank: number of the rank.
+        how: description of the exit.
+    """
 
     rank: int
     how: str
 
 
 class KillRank(msgspec.Struct, frozen=True, tag="kill"):
-    """End a rank's process now."""
+    """Kill a rank's process."""
 
     rank: int
 
 
 class InstanceOver(msgspec.Struct, frozen=True, tag="over"):
-    """All has ended in order."""
+    """The instance has shut down in order."""
 
 
 NodeMessage = (
@@ -114,15 +141,16 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def tell(connection: Connection, message: NodeMessage) -> None:
-    """Send a message; raises OSError where the other side is gone."""
+    """Send a message; raises OSError if the other side is gone."""
     connection.send_bytes(_encode(message))
 
 
 def hear(connection: Connection, timeout_s: float | None = None) -> NodeMessage:
-    """The next message.
+    """Receive the next message.
 
     Raises:
-        EOFError, OSError: the other side is gone, silent for ``timeout_s``, or says what is none.
+        EOFError, OSError: the other side is gone, has sent nothing for ``timeout_s``, or has sent
+            an invalid message.
     """
     if timeout_s is not None and not connection.poll(timeout_s):
         raise TimeoutError(f"nothing was said for {timeout_s:g} s")
@@ -134,24 +162,24 @@ def hear(connection: Connection, timeout_s: float | None = None) -> NodeMessage:
 
 
 def own_address(connection: Connection) -> str:
-    """The address of this host, as the other end of a TCP connection sees it."""
+    """The address of this host on a TCP connection."""
     with socket.socket(fileno=os.dup(connection.fileno())) as shared:
         return str(shared.getsockname()[0])
 
 
 def hang_up(connection: Connection) -> None:
-    """End a connection that another thread reads from, as if the other side had; it is still to be
-    closed."""
+    """Shut down a connection that another thread reads from, which then sees its end. The caller
+    still has to close the connection."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as shared:
         shared.shutdown(socket.SHUT_RDWR)
 
 
 def accept_known(listener: socket.socket, key: bytes) -> Connection:
-    """The next connection that knows the key; others are turned away, and so is one that is silent,
-    or drips, for longer than it needs.
+    """Accept the next connection that proves that it knows the key. Connections that do not, or
+    take longer than ``_PROVE_TIMEOUT_S``, are closed.
 
     Raises:
-        TimeoutError: none came within the listener's timeout.
+        TimeoutError: no connection came within the listener's timeout.
     """
     while True:
         accepted, address = listener.accept()
@@ -167,11 +195,11 @@ def accept_known(listener: socket.socket, key: bytes) -> Connection:
 
 
 def connect_known(address: tuple[str, int], key: bytes) -> Connection:
-    """A connection to who knows the key.
+    """Connect to a peer, and authenticate both ends with the key.
 
     Raises:
-        AuthenticationError: it does not.
-        OSError, EOFError: it can't be reached, or hangs up.
+        AuthenticationError: the peer has another key.
+        OSError, EOFError: the peer can't be reached, or closes the connection.
     """
     with _proving(socket.create_connection(address, _CONNECT_TIMEOUT_S)) as connection:
         try:
@@ -185,7 +213,8 @@ def connect_known(address: tuple[str, int], key: bytes) -> Connection:
 
 @contextlib.contextmanager
 def _proving(connected: socket.socket) -> Iterator[Connection]:
-    """The connection, which is ended if what is said first takes too long."""
+    """Yield the connection of a socket, and shut it down if the block takes longer than
+    ``_PROVE_TIMEOUT_S``."""
     _watch_peer(connected)
     connected.settimeout(None)
     connection = Connection(connected.detach())
@@ -198,11 +227,11 @@ def _proving(connected: socket.socket) -> Iterator[Connection]:
 
 
 def _watch_peer(connected: socket.socket) -> None:
-    """Send small messages at once, and notice a host that vanishes without a word."""
+    """Set TCP options: send small messages at once, and detect a host that vanishes."""
     if connected.family == socket.AF_UNIX:
         return
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _PROBES:
-        if hasattr(socket, name):  # Linux has them all
+        if hasattr(socket, name):  # all exist on Linux
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

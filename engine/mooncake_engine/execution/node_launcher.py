@@ -1,7 +1,7 @@
-"""Ranks on several hosts (``--nnodes``): node 0 has some as children of its own, and waits for the
-other nodes, whose ranks connect to it.
+"""Launches ranks on several nodes (``--nnodes``): node 0 runs some as its children, and waits for
+the other nodes, whose ranks connect to it.
 
-A node that is gone, or that one of its ranks dies on, ends the instance with its reason.
+If a node is gone, or one of its ranks dies, the instance ends with the reason.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from mooncake_kv.model_fingerprint import model_fingerprint
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 600.0
-"""How long nodes wait for each other: hosts are started by hand, or by schedulers, and fetch the
-model first."""
+"""How long nodes wait for each other. It is long because hosts are started by hand or by a cluster
+scheduler, and download the model first."""
 _REMIND_S = 30.0
 _HELLO_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 60.0
@@ -63,10 +63,10 @@ _KILL_TIMEOUT_S = 5.0
 
 
 def weights_of(model: Path) -> str:
-    """What a copy of a model is compared by.
+    """The fingerprint of a model's weights, by which nodes compare their copies.
 
     Raises:
-        ConfigError: it can't be read.
+        ConfigError: the model can't be read.
     """
     try:
         return model_fingerprint(model, "auto").weights
@@ -75,22 +75,22 @@ def weights_of(model: Path) -> str:
 
 
 def engine_version() -> str:
-    """Of this program: nodes exchange its own objects."""
+    """The version of this package. All nodes must have the same, as they exchange pickles."""
     return importlib.metadata.version("mooncake-engine")
 
 
 @dataclass(slots=True)
 class JoinedNode:
-    """Another host of the instance, and what is known of its ranks' ends.
+    """Another node of the instance, as node 0 sees it; keeps how its ranks ended.
 
     Args:
-        hello: what it says of itself.
-        control: connection to it.
+        hello: the message with which it joined.
+        control: connection to the node.
 
     Attributes:
         pids: process ids of its ranks, by rank.
-        ports: free ones of the host, for groups that meet there.
-        of_ranks: its ranks' connections.
+        ports: free ports of its host, for the rendezvous of groups.
+        of_ranks: the connections of its ranks.
     """
 
     hello: NodeHello
@@ -104,11 +104,11 @@ class JoinedNode:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Number and host of the node, for messages."""
         return f"node {self.hello.node} ({self.hello.host})"
 
     def follow(self) -> None:
-        """Take what it says until it is gone. Top of a thread of its own."""
+        """Receive the node's messages until it is gone. The main loop of a thread."""
         try:
             while True:
                 message = hear(self.control)
@@ -120,21 +120,21 @@ class JoinedNode:
             with self._changed:
                 self._gone = f"{self.name} is gone: {str(exc) or 'its connection has ended'}"
                 self._changed.notify_all()
-        for connection in self.of_ranks:  # its ranks may live on, and nobody would end them
+        for connection in self.of_ranks:  # its ranks may still run: this makes them exit
             hang_up(connection)
 
     def end_of(self, rank: int) -> str | None:
-        """How a rank ended, None while it lives."""
+        """How a rank ended; None while it runs."""
         with self._changed:
             return self._ends.get(rank) or self._gone or None
 
     def wait(self, rank: int, timeout_s: float) -> bool:
-        """Wait for a rank's end; returns whether it came."""
+        """Wait for a rank to end; returns whether it has."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._gone) or rank in self._ends, timeout_s)
 
     def tell(self, message: KillRank | InstanceOver) -> None:
-        """Say something to a node that may be gone."""
+        """Send a message to the node; does nothing if the node is gone."""
         with suppress(OSError):
             tell(self.control, message)
 
@@ -143,9 +143,9 @@ class NodeRank(Rank):
     """A rank on another node.
 
     Args:
-        rank: which.
-        connections: its orders and its messages.
-        node: that it runs on.
+        rank: number of the rank.
+        connections: its connections for orders and for messages.
+        node: the node that it runs on.
         our_host: address of this node.
     """
 
@@ -165,7 +165,7 @@ class NodeRank(Rank):
         return self._node.pids[self.rank]
 
     def adapt(self, config: EngineConfig) -> EngineConfig:
-        """With the node's address and its copies of the models.
+        """The config with the node's address and the paths of its copies of the models.
 
         Raises:
             ConfigError: see ``config_on_host``.
@@ -190,10 +190,10 @@ class NodeRank(Rank):
 
 
 class NodeLauncher:
-    """Ranks as children of the nodes of an instance, of which this process is node 0.
+    """Launches ranks as children of the nodes of an instance. This process is node 0.
 
     Args:
-        config: says how many, their threads, and the nodes.
+        config: config of the instance: the ranks, their threads, and the nodes.
 
     Raises:
         ConfigError: node 0 can't listen at ``--master-addr``.
@@ -217,11 +217,12 @@ class NodeLauncher:
         return self._config.num_ranks_per_node
 
     def start(self) -> Sequence[Rank]:
-        """All ranks, in order; they wait for their first order.
+        """Wait for all nodes, and start all ranks; returns them in order, waiting for their first
+        order.
 
         Raises:
             ConfigError: a node did not join in time.
-            EngineDead: one left again.
+            EngineDead: a node left before the ranks were started.
         """
         with self._listener:
             self._await_nodes()
@@ -246,7 +247,7 @@ class NodeLauncher:
         self._listener.close()
         for node in self._nodes.values():
             node.tell(InstanceOver())
-        for thread in self._threads:  # it ends when the node has hung up
+        for thread in self._threads:  # it ends when the node has closed its connection
             thread.join(_KILL_TIMEOUT_S)
         for node in self._nodes.values():
             hang_up(node.control)
@@ -276,7 +277,7 @@ class NodeLauncher:
                 logger.info("waiting at %s for node %s of %d", where, names, wanted.nnodes)
 
     def _admit(self, connection: Connection) -> None:
-        """Take a node in, or tell it why not."""
+        """Receive a node's hello, and accept the node or tell it why it is rejected."""
         try:
             hello = hear(connection, _HELLO_TIMEOUT_S)
             if not isinstance(hello, NodeHello):
@@ -299,7 +300,7 @@ class NodeLauncher:
         logger.info("node %d of %d has joined from %s", hello.node, hello.num_nodes, hello.host)
 
     def _why_refused(self, hello: NodeHello) -> str:
-        """What keeps a node from joining; empty if nothing does."""
+        """Why a node can't join; empty if it can."""
         config = self._config
         facts = {
             "versions of mooncake-engine": (hello.version, engine_version()),
@@ -313,12 +314,12 @@ class NodeLauncher:
         if not 0 < hello.node < config.nodes.nnodes:
             return f"--node-rank must be from 1 to {config.nodes.nnodes - 1}, got {hello.node}"
         known = self._nodes.get(hello.node)
-        if known is not None and not known.control.poll():  # an end would be there to be read
+        if known is not None and not known.control.poll():  # poll() is true if it has been closed
             return f"another host is node {hello.node} already: {known.hello.host}"
         return ""
 
     def _welcome(self) -> dict[int, tuple[Connection, Connection]]:
-        """Have all nodes start their ranks; returns the ranks' connections: orders, messages."""
+        """Have all nodes start their ranks; returns the connections by rank: orders, messages."""
         led = Counter(self._leading_nodes().values())
         for number, node in self._nodes.items():
             ranks = tuple(self._config.nodes.ranks_of(number, len(self._infos)))
@@ -356,12 +357,12 @@ class NodeLauncher:
                 continue
             if isinstance(hello, RankHello) and hello.token == self._token:
                 ends[hello.rank, hello.is_orders] = connection
-            else:  # of a node that is refused, or of an earlier start
+            else:  # from a node that was rejected, or from an earlier start of the instance
                 connection.close()
         return {rank: (ends[rank, True], ends[rank, False]) for rank, _ in ends}
 
     def _leading_nodes(self) -> dict[str, int]:
-        """The groups whose ranks are on several nodes, and the node of the first rank of each."""
+        """By name of each group whose ranks are on several nodes, the node of its first rank."""
         members: dict[str, list[int]] = {}
         for info in self._infos:
             for name in info.group_names:
@@ -369,8 +370,9 @@ class NodeLauncher:
         return {name: nodes[0] for name, nodes in members.items() if len(set(nodes)) > 1}
 
     def _choose_rendezvous(self, our_host: str) -> None:
-        """Where groups meet: at a port of their first rank's host, or, on one host, in a file,
-        which nobody can take in between; the host makes them use loopback."""
+        """Choose the rendezvous of each group: a port on the host of its first rank, or, if all its
+        ranks are on one host, a file, which no other process can take before the ranks use it. The
+        host in a file's URL makes the group communicate over loopback."""
         leading = self._leading_nodes()
         ports = {number: list(node.ports) for number, node in self._nodes.items()}
         ports[0] = find_ports(our_host, list(leading.values()).count(0))
@@ -387,10 +389,10 @@ class NodeLauncher:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Where the other nodes come.
+    """Listen for the other nodes.
 
     Raises:
-        PortTaken: somebody else listens there.
+        PortTaken: another process listens there.
         ConfigError: there is no such address.
     """
     try:
@@ -405,7 +407,7 @@ def _listen(host: str, port: int) -> socket.socket:
         except OSError as exc:
             if exc.errno != errno.EADDRNOTAVAIL:
                 raise
-            # A name that stands for this host elsewhere, as Kubernetes' services do.
+            # a name that resolves to this host only for others, such as a Kubernetes service
             listener.bind(("::" if address[0] == socket.AF_INET6 else "0.0.0.0", port))
         listener.listen()
     except OSError as exc:

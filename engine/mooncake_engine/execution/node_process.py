@@ -1,4 +1,4 @@
-"""A host that joins an instance (``--node-rank`` 1 and above): runs ranks, for node 0 to lead."""
+"""A node that joins an instance (``--node-rank`` 1 and above): runs ranks that node 0 drives."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _END_TIMEOUT_S = 5.0
 
 
 def run_node(config: EngineConfig, shutdown_timeout_s: float) -> None:
-    """Join the instance, and run this node's ranks until node 0 ends it. SIGTERM and SIGINT leave
-    it ``shutdown_timeout_s`` to do so; a second one leaves it no time.
+    """Join the instance, and run this node's ranks until node 0 ends the instance. After SIGTERM or
+    SIGINT node 0 has ``shutdown_timeout_s`` to do so; a second signal ends this node at once.
 
     Raises:
-        ConfigError: node 0 can't be reached, or refuses this node.
+        ConfigError: node 0 can't be reached, or rejects this node.
         EngineDead: node 0 is gone.
     """
     with (
@@ -67,7 +67,7 @@ def run_node(config: EngineConfig, shutdown_timeout_s: float) -> None:
 
 
 class _Stop:
-    """What SIGTERM and SIGINT have asked for."""
+    """Handles SIGTERM and SIGINT while it is entered: keeps the deadline by which to exit."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -85,12 +85,12 @@ class _Stop:
 
     @property
     def is_asked(self) -> bool:
-        """Whether one came."""
+        """Whether a signal was received."""
         return self._deadline is not None
 
     @property
     def is_due(self) -> bool:
-        """Whether this node ends now, whatever node 0 does."""
+        """Whether this node must exit now, whatever node 0 does."""
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -99,7 +99,7 @@ class _Stop:
 
 
 class _Node:
-    """This host's part of an instance."""
+    """This host's part of an instance: its connection to node 0, and its ranks."""
 
     def __init__(self, config: EngineConfig, stop: _Stop, scratch: str) -> None:
         self._config = config
@@ -113,7 +113,7 @@ class _Node:
         self._control: Connection | None = None
 
     def run(self) -> None:
-        """From joining to the end of the instance."""
+        """Join, start the ranks, and follow node 0 until the instance ends."""
         weights = weights_of(self._config.model)
         control = self._control = self._connect()
         if control is None:
@@ -130,7 +130,7 @@ class _Node:
             raise EngineDead(f"{self._name} is gone: {how}; this node's ranks end") from exc
 
     def close(self) -> None:
-        """End this node's ranks. Idempotent."""
+        """Kill this node's ranks. Idempotent."""
         for process in self._processes.values():
             process.kill()
             process.wait()
@@ -138,7 +138,7 @@ class _Node:
             self._control.close()
 
     def _connect(self) -> Connection | None:
-        """To node 0, once it is there; None if a signal comes before."""
+        """Connect to node 0, retrying until it listens; None if a signal comes first."""
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         remind_at = time.monotonic() + _REMIND_S
         while not self._stop.is_asked:
@@ -177,7 +177,8 @@ class _Node:
         )
 
     def _await_welcome(self, control: Connection) -> NodeWelcome | None:
-        """What to start; None if a signal comes before all nodes have joined."""
+        """Wait until all nodes have joined; returns the ranks to start, or None if a signal comes
+        first."""
         while not control.poll(_LOOK_S):
             if self._stop.is_asked:
                 return None
@@ -213,7 +214,7 @@ class _Node:
         return connection
 
     def _follow(self, control: Connection) -> None:
-        """Tell node 0 of ranks that end, and end those that it wants ended, until it is over."""
+        """Report exits of ranks to node 0, and kill ranks at its request, until the instance ends."""
         living = dict(self._processes)
         while not self._stop.is_due:
             if control.poll(_LOOK_S):

@@ -1,4 +1,4 @@
-"""One process per rank, on this host or, through Ray, on several."""
+"""Executor that runs one process per rank: on this host, on several nodes, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
 
 
 class ProcessExecutor(Executor):
-    """The ranks of a data-parallel rank, in processes of their own; a dead one ends the instance
-    with its reason.
+    """Runs the ranks of one data-parallel rank, each in a process. If one dies, the whole instance
+    ends with its reason.
 
     Args:
-        plan: any ``tp_size`` and ``pp_size``.
-        options: extension and handlers.
-        launcher: starts the ranks; closed with the executor. None: children of this process.
-        processes: of all ranks, if ``plan`` has several data-parallel ranks; else its own are
-            started. Closed with the executor.
-        dp_rank: which of them this is.
+        plan: the instance's plan, with any ``tp_size`` and ``pp_size``.
+        options: extension and callbacks.
+        launcher: starts the ranks, and is closed with the executor; None to run them as children of
+            this process.
+        processes: the processes of all ranks, if ``plan`` has several data-parallel ranks; None to
+            start them here. Closed with the executor.
+        dp_rank: number of the data-parallel rank.
 
     Raises:
-        CheckpointError, ConfigError: the model can't be loaded so.
+        CheckpointError, ConfigError: the model can't be loaded with this plan.
         EngineDead: a rank died while loading.
     """
 
@@ -51,7 +52,7 @@ class ProcessExecutor(Executor):
     ) -> None:
         self._options = options or ExecutorOptions()
         self._has_stages = plan.config.pp_size > 1
-        self._unsaid: dict[str, tuple[int, ...]] = {}  # sampled; earlier stages don't know it yet
+        self._unsaid: dict[str, tuple[int, ...]] = {}  # sampled tokens not sent to earlier stages
         self._processes = processes or RankProcesses(plan, [self._options], launcher)
         self._ranks = self._processes.of(dp_rank)
         self._expert_loads: list[ExpertLoad | None] = [None for _ in self._ranks]
@@ -83,7 +84,7 @@ class ProcessExecutor(Executor):
         return self._answers
 
     def _collect(self) -> StepResult:
-        """What came of the oldest step that was submitted."""
+        """Wait for the oldest submitted step; returns its result."""
         self.check()
         result = self._await_done()
         assert result is not None, "the driver rank reports a step's result"
@@ -129,8 +130,8 @@ class ProcessExecutor(Executor):
         self._processes.close()
 
     def _await_done(self) -> StepResult | None:
-        """Wait until all ranks have carried out their oldest order; returns the result of the one
-        that speaks."""
+        """Wait until all ranks have completed their oldest order; returns the result that the
+        driver rank reported, if any."""
         result: StepResult | None = None
         for rank, report in self._processes.reports(self._ranks):
             if not isinstance(report, wire.OrderDone):
@@ -145,7 +146,7 @@ class ProcessExecutor(Executor):
 
 @dataclass(frozen=True, slots=True)
 class _SubmittedStep:
-    """A step that the ranks have been told to run; ``collect`` takes the oldest one's result."""
+    """A step that was sent to the ranks; ``collect`` waits for the oldest such step."""
 
     step: int
     collect: Callable[[], StepResult]

@@ -1,4 +1,4 @@
-"""The executor's side of ranks in processes of their own: two connections and a way to end one."""
+"""The executor's side of rank processes: launches them, talks to them and ends them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from mooncake_engine.process.forked_process import ForkedProcess, adopting
 from mooncake_hal.command_line import describe_exit, import_path
 
 _END_TIMEOUT_S = 1.0
-"""How long a process may take to end after its connection has."""
+"""How long a process may take to exit after it has closed its connection."""
 
 
 class Rank(ABC):
-    """The parent's side of one rank, wherever it runs.
+    """The executor's side of one rank process, on any host.
 
     Args:
-        rank: which.
-        orders: carries orders to it and its reports back, one at a time.
+        rank: number of the rank.
+        orders: carries orders to the rank and its reports back, one at a time.
         messages: carries extension messages both ways at any time.
     """
 
@@ -48,7 +48,7 @@ class Rank(ABC):
         self._lock = threading.Lock()
 
     def order(self, encoded: bytes) -> None:
-        """Send an order; a rank that is gone shows when its report is read."""
+        """Send an order. If the rank is gone, that is noticed when its report is read."""
         try:
             self.orders.send_bytes(encoded)
         except ConnectionError:
@@ -70,18 +70,18 @@ class Rank(ABC):
             self.messages.send_bytes(message)
 
     def has_vanished(self) -> bool:
-        """Whether the process ended without saying why; what it said last is read for that."""
+        """Whether the process ended without reporting why. Reads the reports that it sent before."""
         while self.failed is None and self.orders.poll():
             if self.report() is None:
                 return True
         return self.failed is None and self.wait(0.0)
 
     def is_frozen(self) -> bool:
-        """Whether its process is stopped by a signal or a debugger, as far as can be seen."""
+        """Whether the process is stopped by a signal or a debugger; False if that is not known."""
         return False
 
     def describe_end(self) -> str:
-        """Why the rank ended, in words."""
+        """Why the rank ended, for messages."""
         if self.failed is not None:
             return f"{self.failed.kind}: {self.failed.reason}"
         if not self.wait(_END_TIMEOUT_S):
@@ -100,58 +100,59 @@ class Rank(ABC):
 
     @abstractmethod
     def adapt(self, config: EngineConfig) -> EngineConfig:
-        """The instance's config as it must read on the rank's host."""
+        """The instance's config, adapted to the rank's host."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the process's end; returns whether it came."""
+        """Wait for the process to exit; returns whether it has."""
 
     @abstractmethod
     def last_words(self) -> str:
-        """How a process that has ended did so."""
+        """How the process ended, for messages. Call only after it has."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End the process now, and reap it."""
+        """Kill the process and reap it."""
 
 
 class Launcher(Protocol):
     """Starts the ranks of one instance."""
 
     def start(self) -> Sequence[Rank]:
-        """All ranks, in order; they wait for their first order.
+        """Start all ranks; returns them in order, waiting for their first order.
 
         Raises:
-            ConfigError: they can't be started so.
+            ConfigError: the ranks can't be started with this config.
         """
         ...
 
     def rendezvous(self, name: str) -> str:
-        """Where the ranks of the group of that name meet (``RankInfo``); known once they are
-        started."""
+        """The URL at which the ranks of a group (see ``RankInfo.group_names``) find each other.
+        Known once the ranks are started."""
         ...
 
     @property
     def threads(self) -> int:
-        """CPU threads for each rank."""
+        """CPU threads per rank."""
         ...
 
     def close(self) -> None:
-        """Free what the launcher holds; the ranks have ended."""
+        """Free the launcher's resources. Call after the ranks have ended."""
         ...
 
 
 def config_on_host(config: EngineConfig, rank: int, host: str, our_host: str) -> EngineConfig:
-    """An instance's config with addresses of the host that a rank is on: transports listen there.
+    """Replace the KV addresses of an instance's config by those of a rank's host, as the rank's
+    transports listen there.
 
     Args:
-        config: as this host has it.
-        rank: which, for the message.
+        config: the config on this host.
+        rank: number of the rank, for the error message.
         host: address of the rank's host.
-        our_host: address of this one.
+        our_host: address of this host.
 
     Raises:
-        ConfigError: KV is to move by loopback, and the rank is on another host.
+        ConfigError: the config has a loopback address for KV, and the rank is on another host.
     """
     kv = config.kv_transfer
     if kv is None or host == our_host:
@@ -169,20 +170,20 @@ def config_on_host(config: EngineConfig, rank: int, host: str, our_host: str) ->
 
 
 def find_ports(host: str, count: int) -> list[int]:
-    """``count`` free ports of this host."""
+    """Find ``count`` free TCP ports of this host."""
     with ExitStack() as held:
         probes = [held.enter_context(socket.create_server((host, 0))) for _ in range(count)]
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def start_rank_processes(ends: Sequence[RankEnds]) -> list[ForkedProcess]:
-    """A process for each rank at its ends, which are closed here.
+    """Start a process per rank, which inherits its ends; they are closed in this process.
 
-    One child imports what all of them need and forks them, so that this costs its time and its
-    memory once.
+    One child process imports what all ranks need and forks them, so that the imports cost time and
+    memory only once.
 
     Raises:
-        EngineDead: they can't be started; the child's log says why.
+        EngineDead: the ranks can't be started; the child's log says why.
     """
     pids, pids_to = Pipe(duplex=False)
     descriptors = [pids_to.fileno(), *(end.fileno() for pair in ends for end in pair)]
@@ -196,12 +197,16 @@ def start_rank_processes(ends: Sequence[RankEnds]) -> list[ForkedProcess]:
         except EOFError:
             how = describe_process_end(forker.wait())
             raise EngineDead(f"the process that starts the ranks {how}") from None
-        forker.wait()  # they are ours now
+        forker.wait()  # once it has exited, the ranks are children of this process
     return [ForkedProcess(int(pid)) for pid in found]
 
 
 def start_forker(descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """The child that forks the ranks which have these ends, and ends; see ``rank_process.main``."""
+    """Start the child process that forks the ranks and exits; see ``rank_process.main``.
+
+    Args:
+        descriptors: the file descriptors to pass to it, in the order of its arguments.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", f"{__package__}.rank_process", *map(str, descriptors)],
         pass_fds=descriptors,
@@ -211,18 +216,18 @@ def start_forker(descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
 
 
 def describe_process_end(status: int) -> str:
-    """How a rank's process ended, in words."""
+    """How a rank's process ended, for messages."""
     end = describe_exit(status)
     return end if status < 0 else f"{end}; its log says why"
 
 
 class LocalRank(Rank):
-    """A child process of this one.
+    """A rank that is a child of this process.
 
     Args:
-        rank: which.
-        ends: ours.
-        process: its own.
+        rank: number of the rank.
+        ends: this process's ends of its connections.
+        process: the rank's process.
     """
 
     def __init__(self, rank: int, ends: RankEnds, process: ForkedProcess) -> None:
@@ -236,7 +241,7 @@ class LocalRank(Rank):
     def is_frozen(self) -> bool:
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:  # another system, or it has ended
+        except OSError:  # the system has no /proc, or the process has ended
             return False
         return status.rpartition(")")[2].split()[0] in ("T", "t")
 
@@ -259,22 +264,22 @@ class LocalRank(Rank):
 
 
 def start_local_ranks(count: int) -> list[Rank]:
-    """The first ``count`` ranks of an instance, as children of this process.
+    """Start the first ``count`` ranks of an instance as children of this process.
 
     Raises:
-        EngineDead: they can't be started; their log says why.
+        EngineDead: the ranks can't be started; the log says why.
     """
     ours, theirs = RankEnds.pipes(count)
     return _local_ranks(ours, start_rank_processes(theirs))
 
 
 def fork_local_ranks(count: int, others: Sequence[Connection]) -> list[Rank]:
-    """The same, forked from this process, which must have a single thread yet: what they need is
-    imported here.
+    """As ``start_local_ranks``, but fork the ranks from this process, which must have a single
+    thread and has imported what they need.
 
     Args:
-        count: how many.
-        others: connections of this process, which ranks do not keep.
+        count: number of ranks.
+        others: connections of this process, which the ranks close.
     """
     ours, theirs = RankEnds.pipes(count)
     pids = fork_ranks(theirs, [*others, *(end for pair in ours for end in pair)])
@@ -289,17 +294,17 @@ def _local_ranks(ends: Sequence[RankEnds], processes: Sequence[ForkedProcess]) -
 
 
 def has_local_ranks(config: EngineConfig) -> bool:
-    """Whether an instance's ranks are processes of their own, all of them on its own host."""
+    """Whether an instance's ranks are separate processes, all on this host."""
     is_here = config.executor is not ExecutorKind.RAY and config.nodes.nnodes == 1
     return is_here and config.num_all_ranks > 1
 
 
 class LocalLauncher:
-    """Ranks as children of this process.
+    """Launches ranks as children of this process.
 
     Args:
-        config: says how many, and their threads.
-        ranks: they themselves, if they are forked already.
+        config: config of the instance: the number of ranks, and their threads.
+        ranks: the ranks, if they are forked already.
     """
 
     def __init__(self, config: EngineConfig, ranks: Sequence[Rank] = ()) -> None:
@@ -309,8 +314,8 @@ class LocalLauncher:
         self.threads = config.threads or max(1, torch.get_num_threads() // self._count)
 
     def rendezvous(self, name: str) -> str:
-        """A file and not a port, which another process could take in between; the host makes
-        groups use loopback."""
+        """A file rather than a port, which another process could take before the ranks use it. The
+        host in the URL makes the groups communicate over loopback."""
         return f"file://127.0.0.1{self._scratch / name}"
 
     def start(self) -> Sequence[Rank]:

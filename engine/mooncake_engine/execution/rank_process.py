@@ -1,12 +1,12 @@
 """Processes of ranks: ``python -m mooncake_engine.execution.rank_process PIDS ORDERS MESSAGES``.
 
-Takes inherited descriptors: a pipe for the process ids, and two sockets for each rank. On the first
-one the executor gives orders and the rank reports, one at a time; on the second one extension
-messages pass both ways at any time. The second one's end means that the parent is gone: the rank
-then exits at once, whatever it is waiting for.
+The arguments are inherited file descriptors: a pipe for the process ids, and two sockets per rank.
+Over the first socket the executor sends orders and the rank sends reports, one at a time. Over the
+second socket extension messages pass both ways at any time. When the second socket closes, the
+parent is gone, and the rank exits at once, whatever it is waiting for.
 
-The process forks the ranks, once it has imported what all of them need, and ends: its parent adopts
-them. A core in a process of its own forks its ranks itself.
+This process imports what all ranks need, forks them and exits; its parent adopts them. A core in a
+process of its own forks its ranks itself.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ logger = logging.getLogger(__name__)
 _FIGURES_EVERY_S = 1.0
 
 PARENT_GONE = 3
-"""Exit status of a rank whose parent died."""
+"""Exit status of a rank whose parent is gone."""
 
 
 class RankProcess:
-    """One rank's side of both sockets.
+    """One rank's side of both connections: carries out orders, and passes extension messages.
 
     Args:
-        orders: the executor's orders, and our reports.
-        messages: extension messages.
-        on_loaded: called in the rank's thread once the end of ``messages`` is watched for.
+        orders: receives the executor's orders, and sends reports.
+        messages: receives and sends extension messages.
+        on_loaded: called in the rank's main thread when the model is loaded and another thread
+            watches for the end of ``messages``.
     """
 
     def __init__(
@@ -71,15 +72,15 @@ class RankProcess:
         self._grammars = ThreadPoolExecutor(1, "grammars")
 
     def run(self) -> None:
-        """Serve orders until Stop."""
+        """Carry out orders until Stop."""
         start = wire.decode_order(self._orders.recv_bytes())
         assert isinstance(start, wire.Start), f"the first order must be Start, got {start}"
         start.log.apply()
         name_process(f"mooncake-rank{start.info.rank}")
         worker = self._load(start)
         if worker.steps_in_flight > 1:
-            # While a step runs the rank takes the next order; and the executor may be busy giving
-            # it instead of reading reports, so reporting must not keep the rank from it.
+            # The rank receives the next order while a step runs. The executor may be sending that
+            # order rather than reading reports, so a blocked report must not block the rank.
             bind = worker.bind_thread
             self._reporter = ThreadPoolExecutor(1, "rank-reports", initializer=bind)
         try:
@@ -94,7 +95,7 @@ class RankProcess:
             worker.close()
 
     def fail(self, exc: BaseException) -> None:
-        """Tell the executor why this rank ends, after all that it has done."""
+        """Report to the executor why this rank exits, after all earlier reports."""
         if self._reporter is not None:
             self._reporter.shutdown()
         self._report(_failure(exc))
@@ -124,7 +125,7 @@ class RankProcess:
         )
 
     def _obey(self, worker: Worker, info: RankInfo) -> bool:
-        """Carry out one order; returns whether there may be another."""
+        """Carry out one order; returns whether to wait for another."""
         order = wire.decode_order(self._orders.recv_bytes())
         if isinstance(order, wire.Execute):
             launched = worker.launch(order.plan, order.sampled)
@@ -149,7 +150,7 @@ class RankProcess:
         self._report(wire.OrderDone(result if info.is_driver else None, expert_load, waited_s))
 
     def _conclude_later(self, worker: Worker, launched: PendingStep, info: RankInfo) -> None:
-        """Top of the reporting thread; a parent that is gone shows elsewhere."""
+        """Report a step, in the reporting thread. ``_receive`` notices if the parent is gone."""
         try:
             self._conclude(worker, launched, info)
         except (EOFError, ConnectionError):
@@ -159,18 +160,19 @@ class RankProcess:
             self._report(_failure(exc))
 
     def _prepare_grammar(self, worker: Worker, order: wire.PrepareGrammar) -> None:
-        """Top of the grammars' thread. Whatever is wrong with one will fail its requests."""
+        """Compile a grammar, in the grammar thread. If that fails, so will the requests that use
+        it."""
         try:
             worker.prepare_grammar(order.grammar)
         except EngineError as exc:
             logger.info("a grammar is refused: %s", exc)
         except Exception:
             logger.exception("a grammar can't be compiled")
-        with suppress(ConnectionError):  # a parent that is gone shows elsewhere
+        with suppress(ConnectionError):  # _receive notices if the parent is gone
             self._notify(wire.GrammarReady(order.number))
 
     def _receive(self, worker: Worker) -> None:
-        """Hand messages to the extension until the parent is gone."""
+        """Pass messages to the extension; exits the process when the parent is gone."""
         try:
             while True:
                 message = self._messages.recv_bytes()
@@ -195,7 +197,7 @@ class RankProcess:
 
 
 def _fused_experts(plan: EnginePlan, backend: Backend, start: wire.Start) -> FusedExperts | None:
-    """The backend's own ops for experts of all ranks, where it has such for them."""
+    """The backend's fused ops for experts that are divided over ranks; None if it has none."""
     group, shape = start.experts or start.stage, plan.whole_experts
     if not backend.capabilities.fused_experts or shape is None or group is None:
         return None
@@ -207,20 +209,20 @@ def _failure(exc: BaseException) -> wire.RankFailed:
 
 
 class RankEnds(NamedTuple):
-    """One side of a rank's two connections."""
+    """One end of each of a rank's two connections."""
 
     orders: Connection
     messages: Connection
 
     @classmethod
     def pipes(cls, count: int) -> tuple[list[RankEnds], list[RankEnds]]:
-        """New connections to ``count`` ranks: the executor's ends, and theirs."""
+        """Open connections to ``count`` ranks; returns the executor's ends and the ranks' ends."""
         pipes = [(Pipe(), Pipe()) for _ in range(count)]
         ours = [cls(orders[0], messages[0]) for orders, messages in pipes]
         return ours, [cls(orders[1], messages[1]) for orders, messages in pipes]
 
     def close(self) -> None:
-        """Close both, here."""
+        """Close both ends in this process."""
         self.orders.close()
         self.messages.close()
 
@@ -235,18 +237,18 @@ def main(arguments: list[str]) -> int:
 
 
 def fork_ranks(ends: Sequence[RankEnds], others: Sequence[Connection]) -> list[int]:
-    """Fork a process for each rank; while this one has a single thread.
+    """Fork a process for each rank. This process must have a single thread.
 
     Args:
-        ends: the ranks'.
-        others: connections of this process, which ranks do not keep.
+        ends: the ranks' ends of their connections.
+        others: connections of this process, which the ranks close.
 
     Returns:
-        Their process ids. Ranks do not return: they exit.
+        The ranks' process ids. In the ranks this function does not return: they exit.
     """
-    # a terminal's Ctrl-C reaches every process; when a rank ends is the parent's decision
+    # A terminal's Ctrl-C reaches every process, but the parent decides when a rank ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.freeze()  # a collection would write to what the ranks share, and so copy it
+    gc.freeze()  # a collection would write to pages that the ranks share, and so copy them
     pids = []
     for own in ends:
         if (pid := os.fork()) == 0:
@@ -258,27 +260,28 @@ def fork_ranks(ends: Sequence[RankEnds], others: Sequence[Connection]) -> list[i
 
 
 def _be_rank(ends: RankEnds) -> int:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until it has loaded
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the rank has loaded
     with queued_stderr():
         return serve(*ends, outlast_sigterm)
 
 
 def outlast_sigterm() -> None:
-    """A service manager's stop reaches every process, too: the parent still has requests to end.
-    Not before the rank would notice that the parent is gone, as it is at once if it loads."""
+    """Ignore SIGTERM. A service manager's stop reaches every process, but the parent still has
+    requests to finish. A rank calls this only once it watches for the end of its parent: a parent
+    that is stopped while it loads exits at once, and its ranks must too."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def serve(
     orders: Connection, messages: Connection, on_loaded: Callable[[], None] | None = None
 ) -> int:
-    """Be a rank until told to stop; returns the exit status. ``on_loaded``: see RankProcess."""
+    """Run a rank until it is stopped; returns the exit status. For ``on_loaded`` see RankProcess."""
     rank = RankProcess(orders, messages, on_loaded)
     try:
         rank.run()
     except (EOFError, ConnectionError):
         return PARENT_GONE
-    except EngineError as exc:  # says itself what to do: the parent shows it
+    except EngineError as exc:  # its message says what to do; the parent logs it
         rank.fail(exc)
         return 1
     except Exception as exc:

@@ -1,5 +1,5 @@
-"""All ranks of an instance in processes of their own: how they start, what they report, and how a
-dead one ends the instance with its reason."""
+"""The rank processes of an instance: starts them, reads their reports, and ends the instance with
+the reason when one of them dies."""
 
 from __future__ import annotations
 
@@ -25,25 +25,31 @@ from mooncake_hal.backend import GroupSpec
 from mooncake_hal.command_line import LogSettings
 
 _GROUP_TIMEOUT_S = 60.0
+"""Timeout of collectives of the stage and expert groups."""
 _STAGE_TIMEOUT_S = 600.0
-"""How long a stage may compute while the next one waits; that one died is known at once."""
+"""Timeout of the pipeline group: how long a stage may compute while the next one waits for it. A
+stage that died is noticed at once, without this timeout."""
 _STOP_TIMEOUT_S = 10.0
+"""How long ranks may take to exit after Stop before they are killed."""
 _CAUSE_TIMEOUT_S = 1.0
-"""How long to look for a rank that died without a word, once another one complains."""
+"""How long to look for a rank that died without a report, after another one has reported an error.
+"""
 _USER_ERRORS = {kind.__name__: kind for kind in (CheckpointError, ConfigError)}
 
 
 class RankProcesses:
-    """The processes of all ranks, in order; a dead one ends all.
+    """The processes of all ranks of an instance, in order. If one dies, all are ended.
 
     Args:
-        plan: any ``dp_size``, ``tp_size`` and ``pp_size``; the ranks load its backend by name.
-        options: of each data-parallel rank: extension and handlers. The first one's ``progress`` is
-            told.
-        launcher: starts the ranks; closed with this. None: children of this process.
+        plan: the instance's plan, with any ``dp_size``, ``tp_size`` and ``pp_size``; the ranks load
+            its backend by name.
+        options: extension and callbacks of each data-parallel rank. Only the first one's
+            ``progress`` is called.
+        launcher: starts the ranks, and is closed with this object; None to run them as children of
+            this process.
 
     Raises:
-        CheckpointError, ConfigError: the model can't be loaded so.
+        CheckpointError, ConfigError: the model can't be loaded with this plan.
         EngineDead: a rank died while loading.
     """
 
@@ -59,7 +65,7 @@ class RankProcesses:
         self._options = options
         self._closing = threading.Event()
         self._launcher = launcher or LocalLauncher(plan.config)
-        self._unanswered: Counter[int] = Counter()  # orders, by rank
+        self._unanswered: Counter[int] = Counter()  # orders without a report, by rank
         self._abandoned: EngineDead | None = None
         self._grammar_numbers = count()
         self._preparing: dict[int, _GrammarOrder] = {}
@@ -78,10 +84,10 @@ class RankProcesses:
         return self.ranks[dp_rank * per : (dp_rank + 1) * per]
 
     def give(self, ranks: Sequence[Rank], order: wire.Order) -> None:
-        """Give ranks an order, which each will report on.
+        """Send ranks an order; each of them will send a report for it.
 
         Raises:
-            EngineDead: a rank died before.
+            EngineDead: a rank has died.
         """
         self.failure.check()
         encoded = wire.encode(order)
@@ -92,7 +98,8 @@ class RankProcesses:
     def prepare_grammar(
         self, ranks: Sequence[Rank], grammar: Grammar, on_ready: Callable[[], None]
     ) -> None:
-        """Have them compile a grammar; they report on it beside orders. See ``Executor``."""
+        """Have ranks compile a grammar; they answer with GrammarReady, not with a report. See
+        ``Executor``."""
         self.failure.check()
         number = next(self._grammar_numbers)
         self._preparing[number] = _GrammarOrder({rank.rank for rank in ranks}, on_ready)
@@ -101,10 +108,10 @@ class RankProcesses:
             rank.order(encoded)
 
     def reports(self, ranks: Sequence[Rank]) -> Iterator[tuple[Rank, wire.Report]]:
-        """Reports as they come, until each of these ranks is Ready or OrderDone.
+        """Yield reports as they arrive, until each of these ranks has sent Ready or OrderDone.
 
         Raises:
-            EngineError: a rank failed or died; all the others are ended.
+            EngineError: a rank failed or died; all others were ended.
         """
         pending = {rank.orders: rank for rank in ranks}
         while pending:
@@ -120,7 +127,8 @@ class RankProcesses:
                 yield rank, report
 
     def abandon(self, reason: str) -> EngineDead:
-        """End all ranks, as they do not report; returns whose reports are missing."""
+        """Kill all ranks, because a report is overdue; returns an error that names the ranks whose
+        reports are missing."""
         silent = [
             str(rank.rank)
             for rank in self.ranks
@@ -132,12 +140,12 @@ class RankProcesses:
                 who += f"; rank {rank.rank} is stopped (SIGSTOP, or a debugger)"
         self._abandoned = EngineDead(reason + who)
         self.failure.record("the instance was given up", self._abandoned)
-        for rank in self.ranks:  # their connections end, which is what the step waits for
+        for rank in self.ranks:  # closes their connections, which ends the wait for the step
             rank.kill()
         return self._abandoned
 
     def close(self) -> None:
-        """End all ranks and free everything. Idempotent."""
+        """Stop all ranks, kill those that don't exit in time, and free everything. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -156,7 +164,7 @@ class RankProcesses:
     def _start(self, plan: EnginePlan) -> None:
         self.ranks = self._launcher.start()
         log = LogSettings.current()
-        log = replace(log, level=max(log.level, logging.WARNING))  # not all from every rank
+        log = replace(log, level=max(log.level, logging.WARNING))  # or each rank would log it all
         for rank, info in zip(self.ranks, self.infos, strict=True):
             rank_plan = replace(plan, config=rank.adapt(plan.config))
             num_expert_ranks = info.dp_size * info.tp_size if plan.config.has_expert_rounds else 1
@@ -192,21 +200,23 @@ class RankProcesses:
         return tuple(infos[rank.rank] for rank in self.ranks)
 
     def _end_all(self, noticed: Rank) -> EngineError:
-        """End every rank after one failed; returns what to raise, about the true culprit."""
+        """Kill every rank after one failed; returns the error to raise, which names the rank that
+        failed first."""
         if self._abandoned is not None:
             return self._abandoned
         culprit = self._find_culprit(noticed)
         what = f"rank {culprit.rank} of {len(self.ranks)} died: {culprit.describe_end()}"
         kind = _USER_ERRORS.get(culprit.failed.kind) if culprit.failed else None
         error = kind(culprit.failed.reason) if kind and culprit.failed else EngineDead(what)
-        # before the others are killed: their ends are consequences, and must not come first
+        # recorded before the others are killed, as their ends must not be taken for the cause
         self.failure.record("the instance ended", error)
         for rank in self.ranks:
             rank.kill()
         return error
 
     def _find_culprit(self, noticed: Rank) -> Rank:
-        """A rank that vanished makes others complain about the group; it is the one to name."""
+        """The rank to name in the error. If a rank vanishes, others report a failed collective; the
+        vanished rank is the cause."""
         deadline = time.monotonic() + _CAUSE_TIMEOUT_S
         while time.monotonic() < deadline:
             for rank in self.ranks:
@@ -224,7 +234,7 @@ class RankProcesses:
             self.failure.record("the thread that passes the ranks' messages on died", exc)
 
     def _pass_messages(self) -> None:
-        """Pass the extensions' messages on; notice ranks that die while nothing runs."""
+        """Pass the extensions' messages on, and notice ranks that die while no step runs."""
         open_ends = {rank.messages: rank for rank in self.ranks}
         while open_ends:
             for connection in wait(list(open_ends)):
@@ -267,7 +277,12 @@ class RankProcesses:
 
 @dataclass(frozen=True, slots=True)
 class _GrammarOrder:
-    """A grammar that ranks compile, and whom to tell when ``awaited`` is empty."""
+    """A grammar that ranks are compiling.
+
+    Args:
+        awaited: the ranks that have not answered yet.
+        on_ready: called when ``awaited`` is empty.
+    """
 
     awaited: set[int]
     on_ready: Callable[[], None]

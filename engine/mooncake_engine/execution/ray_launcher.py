@@ -1,7 +1,7 @@
-"""Ranks on several hosts: one Ray actor each, which connects back to the executor.
+"""Launches ranks on a Ray cluster: one actor per rank, which connects back to the executor.
 
-Ray places the processes and ends them; orders, steps and messages go over the executor's own
-connections, proved by a key that only the actors are told.
+Ray places the processes and ends them. Orders, steps and messages go over the executor's own
+connections, authenticated by a key that is sent only to the actors.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _KEY_BYTES = 32
 
 
 class RankActor:
-    """What runs on the rank's host; Ray makes an actor of it."""
+    """The class of a rank's Ray actor; its methods run on the rank's host."""
 
     def describe(self) -> tuple[str, int]:
-        """Address of the host, and the actor's process id."""
+        """The host's address, and the actor's process id."""
         return _ray().util.get_node_ip_address(), os.getpid()
 
     def find_ports(self, count: int) -> list[int]:
-        """``count`` free ports of the host."""
+        """Find ``count`` free ports of the host."""
         return find_ports(_ray().util.get_node_ip_address(), count)
 
     def serve(self, address: tuple[str, int], key: bytes) -> int:
-        """Connect to the executor and be a rank until told to stop."""
+        """Connect to the executor and run a rank until it is stopped; returns its exit status."""
         orders, messages = (Client(address, authkey=key) for _ in range(2))
         from mooncake_engine.execution.rank_process import outlast_sigterm, serve
 
@@ -51,7 +51,7 @@ class RankActor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankLocation:
-    """Where a rank runs.
+    """The process that a rank runs in.
 
     Args:
         host: address of the rank's host.
@@ -68,11 +68,11 @@ class RayRank(Rank):
     """A rank in a Ray actor.
 
     Args:
-        rank: which.
-        connections: its orders and its messages.
-        actor: the actor's handle.
-        running: the reference of its ``serve``.
-        location: where it runs.
+        rank: number of the rank.
+        connections: its connections for orders and for messages.
+        actor: handle of the actor.
+        running: object reference of the result of the actor's ``serve``.
+        location: host and process of the rank.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class RayRank(Rank):
         return self._location.pid
 
     def adapt(self, config: EngineConfig) -> EngineConfig:
-        """The instance's config with addresses of the rank's host: transports listen there.
+        """The config with the KV addresses of the rank's host.
 
         Raises:
-            ConfigError: KV is to move by loopback, and the rank is on another host.
+            ConfigError: see ``config_on_host``.
         """
         return config_on_host(config, self.rank, self._location.host, self._location.our_host)
 
@@ -119,12 +119,12 @@ class RayRank(Rank):
 
 
 class RayLauncher:
-    """Ranks as actors of a Ray cluster, packed onto as few hosts as hold them. With several
-    data-parallel ranks, the tensor-parallel ranks of each, or of a stage of it, are on one host.
+    """Launches ranks as actors of a Ray cluster, packed onto as few hosts as possible. If there are
+    several data-parallel ranks, the tensor-parallel ranks of each stage are on one host.
 
     Args:
-        config: says how many, their threads, and the cluster.
-        resource: what Ray calls the device that each rank needs one of; empty for CPUs alone.
+        config: config of the instance: the ranks, their threads, and the address of the cluster.
+        resource: Ray's name of the device that each rank needs; empty if it needs only CPUs.
 
     Raises:
         ConfigError: Ray is not installed, or there is no such cluster.
@@ -145,10 +145,10 @@ class RayLauncher:
         self._key = secrets.token_bytes(_KEY_BYTES)
 
     def start(self) -> Sequence[Rank]:
-        """All ranks, in order; they wait for their first order.
+        """Start all ranks; returns them in order, waiting for their first order.
 
         Raises:
-            ConfigError: the cluster has no room.
+            ConfigError: the cluster lacks resources.
             EngineDead: an actor died before it connected.
         """
         ray = _ray()
@@ -183,7 +183,7 @@ class RayLauncher:
         ray.util.remove_placement_group(self._placement_group)
 
     def _choose_rendezvous(self, actors: Sequence[Any], hosts: Sequence[str]) -> None:
-        """Where groups meet: at their first ranks, which alone look for ports."""
+        """Choose the rendezvous of each group: a port on the host of its first rank."""
         leaders: dict[str, int] = {}
         for info in self._rank_infos:
             for name in info.group_names:
@@ -229,7 +229,7 @@ class RayLauncher:
 
 
 def _ray() -> Any:
-    """Ray, which declares few types; imported by those who use it alone."""
+    """Import Ray, only when it is used. ``Any``, as Ray declares few types."""
     import ray
     import ray.util.scheduling_strategies
 
@@ -237,7 +237,7 @@ def _ray() -> Any:
 
 
 def _connect(address: str) -> Any:
-    # Ray would report its use to its makers unless told otherwise.
+    # Ray sends usage statistics to its vendor unless this is set.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray = _ray()
