@@ -1,10 +1,11 @@
-"""Which bytes of an arena are free: an allocator of ranges in constant time. Pure: no memory here.
+"""The allocator of an arena: allocates and frees ranges in constant time. Pure: it computes offsets
+and has no access to the memory.
 
-Free ranges are kept in bins by size, eight bins to a power of two, as in two-level segregated fit.
-An allocation takes a range from the first bin whose ranges all fit, and those that follow it cut
-from the same one as long as it lasts: a batch of chunks is cut at once, and lies in one piece. A
-range that is freed joins its neighbours. Chunks of one model have one size, so that there is no
-fragmentation but between models.
+Free ranges are kept in bins by size, eight bins per power of two, as in two-level segregated fit
+(TLSF). An allocation takes a range from the first bin whose ranges all fit. The allocations after
+it are cut from the same range until that is used up, so that a batch of chunks is contiguous. A
+freed range is merged with its free neighbours. All chunks of a model have one size, so only several
+models in one arena cause fragmentation.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 GRANULE = 4096
-"""Allocations begin at multiples of it and are multiples of it long: a page, and what direct I/O
-wants."""
+"""Alignment and unit of all allocations in bytes: one page, which direct I/O requires."""
 
 _MANTISSA_BITS = 3
 _MANTISSA = 1 << _MANTISSA_BITS
@@ -21,7 +21,7 @@ _MAX_TRIES = 16
 
 
 def rounded_up(nbytes: int) -> int:
-    """What an allocation of that many bytes takes."""
+    """The size of an allocation of ``nbytes`` bytes."""
     return -(-nbytes // GRANULE) * GRANULE
 
 
@@ -29,23 +29,23 @@ class ArenaAllocator:
     """Ranges of ``[0, capacity)``, in bytes.
 
     Args:
-        capacity: bytes; what is beyond the last whole granule is not used.
+        capacity: size in bytes; a partial last granule is not used.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // GRANULE * GRANULE
         self.free_bytes = self.capacity
-        self._allocated: dict[int, int] = {}  # offset: length; in granules, as all below
+        self._allocated: dict[int, int] = {}  # offset: length; in granules, like all below
         self._free: dict[int, int] = {}
         self._free_ends: dict[int, int] = {}  # end: offset
         self._bins: dict[int, dict[int, None]] = {}
         self._mask = 0  # bit i: bin i has ranges
-        self._open = (0, 0)  # the range that is cut from, in no bin; ends at the second number
+        self._open = (0, 0)  # start and end of the range being cut, in no bin
         if self.capacity:
             self._add_free(0, self.capacity // GRANULE)
 
     def allocate(self, nbytes: int) -> int | None:
-        """Take a range; returns its offset, or None if no free range is long enough.
+        """Allocate a range; returns its offset, or None if no free range is long enough.
 
         Args:
             nbytes: 1 or more; rounded up to granules.
@@ -53,7 +53,7 @@ class ArenaAllocator:
         return next(iter(self.allocate_many(nbytes, 1)), None)
 
     def allocate_many(self, nbytes: int, count: int) -> Sequence[int]:
-        """Take ranges of one length; returns their offsets, of as many as there is room for."""
+        """Allocate up to ``count`` ranges of one length; returns the offsets of those that fit."""
         length = max(1, -(-nbytes // GRANULE))
         taken: list[int] = []
         while len(taken) < count:
@@ -74,7 +74,7 @@ class ArenaAllocator:
         return [start * GRANULE for start in taken]
 
     def free(self, offset: int) -> None:
-        """Give a range back.
+        """Free a range.
 
         Raises:
             KeyError: no range begins there.
@@ -99,9 +99,12 @@ class ArenaAllocator:
         return self._allocated[offset // GRANULE] * GRANULE
 
     def ranges_from(self, offset: int) -> Iterator[tuple[int, int, bool]]:
-        """Ranges side by side: the free one before ``offset``, if there is one, that which begins
-        there, and those behind it. Offset, length in bytes, whether it is free. Nothing may be
-        allocated or freed meanwhile."""
+        """Iterate over adjacent ranges: the free one that ends at ``offset``, if any, the one that
+        begins there, and all after it. Nothing may be allocated or freed during the iteration.
+
+        Yields:
+            Offset and length in bytes, and whether the range is free.
+        """
         self._close_open()
         at = offset // GRANULE
         at = self._free_ends.get(at, at)
@@ -110,10 +113,10 @@ class ArenaAllocator:
             at += length
 
     def check_integrity(self) -> None:
-        """Prove that free and allocated ranges tile the arena, and that neighbours are joined.
+        """Check that free and allocated ranges tile the arena, and that free neighbours are merged.
 
         Raises:
-            AssertionError: they don't.
+            AssertionError: an invariant is violated.
         """
         self._close_open()
         ranges = sorted([*self._allocated.items(), *self._free.items()])
@@ -132,7 +135,8 @@ class ArenaAllocator:
         assert binned == set(self._free), "a free range is in no bin"
 
     def _close_open(self) -> None:
-        """Put the range that was cut from into its bin; what is behind it is not free."""
+        """Put the rest of the range being cut into its bin. It needs no merge: the range after it
+        is not free."""
         start, stop = self._open
         if start < stop:
             self._add_free(start, stop - start)
@@ -142,7 +146,7 @@ class ArenaAllocator:
         fitting = self._mask >> _bin_of(length, up=True) << _bin_of(length, up=True)
         if fitting:
             return next(iter(self._bins[(fitting & -fitting).bit_length() - 1]))
-        # ranges of the bin that the length itself is in may be shorter or longer than it
+        # ranges in the length's own bin may be shorter or longer than it: try a few
         own = self._bins.get(_bin_of(length, up=False), {})
         for _, offset in zip(range(_MAX_TRIES), own, strict=False):
             if self._free[offset] >= length:
@@ -168,11 +172,12 @@ class ArenaAllocator:
 
 
 def _bin_of(length: int, *, up: bool) -> int:
-    """The bin of a length: a floating-point number with three bits of mantissa.
+    """The bin of a length: its floating-point form with three bits of mantissa.
 
     Args:
-        length: granules.
-        up: the first bin all of whose ranges are at least as long, rather than the one it is in.
+        length: length in granules.
+        up: if True, the first bin whose ranges are all at least this long; if False, the bin that
+            contains this length.
     """
     if length < _MANTISSA:
         return length

@@ -1,4 +1,4 @@
-"""The memory of a store: one shared mapping, which other processes map and transports register."""
+"""The memory of a store: one shared mapping, which transports register and other processes map."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _HUGE_PAGE = 2 << 20
 
 
 class ArenaMemory:
-    """Zeroed host memory in a memfd. Pages are taken from the host when they are first written.
+    """Zeroed host memory in a memfd. The host allocates pages when they are first written.
 
     Args:
-        nbytes: length; rounded up to whole huge pages, so that the kernel may use them.
+        nbytes: size; rounded up to whole huge pages, so that the kernel may use them.
 
     Raises:
-        KVConfigError: the host, or the control group of this process, has not that much memory.
+        KVConfigError: the host, or the control group of this process, lacks the memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -47,18 +47,18 @@ class ArenaMemory:
 
     @property
     def region(self) -> MemoryRegion:
-        """What to register with transports."""
+        """The memory's description, to register it with transports."""
         return MemoryRegion(self.address, self.nbytes, "cpu", self._fd, 0)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """A writable piece of it; to be let go before ``close``."""
+        """A writable view of a range. The caller must release it before ``close``."""
         return self._view[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Give the memory back. Transports must have withdrawn it. Idempotent."""
+        """Release the memory. Transports must have deregistered it. Idempotent."""
         if self._fd >= 0:
             self._view.release()
-            with contextlib.suppress(BufferError):  # an error's traceback has a piece: unmapped
-                self._map.close()  # with it
+            with contextlib.suppress(BufferError):  # a traceback still holds a view:
+                self._map.close()  # the memory is unmapped with it
             os.close(self._fd)
             self._fd = -1

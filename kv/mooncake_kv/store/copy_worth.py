@@ -1,16 +1,16 @@
-"""What a copy of a chunk is worth, beside what it would push out. Pure.
+"""The value of a copy of a chunk, compared with the chunks that it would evict. Pure.
 
-A pool holds each chunk once until a second copy pays: a chunk that is fetched from another store is
-computed on, and then forgotten, unless keeping it saves more seconds than the chunk that has to go
-for it. With how often a chunk is used (a counter that halves every ``HALF_LIFE_S``), how many
-stores have it, and the seconds that its loss costs:
+A pool holds each chunk once until a second copy pays off. A chunk that is fetched from another
+store is used by the request and then discarded, unless keeping it saves more seconds than the chunk
+that it would evict. The inputs are the uses of a chunk (a counter that halves every
+``HALF_LIFE_S``), the number of stores that have it, and the seconds that its loss costs:
 
     worth of a copy  = uses / (copies + 1) * seconds to fetch it again
     loss of a victim = uses / copies * (seconds to fetch it again, or to compute the last copy)
 
-So hot chunks spread and cold copies go first; slow links make copies, fast ones don't. After the
-rule that Mooncake's conductor lacks: there every fetch leaves a copy, and a starved cache gets
-worse the more it is fetched from.
+So hot chunks are replicated and cold copies are evicted first; slow links lead to copies, fast ones
+don't. Mooncake's conductor has no such rule: there every fetch leaves a copy, and the more a full
+cache is fetched from, the worse it gets.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ from mooncake_kv.store.chunk_store import Chunk, CopyTerms
 from mooncake_kv.store.eviction import recompute_seconds
 
 HALF_LIFE_S = 300.0
+"""Seconds after which a use counts half."""
 PUT_USES = 0.25
-"""What a first put counts: most chunks are never used again, while a fetch is a second use."""
+"""Uses that a first put counts for: most chunks are never used again, while a fetch is a second
+use."""
 MAX_COUNTED_KEYS = 1 << 17
+"""Upper bound of the chunks whose uses are counted."""
 
 
 class _Count(msgspec.Struct, frozen=True, gc=False):
-    """Uses up to a time. Chunks that are always used together share one."""
+    """Decayed uses as of a time. Chunks that are always used together share one object."""
 
     uses: float
     at: float
 
 
 class UseCounts:
-    """How often chunks were used lately, whether they are here or not.
+    """Counts recent uses of chunks, whether the store has them or not.
 
     Args:
-        half_life_s: after which a use counts half.
-        max_keys: how many are counted; the one that was used least recently is forgotten.
+        half_life_s: seconds after which a use counts half.
+        max_keys: upper bound of the chunks counted; the least recently used ones are forgotten.
     """
 
     def __init__(self, half_life_s: float = HALF_LIFE_S, max_keys: int = MAX_COUNTED_KEYS) -> None:
@@ -51,7 +54,7 @@ class UseCounts:
         self._counts: OrderedDict[bytes, _Count] = OrderedDict()
 
     def note(self, keys: Iterable[bytes], now: float, uses: float = 1.0) -> None:
-        """Count a use of each, or a part of one."""
+        """Count a use of each chunk, or a fraction of one."""
         counts, first = self._counts, _Count(uses, now)
         before: _Count | None = None
         after = first
@@ -68,7 +71,7 @@ class UseCounts:
             counts.popitem(last=False)
 
     def uses(self, key: bytes, now: float) -> float:
-        """Uses of a chunk, the older ones counted less."""
+        """The decayed uses of a chunk."""
         count = self._counts.get(key)
         return 0.0 if count is None else self._decayed(count, now)
 
@@ -77,16 +80,18 @@ class UseCounts:
 
 
 def worth_of_copy(uses: float, terms: CopyTerms) -> float:
-    """Seconds that a copy saves, in the time that uses are counted over; its loss costs as much."""
+    """Seconds that a copy saves over the time for which uses are counted; losing it costs as
+    much."""
     return uses / (terms.num_copies + 1) * terms.refetch_s
 
 
 def loss_of_last(uses: float, victim: Chunk, chunk: Chunk, terms: CopyTerms) -> float:
-    """Seconds that the loss of a chunk that nobody else is known to have costs.
+    """Seconds that the loss of a chunk costs of which no other store is known to have a copy.
 
     Args:
-        uses: of the victim.
-        victim: that would go.
-        chunk, terms: for which: what its computation takes says how fast this deployment is.
+        uses: the victim's decayed uses.
+        victim: the chunk that would be evicted.
+        chunk, terms: the chunk that replaces it, and its costs; its recomputation time calibrates
+            how fast this deployment computes.
     """
     return uses * recompute_seconds(victim) * terms.recompute_s / recompute_seconds(chunk)

@@ -1,9 +1,9 @@
-"""Which chunk leaves a full store: policies behind one small interface. Pure.
+"""Eviction policies: the order in which chunks leave a full store. Pure.
 
-A chunk is of use only while all chunks before it in its sequence are there, too. A policy that
-evicts the last chunks of a sequence first is *prefix-closed*. ``TailFirstLRU`` is, in constant time
-and without a tree: a use of a sequence touches its last chunk first, so that every chunk is younger
-than those that follow it.
+A chunk is useful only while all chunks before it in its sequence are present. A policy that evicts
+the last chunks of a sequence first is *prefix-closed*. ``TailFirstLRU`` achieves this in constant
+time and without a tree: a use of a sequence touches its last chunk first, so that every chunk is
+younger than those that follow it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class EvictionPolicy(Protocol):
-    """Orders the chunks of one store, or of one tenant."""
+    """Orders the chunks of one group: those of a tenant with a quota, or those of all others."""
 
     def add(self, chunk: Chunk) -> None:
-        """The store has this chunk now. Its parent may be there or not."""
+        """A chunk was stored. Its parent may be present or not."""
         ...
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Chunks of one sequence were used, in its order. Unknown keys are passed over."""
+        """Chunks of one sequence were used; ``keys`` are in its order. Ignores unknown keys."""
         ...
 
     def remove(self, key: bytes) -> None:
-        """The store has it no longer, whoever decided that. Unknown keys are passed over."""
+        """A chunk was removed, for any reason. Ignores unknown keys."""
         ...
 
     def victims(self) -> Iterator[bytes]:
@@ -40,10 +40,10 @@ class EvictionPolicy(Protocol):
 
 
 class LRU:
-    """The one that was used least recently; a use touches a sequence from its first chunk on."""
+    """Evicts the least recently used chunk; a use touches a sequence from its first chunk on."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[bytes, None] = OrderedDict()  # the victim first
+        self._order: OrderedDict[bytes, None] = OrderedDict()  # next victim first
 
     def add(self, chunk: Chunk) -> None:
         self._order[chunk.key] = None
@@ -61,7 +61,8 @@ class LRU:
 
 
 class _Ranked:
-    """The one with the smallest rank; a heap whose old ranks are dropped when they come up."""
+    """Base of policies that evict the chunk with the smallest rank. Uses a heap with lazy deletion:
+    stale ranks are dropped when they reach the top."""
 
     def __init__(self) -> None:
         self._ranks: dict[bytes, tuple[float, float]] = {}
@@ -69,12 +70,12 @@ class _Ranked:
         self._clock = 0
 
     def tick(self) -> int:
-        """Count uses: a clock without a clock."""
+        """Advance the logical clock, which counts uses."""
         self._clock += 1
         return self._clock
 
     def rank(self, key: bytes, rank: tuple[float, float]) -> None:
-        """Say or change where a key stands."""
+        """Set or change the rank of a key."""
         self._ranks[key] = rank
         heapq.heappush(self._heap, (rank, key))
         if len(self._heap) > 4 * len(self._ranks) + 64:
@@ -99,7 +100,7 @@ class _Ranked:
 
 
 class LFU(_Ranked):
-    """The one that was used least often, and of those the least recently."""
+    """Evicts the least frequently used chunk; among equals, the least recently used one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +122,8 @@ class LFU(_Ranked):
 
 
 class LengthAware(_Ranked):
-    """The one at the latest position of its sequence, and of those the least recently used."""
+    """Evicts the chunk at the latest position of its sequence; among equals, the least recently
+    used one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,13 +144,13 @@ class LengthAware(_Ranked):
 
 
 class TailFirstLRU:
-    """The least recently used one, where a use touches a sequence's last chunk first.
+    """Evicts the least recently used chunk, where a use touches a sequence's last chunk first.
 
-    A chunk that is added goes right below its parent, whenever that was used: sequences grow while
+    A new chunk is inserted right below its parent, whenever that was used: sequences grow while
     they are computed, and a chunk that is committed late must not outlive those before it.
 
-    The order is a ring of keys, from the oldest to the youngest and over END to the oldest again. A
-    batch of chunks that lie side by side moves as one.
+    The order is a circular linked list of keys, from the oldest to the youngest and via END back to
+    the oldest. Chunks that are adjacent in it are moved together.
     """
 
     END = b""  # no chunk's key
@@ -181,9 +183,9 @@ class TailFirstLRU:
             youngest = key
         if oldest is not None and youngest is not None:
             self._raise(oldest, youngest)
-        # a sequence that is touched from its middle on takes those before along
+        # if a sequence is touched from its middle on, its chunks before that are touched too
         before = self._parents.get(keys[0]) if keys and keys[0] in self._older else None
-        for _ in range(len(self._older)):  # no further, should a user's chunks follow each other
+        for _ in range(len(self._older)):  # bounded, since a faulty user's parents may be cyclic
             if before is None or before not in self._older:
                 break
             self._raise(before, before)
@@ -202,7 +204,7 @@ class TailFirstLRU:
             key = self._younger[key]
 
     def _raise(self, oldest: bytes, youngest: bytes) -> None:
-        """Make those from one key to another the youngest of all."""
+        """Move the keys from ``oldest`` to ``youngest`` to the young end of the order."""
         self._unlink(oldest, youngest)
         self._insert(oldest, youngest, self.END)
 
@@ -217,15 +219,17 @@ class TailFirstLRU:
 
 
 class CostAware(_Ranked):
-    """The one whose recomputation costs least per byte, weighted by how often it was used.
+    """Evicts the chunk whose recomputation costs least per byte, weighted by its number of uses.
 
-    Greedy dual size frequency: a chunk's value is its uses times its cost, on top of the value of
-    the last victim, so that what is not used any more is overtaken by what is. Attention makes late
-    chunks dearer than early ones, and they are of no use alone: a chunk is worth no more than the
-    one before it, and the later of two equals goes first.
+    Greedy dual size frequency (GDSF): a chunk's value is its uses times its cost per byte, plus the
+    value of the last victim, so that chunks in use overtake those that are no longer used. Due to
+    attention, late chunks cost more than early ones, but they are useless without them. So a
+    chunk's value is capped by that of the chunk before it, and the later of two equals is evicted
+    first.
 
     Args:
-        seconds: to compute a chunk at a position when all before it are there. Only ratios count.
+        seconds: returns the seconds to compute a chunk when all chunks before it are present. Only
+            ratios matter.
     """
 
     def __init__(self, seconds: Callable[[Chunk], float] | None = None) -> None:
@@ -255,7 +259,7 @@ class CostAware(_Ranked):
         self._uses.pop(key, None)
 
     def _value(self, chunk: Chunk) -> None:
-        """Rank a chunk anew."""
+        """Recompute the rank of a chunk."""
         value = self._floor + self._uses[chunk.key] * self._seconds(chunk) / chunk.nbytes
         before = self._ranks.get(chunk.parent) if chunk.parent else None
         if before is not None:
@@ -269,10 +273,10 @@ class CostAware(_Ranked):
 
 
 def recompute_seconds(chunk: Chunk) -> float:
-    """How long a chunk takes to compute when all before it are there, in a model's time.
+    """Model of the seconds to compute a chunk when all chunks before it are present.
 
     Linear layers and attention of a 70 B model on eight A800, digitised from figure 14 of
-    Mooncake's FAST paper: 102 us per token, and 1.9 ns per token and token before it.
+    Mooncake's FAST paper: 102 us per token, plus 1.9 ns per token and preceding token.
     """
     before = chunk.position * chunk.num_tokens
     return chunk.num_tokens * (102e-6 + 1.9e-9 * (before + chunk.num_tokens / 2))
@@ -285,16 +289,16 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "length-aware": LengthAware,
     "cost-aware": CostAware,
 }
-"""By the name that options use; the first is the default."""
+"""The policies by the name that options use; the first is the default."""
 
 DEFAULT_POLICY = "tail-first-lru"
 
 
 def make_policy(name: str) -> EvictionPolicy:
-    """A new policy.
+    """Create a policy by name.
 
     Raises:
-        KVConfigError: none is called that.
+        KVConfigError: there is no policy of that name.
     """
     if name not in POLICIES:
         raise KVConfigError(f"eviction policy {name!r} is not known; known are {sorted(POLICIES)}")

@@ -1,16 +1,16 @@
-"""Mooncake Store in place of a node store: a ``ChunkStore`` over its own client and its master.
+"""A ``ChunkStore`` on top of Mooncake Store, used in place of a node store.
 
     store = MooncakeChunkStore(MooncakeStoreConfig(master="10.0.0.1:50051"))
     store.offer(transports)              # ranks reach staging memory as they do a store's arena
 
 Written against mooncake-transfer-engine 0.3.13. Its client copies whole objects between segments
-and registered memory, so chunks pass through staging memory here: a writer fills a slot, ``commit``
-puts it; ``pin`` gets an object into a slot, which is the reader's until ``release``. Slots are a
-``ChunkTable``'s, with its deadlines and its quarantine.
+and registered memory, so chunks pass through staging memory here: a writer fills a slot, which
+``commit`` puts as an object; ``pin`` gets an object into a slot, which the reader keeps until
+``release``. A ``ChunkTable`` manages the slots, with its deadlines and its quarantine.
 
-What is different from a node store: eviction, replicas and leases are the master's, there are no
-quotas, no events and no index in shared memory; a probe renews leases; terms of copies are passed
-over. Each call ends by itself after ``PATIENCE_S``, as a miss, if the master does not reply.
+Differences from a node store: the master decides on eviction, replicas and leases; there are no
+quotas, no KV events and no index in shared memory; a probe renews leases; ``CopyTerms`` are
+ignored. If the master does not reply, each call ends as a miss after ``PATIENCE_S``.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ NUM_THREADS = 4
 CONNECT_TIMEOUT_S = 5.0
 PATIENCE_S = 15.0
 MAX_WAITING = 1024
-"""Calls that may wait for the master; more are misses at once."""
+"""Upper bound of the calls that wait for the master; more are misses at once."""
 TICK_S = 0.25
 USER = 1
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeStoreConfig:
-    """A client of a Mooncake Store.
+    """Configuration of a Mooncake Store client.
 
     Args:
         master: HOST:PORT of ``mooncake_master``.
-        host: of this client, as its peers reach it.
-        metadata: URL of its metadata server, or ``P2PHANDSHAKE`` for none.
-        segment_bytes: of this host's memory that the pool gets; 0 for none.
-        staging_bytes: for what is on its way.
+        host: address of this client, as its peers reach it.
+        metadata: URL of the metadata server, or ``P2PHANDSHAKE`` for none.
+        segment_bytes: memory that this host contributes to the pool; 0 for none.
+        staging_bytes: memory for chunks in transit.
         protocol: ``tcp`` or ``rdma``.
-        devices: comma-separated NICs for rdma; empty takes all.
-        quarantine_s: how long a slot rests after its reader vanished; at least the users' transfer
-            timeout.
+        devices: comma-separated NICs for rdma; empty for all.
+        quarantine_s: seconds before a slot is reused after its reader missed its deadline; at least
+            the users' transfer timeout.
     """
 
     master: str
@@ -88,7 +88,7 @@ class MooncakeChunkStore:
     """``ChunkStore`` over a Mooncake Store.
 
     Args:
-        config: see there.
+        config: the client's configuration.
 
     Raises:
         KVConfigError: the package is not installed, or the master can't be reached.
@@ -101,8 +101,8 @@ class MooncakeChunkStore:
         self._table = ChunkTable(config.staging_bytes, TableSettings(LRU, config.quarantine_s))
         self._lock = threading.Lock()
         self._arena = ArenaInfo(secrets.token_hex(8), self._memory.address, self._memory.nbytes)
-        self._staging: dict[bytes, int] = {}  # keys that are being written, and by which handle
-        self._chunks: dict[int, Chunk] = {}  # what a write handle is for
+        self._staging: dict[bytes, int] = {}  # write handles, by key
+        self._chunks: dict[int, Chunk] = {}  # the chunk in a slot, by handle
         self._waiting: dict[Future[Any], tuple[float, Any]] = {}
         self._is_closed = False
         self._client = package.MooncakeDistributedStore()
@@ -127,10 +127,11 @@ class MooncakeChunkStore:
         self._timer.start()
 
     def offer(self, transports: Transports) -> None:
-        """Let ranks reach the staging memory; to be closed before the store.
+        """Register the staging memory with transports, so that ranks can reach it. The caller owns
+        the transports and closes them before the store.
 
         Raises:
-            TransportUnavailable: none of them takes host memory.
+            TransportUnavailable: none of them can register host memory.
         """
         transports.register(self._memory.region)
         self._arena = replace(self._arena, endpoints=dict(transports.addresses))
@@ -149,7 +150,7 @@ class MooncakeChunkStore:
         lease_s: float = DEFAULT_LEASE_S,
         first_bytes: int | None = None,
     ) -> Future[list[ReadHandle | None]]:
-        # all bytes are there then, whatever ``first_bytes`` says
+        # ignores ``first_bytes``: all bytes are in memory when the future resolves
         miss: list[ReadHandle | None] = [None] * len(keys)
         return self._ask(lambda: self._load(keys, lease_s), miss, self._forget)
 
@@ -190,10 +191,10 @@ class MooncakeChunkStore:
         return self._ask(lambda: sum(self._client.remove(_name(key), True) == 0 for key in keys), 0)
 
     def stats(self) -> Future[StoreStats | None]:
-        """Counters of this client, and levels of its staging memory."""
+        """Counters of this client, and gauges of its staging memory."""
         with self._lock:
             self._table.expire(time.monotonic())
-            found = replace(self._table.stats, num_evicted={})  # slots are, and chunks are not
+            found = replace(self._table.stats, num_evicted={})  # evicts slots, not chunks
             self._table.fill_levels(found)
         return _done(found)
 
@@ -240,7 +241,7 @@ class MooncakeChunkStore:
         return grants
 
     def _slot(self, chunk: Chunk, lease_s: float, now: float) -> WriteHandle | PutRefusal:
-        """Staging memory under a name of its own: a key may be on its way several times."""
+        """Reserve staging memory under a random key: several slots may hold the same chunk."""
         slot = structs.replace(chunk, key=secrets.token_bytes(16), parent=None, tenant="")
         (grant,) = self._table.reserve([slot], USER, lease_s, now)
         if isinstance(grant, WriteHandle):
@@ -265,7 +266,7 @@ class MooncakeChunkStore:
                     [self._memory.address + handle.offset for handle in held],
                     [handle.nbytes for handle in held],
                 )
-        finally:  # whatever became of it, nothing moves any more
+        finally:  # in any case, no copy is in flight any more
             put = {h.handle_id: s == 0 for h, s in zip(held, _each(status, held), strict=True)}
             ended = [self._end_write(h, put.get(h.handle_id, False)) for h in handles]
         return ended
@@ -286,7 +287,7 @@ class MooncakeChunkStore:
                     [self._memory.address + slot.offset for slot in wanted],
                     [slot.nbytes for slot in wanted],
                 )
-        finally:  # whatever became of it, nothing moves any more
+        finally:  # in any case, no copy is in flight any more
             got = dict(zip((slot.handle_id for slot in wanted), _each(status, wanted), strict=True))
             handles = [
                 None if slot is None else self._commit_slot(slot, got[slot.handle_id], lease_s)
@@ -314,7 +315,7 @@ class MooncakeChunkStore:
                 return None
             self._table.commit([slot.handle_id], USER, now)
             (handle,) = self._table.pin([chunk.key], USER, lease_s, now)
-            stats.num_puts -= 1  # of slots, not of chunks
+            stats.num_puts -= 1  # the commit counted a slot, not a chunk
             stats.num_dram_hits += 1
             if handle is not None:
                 self._chunks[handle.handle_id] = chunk
@@ -327,7 +328,7 @@ class MooncakeChunkStore:
         return self._staging.get(handle.key) == handle.handle_id
 
     def _end_write(self, handle: WriteHandle, is_put: bool) -> bool:
-        """Free a writer's slot; whether it was in time, and put if it should be."""
+        """Free a writer's slot; returns whether its chunk was put, within the deadline."""
         with self._lock:
             now, chunk = time.monotonic(), self._chunks.pop(handle.handle_id, None)
             if chunk is None:
@@ -365,7 +366,7 @@ class MooncakeChunkStore:
         return is_valid
 
     def _forget(self, handles: Sequence[ReadHandle | None]) -> None:
-        """Nobody waits for these any more."""
+        """Release the handles of a pin that has timed out."""
         for handle in handles:
             if handle is not None:
                 self._end_read(handle.handle_id)
@@ -377,8 +378,14 @@ class MooncakeChunkStore:
         undo: Callable[[Result], object] = lambda _: None,
         refused: Callable[[], object] = lambda: None,
     ) -> Future[Result]:
-        """A future of a call's result, or of ``miss``; ``undo`` what came too late, ``refused`` is
-        told if there won't be a call, since too many wait."""
+        """Run a call of the client in the background.
+
+        Args:
+            call: blocks on the client; runs on a thread of the pool.
+            miss: the result if the call fails or times out.
+            undo: called with a result that came after the timeout.
+            refused: called if the call is not made, because too many are waiting.
+        """
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
         if self._is_closed or len(self._waiting) >= MAX_WAITING:
@@ -389,7 +396,7 @@ class MooncakeChunkStore:
         def run() -> None:
             try:
                 result = call()
-            except Exception:  # thread top: a miss, for the one who asked
+            except Exception:  # thread top: a miss for this caller
                 logger.exception("a call of Mooncake Store's client failed")
                 result = miss
             with self._lock:
@@ -435,7 +442,7 @@ def _package() -> ModuleType:
 
 
 def _require_master(address: str) -> None:
-    """Its client asks an absent master for a minute and a half before it says so."""
+    """Fail fast if no master listens: the client itself retries for a minute and a half."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
@@ -446,12 +453,12 @@ def _require_master(address: str) -> None:
 
 
 def _name(key: bytes) -> str:
-    """An object's name; other things in the pool have others."""
+    """The object name of a chunk; the prefix keeps it apart from other users of the pool."""
     return f"mooncake-kv/1/{key.hex()}"
 
 
 def _each(status: Sequence[int], asked: Sequence[Any]) -> Sequence[int]:
-    """One status for each: a call that fails as a whole returns one, or none."""
+    """One status per item. A batch call that fails as a whole returns a single status, or none."""
     return status if len(status) == len(asked) else [-1] * len(asked)
 
 

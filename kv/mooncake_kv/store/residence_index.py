@@ -1,14 +1,14 @@
-"""Where a store's chunks are, in memory that other processes of its host read: a probe without a
-message.
+"""The shared index: where a store's chunks are, in memory that other processes of its host map.
+``StoreClient`` answers probes from it without a message.
 
-A table of 8-byte words in a memfd: 61 bits of a chunk's key, and a bit each for STAGING, DRAM and
-SSD. A key has two buckets of eight words, one cache line each, and is in either. The store writes
-whole words, which a processor does at once, and never moves one: a reader sees a chunk as it was
-before a change or after it, and needs neither a lock nor a second look. What it found is a hint, as
-all that a probe finds: ``pin`` decides.
+The index is a hash table of 8-byte words in a memfd. A word has 61 bits of a chunk's key, and a bit
+each for STAGING, DRAM and SSD. A key is in one of two buckets of eight words, one cache line each.
+The store writes whole words, which is atomic, and never moves one. So a reader sees each chunk
+either before or after a change, and needs neither a lock nor a retry. What it finds is a hint, as
+with every probe: only ``pin`` is authoritative.
 
-What finds both its buckets full is left out, and counted in the header: then readers ask the store
-about what they did not find.
+A key whose two buckets are full is left out, and counted in the header. While that count is not 0,
+readers ask the store about keys that they did not find.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ NAME = "mooncake-kv-index"
 HEADER_BYTES = 4096
 BUCKET_WORDS = 8
 BYTES_PER_CHUNK = 64 << 10
-"""The size of chunks that the table has room for, twice over; larger ones leave it emptier."""
+"""Chunk size for which the table is dimensioned, with twice as many words as such chunks fit into
+the store. With larger chunks it is emptier."""
 FEW_KEYS = 4
-"""So many are sooner marked one by one than together."""
+"""Batches of up to this many keys are updated in Python, which is faster than a call into C."""
 MIN_BUCKETS, MAX_BUCKETS = 1 << 10, 1 << 24
 
 _MAGIC = b"KVINDEX1"
@@ -60,20 +61,21 @@ _RESIDENCE = tuple(
     else Residence.ABSENT
     for bits in range(8)
 )
-"""By the bits of a word; as ``NodeStore.probe`` would say it."""
+"""The result of a probe by a word's state bits, as ``NodeStore.probe`` would return it."""
 
 Words = npt.NDArray[np.uint64]
 
 
 class ResidenceIndex:
-    """The store's side: the only writer. Its owner has a lock.
+    """The store's side of the index, and its only writer. Not thread-safe: ``NodeStore`` calls it
+    with its lock held.
 
     Args:
-        capacity_bytes: of all tiers.
-        epoch: of the store, 16 characters; a reader checks it.
+        capacity_bytes: capacity of all tiers together.
+        epoch: the store's epoch, 16 characters, which readers check.
 
     Raises:
-        KVConfigError: the host has no memory for it.
+        KVConfigError: the host lacks the memory for it.
     """
 
     def __init__(self, capacity_bytes: int, epoch: str) -> None:
@@ -96,7 +98,7 @@ class ResidenceIndex:
         self.info = IndexInfo(f"/proc/{os.getpid()}/fd/{self._fd}", nbytes)
 
     def mark(self, keys: Sequence[bytes], where: Residence, is_there: bool = True) -> None:
-        """Say that chunks are somewhere, or are there no longer."""
+        """Set or clear where chunks are."""
         self._change(keys, *((_BIT[where], 0) if is_there else (0, _BIT[where])))
 
     def stage(self, keys: Sequence[bytes]) -> None:
@@ -104,15 +106,15 @@ class ResidenceIndex:
         self._change(keys, _STAGING, 0)
 
     def settle(self, keys: Sequence[bytes]) -> None:
-        """They are written, and in memory."""
+        """The writes have been committed: the chunks are in memory."""
         self._change(keys, _DRAM, _STAGING)
 
     def unstage(self, key: bytes) -> None:
-        """One is not written any more."""
+        """The write of a chunk has been aborted."""
         self._change([key], 0, _STAGING)
 
     def _change(self, keys: Sequence[bytes], added: int, removed: int) -> None:
-        """Set and clear bits of chunks."""
+        """Set and clear state bits of chunks."""
         helper = _compiled() if len(keys) > FEW_KEYS else None
         if helper is None or self._left_out:
             for key in keys:
@@ -147,7 +149,7 @@ class ResidenceIndex:
         words[_LEFT_OUT_WORD] = len(self._left_out)
 
     def close(self) -> None:
-        """Give the memory back; readers that have it mapped keep what it was. Idempotent."""
+        """Release the memory; readers that have it mapped keep its last state. Idempotent."""
         if self._fd >= 0:
             self._words.release()
             del self._buckets
@@ -157,11 +159,11 @@ class ResidenceIndex:
 
 
 class IndexObserver:
-    """Keeps an index as a store's tiers change, then tells another observer.
+    """A ``TableObserver`` that updates the index, then forwards the notification.
 
     Args:
-        index: that is kept.
-        after: told the same.
+        index: the index to update.
+        after: the observer that is notified next.
     """
 
     def __init__(self, index: ResidenceIndex, after: StoreObserver) -> None:
@@ -188,7 +190,7 @@ class IndexObserver:
 
 
 class ResidenceView:
-    """A reader's side, in another process of the host; see ``open``."""
+    """The reader's side of the index, in another process of the host; created by ``open``."""
 
     def __init__(self, mapping: mmap.mmap, buckets: int) -> None:
         self._map = mapping
@@ -204,7 +206,7 @@ class ResidenceView:
         """Map a store's index; None where it can't be reached: another host, container or user."""
         path = Path(info.path)
         with contextlib.suppress(OSError, ValueError):
-            # on another host a process of that number has some other file there: not opened
+            # on another host, a process with the same pid has another file there: don't open it
             if path.parts[1:2] != ("proc",) or not os.readlink(path).startswith(f"/memfd:{NAME}"):
                 return None
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -221,14 +223,14 @@ class ResidenceView:
         return None
 
     def probe(self, keys: Sequence[bytes]) -> list[Residence] | None:
-        """Where these are; None if only the store knows."""
+        """Look chunks up; None if only the store can answer, because keys were left out."""
         bits = self._bits(_joined(keys), len(keys))
         if self._header[_LEFT_OUT_WORD] and 0 in bits:
             return None
         return [_RESIDENCE[state] for state in bits]
 
     def _bits(self, joined: bytes, count: int) -> Sequence[int]:
-        """The state bits of each chunk; 0 of one that is not there."""
+        """The state bits of each chunk; 0 for a chunk that is not in the index."""
         if self._helper is not None:
             states = (ctypes.c_uint8 * count)()
             self._helper.mooncake_probe(self._address, self._mask, joined, count, states)
@@ -321,20 +323,20 @@ def _compiled() -> ctypes.CDLL | None:
 
 
 def _joined(keys: Sequence[bytes]) -> bytes:
-    """The digests of all, one behind the other."""
+    """The digests of all keys, concatenated."""
     are_hashes = set(map(len, keys)) == {KEY_BYTES}
     return b"".join(keys if are_hashes else map(_digest, keys))
 
 
 def _digest(key: bytes) -> bytes:
-    """KEY_BYTES bytes that are as good as random; keys of that length are hashes already."""
+    """KEY_BYTES pseudo-random bytes of a key; a key of that length is a hash already."""
     if len(key) == KEY_BYTES:
         return key
     return hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"kv-index").digest()
 
 
 def _place(key: bytes, mask: int) -> tuple[int, int, int]:
-    """The first words of both buckets, and the tag."""
+    """A key's position: the first words of its two buckets, and its tag."""
     low, high = _PAIR.unpack(_digest(key))
     first = HEADER_BYTES // 8
     near, far = low & mask, low >> 32 & mask

@@ -1,8 +1,8 @@
-"""A store in another process, as a ``ChunkStore``: whatever goes wrong there is a miss here.
+"""``StoreClient``: a ``ChunkStore`` whose store is in another process. All failures become misses.
 
-A store that does not reply in time is left at once, and looked for again in the background; until
-it is found every call is a miss without delay. So a store that is frozen, dead or restarting costs
-its users one timeout, not one per request.
+When a store does not reply in time, the client drops the session and reconnects in the background.
+Until it is connected again, every call is a miss without delay. So a store that is frozen, dead or
+restarting costs its users one timeout, not one per request.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ Answer = TypeVar("Answer", bound=StoreMessage)
 
 REQUEST_TIMEOUT_S = 2.0
 PIN_TIMEOUT_S = 15.0
-"""Longer than a store's own patience with its SSDs."""
+"""Longer than a store's own timeout for SSD reads, ``NodeStoreConfig.load_timeout_s``."""
 OPERATOR_TIMEOUT_S = 600.0
-"""For what goes over all chunks."""
+"""Timeout of requests that iterate over all chunks."""
 VERIFY_TIMEOUT_S = 24 * 3600.0
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_PAUSE_S = 0.2
@@ -93,12 +93,12 @@ _ENDS = (ReleaseHandles, EndWrites, Collect)
 
 
 class StoreClient:
-    """A ``ChunkStore`` over a session.
+    """A ``ChunkStore`` over a session with a ``StoreService``.
 
     Args:
-        address: of the store.
-        name: of this user, for the store's log.
-        transfer_timeout_s: no transfer to or from the store takes longer.
+        address: the store's address.
+        name: name of this user in the store's log.
+        transfer_timeout_s: upper bound in seconds of any transfer to or from the store.
     """
 
     def __init__(
@@ -109,16 +109,16 @@ class StoreClient:
         self._client = secrets.token_bytes(16)
         self._transfer_timeout_s = transfer_timeout_s
         self._writers: tuple[ProcessName, ...] = (this_process(),)
-        self._writing: set[int] = set()  # handles whose memory may be written
+        self._writing: set[int] = set()  # write handles that have not ended
         self._refusal = ""
         self._session: AsyncSession | None = None
         self._turns = asyncio.Semaphore(LIMITS.outstanding)
         self._arena: ArenaInfo | None = None
         self._index: ResidenceView | None = None
         self._connected = threading.Event()
-        self._is_closed = False  # nothing is asked any more: it failed, or leaves
+        self._is_closed = False  # no more requests: the client has failed or is closed
         self._has_left = False
-        self._misses: dict[Future[Any], Any] = {}  # of what waits, what it gets if nothing comes
+        self._misses: dict[Future[Any], Any] = {}  # pending futures, and what a miss sets them to
         self._loop = IoLoop("store-client", lambda *_: None, self._failed)
         self._loop.call("", lambda: self._loop.spawn_housekeeping(self._stay_connected()))
 
@@ -127,13 +127,13 @@ class StoreClient:
         return self._arena
 
     def await_store(self, timeout: float) -> bool:
-        """Block until the store is connected to; False if it is not in time."""
+        """Block until the store is connected; False after ``timeout`` seconds."""
         return self._connected.wait(timeout)
 
     def name_writers(self, writers: Sequence[ProcessName]) -> None:
-        """Say which processes write to handles of this client, before the first: all of them. It is
-        this one unless said otherwise. If the session is lost, memory that they may write to is not
-        used again before they have ended."""
+        """Declare all processes that write to this client's handles; call it before the first
+        write. The default is this process. If the session is lost, the store does not reuse the
+        memory of unfinished writes before these processes have exited."""
         self._writers = tuple(writers)
         self._ask(NameWriters(self._writers), Counted, lambda _: None, None)
 
@@ -191,7 +191,8 @@ class StoreClient:
         return self._ask(question, Counted, lambda reply: reply.num_chunks, 0, OPERATOR_TIMEOUT_S)
 
     def drop_all(self, tenant: str | None = None) -> Future[int | None]:
-        """Forget everything, or everything of one tenant; how many chunks, None: unreachable."""
+        """Drop all chunks, or all of one tenant; returns how many, or None if the store can't be
+        reached."""
         question = DropKeys(None, tenant)
         return self._ask(
             question, Counted, lambda reply: reply.num_chunks, None, OPERATOR_TIMEOUT_S
@@ -201,14 +202,15 @@ class StoreClient:
         return self._ask(AskStats(), StatsReply, lambda reply: reply.stats, None)
 
     def list_page(self, tier: Tier, after: bytes) -> Future[list[Chunk] | None]:
-        """Up to PAGE_CHUNKS chunks of a tier whose keys follow ``after``; None: unreachable."""
+        """Up to PAGE_CHUNKS chunks of a tier with the smallest keys beyond ``after``; None if the
+        store can't be reached."""
         question = ListChunks(tier, after)
         return self._ask(
             question, ChunkPage, lambda reply: list(reply.chunks), None, OPERATOR_TIMEOUT_S
         )
 
     def list_chunks(self, tier: Tier) -> list[Chunk] | None:
-        """All chunks of a tier. Blocks; None: the store can't be reached."""
+        """All chunks of a tier; None if the store can't be reached. Blocks."""
         found: list[Chunk] = []
         while True:
             page = self.list_page(tier, found[-1].key if found else b"").result()
@@ -219,7 +221,7 @@ class StoreClient:
                 return found
 
     def verify(self) -> Future[tuple[int, int] | None]:
-        """See ``NodeStore.verify``; None: unreachable."""
+        """See ``NodeStore.verify``; None if the store can't be reached."""
         return self._ask(
             VerifyRecords(),
             Verified,
@@ -267,7 +269,15 @@ class StoreClient:
         miss: Result,
         patience_s: float = REQUEST_TIMEOUT_S,
     ) -> Future[Result]:
-        """A future of what the answer says, or of ``miss``."""
+        """Send a question in the background.
+
+        Args:
+            question: the question.
+            kind: type of its answer; any other answer is a miss.
+            read: turns the answer into the result.
+            miss: the result if there is no answer.
+            patience_s: seconds to poll for an answer that is not ready.
+        """
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
         if self._session is None or self._is_closed:
@@ -313,7 +323,8 @@ class StoreClient:
         except (RequestRefused, RequestNotSent):
             raise
         except TransferError as exc:
-            # whether it was done is not known: the session's end takes all its handles along
+            # The store may or may not have processed the request. Ending the session ends all of
+            # its handles, so that both sides agree again.
             self._lost(session, exc)
             raise
         finally:
@@ -321,13 +332,13 @@ class StoreClient:
         return decode_answer(payload)
 
     async def _take_turn(self, question: StoreQuestion) -> None:
-        """Wait until the session takes one request more: those before it get their replies, or it
-        is lost. What ends something that the store holds for us waits for however long that is.
+        """Wait until the session has a slot for one more request. Requests that end handles in the
+        store wait without a timeout, since the store would keep their memory otherwise.
 
         Raises:
-            RequestNotSent: others wait for too long.
+            RequestNotSent: no slot was free within REQUEST_TIMEOUT_S.
         """
-        if not self._turns.locked():  # it does not wait, and needs no timer
+        if not self._turns.locked():  # a slot is free: no timer needed
             await self._turns.acquire()
             return
         limit_s = None if isinstance(question, _ENDS) else REQUEST_TIMEOUT_S
@@ -367,17 +378,17 @@ class StoreClient:
             raise
         self._index = ResidenceView.open(arena.index, arena.epoch) if arena.index else None
         self._arena, self._session = arena, session
-        if self._writers is not writers:  # they were named meanwhile, when nobody could be told
+        if self._writers is not writers:  # ``name_writers`` was called while disconnected
             self._ask(NameWriters(self._writers), Counted, lambda _: None, None)
         self._connected.set()
         logger.info("connected to the store at %s port %d", address.host, address.port)
         return session
 
     async def _introduce(self, session: AsyncSession) -> ArenaInfo:
-        """Say who asks, and what of a former session still moves.
+        """Introduce this user, and name the writes of a former session that are still in flight.
 
         Raises:
-            TransferError, BadFrame: the store does not take this user.
+            TransferError, BadFrame: the store does not accept this user.
         """
         question = Introduce(
             self._name,
@@ -401,7 +412,7 @@ class StoreClient:
     async def _hang_up(self) -> None:
         if self._session is not None:
             self._session.abort(PeerLost("this side left"))
-            await asyncio.sleep(0.01)  # in which asyncio closes the socket
+            await asyncio.sleep(0.01)  # lets asyncio close the socket
 
     def _lost(self, session: AsyncSession, error: TransferError) -> None:
         session.abort(error)
@@ -424,7 +435,7 @@ class StoreClient:
         self._end_waits()
 
     def _end_waits(self) -> None:
-        """What still waits for an answer gets none."""
+        """Resolve all pending futures as misses."""
         for future, miss in list(self._misses.items()):
             if not future.done():
                 future.set_result(miss)

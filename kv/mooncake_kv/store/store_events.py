@@ -1,4 +1,9 @@
-"""What a node store's tiers hold, as KV events: a block is a chunk, its hash the key's low bits."""
+"""KV events of a node store: reports which chunks its tiers gain and lose.
+
+In these events a block is a chunk, and its hash is the low bits of the chunk key. A store in its
+own process publishes them with ``StoreEventLog``; a store inside an engine buffers them with
+``StoreEventBuffer``, and the engine publishes them with its own events.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +30,11 @@ _MEDIUMS = {Tier.DRAM: MEDIUM_CPU, Tier.SSD: MEDIUM_STORAGE}
 
 
 class StoreEventLog:
-    """A ``StoreObserver`` that publishes what it is told. A publisher that has died costs its
-    readers the store's events, and the store nothing.
+    """A ``StoreObserver`` that publishes every change. If the publisher dies, the events stop, and
+    the store continues to serve.
 
     Args:
-        publish: takes a batch of events; raises KVConfigError once it can't any more.
+        publish: publishes a batch of events; raises KVConfigError once the publisher has died.
     """
 
     def __init__(self, publish: Callable[[list[KVEvent]], None]) -> None:
@@ -54,14 +59,15 @@ class StoreEventLog:
 
 
 class StoreEventBuffer:
-    """A ``StoreObserver`` that keeps events until they are taken, for an engine that publishes them
-    with its own. What came and went meanwhile leaves none: it holds as much as the store at most.
+    """A ``StoreObserver`` that buffers events until ``take``, for an engine that publishes them
+    with its own. A chunk that is stored and removed between two calls causes no event, so the
+    buffer is bounded by the size of the store.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._told: dict[tuple[Tier, bytes], Chunk] = {}
-        # What is still to be told, in order: a chunk that a tier has now, None for one it had.
+        # Unpublished changes, in order: the chunk if the tier has it now, None if it was removed.
         self._pending: dict[tuple[Tier, bytes], Chunk | None] = {}
 
     def stored(self, tier: Tier, chunks: Sequence[Chunk]) -> None:
@@ -78,19 +84,19 @@ class StoreEventBuffer:
                     self._pending[tier, key] = None
 
     def tell_again(self) -> None:
-        """Who reads the engine's events has been told that all is gone, and the store has it."""
+        """Publish all chunks again, since an event of the engine has cleared its readers' state."""
         with self._lock:
             here = self._told | self._pending
             self._pending = {name: chunk for name, chunk in here.items() if chunk is not None}
             self._told = {}
 
     def take(self, namespace: bytes) -> list[KVEvent]:
-        """What has changed since the last call: what is gone, then what is there.
+        """Take the events since the last call: removed blocks first, then stored ones.
 
         Args:
-            namespace: whose KV the engine can load; that of others it says nothing about.
+            namespace: namespace of the KV that the engine can load; events of others are left out.
         """
-        if not self._pending:  # every step asks
+        if not self._pending:  # the common case: called on every step
             return []
         with self._lock:
             pending = {
@@ -113,7 +119,7 @@ class StoreEventBuffer:
 
 
 def _runs(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
-    """Chunks that follow one another in a prompt."""
+    """Split chunks into runs that follow one another in a prompt."""
     run: list[Chunk] = []
     for chunk in chunks:
         if run and not _is_next(run[-1], chunk):

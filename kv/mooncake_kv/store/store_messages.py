@@ -1,8 +1,8 @@
-"""What a store and its users in other processes say: versioned and typed, as on the side channel.
+"""The messages between ``StoreClient`` and ``StoreService``: versioned and typed.
 
-A message is one msgpack map, the payload of a session's request or reply; ``mooncake_hal.session``
-has both ends prove the deployment's secret first. Handles are the user's whose session it is, and
-end with it.
+A message is one msgpack map, the payload of a session's request or reply. ``mooncake_hal.session``
+authenticates both ends with the deployment's secret first. Handles belong to the user of the
+session, and end with it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from mooncake_kv.store.chunk_store import (
 STORE_PROTOCOL_VERSION = 3
 
 MAX_KEYS = 65_536
-"""Chunks that one message may name."""
+"""Upper bound of the chunks in one message."""
 
 MAX_WRITERS = 1024
-"""Processes that one message may name."""
+"""Upper bound of the processes in one message."""
 
 MAX_TRANSFER_TIMEOUT_S = 3600.0
+"""Upper bound in seconds of a user's transfer timeout, for which its memory may be quarantined."""
 
 PAGE_CHUNKS = 4096
-"""Chunks in one page of a list."""
+"""Chunks per page of ``ListChunks``."""
 
 
 class StoreMessage(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower):
@@ -43,15 +44,15 @@ class StoreMessage(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower)
 
 
 class Introduce(StoreMessage, frozen=True):
-    """The first: who asks.
+    """The first message of a session: identifies the user.
 
     Args:
-        name: for logs.
-        client: random; the same on all sessions of one user, of which there is one at a time.
-        transfer_timeout_s: no transfer of this user takes longer.
+        name: name for logs.
+        client: random id, the same on all sessions of one user, which has one session at a time.
+        transfer_timeout_s: upper bound of this user's transfers in seconds.
         writers: see ``NameWriters``.
-        writing: handles of a session before this one whose memory the user still writes to: of all
-            others nothing moves any more.
+        writing: write handles of a former session whose transfers are still in flight. The store
+            aborts all others of that session.
     """
 
     name: str
@@ -62,32 +63,32 @@ class Introduce(StoreMessage, frozen=True):
 
 
 class ArenaReply(StoreMessage, frozen=True):
-    """The answer: where the memory is."""
+    """Answers Introduce: where the arena is."""
 
     arena: ArenaInfo
 
 
 class NameWriters(StoreMessage, frozen=True):
-    """Which processes write to the store's memory for this user: those that have to end before it
-    is used again, if the session is lost."""
+    """Declares the processes that write to the store's memory for this user. If the session is
+    lost, the memory of unfinished writes is not reused before they have exited."""
 
     writers: tuple[ProcessName, ...]
 
 
 class ProbeKeys(StoreMessage, frozen=True):
-    """Asks for ``ChunkStore.probe``."""
+    """Requests ``ChunkStore.probe``."""
 
     keys: tuple[bytes, ...]
 
 
 class Probed(StoreMessage, frozen=True):
-    """The answer."""
+    """Answers ProbeKeys."""
 
     found: tuple[Residence, ...]
 
 
 class PinKeys(StoreMessage, frozen=True):
-    """Asks for ``ChunkStore.pin``."""
+    """Requests ``ChunkStore.pin``."""
 
     keys: tuple[bytes, ...]
     lease_s: float
@@ -95,44 +96,44 @@ class PinKeys(StoreMessage, frozen=True):
 
 
 class Pinned(StoreMessage, frozen=True):
-    """The answer, at once or by ticket."""
+    """Answers PinKeys, at once or by ticket."""
 
     handles: tuple[ReadHandle | None, ...]
 
 
 class NotYet(StoreMessage, frozen=True):
-    """The answer takes a while: ask again with the ticket."""
+    """The answer is not ready: poll for it with ``Collect``."""
 
     ticket: int
 
 
 class Collect(StoreMessage, frozen=True):
-    """What has become of it? NotYet again, or the answer, once."""
+    """Polls for a pending answer. Returns NotYet again, or the answer, once."""
 
     ticket: int
 
 
 class AwaitBytes(StoreMessage, frozen=True):
-    """Asks for ``ChunkStore.await_bytes``."""
+    """Requests ``ChunkStore.await_bytes``."""
 
     handles: tuple[ReadHandle, ...]
     beyond: int
 
 
 class Arrived(StoreMessage, frozen=True):
-    """The answer, at once or by ticket."""
+    """Answers AwaitBytes, at once or by ticket."""
 
     num_bytes: int
 
 
 class ReleaseHandles(StoreMessage, frozen=True):
-    """Asks for ``ChunkStore.release``; by ``ReadHandle.handle_id``."""
+    """Requests ``ChunkStore.release``; handles are identified by ``ReadHandle.handle_id``."""
 
     handles: tuple[ReadHandle, ...]
 
 
 class ReserveChunks(StoreMessage, frozen=True):
-    """Asks for ``ChunkStore.reserve``."""
+    """Requests ``ChunkStore.reserve``."""
 
     chunks: tuple[Chunk, ...]
     lease_s: float
@@ -141,79 +142,80 @@ class ReserveChunks(StoreMessage, frozen=True):
 
 
 class Reserved(StoreMessage, frozen=True):
-    """The answer."""
+    """Answers ReserveChunks."""
 
     grants: tuple[WriteHandle | PutRefusal, ...]
 
 
 class EndWrites(StoreMessage, frozen=True):
-    """Asks for ``ChunkStore.commit`` and ``abort``."""
+    """Requests ``ChunkStore.commit`` if ``are_complete``, else ``abort``."""
 
     handles: tuple[WriteHandle, ...]
     are_complete: bool
 
 
 class Ended(StoreMessage, frozen=True):
-    """The answer to ReleaseHandles and EndWrites."""
+    """Answers ReleaseHandles and EndWrites."""
 
     valid: tuple[bool, ...]
 
 
 class TouchKeys(StoreMessage, frozen=True):
-    """Asks for ``ChunkStore.touch``."""
+    """Requests ``ChunkStore.touch``."""
 
     keys: tuple[bytes, ...]
 
 
 class DropKeys(StoreMessage, frozen=True):
-    """Asks for ``ChunkStore.drop``; None is all there are, of one tenant if it is named."""
+    """Requests ``ChunkStore.drop``. ``keys`` None drops all chunks, or all of ``tenant``."""
 
     keys: tuple[bytes, ...] | None = None
     tenant: str | None = None
 
 
 class Counted(StoreMessage, frozen=True):
-    """The answer to NameWriters, TouchKeys, DropKeys and Leave: of how many."""
+    """Answers NameWriters, TouchKeys, DropKeys and Leave with a count."""
 
     num_chunks: int
 
 
 class AskStats(StoreMessage, frozen=True):
-    """Asks for ``ChunkStore.stats``."""
+    """Requests ``ChunkStore.stats``."""
 
 
 class StatsReply(StoreMessage, frozen=True):
-    """The answer."""
+    """Answers AskStats."""
 
     stats: StoreStats
 
 
 class ListChunks(StoreMessage, frozen=True):
-    """What is in a tier, page by page: what follows the key ``after``, in the order of keys."""
+    """Requests one page of a tier's chunks: those whose keys follow ``after``, in key order."""
 
     tier: Tier
     after: bytes = b""
 
 
 class ChunkPage(StoreMessage, frozen=True):
-    """The answer, without the chunks' contents; a page that is not full is the last."""
+    """Answers ListChunks, without the chunks' ``content``; a page that is not full is the last."""
 
     chunks: tuple[Chunk, ...]
 
 
 class VerifyRecords(StoreMessage, frozen=True):
-    """Read all that SSDs have. The answer takes long."""
+    """Requests a check of all SSD records, which takes long."""
 
 
 class Verified(StoreMessage, frozen=True):
-    """The answer: records that were right, and not, which are forgotten."""
+    """Answers VerifyRecords: the number of intact records, and of damaged ones, which were
+    removed."""
 
     num_right: int
     num_wrong: int
 
 
 class Leave(StoreMessage, frozen=True):
-    """The last: nothing of this user moves any more."""
+    """The last message of a session: none of this user's transfers is in flight any more."""
 
 
 StoreQuestion = (
@@ -255,20 +257,20 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def store_credentials(secret: bytes) -> Credentials:
-    """What a store and its users prove to each other."""
+    """The credentials with which a store and its users authenticate each other."""
     return Credentials(secret, "node store", STORE_PROTOCOL_VERSION)
 
 
 def encode_message(message: StoreQuestion | StoreAnswer) -> bytes:
-    """A message's bytes."""
+    """Encode a message."""
     return _encoder.encode(message)
 
 
 def decode_question(payload: bytes) -> StoreQuestion:
-    """Read a user's message.
+    """Decode a user's message.
 
     Raises:
-        BadFrame: says why it is none.
+        BadFrame: the payload is not a valid question; says why.
     """
     try:
         question = _questions.decode(payload)
@@ -295,10 +297,10 @@ def _check_introduction(message: Introduce) -> None:
 
 
 def decode_answer(payload: bytes) -> StoreAnswer:
-    """Read a store's message.
+    """Decode a store's message.
 
     Raises:
-        BadFrame: says why it is none.
+        BadFrame: the payload is not a valid answer; says why.
     """
     try:
         return _answers.decode(payload)

@@ -1,10 +1,10 @@
-"""Which chunks have to go for another one. Pure.
+"""Chooses the chunks to evict for a new one. Used by ``ChunkTable``. Pure.
 
-What goes is what an eviction policy says, or a copy that is worth less. Where that has not room for
-the new chunk, chunks of several sizes are in one arena: then those go that lie side by side there,
-from the first one on in the policy's order that has such neighbours; of another group, if none of
-that one's has. Evicting in that order alone until the holes happen to meet would take most of an
-arena along, for one chunk.
+The victim is the chunk that the eviction policy names, or a copy that is worth less. If its memory
+is too small for the new chunk, the arena has chunks of several sizes. Then a group of adjacent
+chunks is evicted: the first one in the policy's order that frees a large enough range, or one of
+another group's policy if this one has none. Evicting in policy order alone, until free ranges
+happen to be adjacent, could evict most of an arena for one chunk.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from mooncake_kv.store.copy_worth import UseCounts, loss_of_last, worth_of_copy
 from mooncake_kv.store.eviction import EvictionPolicy
 
 MAX_SKIPPED_VICTIMS = 4096
-"""How many chunks that can't go an eviction looks past, before the store counts as full."""
+"""Upper bound of the chunks that an eviction examines, before the store is considered full."""
 MAX_NEIGHBOURS = 4096
-"""How many ranges of memory it looks at for some that lie side by side: a millisecond or two."""
+"""Upper bound of the memory ranges that the search for adjacent victims examines, which takes a
+millisecond or two."""
 
 SHARED = ""
-"""The group of all tenants that have no quota."""
+"""The group of all tenants without a quota."""
 COPIES = "\0copies"
-"""The group of what they have fetched from other stores."""
+"""The group of the copies that these tenants have fetched from other stores."""
 
 
 class VictimChoice:
-    """The chunks of a table that are ready, in the order in which they go.
+    """The READY chunks of a table, in the order of their eviction.
 
     Args:
-        policies: by group.
-        index: the table's chunks by key.
-        allocator: of its memory.
-        uses: of chunks, here or not.
+        policies: eviction policy of each group.
+        index: the table's entries by key.
+        allocator: the allocator of its arena.
+        uses: use counts of chunks, present or not.
     """
 
     def __init__(
@@ -52,30 +53,30 @@ class VictimChoice:
         self._ready: dict[int, Entry] = {}  # by offset
 
     def add(self, entry: Entry) -> None:
-        """It is ready."""
+        """A chunk has become READY."""
         self._policies[entry.group].add(entry.chunk)
         self._ready[entry.offset] = entry
 
     def remove(self, entry: Entry) -> None:
-        """It has gone."""
+        """A chunk was evicted or dropped."""
         self._policies[entry.group].remove(entry.chunk.key)
         del self._ready[entry.offset]
 
     def touch(self, group: str, keys: Sequence[bytes]) -> None:
-        """Chunks of a sequence were used, in its order."""
+        """Chunks of a sequence were used; ``keys`` are in its order."""
         self._policies[group].touch(keys)
 
     def first(self, group: str, kept: bytes | None) -> Entry | None:
-        """The first one of a group that may go; ``kept`` may not."""
+        """The first chunk of a group that may be evicted; ``kept`` may not."""
         for entry in self._in_order(group, kept):
             return entry
         return None
 
     def for_room(self, chunk: Chunk, now: float) -> list[Entry]:
-        """What has to go so that there is memory for a chunk; none: there won't be.
+        """The chunks to evict to free memory for a chunk; empty if that is impossible.
 
-        If the one whose turn it is has memory enough, it may rest for a while yet: then it is
-        another one's turn when it has gone.
+        A single victim with enough memory is returned even if that will be quarantined. The caller
+        then asks again after its eviction, for the next victim.
         """
         parent, found = chunk.parent, []
         for group in self._policies:
@@ -93,17 +94,17 @@ class VictimChoice:
         return []
 
     def is_worth(self, chunk: Chunk, copy: CopyTerms, victims: Sequence[Entry], now: float) -> bool:
-        """Whether a copy is worth more than what would have to go for it."""
+        """Whether a copy is worth more than the victims that it would evict."""
         worth = worth_of_copy(self._uses.uses(chunk.key, now), copy)
         return worth > sum(self._loss(victim, chunk, copy, now) for victim in victims)
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _in_order(self, group: str, kept: bytes | None) -> Iterator[Entry]:
-        """Chunks in a policy's order that may go.
+        """Yield the chunks of a group that may be evicted, in its policy's order.
 
-        One that may not go takes all before it in its sequence along: without those it would be of
-        no use.
+        A chunk that may not be evicted protects all chunks before it in its sequence, without which
+        it would be useless.
         """
         blocked = {kept}
         for count, key in enumerate(self._policies[group].victims()):
@@ -116,8 +117,14 @@ class VictimChoice:
                 break
 
     def _neighbours(self, group: str, chunk: Chunk, now: float, left: int) -> list[Entry]:
-        """Chunks that may go and lie side by side where there is memory enough, from one of a group
-        on, and free memory between them; ``left`` ranges are looked at for that."""
+        """Find adjacent chunks whose memory, with the free ranges between them, fits a chunk.
+
+        Args:
+            group: the group whose order gives the first of these chunks.
+            chunk: the chunk to make memory available for.
+            now: the time.
+            left: upper bound of the memory ranges to examine.
+        """
         nbytes, kept = rounded_up(chunk.nbytes), self._sequence_before(chunk)
         for first in self._in_order(group, chunk.parent):
             found: list[Entry] = []
@@ -137,7 +144,7 @@ class VictimChoice:
         return []
 
     def _sequence_before(self, chunk: Chunk) -> set[bytes]:
-        """Keys of the chunks that are there before this one in its sequence."""
+        """Keys of the chunks before this one in its sequence, as far back as all are present."""
         found: set[bytes] = set()
         key = chunk.parent
         while key is not None and key not in found and (entry := self._index.get(key)) is not None:
@@ -146,7 +153,7 @@ class VictimChoice:
         return found
 
     def _least_worth(self, candidates: Sequence[Entry], now: float) -> Entry:
-        """The one to go: the oldest, or a copy that is worth less than it."""
+        """The chunk to evict: the oldest candidate, or a copy that is worth less than that."""
         oldest = min(candidates, key=lambda entry: entry.used_at)
         for spare in candidates:
             if spare.copy is not None and spare.group == COPIES:
@@ -157,7 +164,8 @@ class VictimChoice:
         return oldest
 
     def _loss(self, victim: Entry, chunk: Chunk, terms: CopyTerms, now: float) -> float:
-        """Seconds that a victim's loss costs; ``chunk`` and ``terms`` as in ``loss_of_last``."""
+        """Expected cost in seconds of losing a victim; ``chunk``, ``terms``: see
+        ``loss_of_last``."""
         uses = self._uses.uses(victim.chunk.key, now)
         if victim.copy is not None:
             return worth_of_copy(uses, victim.copy)
@@ -165,6 +173,6 @@ class VictimChoice:
 
 
 def _may_go(entry: Entry, kept: AbstractSet[bytes], now: float) -> bool:
-    """Whether a chunk that is ready may go, and its memory is free at once then."""
+    """Whether a READY chunk may be evicted, and its memory would be free at once."""
     is_used = entry.num_pins or entry.num_staging_children or entry.unsafe_until > now
     return not is_used and entry.chunk.key not in kept
