@@ -1,4 +1,4 @@
-"""From a configuration to a running engine, in two steps: plan it, then start it."""
+"""Builds a running engine from a configuration, in two phases: plan, then start."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """A core that is ready to step, and what is known about it."""
+    """A core that is ready to step, and the static facts about it."""
 
     core: EngineCore | DataParallelCore
     info: EngineInfo
@@ -102,13 +102,13 @@ def build_engine(
     """Plan an engine and start it.
 
     Args:
-        config: what to load.
-        progress: told while weights are read.
-        watch: told when steps begin and end; None for one of its own.
+        config: the engine's config.
+        progress: called while weights are loaded.
+        watch: watchdog state, updated when steps begin and end; None creates one.
         ranks: see ``start_executors``.
 
     Raises:
-        ConfigError, CheckpointError: what was asked for can't be set up; says what to change.
+        ConfigError, CheckpointError: the engine can't be set up as configured.
     """
     registry = Registry.discover()
     return start_engine(plan_engine(config, registry), registry, progress, watch, ranks)
@@ -117,11 +117,11 @@ def build_engine(
 def plan_engine(config: EngineConfig, registry: Registry) -> EnginePlan:
     """Decide everything that can be decided before anything is loaded or started.
 
-    Reads the checkpoint's config and asks the backend what it can do; takes no memory, no port and
-    no thread.
+    Reads the checkpoint's config and the backend's capabilities; allocates no memory, binds no port
+    and starts no thread.
 
     Raises:
-        ConfigError, CheckpointError: what was asked for can't be set up; says what to change.
+        ConfigError, CheckpointError: the engine can't be set up as configured.
     """
     if config.kv_transfer is not None:
         find_connector(config.kv_transfer.connector)
@@ -146,15 +146,16 @@ def start_engine(
     watch: StepWatch | None = None,
     ranks: Sequence[Rank] = (),
 ) -> RunningEngine:
-    """Load the model on all ranks, connect the parts and begin to answer peers.
+    """Load the model on all ranks, connect the parts, and start to serve peers.
 
     Args:
-        plan: of ``plan_engine``.
-        registry: the one that it was planned with.
+        plan: plan from ``plan_engine``.
+        registry: registry that the engine was planned with.
         progress, watch, ranks: see ``build_engine``.
 
     Raises:
-        ConfigError, CheckpointError: what was planned can't be had; says what to change.
+        ConfigError, CheckpointError: the plan can't be carried out, for example because a port is
+            taken or the model does not fit into memory.
     """
     config = plan.config
     backend = registry.select_backend(plan.backend)
@@ -194,7 +195,7 @@ def start_engine(
         for dp_rank, (link, executor) in enumerate(zip(links, executors, strict=True)):
             post = core.poster(dp_rank) if isinstance(core, DataParallelCore) else core.post
             link.start(plan, backend, executor, post, watch)
-        with ThreadPoolExecutor(len(executors)) as threads:  # they may have to step together
+        with ThreadPoolExecutor(len(executors)) as threads:  # ranks may have to step together
             list(threads.map(lambda executor: executor.warm_up(), executors))
         cleanup.pop_all()
     return RunningEngine(core, _engine_info([executor.info for executor in executors], engine_id))
@@ -202,8 +203,15 @@ def start_engine(
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """What connects a data-parallel rank with others: its connector and the KVCache pool, and how
-    they talk to their halves beside the ranks."""
+    """A data-parallel rank's connections to other instances: its connector and its KVCache pool.
+
+    Args:
+        engine_id: the rank's engine id among peers.
+        dp_rank: data-parallel rank.
+        messages: channel between the connector and the pool and their worker parts on the ranks.
+        connector: connector; None without disaggregation.
+        pool: KVCache pool; None without one.
+    """
 
     engine_id: str
     dp_rank: int
@@ -214,7 +222,7 @@ class _Links:
     def executor_options(
         self, progress: ProgressHandler | None, registry: Registry
     ) -> ExecutorOptions:
-        """For the ranks."""
+        """Returns the options of the rank's executor."""
         return ExecutorOptions(self.messages.factories, self.messages.take, progress, registry)
 
     def start(
@@ -225,7 +233,7 @@ class _Links:
         post: Callable[[Command], None],
         watch: StepWatch,
     ) -> None:
-        """Begin to answer peers; the ranks are loaded."""
+        """Start the connector and the pool, after the ranks have loaded the model."""
         if self.connector is not None:
             self.connector.start(
                 _describe(plan, self.engine_id, backend),
@@ -248,7 +256,7 @@ def _open_links(
     messages = ExtensionMessages()
     connector = None if config.kv_transfer is None else SchedulerConnector(config, dp_rank)
     pool = None if open_pool is None else open_pool()
-    # a step waits for what it loads before it lets go of what it has computed
+    # the pool first: a step waits for its loads before the connector sends what it computes
     if pool is not None:
         cleanup.callback(pool.close)
         messages.add(POOL_EXTENSION, pool.on_rank_message)
@@ -258,7 +266,8 @@ def _open_links(
 
 
 def _engine_info(infos: Sequence[ExecutorInfo], engine_id: str) -> EngineInfo:
-    """Ranks that measured how much KV they have room for may have found different sizes."""
+    """Returns the engine's static facts. Data-parallel ranks may have measured different numbers of
+    KV blocks; the smallest counts for all."""
     least = min(infos, key=lambda info: info.num_blocks)
     return EngineInfo(
         max_model_len=least.max_model_len,
@@ -278,16 +287,17 @@ def start_executors(
     options: Sequence[ExecutorOptions],
     ranks: Sequence[Rank] = (),
 ) -> Sequence[Executor]:
-    """Load the model on all ranks: in this process if there is one, else in processes of their own.
+    """Load the model on all ranks: in this process if there is only one, otherwise in a process per
+    rank.
 
     Args:
-        plan: of the instance.
-        backend: its hardware.
-        options: of each data-parallel rank.
-        ranks: all of them, where they are forked already; else they are started now.
+        plan: plan of the instance.
+        backend: the backend.
+        options: options of each data-parallel rank's executor.
+        ranks: all ranks, if they have been forked already; otherwise they are started now.
 
     Returns:
-        The ranks of each.
+        The executor of each data-parallel rank.
 
     Raises:
         ConfigError, CheckpointError: the model can't be loaded as planned.
@@ -342,7 +352,7 @@ def _join_cores(
 
 
 def _describe(plan: EnginePlan, engine_id: str, backend: Backend) -> InstanceMetadata:
-    """This instance, as its peers are told."""
+    """Returns the metadata that peers get in the handshake."""
     config = plan.config
     device = next(d for d in backend.runtime.devices() if d.index == config.device)
     model = _fingerprint(plan)
@@ -361,7 +371,11 @@ def _describe(plan: EnginePlan, engine_id: str, backend: Backend) -> InstanceMet
 
 
 def _fingerprint(plan: EnginePlan) -> ModelFingerprint:
-    """Of the model; raises CheckpointError."""
+    """Returns the model's fingerprint.
+
+    Raises:
+        CheckpointError: files of the checkpoint can't be read.
+    """
     try:
         found = model_fingerprint(plan.config.model, str(plan.dtype).removeprefix("torch."))
     except KVConfigError as exc:
@@ -374,7 +388,8 @@ def _fingerprint(plan: EnginePlan) -> ModelFingerprint:
 
 
 def pool_identity(plan: EnginePlan, chunk_tokens: int) -> KVIdentity:
-    """What its KV is kept by; that of weights quantised on load is not that of the checkpoint's."""
+    """Returns the identity of the instance's KV in the KVCache pool. KV of weights that were
+    quantised on load differs from that of the checkpoint's own weights."""
     model = _fingerprint(plan)
     if plan.model.quantization is not None and plan.model.quantization.is_made_on_load:
         model = replace(model, settings=model.settings | {"quantization": "fp8 on load"})
@@ -383,7 +398,8 @@ def pool_identity(plan: EnginePlan, chunk_tokens: int) -> KVIdentity:
 
 
 def rounding_of(plan: EnginePlan, found: Capabilities, generation: str) -> dict[str, str]:
-    """What may make its KV differ from others' in the last bits."""
+    """Returns the properties by which the instance's KV may differ from other instances' in the
+    last bits."""
     ranks = f"tensor-parallel size {plan.config.tp_size}"
     rounding = {"kernels": generation, "sums over ranks": ranks, **dict(found.rounding)}
     rounding["linear layers"] = _products(plan.model, in_fp8=plan.has_fp8_linears)
@@ -394,7 +410,7 @@ def rounding_of(plan: EnginePlan, found: Capabilities, generation: str) -> dict[
 
 
 def _products(model: ModelConfig, *, in_fp8: bool) -> str:
-    """What a model's linear layers or experts multiply."""
+    """Describes the arithmetic of a model's linear layers or experts."""
     if model.quantization is None:
         return "on unquantised weights"
     if not in_fp8:
@@ -403,22 +419,23 @@ def _products(model: ModelConfig, *, in_fp8: bool) -> str:
 
 
 def _block_bytes(plan: EnginePlan) -> int:
-    """Of one block of the model's KV, on all ranks together."""
+    """Returns the bytes of one block of the model's KV, on all ranks together."""
     shards = all_shards(plan.config, plan.geometry)
     tokens = plan.block_size.tokens
     return sum(block_bytes((plan.geometry,), (shard,), tokens) for shard in shards)
 
 
 def _store_events(config: EngineConfig) -> KVEventsConfig | None:
-    """Of the store in this instance: at the ports behind those of the last data-parallel rank."""
+    """Returns the event config of the node store in this instance, whose ports follow those of the
+    last data-parallel rank."""
     return None if config.kv_events is None else config.kv_events.of_dp_rank(config.dp_size)
 
 
 def _make_kv_events(config: EngineConfig, block_size: int, dp_rank: int) -> KVEventLog | None:
-    """What the pool of blocks of a data-parallel rank reports to.
+    """Creates the event log of a data-parallel rank's block pool; None if events are off.
 
     Raises:
-        KVConfigError: the addresses can't be used.
+        KVConfigError: the configured addresses can't be bound.
     """
     if config.kv_events is None or not config.kv_events.is_published:
         return None
@@ -474,7 +491,7 @@ def _make_scheduler(
 
 
 def _log_pool(config: EngineConfig, info: ExecutorInfo) -> None:
-    """Here and not where it is decided, which is in every rank."""
+    """Log the size of the KV pool: once, not where it is decided, which is on every rank."""
     logger.info(
         "KV pool: %d blocks of %d tokens, %d tokens in all",
         info.num_blocks,
@@ -493,10 +510,10 @@ def _log_pool(config: EngineConfig, info: ExecutorInfo) -> None:
 
 
 def _check_ports(config: EngineConfig, backend: Backend, registry: Registry) -> None:
-    """Loading takes minutes: that a port is taken, or a range too small, is to be known before.
+    """Check the ports for KV transfer before the model is loaded, which takes minutes.
 
     Raises:
-        PortTaken: says which, and by what.
+        PortTaken: a port is taken or reserved, or a range has too few free ports.
     """
     kv = config.kv_transfer
     if kv is None:
@@ -506,7 +523,7 @@ def _check_ports(config: EngineConfig, backend: Backend, registry: Registry) -> 
         raise PortTaken("; ".join(problems))
     _check_reserved_ports(kv, ports, backend, registry)
     if kv.port_range is not None:
-        # where Ray puts ranks is known later, and one of them at least may be here
+        # where Ray places the ranks is not known yet; assume that one of them runs here
         num_ranks = 1 if config.executor is ExecutorKind.RAY else config.num_ranks_per_node
         per_rank = count_ports(registry, **transports_wanted(kv, backend.capabilities.transports))
         num_channels = 0 if kv.port else config.dp_size
@@ -516,7 +533,8 @@ def _check_ports(config: EngineConfig, backend: Backend, registry: Registry) -> 
 def _check_reserved_ports(
     kv: KVTransferConfig, side_channels: Sequence[int], backend: Backend, registry: Registry
 ) -> None:
-    """What a transport is built on may take ports later, and fail then if they are ours."""
+    """Check that the configured ports are not reserved by a library below a transport, which would
+    bind them later and fail."""
     wanted = {}
     if kv.api_port:
         wanted["the API (--port)"] = PortRange(kv.api_port, kv.api_port)
@@ -542,7 +560,7 @@ def _check_port_range(
     ports_per_rank: int,
     num_channels: int,
 ) -> None:
-    """A range must last for all that the ranks on this host listen on, and side channels."""
+    """Check that a range has enough free ports for this host's ranks and their side channels."""
     wanted = num_ranks * ports_per_rank + num_channels
     found = count_free(port_range, kv.host, wanted)
     if found < wanted:

@@ -28,20 +28,20 @@ class FinishReason(str, Enum):
 
 
 class RequestClass(str, Enum):
-    """What a request's priority makes of it."""
+    """The class of a request, which follows from its priority."""
 
     INTERACTIVE = "interactive"
     BATCH = "batch"
-    """Nobody waits for it: it runs in what the others leave."""
+    """Not interactive: runs in the capacity that interactive requests leave."""
 
     @classmethod
     def of(cls, priority: int) -> RequestClass:
-        """The class of a priority."""
+        """Returns the class of a priority."""
         return cls.BATCH if priority >= BATCH_PRIORITY else cls.INTERACTIVE
 
 
 BATCH_PRIORITY = 1000
-"""Requests of this priority, or of a larger number, are batch work."""
+"""Requests with this priority or a larger number are batch work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +49,19 @@ class EngineRequest:
     """One output to generate (``n`` > 1 is several of these).
 
     Args:
-        request_id: unique among the engine's live requests.
-        prompt_token_ids: at least one.
-        sampling: ``n`` and stop strings are the front end's business and ignored by the core.
+        request_id: id that is unique among the engine's live requests.
+        prompt_token_ids: token ids of the prompt, at least one.
+        sampling: sampling parameters; the front end handles ``n`` and stop strings, which the core
+            ignores.
         kv_transfer_params: whether the core keeps the KV for a peer and ends after the first
-            token, or loads the prompt's KV from one.
-        priority: lower is sooner; equal priorities are served first come, first served.
-        timeout_s: the request ends with TIMEOUT if it takes longer; None for no limit.
-        group: a name that the requests of one prompt (``n`` > 1) share: the prompt is
-            computed or loaded once for all of them.
-        cache_salt: requests of another salt share no cached prefix with it.
-        data_parallel_rank: which one serves it; None for the one that is likely to be the first.
+            token, or loads the prompt's KV from a peer.
+        priority: lower runs sooner; equal priorities are served first come, first served.
+        timeout_s: seconds after which the request ends with TIMEOUT; None for no limit.
+        group: name shared by the requests of one prompt (``n`` > 1), which is computed or loaded
+            once for all of them.
+        cache_salt: requests with different salts share no cached prefix.
+        data_parallel_rank: rank that serves the request; None for the one that is likely to answer
+            first.
     """
 
     request_id: str
@@ -75,12 +77,13 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """When a request came on, in seconds of the core's clock (``time.monotonic``).
+    """Times of a request's milestones, in seconds of the core's clock (``time.monotonic``).
 
     Args:
-        arrived: taken in by the core.
-        load_started, loaded: its KV began to come from a peer, and was there; None if it did not.
-        scheduled: its first step began; None if none did.
+        arrived: when the core received it.
+        load_started, loaded: when its load from a peer or the KVCache pool began and completed;
+            None if it had none.
+        scheduled: when its first step was planned; None before that.
     """
 
     arrived: float
@@ -94,9 +97,9 @@ class TokenLogprobs:
     """Log probabilities at one position (natural log, of the unmodified distribution).
 
     Args:
-        token_id, logprob: the chosen token.
+        token_id, logprob: the chosen token and its log probability.
         top: the most probable tokens and their log probabilities, best first.
-        rank: of the chosen token, from 1; None where a peer has not told.
+        rank: rank of the chosen token, from 1; None if a peer did not report it.
     """
 
     token_id: int
@@ -106,22 +109,24 @@ class TokenLogprobs:
 
 
 class TokenUpdate(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What one step did for one request. A Struct, because a step makes one per running request.
+    """The outcome of one step for one request. A Struct, because each step makes one per running
+    request.
 
     Args:
-        request_id: which.
+        request_id: the request.
         token_ids: new tokens, in order; a decode instance's first update begins with the token
             that the prefill instance sampled.
-        logprobs: one per new token, if asked for.
-        finish: set on the last update of a request, and only there.
+        logprobs: log probabilities, one per new token, if the request asked for them.
+        finish: why the request ended; set on its last update only.
         stop_token_id: the stop token that ended it, if one did (also in ``token_ids``).
-        error: words for the client when ``finish`` is ERROR, GRAMMAR or TIMEOUT.
-        num_cached_tokens: prompt tokens that needed no computing here or at the prefill instance;
-            said with ``times``.
-        kv_transfer_params: with ``finish`` on a prefill instance, what the decode instance needs.
-        prompt_logprobs: of the next prompt tokens, from the second one on, if asked for; all of
-            them come before the first token.
-        times: with the first two tokens and with ``finish``.
+        error: message for the client if ``finish`` is ERROR, GRAMMAR or TIMEOUT.
+        num_cached_tokens: prompt tokens that were cached, here or at the prefill instance; set
+            when ``times`` is.
+        kv_transfer_params: with ``finish`` on a prefill instance, the parameters for the decode
+            instance.
+        prompt_logprobs: log probabilities of the next prompt tokens, from the second one on, if
+            the request asked for them; all precede the first output token.
+        times: milestones; set with the first two tokens and with ``finish``.
     """
 
     request_id: str
@@ -138,16 +143,16 @@ class TokenUpdate(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What is known about an engine once it is loaded, and never changes.
+    """Static facts about an engine, known once it is loaded.
 
     Args:
-        max_model_len: longest sequence, prompt and answer together, in tokens.
-        vocab_size: token ids are below this.
+        max_model_len: maximum length of a sequence, prompt and output together, in tokens.
+        vocab_size: size of the vocabulary; token ids are below it.
         eos_token_ids: tokens that end a request unless ``ignore_eos``.
-        num_kv_blocks, block_size: the KV pool, in blocks and tokens per block.
-        engine_id: this engine's name among its peers; a restarted engine has another one.
+        num_kv_blocks, block_size: size of the KV pool, in blocks and tokens per block.
+        engine_id: the engine's id among its peers; a restarted engine has another one.
         lends_kv: whether peers can read its KV.
-        dp_size: data-parallel ranks; each has its share of the blocks.
+        dp_size: number of data-parallel ranks, which divide the blocks among them.
     """
 
     max_model_len: int
@@ -162,12 +167,12 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Counts of speculative decoding; they only grow.
+    """Counters of speculative decoding.
 
     Args:
-        num_drafts: times that a sequence had draft tokens.
-        num_draft_tokens: how many.
-        accepted_at: how often the first draft token was accepted, the second one, and so on.
+        num_drafts: how often a sequence had draft tokens in a step.
+        num_draft_tokens: number of draft tokens.
+        accepted_at: how often the first, the second, ... draft token was accepted.
     """
 
     num_drafts: int
@@ -182,35 +187,35 @@ class SpeculationStats:
 
 @dataclass(slots=True)
 class StepSizes:
-    """How many tokens steps have run, prompts' and answers', by powers of two.
+    """A histogram of steps by their number of tokens, of prompts and outputs together.
 
     Args:
-        num_tokens: in all steps together.
-        num_steps: entry i counts steps of at most 2**i tokens that no entry before it counts; the
-            last one takes all that are larger.
+        num_tokens: tokens of all steps.
+        num_steps: entry i counts the steps of more than 2**(i - 1) and at most 2**i tokens; the
+            last entry includes all larger ones.
     """
 
     num_tokens: int = 0
     num_steps: list[int] = field(default_factory=lambda: [0] * 16)
 
     def note(self, num_tokens: int) -> None:
-        """A step of ``num_tokens`` tokens, at least one."""
+        """Count a step of ``num_tokens`` tokens, at least one."""
         self.num_tokens += num_tokens
         self.num_steps[min((num_tokens - 1).bit_length(), len(self.num_steps) - 1)] += 1
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """What the experts of an instance got since its start.
+    """The load of an instance's experts since its start.
 
     Args:
-        tokens: by layer and expert.
-        imbalance: tokens of the busiest part over the mean, the mean of all layers, since experts
-            are where they are.
-        num_sent_rows: hidden states that the first rank of each stage sent other ranks' experts.
-        num_placements: how often experts were placed anew, in the stage where most often.
-        num_moved: experts that came to the first rank of each stage from others then, layer by
-            layer.
+        tokens: tokens per expert, by layer.
+        imbalance: tokens of the busiest rank over the mean of all ranks, averaged over the layers,
+            since the last placement of the experts.
+        num_sent_rows: hidden states that the first rank of each stage sent to other ranks' experts.
+        num_placements: number of new placements of experts, in the stage with the most.
+        num_moved: experts that the first rank of each stage received from other ranks in these
+            placements, summed over the layers.
     """
 
     tokens: dict[int, tuple[int, ...]]
@@ -221,12 +226,12 @@ class ExpertLoad:
 
     @property
     def num_tokens(self) -> int:
-        """Choices: each token counts once per expert and layer."""
+        """Tokens of all experts: each token counts once per chosen expert and layer."""
         return sum(sum(tokens) for tokens in self.tokens.values())
 
     @classmethod
     def of_stages(cls, loads: Sequence[ExpertLoad]) -> ExpertLoad | None:
-        """Of what each pipeline stage with experts says of its own layers; None if none does."""
+        """Combines the loads of pipeline stages, each of its own layers; None without experts."""
         num_layers = sum(len(load.tokens) for load in loads)
         if not num_layers:
             return None
@@ -240,35 +245,35 @@ class ExpertLoad:
 
 
 WaitedSeconds = dict[str, dict[str, float]]
-"""Seconds by group of ranks and collective, such as ``["experts"]["all_to_all"]``."""
+"""Seconds waited, by group of ranks and collective, such as ``["experts"]["all_to_all"]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for metrics: counters, but for the gauges of requests by state and KV usage.
+    """A snapshot for metrics: counters, except the gauges of requests by state and of KV usage.
 
     Args:
-        num_running, num_waiting: requests in steps, and queued for them.
-        num_swapped, num_loading: of these those whose KV is in host memory, or comes from a peer.
-        kv_cache_usage: share of the KV blocks in use, 0 to 1.
-        num_preemptions: requests that gave their blocks up for older ones, by swap or recompute.
-        num_swap_outs: those of them whose KV went to host memory.
-        num_shared_blocks: blocks given back as others had the same content.
-        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found.
-        prompt_tokens, generation_tokens: processed and sampled.
-        step_sizes: how large the steps were.
-        kv_byte_seconds: bytes of KV times seconds that they were held, by ``HeldBlocks``' names.
-        kv_transfer: the connector's figures by name, e.g. ``bytes_received``.
-        speculation: of speculative decoding; None where it is off.
-        kv_pool: of the KVCache pool; None without one.
-        pool_store: of the node store in this instance, which its data-parallel ranks share; None
-            without one.
-        experts: what experts got that are divided over ranks; None without such.
-        waited_s: by rank, what its host has waited in collectives; empty where there is one, and of
-            all data-parallel ranks together.
-        pool_home: where other instances find what this one saves there; None if they can't.
-        pool_kv_events: where what is saved there is published; None if it is not.
-        by_dp_rank: the same of each data-parallel rank; empty if there is one.
+        num_running, num_waiting: requests that run, and all others.
+        num_swapped, num_loading: waiting requests whose KV is in host memory, or is being loaded.
+        kv_cache_usage: fraction of the KV blocks in use, 0 to 1.
+        num_preemptions: preempted requests, by swap or recomputation.
+        num_swap_outs: preempted requests whose KV was swapped out to host memory.
+        num_shared_blocks: blocks that were freed because another block has the same content.
+        prefix_cache_queries, prefix_cache_hits: tokens looked up in the prefix cache, and found.
+        prompt_tokens, generation_tokens: prompt tokens received, and tokens generated.
+        step_sizes: histogram of steps by number of tokens.
+        kv_byte_seconds: bytes of KV times seconds that they were held, by field of ``HeldBlocks``.
+        kv_transfer: the connector's figures by name, such as ``bytes_received``.
+        speculation: counters of speculative decoding; None if it is off.
+        kv_pool: counters of the KVCache pool; None without one.
+        pool_store: counters of the node store in this instance, which its data-parallel ranks
+            share; None without one.
+        experts: load of experts that are divided over ranks; None without such experts.
+        waited_s: for each rank, time that its host has waited in collectives; empty if there is
+            only one rank, and in the sum over data-parallel ranks.
+        pool_home: where other instances find the chunks that this one saves; None if they can't.
+        pool_kv_events: endpoints at which saved chunks are published; None if they are not.
+        by_dp_rank: snapshots of the data-parallel ranks; empty if there is only one.
     """
 
     num_running: int = 0
@@ -297,10 +302,10 @@ class EngineStats:
 
 
 def total_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Of all data-parallel ranks together, and of each.
+    """Returns the snapshot of all data-parallel ranks together, which includes that of each.
 
     Args:
-        parts: of each, at least one.
+        parts: snapshots of the ranks, at least one.
     """
     sizes = StepSizes()
     for part in parts:
@@ -352,7 +357,8 @@ def _total_pool(parts: Sequence[PoolStats]) -> PoolStats | None:
 
 
 def _total_experts(parts: Sequence[ExpertLoad]) -> ExpertLoad | None:
-    """Each rank counts what all ranks' tokens choose, and what it sends and gets itself."""
+    """Combines the ranks' counts. Each rank counts the choices of all ranks' tokens, so ``tokens``
+    of one is enough, but only its own sent rows and moved experts, which are summed up."""
     if not parts:
         return None
     sums = {
