@@ -1,1 +1,1 @@
-"""What clients talk to: routes, OpenAI bodies, admission, errors."""
+"""The client side of the proxy: routes, OpenAI bodies, API keys, admission, error responses."""

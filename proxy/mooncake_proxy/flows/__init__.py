@@ -1,1 +1,1 @@
-"""The path of one request: pull and push between P and D, and plain on one instance."""
+"""The flows of a request: pull and push between P and D, SGLang's, and plain on one instance."""

@@ -1,1 +1,1 @@
-"""One process and its workers: metrics, logs, spans, start and stop."""
+"""Operation of the proxy's processes: workers and their link, metrics, logs, tracing, shutdown."""

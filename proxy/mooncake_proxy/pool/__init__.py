@@ -1,1 +1,1 @@
-"""The instances behind the proxy: what they are, who declares them, whether they live."""
+"""The instances behind the proxy: declarations and membership, health, topology, KV events."""

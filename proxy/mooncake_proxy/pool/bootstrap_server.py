@@ -1,8 +1,8 @@
-"""vLLM's own Mooncake connector in the pull flow: P's engine id, from its bootstrap server.
+"""Support for vLLM's Mooncake connector in the pull flow: queries P's engine id.
 
-This connector's P answers without `kv_transfer_params`. The proxy names the transfer, to P and D
-alike, and gives D the address of P's bootstrap server and P's engine id, which changes with every
-start of P (vllm/distributed/kv_transfer/kv_connector/v1/mooncake).
+With this connector P answers without `kv_transfer_params`. Instead, the proxy sends a transfer id
+to both P and D, and tells D the address of P's bootstrap server and P's engine id, which changes
+with every start of P (vllm/distributed/kv_transfer/kv_connector/v1/mooncake).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ranks_decoder = msgspec.json.Decoder(dict[str, BootstrapRank])
 
 
 class BootstrapServer:
-    """The bootstrap server of one P. Its failures count as failures of `instance`."""
+    """The bootstrap server of one P. Its failures are reported as failures of `instance`."""
 
     def __init__(self, instance: Origin, port: int, context: ClientContext) -> None:
         self._origin = Origin("http", instance.host, port)
@@ -37,7 +37,7 @@ class BootstrapServer:
         self._engine_id: str | None = None
 
     async def engine_id(self) -> str:
-        """P's engine id; queried once."""
+        """P's engine id; queried once and cached."""
         if self._engine_id is None:
             head = f"GET /query HTTP/1.1\r\nhost: {self._origin.authority}\r\n\r\n".encode("ascii")
             deadline = self._connections.context.loop.time() + QUERY_TIMEOUT_S
@@ -53,7 +53,7 @@ class BootstrapServer:
         return rank.engine_id
 
     def forget(self) -> None:
-        """P may have restarted: query again."""
+        """Drop the cached engine id: P may have restarted."""
         self._engine_id = None
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class BootstrapServer:
         self._connections.close()
 
     def for_decode(self, engine_id: str, transfer_id: str) -> Raw:
-        """D's parameters: where the KV of this transfer is."""
+        """`kv_transfer_params` for D: where the KV of this transfer is."""
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -73,6 +73,6 @@ class BootstrapServer:
 
 
 def for_prefill(transfer_id: str) -> Raw:
-    """P's parameters: the transfer's id."""
+    """`kv_transfer_params` for P: the transfer's id."""
     params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
     return Raw(encode(params))

@@ -1,6 +1,6 @@
-"""What an instance runs on, and how fast that is beside others: pools may mix NVIDIA, Ascend, CPU.
+"""Device classes of instances and their relative speeds: a pool may mix NVIDIA, Ascend and CPU.
 
-The facts are those that an instance publishes in `/kv/topology`; the figures are the rows of the
+The class follows from what an instance publishes in `/kv/topology`; speeds come from the
 conductor's table of devices. An instance that publishes nothing counts as one A100.
 """
 
@@ -13,8 +13,8 @@ from mooncake_proxy.pool.pair_topology import PairTopology
 if TYPE_CHECKING:
     from mooncake_conductor.cost.latency_model import LatencyModel
 
-# Rows by backend and generation; the first one stands for the class unless the operator names
-# another one of it: a generation does not say how much memory a device has, or how it is clocked.
+# Devices of the conductor's table by (backend, generation). The first one is assumed unless the
+# operator names another one of the class: the generation alone does not determine memory or clock.
 CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("cuda", "sm_80"): ("A100", "A800"),
     ("cuda", "sm_90"): ("H100", "H800", "H200"),
@@ -25,11 +25,11 @@ _USUAL = "A100"
 
 
 def device_of(topology: PairTopology | None, named: str = "") -> str | None:
-    """The table's name of what an instance runs on; None where that is not known.
+    """Name of an instance's device in the conductor's table; None if unknown.
 
     Args:
-        topology: what it publishes.
-        named: a device that the operator named; it stands for all of its class.
+        topology: what the instance publishes.
+        named: a device that the operator has named; it is assumed for its whole class.
     """
     if topology is None:
         return None
@@ -42,14 +42,14 @@ def device_of(topology: PairTopology | None, named: str = "") -> str | None:
 
 
 def describe_device(topology: PairTopology | None) -> str:
-    """What it runs on, for people; empty where that is not known."""
+    """Human-readable devices of an instance; empty if unknown."""
     if topology is None or not topology.backend:
         return ""
     return f"{topology.num_devices}x {topology.backend} {topology.generation}"
 
 
 def relative_speed(topology: PairTopology | None) -> float:
-    """Work per second, in that of one A100: by what its devices' matrix products reach."""
+    """Speed of an instance relative to one A100, by the matrix-product rate of its devices."""
     device = device_of(topology)
     if device is None or topology is None:
         return 1.0
@@ -57,17 +57,17 @@ def relative_speed(topology: PairTopology | None) -> float:
 
 
 def _products(name: str) -> float:
-    from mooncake_conductor.cost.latency_model import DEVICES  # not needed to start
+    from mooncake_conductor.cost.latency_model import DEVICES  # imported late to start faster
 
     row = DEVICES[name]
     return row.tflops * row.linear_share
 
 
 def costs_of(costs: str, topology: PairTopology | None) -> LatencyModel | None:
-    """What an instance's prefills and steps take until they are measured; None: not known.
+    """Expected costs of an instance's prefills and steps until they are measured; None if unknown.
 
     Args:
-        costs: as the operator gave it, MODEL:DEVICE:NUMBER.
+        costs: the operator's `--costs`, MODEL:DEVICE:NUMBER.
         topology: what the instance publishes.
     """
     from mooncake_conductor.cost.latency_model import cold_start

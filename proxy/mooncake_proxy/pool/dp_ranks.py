@@ -1,8 +1,8 @@
-"""Data-parallel ranks of an instance: each has requests and KV of its own behind the one address.
+"""Data-parallel ranks: parts of an instance with requests and KV of their own behind one address.
 
-A request may name its rank by a header, as vLLM has it; otherwise the instance chooses one. Where
-the policy looks at prefixes or sessions the proxy names the rank, chosen among those of an instance
-as instances are: by the same policy, on each rank's load and prefixes.
+A request may name its rank in a header, as with vLLM; otherwise the instance chooses one. If the
+routing policy considers prefixes or sessions, the proxy chooses the rank with the same policy that
+chooses the instance, by each rank's load and prefixes.
 """
 
 from __future__ import annotations
@@ -12,32 +12,34 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 
 DP_RANK_HEADER = b"x-data-parallel-rank"
-# An instance says itself how many it has: more than any that there is are a mistake of its own.
+# Bound of the number of ranks that an instance reports; a larger number would be a mistake.
 MAX_DP_RANKS = 1024
 
 
 class RankQueue(Struct, frozen=True):
-    """What an instance's health says of a data-parallel rank: requests in its steps and its queue,
-    whoever chose the rank."""
+    """Requests running and waiting on a data-parallel rank, from the instance's health endpoint.
+
+    They include requests for which the proxy has not chosen the rank.
+    """
 
     running: int = 0
     waiting: int = 0
 
 
 class RequestLoad:
-    """Requests in flight somewhere, as this proxy knows them."""
+    """Requests that this proxy has in flight on an instance or rank."""
 
     __slots__ = ("num_elsewhere", "num_prompt_tokens", "num_running")
 
     def __init__(self) -> None:
         self.num_running = 0
         self.num_prompt_tokens = 0
-        # The same two counts as the other worker processes report them.
+        # The same two counts for the other worker processes, as they report them.
         self.num_elsewhere = (0, 0)
 
     @property
     def total_running(self) -> int:
-        """Requests on it from all worker processes."""
+        """Requests in flight from all worker processes."""
         return self.num_running + self.num_elsewhere[0]
 
     @property
@@ -47,8 +49,10 @@ class RequestLoad:
 
 
 class DPRank(RequestLoad):
-    """One data-parallel rank. Its load is that of requests to which this proxy has named it; see
-    ``policies.Candidate``."""
+    """One data-parallel rank. Its load is that of requests for which this proxy has chosen it.
+
+    Implements `policies.Candidate`.
+    """
 
     __slots__ = ("header", "name", "number", "queue")
     relative_speed = 1.0
@@ -56,14 +60,14 @@ class DPRank(RequestLoad):
     def __init__(self, instance: str, number: int) -> None:
         super().__init__()
         self.number = number
-        # No instance has such a name.
+        # Can't collide with an instance's name, which is a URL without a fragment.
         self.name = f"{instance}#{number}"
         self.header = b"%b: %d\r\n" % (DP_RANK_HEADER, number)
         self.queue = RankQueue()
 
 
 class DPRanks:
-    """All data-parallel ranks of an instance, two at least."""
+    """All data-parallel ranks of an instance that has at least two."""
 
     def __init__(self, instance: str, size: int) -> None:
         self._ranks = tuple(DPRank(instance, number) for number in range(min(size, MAX_DP_RANKS)))
@@ -75,12 +79,12 @@ class DPRanks:
         return iter(self._ranks)
 
     def note_queues(self, queues: Sequence[RankQueue]) -> None:
-        """What the instance says of its ranks, in order."""
+        """Update the queues that the instance reports, in the order of its ranks."""
         for rank, queue in zip(self._ranks, queues, strict=False):
             rank.queue = queue
 
     def named(self, given: bytes | str) -> DPRank | None:
-        """The rank that a client's header names; None if there is none such."""
+        """The rank that a client's header names; None if it does not exist."""
         if not given.isdigit() or len(given) > 4 or int(given) >= len(self._ranks):
             return None
         return self._ranks[int(given)]

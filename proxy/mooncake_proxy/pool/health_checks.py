@@ -1,4 +1,7 @@
-"""Whether instances are up: hysteresis as pure state, active checks as one loop."""
+"""Health checks: active ones with hysteresis, and passive ones by the failures of requests.
+
+A check also reads what an instance reports about itself: compatibility, topology, queue lengths.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _topology_decoder = msgspec.json.Decoder(PairTopology)
 
 
 class _Reports(msgspec.Struct, frozen=True):
-    """Parts of a health body, each of which may have another form with other engines."""
+    """Parts of a health body. Each is decoded separately: other engines may use other formats."""
 
     kv_pool: msgspec.Raw = msgspec.Raw(b"null")
     data_parallel_ranks: msgspec.Raw = msgspec.Raw(b"[]")
@@ -50,7 +53,7 @@ _bytes_decoder = msgspec.json.Decoder(dict[str, int])
 
 @dataclass(slots=True)
 class HealthTrack:
-    """Successes and failures in a row of one instance."""
+    """Consecutive successes and failures of one instance's checks."""
 
     num_good: int = 0
     num_bad: int = 0
@@ -59,12 +62,21 @@ class HealthTrack:
     last_verdict: bool = False
 
     def note_ejection(self) -> None:
-        """Requests failed although checks were good: count good checks from zero."""
+        """Restart the count of good checks: requests have failed although checks succeeded."""
         self.num_good = 0
         self.last_verdict = False
 
     def observe(self, *, good: bool, rise: int, fall: int) -> bool | None:
-        """The new verdict, or None while too few checks agree. The first check counts at once."""
+        """Count a check.
+
+        Args:
+            good: whether the check succeeded.
+            rise: consecutive successes that are needed for the verdict "up".
+            fall: consecutive failures that are needed for the verdict "down".
+
+        Returns:
+            The verdict, or None while too few checks agree. The very first check decides alone.
+        """
         self.num_good = self.num_good + 1 if good else 0
         self.num_bad = 0 if good else self.num_bad + 1
         is_first, self.is_known = not self.is_known, True
@@ -75,26 +87,29 @@ class HealthTrack:
 
 
 class PassiveHealth:
-    """Ejects an instance after `limit` requests in a row that failed for its own reasons."""
+    """Ejects an instance after `limit` consecutive requests that failed because of it; 0: never."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._bad: dict[str, int] = {}
 
     def succeeded(self, name: str) -> None:
-        """A request was answered."""
+        """Note an answered request."""
         if self._bad:
             self._bad.pop(name, None)
 
     def failed(self, name: str, error: UpstreamError) -> bool:
-        """Whether this failure ejects. Error statuses don't count: the instance did answer."""
+        """Note a failed request. Returns True if the instance must be ejected.
+
+        Error statuses don't count, because the instance has answered.
+        """
         if not isinstance(
             error, ConnectFailed | ConnectionLost | UpstreamTimeout | MalformedAnswer
         ):
             return False
         count = self._bad.get(name, 0) + 1
         if self._limit > 0 and count >= self._limit:
-            self._bad.pop(name, None)  # a recovered instance starts at zero
+            self._bad.pop(name, None)  # after its recovery the count starts at zero
             return True
         self._bad[name] = count
         return False
@@ -102,7 +117,7 @@ class PassiveHealth:
 
 @dataclass(frozen=True, slots=True)
 class HealthConfig:
-    """Active checks. `interval_s` 0 turns them off: then instances count as up."""
+    """Settings of active checks. `interval_s` 0 disables them: all instances count as up."""
 
     interval_s: float = 1.0
     timeout_s: float = 2.0
@@ -112,7 +127,7 @@ class HealthConfig:
 
 
 class HealthChecker:
-    """Checks the health of every instance at an interval and reports verdicts to the pools."""
+    """Checks all instances at an interval, and reports verdicts to the pools."""
 
     def __init__(
         self, config: HealthConfig, pools: ModelPools, on_verdict: Callable[[Instance], None]
@@ -129,7 +144,7 @@ class HealthChecker:
             await asyncio.sleep(self._config.interval_s)
 
     async def check_all(self) -> None:
-        """One round over all instances at once."""
+        """Check all instances concurrently, once."""
         instances = list(self._pools)
         if instances:
             await asyncio.gather(*(self.check(instance) for instance in instances))
@@ -137,10 +152,10 @@ class HealthChecker:
         self._tracks = {name: track for name, track in self._tracks.items() if name in names}
 
     async def check(self, instance: Instance) -> None:
-        """One instance."""
+        """Check one instance, and apply the verdict."""
         try:
             error = await self._ask(instance)
-        except Exception as exc:  # what one says of itself must end neither the round nor the proxy
+        except Exception as exc:  # a bad report of one instance must not end the loop or the proxy
             logger.exception("the health check of %s has failed", instance.name)
             error = MalformedAnswer(instance.name, f"{self._config.path}: {exc!r}")
         if isinstance(error, OutOfSockets):
@@ -158,7 +173,7 @@ class HealthChecker:
                 self._on_verdict(instance)
 
     async def _ask(self, instance: Instance) -> UpstreamError | None:
-        """What is wrong with it; None when nothing is."""
+        """Request an instance's health and process its reports. Returns the error, None if good."""
         connections = instance.connections
         deadline = connections.context.loop.time() + self._config.timeout_s
         try:
@@ -180,8 +195,9 @@ class HealthChecker:
         return None
 
     async def _ask_topology(self, instance: Instance, engine_id: str, deadline: float) -> None:
-        """Once per start of an instance: whom it goes together with is known before requests."""
-        topology = PairTopology(engine_id)  # of an instance that publishes none
+        """Fetch an instance's topology, once per epoch, so that incompatible pairs are known before
+        any request uses them."""
+        topology = PairTopology(engine_id)  # for an instance that publishes none
         with suppress(UpstreamError, *UNREADABLE):
             body = await instance.connections.fetch(instance.build_get(TOPOLOGY_PATH), deadline)
             published = _topology_decoder.decode(body)
@@ -197,7 +213,10 @@ class HealthChecker:
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], part: bytes | msgspec.Raw, otherwise: T) -> T:
-    """What a good response says; other engines' bodies may have any form, and be no UTF-8."""
+    """Decode part of a health body, or return `otherwise`.
+
+    Bodies of other engines may have any format, and need not be UTF-8.
+    """
     try:
         return decoder.decode(part)
     except UNREADABLE:

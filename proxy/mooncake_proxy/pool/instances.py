@@ -1,4 +1,7 @@
-"""The instances behind the proxy: what they are, whether they are live, what they carry now."""
+"""The instances behind the proxy and the pool of each model: declaration, state and current load.
+
+Health checks, watchers and the admin API change the pool; the router reads it for every request.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,19 @@ from mooncake_proxy.pool.dp_ranks import DPRanks, RequestLoad
 from mooncake_proxy.pool.pair_topology import PairTopology, why_incompatible
 
 logger = logging.getLogger(__name__)
-# The host of a ZMQ address that is listened on everywhere.
+# The host of a ZMQ address that listens on all interfaces.
 _WILDCARD = re.compile(r"(?<=^tcp://)(\*|0\.0\.0\.0|\[::\]|::)(?=:\d+$)")
 
 
 class Role(Enum):
-    """What an instance does. BOTH serves whole requests, without a KV transfer."""
+    """What an instance does. BOTH serves whole requests without a KV transfer."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"
 
     def __init__(self, label: str) -> None:
-        # `value` and the hash of an enum are Python calls; these are read several times a request.
+        # An enum's `value` and hash are Python calls; these are read several times per request.
         self.label = label
         self.index = len(type(self).__members__)
 
@@ -52,56 +55,62 @@ class InstanceSpec:
 
     origin: Origin
     role: Role
-    # A D that sends the first token again (vLLM): then P's is not forwarded.
+    # A D that repeats the first token (vLLM): then P's is not forwarded.
     emits_first_token: bool = False
     # A D that may answer `stop_reason: "recomputed"` (vLLM-Ascend's recompute scheduler).
     recomputes: bool = False
-    # Where a P with vLLM's own Mooncake connector has its bootstrap server.
+    # Bootstrap server of a P with vLLM's Mooncake connector.
     bootstrap_port: int | None = None
-    # Where it publishes KV events and answers for lost ones, if its health does not say so.
+    # Ports of its KV events and of their replay, if its health endpoint does not report them.
     kv_events_port: int | None = None
     kv_events_replay_port: int | None = None
-    # Who declared it: flags, file, api, kubernetes. Each source only removes its own.
+    # Who declared it: flags, file, api, kubernetes, register. A source only removes its own.
     source: str = "flags"
-    # What requests call its model: the first name is that of its pool, the others are aliases and
-    # adapters. Empty: it takes what no pool has a name for.
+    # Names of its model in requests: the first is the name of its pool, the others are aliases and
+    # adapters. Empty: it serves requests for models that no other pool has.
     models: tuple[str, ...] = ()
 
     @property
     def repeats_first_token(self) -> bool:
-        """Whether its stream holds the first token too. One that may give a request back sends its
-        whole stream: nothing of P's may stand before what is decoded anew."""
+        """Whether its stream includes the first token.
+
+        That also holds for instances that may return requests for recomputation: they send their
+        whole stream, so that the recomputed answer never follows a token of P.
+        """
         return self.emits_first_token or self.recomputes
 
     @property
     def name(self) -> str:
-        """Its name in metrics, logs and the admin API: the URL."""
+        """The instance's name in metrics, logs and the admin API: its URL."""
         return str(self.origin)
 
     @property
     def model(self) -> str:
-        """Of its pool; empty where it has no name."""
+        """Name of its pool's model; empty if it was declared without one."""
         return self.models[0] if self.models else ""
 
 
 def names_given_twice(specs: Iterable[InstanceSpec]) -> str:
-    """Of instances that are declared more than once: each has one role and one model."""
+    """Comma-separated names of instances that are declared more than once.
+
+    That is an error, because an instance has one role and one model.
+    """
     names = [spec.name for spec in specs]
     return ", ".join(sorted({name for name in names if names.count(name) > 1}))
 
 
 class KVEventEndpoints(Struct, frozen=True):
-    """Where an instance publishes which blocks it holds (`--kv-events-config`), as ZMQ has it."""
+    """ZMQ addresses at which an instance publishes which blocks it holds (`--kv-events-config`)."""
 
     endpoint: str
     replay_endpoint: str | None = None
-    # Of its data-parallel ranks from the second one on.
+    # Endpoints of its data-parallel ranks from the second one on.
     other_dp_ranks: tuple[KVEventEndpoints, ...] = ()
-    # Of a store: which of its events are of the instance's model.
+    # For a node store: the namespace of the events that belong to the instance's model.
     namespace: str | None = None
 
     def seen_from(self, host: str) -> KVEventEndpoints:
-        """The same for somebody who reaches the instance at `host`."""
+        """These endpoints with `host` in place of wildcard addresses."""
         replay = self.replay_endpoint
         return KVEventEndpoints(
             _WILDCARD.sub(host, self.endpoint),
@@ -112,8 +121,10 @@ class KVEventEndpoints(Struct, frozen=True):
 
 
 class StoreLocation(Struct, frozen=True):
-    """Where other instances find what an instance saves to the KVCache pool, and the store's epoch:
-    restarted, it holds nothing of what was said."""
+    """Address of the node store to which an instance saves KV, and the store's epoch.
+
+    After a restart, in a new epoch, the store holds nothing of what was published before.
+    """
 
     host: str
     port: int
@@ -121,37 +132,40 @@ class StoreLocation(Struct, frozen=True):
 
 
 class PoolUse(Struct, frozen=True):
-    """An instance uses the KVCache pool. `store` is None where others can't read what it saves,
-    `kv_events` where that is not published."""
+    """An instance's use of the KVCache pool.
+
+    `store` is None if other instances can't read what it saves, `kv_events` if the store does not
+    publish what it holds.
+    """
 
     store: StoreLocation | None = None
     kv_events: KVEventEndpoints | None = None
 
 
 class Compatibility(Struct, frozen=True):
-    """What an instance's health reports: which peers it cannot exchange KV with, where its events
-    are, and how it uses the KVCache pool; empty by default."""
+    """What an instance's health endpoint reports: peers that it can't exchange KV with, where its
+    events are, and its use of the KVCache pool. All fields are empty by default."""
 
-    # Of this start of the instance (epoch).
+    # Identifies this start of the instance (epoch).
     engine_id: str = ""
-    # Engine ids that it can't exchange KV with.
+    # Engine ids of peers that it can't exchange KV with.
     refused_peers: frozenset[str] = frozenset()
     kv_events: KVEventEndpoints | None = None
     kv_pool: PoolUse | None = None
-    # Its data-parallel ranks; 0 if it does not say.
+    # Number of its data-parallel ranks; 0 if not reported.
     data_parallel_size: int = 0
 
 
 class PoolReport(Struct, frozen=True):
-    """What an instance's health reports of the KVCache pool, in chunks since its start."""
+    """An instance's KVCache pool counters from its health endpoint, in chunks since its start."""
 
     saved: int = 0
-    # What it looked up and found, by tier.
+    # Lookup hits by tier.
     found: dict[str, int] = {}
 
 
 class Instance(RequestLoad):
-    """One instance with its connections and its load as this proxy knows it."""
+    """One instance: its spec, connections, health and the load that this proxy knows of."""
 
     __slots__ = (
         "_context",
@@ -179,32 +193,32 @@ class Instance(RequestLoad):
         self._context = context
         self.bootstrap: BootstrapServer | None = None
         self.become(spec)
-        # As its source has it, whatever role operators have given it since.
+        # The spec as declared by its source, whatever role it has switched to since.
         self.declared = spec
         self.name = spec.name
         self.connections = ConnectionPool(spec.origin, context)
         self.is_up = True
         self.is_draining = False
-        # Why it is down, for people.
+        # Human-readable reason why it is down.
         self.error = ""
         self.compatibility = Compatibility()
-        # None: it has one, or does not say how many.
+        # None: a single rank, or the number is not reported.
         self.dp_ranks: DPRanks | None = None
-        # None: it uses none, or does not say so.
+        # None: it uses no KVCache pool, or does not report it.
         self.kv_pool: PoolReport | None = None
-        # Of KV, by engine id of who sent it, since its start.
+        # KV bytes received since its start, by the sender's engine id.
         self.bytes_received: dict[str, int] = {}
-        # As it publishes it; None: not known, or nothing is published.
+        # Published by the instance; None: not known yet.
         self.topology: PairTopology | None = None
-        # Of its devices, in that of one A100; for policies that compare loads.
+        # Speed of all its devices relative to one A100; policies divide loads by it.
         self.relative_speed = 1.0
-        # Engine ids whose topology does not go together with its own.
+        # Engine ids of peers whose topology is incompatible with its own.
         self.unfit_peers: frozenset[str] = frozenset()
         self.warned: set[str] = set()
         self._heads: dict[str, bytes] = {}
 
     def become(self, spec: InstanceSpec) -> None:
-        """Take over a new spec."""
+        """Apply a new spec."""
         self.spec = spec
         if self.bootstrap is not None:
             self.bootstrap.close()
@@ -221,7 +235,7 @@ class Instance(RequestLoad):
 
     @property
     def kv_events(self) -> KVEventEndpoints | None:
-        """Where its KV events are, as far as is known."""
+        """Endpoints of its KV events, from its spec or its health report; None if unknown."""
         spec, host = self.spec, _in_url(self.spec.origin.host)
         if spec.kv_events_port is not None:
             replay = spec.kv_events_replay_port
@@ -234,7 +248,7 @@ class Instance(RequestLoad):
 
     @property
     def store_kv_events(self) -> KVEventEndpoints | None:
-        """Where the store that it saves to publishes what it holds, if it does."""
+        """Endpoints of the KV events of the node store that it saves to; None if there are none."""
         use = self.compatibility.kv_pool
         if use is None or use.kv_events is None:
             return None
@@ -242,7 +256,7 @@ class Instance(RequestLoad):
         return use.kv_events.seen_from(_in_url(host))
 
     def is_compatible(self, peer: Instance) -> bool:
-        """Whether neither of the two has refused to exchange KV with the other, or would."""
+        """Whether the two instances can exchange KV, by their refusals and their topologies."""
         own, other = self.compatibility, peer.compatibility
         return (
             own.engine_id not in other.refused_peers
@@ -253,12 +267,14 @@ class Instance(RequestLoad):
 
     @property
     def has_other_ranks(self) -> bool:
-        """Whether a client can't mean this one if it names a data-parallel rank: that is where
-        answers come from, and a prefill instance may have fewer."""
+        """Whether a data-parallel rank named by the client does not refer to this instance.
+
+        The client means ranks of the instance that answers, that is D; P may have fewer ranks.
+        """
         return self.spec.role is Role.PREFILL and self.compatibility.data_parallel_size > 0
 
     def build_post(self, path: str, request_id: str, extra: bytes, body: bytes) -> bytes:
-        """A POST of JSON to this instance, ready to be written."""
+        """Bytes of a POST request with a JSON body to this instance."""
         head = self._heads.get(path)
         if head is None:
             origin = self.spec.origin
@@ -276,7 +292,7 @@ class Instance(RequestLoad):
         )
 
     def build_get(self, path: str, extra: bytes = b"") -> bytes:
-        """A GET to this instance, with `extra` header lines."""
+        """Bytes of a GET request to this instance, with `extra` header lines."""
         origin = self.spec.origin
         head = f"GET {origin.prefix}{path} HTTP/1.1\r\nhost: {origin.authority}\r\n"
         return b"%b%b\r\n" % (head.encode("latin-1"), extra)
@@ -289,32 +305,35 @@ class Instance(RequestLoad):
 
 
 class InstancePool:
-    """All instances of one model. Lists of live ones are kept ready; they change rarely and are
-    read always."""
+    """All instances of one model.
+
+    Derived data, such as lists of live instances, is recomputed on every change, because changes
+    are rare and every request reads it.
+    """
 
     def __init__(self, context: ClientContext) -> None:
         self._context = context
-        # What requests may call the model; empty for the pool of instances without a name.
+        # Names of the model in requests; empty for the pool of instances without a model name.
         self.model_names: frozenset[str] = frozenset()
         self._instances: dict[str, Instance] = {}
         # By Role.index.
         self._live: list[tuple[Instance, ...]] = [()] * len(Role)
         self._leaving: set[str] = set()
-        # New specs of instances that are drained to change their roles.
+        # New specs of instances that are draining in order to switch their role.
         self._becoming: dict[str, InstanceSpec] = {}
         self.version = 0
-        # Whether a request can be prefilled by one instance and decoded by another now.
+        # Whether there are a live P and a live D that can exchange KV.
         self.can_disaggregate = False
-        # Whether some live instances can't exchange KV with others; else no comparison is needed.
+        # Whether some live P and D can't exchange KV; if not, routing need not compare them.
         self.has_incompatible_pairs = False
         self._paired: frozenset[Instance] = frozenset()
-        # Whether any instance may give requests back: then token ids are recorded.
+        # Whether any live instance may return requests for recomputation: token ids are recorded.
         self.recomputes = False
-        # Whether any decode instance sends the first token again, but for a continued prompt.
+        # Whether any live D repeats the first token, unless it gets a continued prompt.
         self.emits_first_token = False
-        # Whether all D's serve several answers from one reservation.
+        # Whether all live D's serve all choices of a request from one reservation.
         self.splits_choices = False
-        # Whether all P's and D's let KV be pulled while it is computed.
+        # Whether all live P's and D's support early pulls.
         self.pulls_early = False
         self._refresh()
 
@@ -328,7 +347,7 @@ class InstancePool:
         return name in self._instances
 
     def get(self, name: str) -> Instance:
-        """The instance of that name, or NotFound with the names there are."""
+        """The instance with this name. Raises NotFound, which lists the known names."""
         instance = self._instances.get(name)
         if instance is None:
             known = ", ".join(self._instances) or "none"
@@ -336,7 +355,7 @@ class InstancePool:
         return instance
 
     def live(self, role: Role) -> tuple[Instance, ...]:
-        """Instances that take new requests of a role."""
+        """Instances of `role` that take new requests."""
         return self._live[role.index]
 
     def undisaggregated_role(self) -> Role | None:
@@ -346,7 +365,7 @@ class InstancePool:
         return Role.DECODE if self._live[Role.DECODE.index] else None
 
     def require(self, role: Role) -> tuple[Instance, ...]:
-        """The same, or NoInstance."""
+        """Instances of `role` that take new requests. Raises NoInstance if there are none."""
         live = self._live[role.index]
         if not live:
             raise NoInstance(self._explain(role), code=f"no_live_{role.value}")
@@ -357,7 +376,7 @@ class InstancePool:
         return instance in self._paired
 
     def require_pair(self) -> None:
-        """A live P and a live D that can exchange KV, or NoInstance."""
+        """Raise NoInstance unless there are a live P and a live D that can exchange KV."""
         self.require(Role.PREFILL)
         self.require(Role.DECODE)
         if not self.can_disaggregate:
@@ -367,8 +386,10 @@ class InstancePool:
     # ------------------------------------------------ changes
 
     def add(self, spec: InstanceSpec) -> Instance:
-        """A new instance, or a new spec of a known one, which is resumed. A busy one is drained
-        before it changes its role."""
+        """Add an instance, or apply a new spec to a known one and resume it.
+
+        A busy instance is drained before it switches its role.
+        """
         known = self._instances.get(spec.name)
         if known is not None:
             known.declared = spec
@@ -401,7 +422,10 @@ class InstancePool:
                 self.finish_drain(instance)
 
     def drain(self, name: str, *, then_remove: bool = False) -> Instance:
-        """No new requests; what runs is finished. `then_remove` forgets it when it is idle."""
+        """Send no new requests to an instance; running ones finish.
+
+        `then_remove`: remove the instance from the pool once it is idle.
+        """
         instance = self.get(name)
         instance.is_draining = True
         if then_remove:
@@ -411,7 +435,7 @@ class InstancePool:
         return instance
 
     def resume(self, name: str) -> Instance:
-        """Undo a drain or an ejection: it gets requests, until a health check fails."""
+        """Undo a drain or an ejection: the instance gets requests until a health check fails."""
         instance = self.get(name)
         instance.is_draining = False
         self._leaving.discard(name)
@@ -421,7 +445,7 @@ class InstancePool:
         return instance
 
     def remove(self, name: str) -> None:
-        """Forget it now. What runs on it keeps its connection until it ends."""
+        """Remove an instance immediately. Running requests keep their connections to the end."""
         instance = self.get(name)
         del self._instances[name]
         self._leaving.discard(name)
@@ -431,7 +455,7 @@ class InstancePool:
         self._refresh()
 
     def switch_role(self, name: str, role: Role) -> Instance:
-        """P becomes D or the reverse; only when nothing runs on it."""
+        """Switch an idle instance to another role. Raises Conflict if it is busy."""
         instance = self.get(name)
         if instance.total_running:
             raise Conflict(
@@ -445,7 +469,7 @@ class InstancePool:
         return instance
 
     def set_up(self, instance: Instance, *, up: bool, error: str = "") -> None:
-        """The verdict of the health checks."""
+        """Apply the verdict of a health check."""
         instance.error = "" if up else error
         if instance.is_up is up:
             return
@@ -457,7 +481,7 @@ class InstancePool:
         self._refresh()
 
     def note_compatibility(self, instance: Instance, compatibility: Compatibility) -> None:
-        """Note what an instance reports of itself and its peers."""
+        """Update what an instance reports about itself and its peers."""
         if instance.compatibility != compatibility:
             instance.compatibility = compatibility
             num_ranks = compatibility.data_parallel_size
@@ -467,7 +491,7 @@ class InstancePool:
             self._refresh()
 
     def note_topology(self, instance: Instance, topology: PairTopology) -> None:
-        """Note what an instance publishes; it is compared with all others before any request."""
+        """Update an instance's topology, and compare it with the others before any request."""
         if instance.topology != topology:
             instance.topology = topology
             instance.relative_speed = relative_speed(topology)
@@ -479,8 +503,7 @@ class InstancePool:
             instance.connections.close()
 
     def finish_drain(self, instance: Instance) -> None:
-        """What a drain was for, once nothing runs on the instance: to remove it, or to change its
-        role."""
+        """Remove a drained instance, or switch its role, once it is idle."""
         name = instance.name
         if instance.num_running or name not in self._instances:
             return
@@ -500,7 +523,11 @@ class InstancePool:
         self._find_pairs()
 
     def _find_pairs(self) -> None:
-        """Find who can exchange KV. Refusals are rare: without any, nothing is compared."""
+        """Find out which instances can exchange KV.
+
+        Pairs are compared only if an instance has refused a peer or topologies differ, which is
+        rare.
+        """
         prefills, decodes = self.live(Role.PREFILL), self.live(Role.DECODE)
         self.has_incompatible_pairs = False
         self.can_disaggregate = bool(prefills and decodes)

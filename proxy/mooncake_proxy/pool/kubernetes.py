@@ -1,7 +1,8 @@
-"""Instances from Kubernetes: ready pods that match a label selector, polled from the API server.
+"""Discovers instances in Kubernetes: polls the API server for ready pods with a label selector.
 
-A pod has its role in the label `mooncake-hal/role` (prefill, decode or both) and its port in the
-annotation `mooncake-hal/port`; without it the first container port counts. Needs `list` on pods.
+A pod declares its role in the label `mooncake-hal/role` (prefill, decode or both), and its port in
+the annotation `mooncake-hal/port`, by default the first container port. The proxy's service account
+needs the permission to `list` pods.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SOURCE = "kubernetes"
 ROLE_LABEL = "mooncake-hal/role"
 PORT_ANNOTATION = "mooncake-hal/port"
 EMITS_ANNOTATION = "mooncake-hal/decode-emits-first-token"
-# Names of its model with commas between them; label values have no slash.
+# Comma-separated names of the model. An annotation, because label values can't contain a slash.
 MODELS_ANNOTATION = "mooncake-hal/models"
 POLL_S = 2.0
 TIMEOUT_S = 10.0
@@ -45,13 +46,13 @@ class ContainerPort(Struct, rename="camel"):
 
 
 class Container(Struct):
-    """A container, as far as its ports."""
+    """A container's ports."""
 
     ports: list[ContainerPort] = []
 
 
 class PodSpec(Struct):
-    """What runs in the pod."""
+    """The pod's containers."""
 
     containers: list[Container] = []
 
@@ -64,7 +65,7 @@ class PodCondition(Struct):
 
 
 class PodStatus(Struct, rename="camel"):
-    """Where the pod is, and whether it is ready."""
+    """The pod's address and conditions."""
 
     pod_ip: str = field(name="podIP", default="")
     conditions: list[PodCondition] = []
@@ -88,14 +89,14 @@ class Pod(Struct):
 
 
 class PodList(Struct):
-    """The API server's answer."""
+    """The API server's response."""
 
     items: list[Pod]
 
 
 @dataclass(frozen=True, slots=True)
 class KubernetesConfig:
-    """Where to ask, and for which pods."""
+    """The API server, and which pods to list."""
 
     api: str
     namespace: str
@@ -105,7 +106,12 @@ class KubernetesConfig:
 
     @classmethod
     def parse(cls, text: str, api: str | None) -> KubernetesConfig:
-        """`NAMESPACE/SELECTOR`; from the API server at `api`, by default this cluster's."""
+        """Parse `NAMESPACE/SELECTOR`.
+
+        Args:
+            text: the value of `--kubernetes`.
+            api: URL of the API server; None: that of the cluster that the proxy runs in.
+        """
         namespace, slash, selector = text.partition("/")
         if not (namespace and slash and selector):
             raise ConfigError(f"--kubernetes {text!r}: wanted NAMESPACE/LABEL=VALUE")
@@ -149,7 +155,7 @@ def _port_of(pod: Pod) -> int | None:
 
 
 class KubernetesWatch:
-    """Keeps the pool as the cluster declares it. While the API server is away, nothing changes."""
+    """Keeps the pools in sync with the cluster. They don't change while the API server is down."""
 
     def __init__(self, config: KubernetesConfig, pools: ModelPools) -> None:
         self._config = config
@@ -170,7 +176,7 @@ class KubernetesWatch:
     async def poll_once(self) -> None:
         """List the pods once and apply the result."""
         try:
-            async with timeout(TIMEOUT_S):  # nothing sweeps this context's connections
+            async with timeout(TIMEOUT_S):  # this context's connections have no timeout sweep
                 pods = await self._list()
         except (UpstreamError, asyncio.TimeoutError, OSError, ValueError) as exc:
             logger.warning("cannot list pods, instances stay as they are: %r", exc)
@@ -186,7 +192,7 @@ class KubernetesWatch:
         path = f"/api/v1/namespaces/{config.namespace}/pods?labelSelector={selector}"
         token = ""
         if config.token_file is not None:
-            # Read each time: the kubelet renews it.
+            # Read for every request, because the kubelet renews it.
             token = f"authorization: Bearer {config.token_file.read_text('ascii').strip()}\r\n"
         head = f"GET {path} HTTP/1.1\r\nhost: {self._connections.origin.authority}\r\n{token}\r\n"
         deadline = self._connections.context.loop.time() + TIMEOUT_S

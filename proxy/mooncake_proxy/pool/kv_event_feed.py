@@ -1,8 +1,8 @@
-"""Follows the KV events of instances and stores: one thread with a ZMQ socket for each, batches to
-the loop.
+"""Receives the KV events of instances and node stores, and delivers them to the event loop.
 
-vLLM, SGLang, mooncake-engine and mooncake-kv publish alike. What a publisher holds is asked for
-when it is first followed; what it still has, whenever a batch is missing.
+One thread has a ZMQ subscription per publisher. vLLM, SGLang, mooncake-engine and mooncake-kv use
+the same protocol. The feed requests a snapshot when it subscribes to a publisher; when a batch is
+missing, `FleetHoldings` requests a replay of the batches that the publisher still has.
 """
 
 from __future__ import annotations
@@ -32,24 +32,34 @@ from mooncake_proxy.pool.instances import KVEventEndpoints
 logger = logging.getLogger(__name__)
 POLL_MS = 50
 REPLAY_TIMEOUT_S = 5.0
-# Of one instance, before others and new orders have their turn.
+# Batches received from one publisher before other publishers and commands get their turn.
 BATCHES_PER_TURN = 500
 RECEIVE_HWM = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a publisher said that it holds; no batches: it can't say that, or did not answer."""
+    """A publisher's answer to a snapshot request.
 
-    # Of the live batch that follows.
+    Without batches: the publisher does not support snapshots, or did not answer.
+    """
+
+    # Sequence number of the live batch that follows the snapshot.
     next_sequence: int = 0
     batches: tuple[EventBatch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class KVEventDelivery:
-    """What came of one publisher: batches by sequence number, live or replayed, and which of the
-    questions that it was asked have ended behind them, with an answer or without."""
+    """Events received from one publisher, and requests to it that have ended after them.
+
+    Args:
+        name: the publisher.
+        batches: batches with their sequence numbers.
+        is_replayed: the batches answer a replay request; False: they are live.
+        num_replays_ended: replay requests that ended, answered or not.
+        snapshots: answers to snapshot requests that ended, empty ones for those not answered.
+    """
 
     name: str
     batches: list[tuple[int, EventBatch]]
@@ -69,23 +79,28 @@ class _Followed:
     live: zmq.Socket[bytes]
     replay: zmq.Socket[bytes] | None
     replay_endpoint: str
-    # Those that await an answer, in the order in which they were asked, and so are answered.
+    # Requests in flight. A publisher answers them in order.
     asked: deque[_Question] = field(default_factory=deque)
-    # What has come of the snapshot that is being answered.
+    # Batches received so far of the snapshot that is being answered.
     snapshot: list[tuple[int, EventBatch]] = field(default_factory=list)
-    # When those that run are given up.
+    # Monotonic time at which the requests in flight time out.
     replay_until: float = 0.0
     num_malformed: int = 0
 
 
 class KVEventFeed:
-    """The thread. `deliver` is called on the loop that made this, and takes a delivery in portions;
-    the next one when that has been taken."""
+    """The KV event thread.
+
+    Args:
+        deliver: called with each delivery on the event loop that created the feed. It returns an
+            iterator that applies the delivery in portions. Deliveries are applied one after
+            another.
+    """
 
     def __init__(self, deliver: Callable[[KVEventDelivery], Iterator[None]]) -> None:
         self._loop = asyncio.get_running_loop()
         self._deliver = deliver
-        # On the loop: those that have come and are not taken yet, the oldest maybe in part.
+        # On the loop: deliveries that are not completely applied yet, oldest first.
         self._arrived: deque[Iterator[None]] = deque()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._followed: dict[str, _Followed] = {}
@@ -97,29 +112,29 @@ class KVEventFeed:
         self._thread.start()
 
     def follow(self, name: str, endpoints: KVEventEndpoints) -> None:
-        """Begin with an instance: all that it still has, then what comes."""
+        """Subscribe to a publisher, and request a snapshot of what it holds."""
         self._orders.put(lambda: self._begin(name, endpoints))
 
     def leave(self, name: str) -> None:
-        """Follow it no longer."""
+        """Unsubscribe from a publisher."""
         self._orders.put(lambda: self._end(name))
 
     def replay(self, name: str, start: int) -> None:
-        """Ask for everything from a sequence number on."""
+        """Request a replay of all batches from sequence number `start` on."""
         number = start.to_bytes(8, "big")
         self._orders.put(lambda: self._ask(name, _Question.REPLAY, number))
 
     def snapshot(self, name: str) -> None:
-        """Ask for all that is held."""
+        """Request a snapshot of everything that a publisher holds."""
         self._orders.put(lambda: self._ask(name, _Question.SNAPSHOT, SNAPSHOT_QUESTION))
 
     def poll(self) -> None:
-        """Raise what ended the thread: the index must not grow old unseen."""
+        """Re-raise the exception that ended the thread, so that a stale index is noticed."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Stop. Idempotent."""
+        """Stop the thread. Idempotent."""
         self._stop.set()
         self._thread.join(timeout=5.0)
 
@@ -145,7 +160,7 @@ class KVEventFeed:
             self._context.destroy(linger=0)
 
     def _obey(self, poller: zmq.Poller) -> None:
-        """Carry out orders; the poller then has the sockets that there are."""
+        """Execute queued commands, and register the current sockets with the poller."""
         if self._orders.empty() and not self._has_other_sockets:
             return
         while True:
@@ -203,7 +218,7 @@ class KVEventFeed:
         followed.replay.send_multipart((b"", text), zmq.DONTWAIT)
 
     def _receive(self, followed: _Followed) -> None:
-        """Frames: topic, sequence number, payload."""
+        """Receive live batches. Frames: topic, sequence number, payload."""
         batches = []
         for _ in range(BATCHES_PER_TURN):
             try:
@@ -215,7 +230,7 @@ class KVEventFeed:
             self._send(KVEventDelivery(followed.name, batches))
 
     def _receive_replay(self, followed: _Followed) -> None:
-        """Frames: empty, topic (not from vLLM before 0.26), sequence number, payload."""
+        """Receive answers. Frames: empty, topic (missing before vLLM 0.26), number, payload."""
         assert followed.replay is not None
         batches: list[tuple[int, EventBatch]] = []
         for _ in range(BATCHES_PER_TURN):
@@ -224,7 +239,7 @@ class KVEventFeed:
             except zmq.Again:
                 break
             if not followed.asked:
-                continue  # nobody has asked for it
+                continue  # no request is in flight
             followed.replay_until = time.monotonic() + REPLAY_TIMEOUT_S
             if len(frames) >= 2 and frames[-2][:8] == REPLAY_END:
                 self._end_answer(followed, batches)
@@ -235,7 +250,7 @@ class KVEventFeed:
             self._send(KVEventDelivery(followed.name, batches, is_replayed=True))
 
     def _end_answer(self, followed: _Followed, batches: list[tuple[int, EventBatch]]) -> None:
-        """The answer to the oldest question is complete."""
+        """Deliver the complete answer to the oldest request."""
         if followed.asked.popleft() is _Question.REPLAY:
             self._send(KVEventDelivery(followed.name, batches, True, num_replays_ended=1))
             return
@@ -245,7 +260,10 @@ class KVEventFeed:
         self._send(KVEventDelivery(followed.name, [], snapshots=(snapshot,)))
 
     def _give_up(self, followed: _Followed) -> None:
-        """What was asked is not answered; nor later, when it could be taken for another answer."""
+        """Give up all requests in flight.
+
+        The socket is replaced, so that a late answer can't be mistaken for that of a later request.
+        """
         if followed.replay is not None:
             followed.replay.close(linger=0)
             followed.replay = self._open_replay(followed.replay_endpoint)
@@ -258,7 +276,7 @@ class KVEventFeed:
         self._send(KVEventDelivery(followed.name, [], True, num_replays, snapshots))
 
     def _decoded(self, followed: _Followed, frames: list[bytes]) -> list[tuple[int, EventBatch]]:
-        """A batch that can't be read is as good as lost: its number is missing."""
+        """Decode a batch. A malformed one counts as lost: its sequence number is missing."""
         try:
             sequence, payload = frames
             return [(decode_sequence(sequence), decode_batch(payload))]
@@ -280,13 +298,13 @@ class KVEventFeed:
             self._take_portion()
 
     def _take_portion(self) -> None:
-        """Of the oldest delivery; what else the loop has to do comes before the next one."""
+        """Apply a portion of the oldest delivery; the loop runs other work before the next one."""
         if self._stop.is_set():
             return
         is_taken = True
         try:
             is_taken = next(self._arrived[0], True) is True
-        finally:  # one that fails does not keep the others
+        finally:  # a delivery that fails must not block the others
             if is_taken:
                 self._arrived.popleft()
             if self._arrived:

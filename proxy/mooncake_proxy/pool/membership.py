@@ -1,4 +1,8 @@
-"""Membership of the pool: changes as data, and the plan from present to wanted instances."""
+"""Pool membership: changes as data, the format of pool files, and plans to reach a wanted state.
+
+The admin API, registrations and workers use `MembershipChange`; the pool file and Kubernetes use
+`MembershipPlan`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChangeOperation(Enum):
-    """What can be done to an instance."""
+    """Operations on an instance."""
 
     ADD = "add"
     DRAIN = "drain"
@@ -30,9 +34,9 @@ class ChangeOperation(Enum):
 
 
 class MembershipChange(Struct, forbid_unknown_fields=True):
-    """One change, as the admin API takes it and workers forward it to each other.
+    """One change, as the admin API accepts it and workers forward it to each other.
 
-    `drain` with `remove` forgets the instance when it has finished what runs on it.
+    `drain` with `remove` removes the instance once it is idle.
     """
 
     operation: ChangeOperation
@@ -45,14 +49,14 @@ class MembershipChange(Struct, forbid_unknown_fields=True):
     kv_events_replay_port: int | None = None
     remove: bool = False
     source: str = "api"
-    # Of an instance that announces itself: how long that counts, in seconds; 0 for good.
+    # Lease of an instance that registers itself, in seconds; 0: without a lease.
     lease_s: float = 0.0
-    # What requests call its model; the first name is that of its pool.
+    # Names of its model in requests; the first is the name of its pool.
     models: tuple[str, ...] = ()
 
 
 class PoolFileEntry(Struct, forbid_unknown_fields=True):
-    """An instance in a pool file; a bare URL is the short form."""
+    """An instance in a pool file; a plain URL is the short form."""
 
     url: str
     emits_first_token: bool = False
@@ -80,14 +84,22 @@ class PoolFile(PoolFileModel, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class MembershipPlan:
-    """What has to happen so that a source gets what it wants."""
+    """Changes after which the pool has exactly the instances that a source declares."""
 
     add: tuple[InstanceSpec, ...]
     leave: tuple[str, ...]
 
 
 def apply_change(pool: ModelPools, change: MembershipChange) -> Instance | None:
-    """Apply it; None when the instance is gone afterwards. Raises NotFound and Conflict."""
+    """Apply a change.
+
+    Returns:
+        The instance; None if it has been removed.
+
+    Raises:
+        NotFound: there is no such instance.
+        Conflict: the change does not fit the instance's state.
+    """
     name = str(Origin.parse(change.url))
     if change.operation is ChangeOperation.ADD:
         return pool.add(spec_of(change))
@@ -123,7 +135,7 @@ def spec_of(change: MembershipChange) -> InstanceSpec:
 def plan_membership(
     wanted: Sequence[InstanceSpec], present: Iterable[InstanceSpec], source: str
 ) -> MembershipPlan:
-    """What to add and what to drain away; instances of other sources are left alone."""
+    """What to add, and what to drain and remove. Instances of other sources are not touched."""
     mine = {spec.name: spec for spec in present if spec.source == source}
     names = {spec.name for spec in wanted}
     new = tuple(spec for spec in wanted if mine.get(spec.name) != spec)
@@ -131,8 +143,10 @@ def plan_membership(
 
 
 def apply_plan(pool: ModelPools, todo: MembershipPlan) -> None:
-    """Add at once; drain what leaves, so that what runs there is finished. An entry that cannot be
-    applied is logged, and the others are."""
+    """Add the new instances, and drain those that leave, so that their running requests finish.
+
+    An entry that can't be applied is logged and skipped.
+    """
     for spec in todo.add:
         try:
             pool.add(spec)

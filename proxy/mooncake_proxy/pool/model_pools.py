@@ -1,4 +1,4 @@
-"""The pools of several models behind one proxy, and the pool that takes a request."""
+"""The instance pools of all models, and the choice of the pool that serves a request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mooncake_proxy.pool.pair_topology import PairTopology
 
 
 class ModelPools:
-    """Instances by model. Who follows files, clusters and health sees them all at once.
+    """All instances, by model. Watchers, health checks and the admin API use it as a single pool.
 
-    An instance belongs to the pool of the first name that it was declared with; without a name, to
-    `unnamed`, which takes every request that no other pool has a name for.
+    An instance belongs to the pool of the first model name that it was declared with; without one,
+    to `unnamed`, which serves every request whose model no other pool has.
     """
 
     def __init__(self, context: ClientContext) -> None:
@@ -36,18 +36,20 @@ class ModelPools:
 
     @property
     def in_use(self) -> list[InstancePool]:
-        """Pools with instances; the unnamed one where none has any."""
+        """Pools that have instances; the unnamed one if none has any."""
         return [pool for pool in self._pools.values() if len(pool)] or [self.unnamed]
 
     @property
     def names(self) -> list[str]:
-        """What requests may call the models, in the order of their pools."""
+        """All model names that requests may use, in the order of their pools."""
         return [name for pool in self._pools.values() for name in sorted(pool.model_names)]
 
     def pool_of(self, model: str | None) -> InstancePool:
-        """The pool that serves a model of that name.
+        """The pool that serves requests for `model`.
 
-        ModelNotFound if none does; BadRequest where there are several and none is named.
+        Raises:
+            ModelNotFound: no pool serves it.
+            BadRequest: there are several pools and the request names no model.
         """
         if len(self._pools) == 1:
             return self.unnamed
@@ -65,7 +67,7 @@ class ModelPools:
         raise BadRequest(f"you must provide a model parameter: one of {known}", param="model")
 
     def home(self, name: str) -> InstancePool:
-        """The pool that has this instance, or NotFound with the instances there are."""
+        """The pool of the instance `name`. Raises NotFound, which lists the known instances."""
         for pool in self._pools.values():
             if name in pool:
                 return pool
@@ -75,7 +77,7 @@ class ModelPools:
     # ------------------------------------------------ changes
 
     def add(self, spec: InstanceSpec) -> Instance:
-        """A new instance, or a new spec of a known one. Conflict if it would change its model."""
+        """Add an instance, or apply a new spec. Raises Conflict if that would change its model."""
         for pool in self._pools.values():
             if spec.name in pool and (known := pool.get(spec.name).spec).model != spec.model:
                 raise Conflict(
@@ -87,11 +89,11 @@ class ModelPools:
         return self._pools[spec.model].add(spec)
 
     def get(self, name: str) -> Instance:
-        """The instance of that name, or NotFound."""
+        """The instance with this name. Raises NotFound."""
         return self.home(name).get(name)
 
     def drain(self, name: str, *, then_remove: bool = False) -> Instance:
-        """No new requests; what runs is finished."""
+        """Send no new requests to an instance; running ones finish."""
         return self.home(name).drain(name, then_remove=then_remove)
 
     def resume(self, name: str) -> Instance:
@@ -99,30 +101,30 @@ class ModelPools:
         return self.home(name).resume(name)
 
     def remove(self, name: str) -> None:
-        """Forget it now."""
+        """Remove an instance immediately."""
         self.home(name).remove(name)
 
     def switch_role(self, name: str, role: Role) -> Instance:
-        """P becomes D or the reverse; only when nothing runs on it."""
+        """Switch an idle instance to another role. Raises Conflict if it is busy."""
         return self.home(name).switch_role(name, role)
 
     def set_up(self, instance: Instance, *, up: bool, error: str = "") -> None:
-        """The verdict of the health checks."""
+        """Apply the verdict of a health check."""
         if (pool := self._pools.get(instance.spec.model)) is not None:
             pool.set_up(instance, up=up, error=error)
 
     def note_compatibility(self, instance: Instance, compatibility: Compatibility) -> None:
-        """Note what an instance reports of itself and its peers."""
+        """Update what an instance reports about itself and its peers."""
         if (pool := self._pools.get(instance.spec.model)) is not None:
             pool.note_compatibility(instance, compatibility)
 
     def note_topology(self, instance: Instance, topology: PairTopology) -> None:
-        """Note what an instance publishes."""
+        """Update an instance's topology."""
         if (pool := self._pools.get(instance.spec.model)) is not None:
             pool.note_topology(instance, topology)
 
     def finish_drains(self) -> None:
-        """Remove instances, or change their roles, that waited for requests to end."""
+        """Remove drained instances that are idle, or switch their roles."""
         for pool in tuple(self._pools.values()):
             pool.finish_drains()
 

@@ -1,8 +1,8 @@
-"""Whether a P and a D can exchange KV, from what both publish before any request (`/kv/topology`).
+"""Checks whether a P and a D can exchange KV, by the topologies that they publish (`/kv/topology`).
 
-The same rules as the instances' handshake, on the same facts, so that a pair that can't work is
-known when an instance joins and not by its first request. What is not published decides nothing:
-the handshake still has the last word.
+The rules and inputs are those of the instances' handshake, so that an incompatible pair is known as
+soon as an instance joins, not at its first request. Facts that are not published are ignored here:
+the handshake makes the final decision.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from msgspec import Struct
 
 
 class TransportRules(Struct, frozen=True):
-    """What a transport asks of both ends."""
+    """Constraints of a transport on its two ends."""
 
     same_backend: bool = False
     same_generation: bool = False
@@ -19,31 +19,31 @@ class TransportRules(Struct, frozen=True):
 
 
 class PairTopology(Struct, frozen=True):
-    """An instance's `/kv/topology`, as far as pairs depend on it."""
+    """The part of an instance's `/kv/topology` that decides about pairs."""
 
-    # Of this start of the instance (epoch).
+    # Identifies this start of the instance (epoch).
     engine_id: str = ""
     tp_size: int = 1
     backend: str = ""
     generation: str = ""
     transports: dict[str, TransportRules] = {}
-    # Facts that must be equal on both ends, by name.
+    # Values that must be equal on both ends, by name.
     must_match: dict[str, str] = {}
     pp_size: int = 1
-    # Whether KV can be pulled while it is computed, into blocks that were reserved before.
+    # Whether the instance supports early pulls.
     pulls_early: bool = False
-    # Whether D serves several answers to one prompt from one reservation.
+    # Whether D serves all choices of a request from one reservation.
     splits_choices: bool = False
     dp_size: int = 1
 
     @property
     def num_devices(self) -> int:
-        """Of all ranks."""
+        """Number of devices of all ranks."""
         return max(self.dp_size * self.tp_size * self.pp_size, 1)
 
 
 def why_incompatible(prefill: PairTopology, decode: PairTopology) -> str | None:
-    """What keeps the two from exchanging KV, None where nothing that is known does."""
+    """The reason why the two instances can't exchange KV; None if none is known."""
     for name, ours in prefill.must_match.items():
         theirs = decode.must_match.get(name)
         if theirs is not None and theirs != ours:

@@ -1,4 +1,4 @@
-"""A file of instances that is watched: YAML or JSON, changes take effect within a second."""
+"""The pool file: declares instances in YAML or JSON; changes take effect within a second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLL_S = 0.5
 
 
 def read_pool_file(path: str) -> list[InstanceSpec]:
-    """The instances in the file; ConfigError for a bad file."""
+    """The instances in the file. Raises ConfigError if it can't be read or parsed."""
     try:
         data = Path(path).read_bytes()
     except OSError as exc:
@@ -28,7 +28,7 @@ def read_pool_file(path: str) -> list[InstanceSpec]:
 
 
 def parse_pool_file(data: bytes, path: str) -> list[InstanceSpec]:
-    """The same for its content: JSON if the name ends in .json, else YAML."""
+    """The instances in the file's content: JSON if its name ends in .json, else YAML."""
     try:
         if path.endswith(".json"):
             specs = specs_of(msgspec.json.decode(data, type=PoolFile), SOURCE)
@@ -39,7 +39,7 @@ def parse_pool_file(data: bytes, path: str) -> list[InstanceSpec]:
             f"pool file {path}: YAML needs PyYAML (pip install mooncake-proxy[yaml]); "
             "a file that ends in .json needs nothing"
         ) from exc
-    except (*UNREADABLE, AttributeError) as exc:  # of PyYAML, for `!!timestamp` before no time
+    except (*UNREADABLE, AttributeError) as exc:  # PyYAML raises the latter for bad `!!timestamp`
         raise ConfigError(f"pool file {path}: {exc}") from exc
     if twice := names_given_twice(specs):
         raise ConfigError(
@@ -50,7 +50,7 @@ def parse_pool_file(data: bytes, path: str) -> list[InstanceSpec]:
 
 
 class PoolFileWatch:
-    """Keeps the pool as the file declares it. A broken file changes nothing and is logged."""
+    """Keeps the pools in sync with the file. A broken file is logged and changes nothing."""
 
     def __init__(self, path: str, pools: ModelPools) -> None:
         self._path = path
@@ -58,13 +58,13 @@ class PoolFileWatch:
         self._content = b""
 
     async def run(self) -> None:
-        """Look again and again; content decides, so that symlink swaps are seen too."""
+        """Poll until cancelled. Compares the content, so that symlink swaps are noticed too."""
         while True:
             await asyncio.sleep(POLL_S)
             self.poll_once()
 
     def poll_once(self) -> None:
-        """Read the file and follow it if it changed."""
+        """Read the file, and apply it if it has changed."""
         try:
             content = Path(self._path).read_bytes()
             if content == self._content:
@@ -77,7 +77,7 @@ class PoolFileWatch:
         self._follow(wanted)
 
     def load(self) -> None:
-        """The first read, at start: here a broken file is fatal."""
+        """Read the file at startup, when a broken file is fatal. Raises ConfigError."""
         wanted = read_pool_file(self._path)
         self._content = Path(self._path).read_bytes()
         self._follow(wanted)

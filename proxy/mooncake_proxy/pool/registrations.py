@@ -1,8 +1,8 @@
-"""Instances that announce themselves (`--register`), and the leases that keep them in the pool.
+"""Instances that register themselves (`--register`), and the leases that keep them in the pool.
 
-An instance posts what it is every third of its lease, and that it leaves when it drains. One that
-is silent for a lease gets no more requests and is forgotten. Messages are signed with a secret that
-instances and proxies share, and numbered, so that an old one is not taken again.
+An instance renews its registration after every third of its lease, and unregisters when it drains.
+One that is silent for a whole lease gets no more requests and is removed. Messages are signed with
+a secret that instances and proxies share, and numbered to detect replays.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ logger = logging.getLogger(__name__)
 SOURCE = "register"
 HEADER = b"x-mooncake-register"
 MAX_LEASE_S = 600.0
-# Instances whose last number is known.
+# Bound of the instances whose last message number is kept.
 MAX_KNOWN = 4096
 
 
 class Registration(Struct):
-    """What an instance says of itself. `started_at` is when it started, in seconds since 1970: of
-    two that have had the same URL, the later one counts. `number` grows with every message."""
+    """A registration message of an instance.
+
+    `started_at` is the instance's start in seconds since 1970: of two instances with the same URL,
+    the later one counts. `number` increases with every message.
+    """
 
     url: str
     started_at: float
@@ -51,8 +54,14 @@ _decode = msgspec.json.Decoder(Registration).decode
 
 @dataclass(slots=True)
 class Registrations:
-    """Who has announced itself, and until when that counts. `now` is a monotonic clock; `forward`
-    tells the other workers of this proxy, which keep the same leases."""
+    """The registered instances and their leases.
+
+    Args:
+        pools: the pools to add instances to.
+        now: monotonic clock, in seconds.
+        secret: signs the messages; empty: no instance can register.
+        forward: publishes a change to the proxy's other workers, which keep the same leases.
+    """
 
     pools: ModelPools
     now: Callable[[], float]
@@ -62,14 +71,23 @@ class Registrations:
     _seen: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def is_known(self, headers: dict[bytes, bytes]) -> bool:
-        """Whether a request's head is one of an instance: only then its body is read."""
+        """Whether the request's head is signed by an instance. Only then is its body read."""
         if not self.secret:
             return False
         return signed_digest(self.secret, headers.get(HEADER, b"")) is not None
 
     def receive(self, headers: dict[bytes, bytes], body: bytes) -> Instance | None:
-        """Take an announcement; the instance, None when it left. Forbidden for strangers, Conflict
-        for one that is older than what is known, or that the operator has declared otherwise."""
+        """Process a registration message.
+
+        Returns:
+            The instance; None if it has left the pool.
+
+        Raises:
+            Forbidden: the message is not signed with the secret.
+            BadRequest: the message is malformed.
+            Conflict: the message is older than one received before, or the instance was declared by
+                another source.
+        """
         if not self.secret:
             raise Forbidden("instances can't register here: start with --register-secret-file")
         if not is_signed(self.secret, headers.get(HEADER, b""), body):
@@ -100,7 +118,7 @@ class Registrations:
         return instance
 
     def follow(self, change: MembershipChange) -> Instance | None:
-        """The same of a change that this worker or another one has checked."""
+        """Apply a change that this or another worker has verified."""
         name = str(Origin.parse(change.url))
         if change.operation is not ChangeOperation.ADD:
             if self._leases.pop(name, None) is None:
@@ -115,11 +133,11 @@ class Registrations:
         is_renewed = name in self._leases and present is not None
         self._leases[name] = (self.now() + change.lease_s, change.lease_s)
         if is_renewed and present is not None and present.declared == spec_of(change):
-            return present  # what operators and health checks have decided since stays
+            return present  # keeps what operators and health checks have decided since
         return apply_change(self.pools, change)
 
     def expire(self) -> None:
-        """Let those go whose lease has ended; a few times a second."""
+        """Drain and remove instances whose lease has expired; called a few times per second."""
         now = self.now()
         for name, (ends_at, lease_s) in tuple(self._leases.items()):
             if now < ends_at:

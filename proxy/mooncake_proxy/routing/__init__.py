@@ -1,1 +1,1 @@
-"""Which instance takes the next step of a request, and when it is tried again."""
+"""Routing: which instance takes the next step of a request, and when a failed step is retried."""

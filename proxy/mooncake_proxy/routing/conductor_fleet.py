@@ -48,7 +48,7 @@ _numbers = itertools.count()
 
 
 class PrefixSource(Struct, frozen=True):
-    """A node store that holds the KV of a prompt's leading tokens, as sent to the prefill instance."""
+    """A node store from which the prefill instance can fetch KV of a prompt's leading tokens."""
 
     host: str
     port: int

@@ -158,7 +158,7 @@ class RequestRouter:
         return router
 
     def _serve(self, model: str, pool: InstancePool) -> None:
-        """Initialise the state that belongs to one model; its name is empty for unnamed instances."""
+        """Initialise the state that belongs to one model (empty name: instances without one)."""
         config = self.config
         self.model = model
         self.pool = pool
