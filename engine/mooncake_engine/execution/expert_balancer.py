@@ -1,4 +1,4 @@
-"""Experts placed anew while the instance runs: all ranks agree on it between two steps."""
+"""Expert balancer: moves experts between ranks by load, between two steps, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from mooncake_engine.scheduling.step_plan import StepPlan
 logger = logging.getLogger(__name__)
 
 LEAST_GAIN = 0.05
-"""Of the imbalance of a layer, by which a new placement has to lower it: weights are large, and
-loads of the next steps are not those of the last ones."""
+"""The fraction of a layer's imbalance that a new placement must save. A smaller gain is not worth
+it: weights are large to move, and the load of the next steps will differ from that of the last."""
 
 
 class ExpertBalancer:
-    """Counts a rank's steps, and places the experts of its layers by what these got in the last.
+    """Counts a rank's steps, and every ``interval`` steps places the experts of its layers by the
+    load of the last ones.
 
-    Every rank that experts are divided over runs the same steps, or serves in them, and so comes to
-    the same step. The first one's choice is the others'.
+    All ranks that share experts take part in the same steps, and so place experts at the same step.
+    The first of these ranks broadcasts its choice to the others.
 
     Args:
-        model: this rank's share.
-        parallel: where it lives; ``ep_size`` is above 1.
-        over: what the experts are divided over.
-        interval: steps between two placements.
+        model: this rank's part of the model.
+        parallel: the model's parallel context, with an ``ep_size`` above 1.
+        over: the ranks and groups that the experts are divided over.
+        interval: number of steps between two placements.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class ExpertBalancer:
         self.num_placements = 0
 
     def before(self, plan: StepPlan) -> None:
-        """A step is about to run."""
+        """Count a step that is about to run, and place experts if that is due."""
         if not (plan.sequences or plan.expert_round):
             return
         self._num_steps += 1
@@ -55,7 +56,8 @@ class ExpertBalancer:
 
     @torch.inference_mode()
     def place(self) -> None:
-        """Place experts by their tokens since the last time, where it is worth moving them."""
+        """Place experts by their tokens since the last call, in the layers in which that gains
+        enough."""
         counts = self._model.expert_counts
         wanted = [self._choose(layer) for layer in counts]
         agreed = torch.tensor(wanted, dtype=torch.int64, device=self._device)
@@ -70,7 +72,7 @@ class ExpertBalancer:
         logger.debug("experts of %d of %d layers were placed anew", len(changed), len(chosen))
 
     def _choose(self, layer: int) -> tuple[int, ...]:
-        """The expert in each slot of a layer."""
+        """Choose the expert in each slot of a layer."""
         counts, ranks = self._model.expert_counts[layer], self._over.ranks
         loads = counts.placed_tokens
         slots = settle(place_experts(loads, len(counts.slots), self._over), counts.slots, ranks)

@@ -1,4 +1,4 @@
-"""Which expert is where, decided before anything is loaded."""
+"""Plans which expert is in which slot, before the model is loaded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mooncake_engine.models.hf_config import ModelConfig, MoeConfig
 
 
 def plan_experts(config: EngineConfig, model: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """By layer, the expert in each slot; empty where every expert has one, in order.
+    """The expert in each slot, by layer; empty if every expert has one slot, in order.
 
     Raises:
-        ConfigError: the model has too few experts for so many parts, slots can't be divided over
-            them, or the load is of another model.
+        ConfigError: the model has fewer experts than ``ep_size``, the slots can't be divided over
+            the parts evenly, or the load in ``expert_load`` is that of another model.
     """
     experts = model.moe.routing.num_experts if model.moe else 0
     if config.ep_size > max(experts, 1):

@@ -1,4 +1,4 @@
-"""How much memory a rank needs besides its KV: measured by running the largest possible step."""
+"""Measures how much memory a rank needs besides its KV, by running the largest possible steps."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ _GIB = 1 << 30
 
 
 class CapturesGraphs(Protocol):
-    """What replays steps."""
+    """A graph runner."""
 
     def capture(self, most: int | None = None) -> int:
-        """Capture the ``most`` largest graphs, or all; how many are left."""
+        """Capture the ``most`` largest graphs, or all; returns how many are not captured yet."""
         ...
 
 
 def profiling_pool_size(plan: EnginePlan) -> PoolSize:
-    """Just enough blocks for the longest sequence of the largest step: all sequences write to
-    them."""
+    """Just enough blocks for the longest sequence of the largest step; all sequences share them."""
     num_tokens = _prompt_lengths(plan)[0] + _tokens_ahead(plan.config)
     block_size = plan.block_size.tokens
     num_scratch_blocks = plan.num_scratch_blocks
@@ -40,13 +39,16 @@ def profiling_pool_size(plan: EnginePlan) -> PoolSize:
 
 
 def largest_steps(plan: EnginePlan) -> list[StepPlan]:
-    """Steps that take the most memory, each in its own way: prompts, as many tokens over as many
-    sequences as there may be, all of which sample; as many decodes, one of them behind the longest
-    context, for which attention has the most splits; the last chunk of the longest prompt, whose
-    attention may gather, unpack or decompress all that lies before it; where tokens are drafted,
-    then as many of these with drafts as a step has room for.
+    """The steps that may take the most memory, each for a reason of its own:
 
-    Their KV goes to the same few blocks, over and over: what it holds does not matter.
+    * prompts: as many tokens as possible over as many sequences as possible, all of which sample;
+    * as many decodes as possible, one of them with the longest context, for which attention uses
+      the most splits;
+    * the last chunk of the longest prompt, whose attention may gather, unpack or decompress the KV
+      of the whole context;
+    * with speculative decoding, as many sequences with draft tokens as fit into a step.
+
+    All KV goes to the same few blocks, as its values do not matter.
     """
     prompts = _largest_prompts(plan)
     decodes = _largest_decodes(plan)
@@ -83,7 +85,7 @@ def _largest_decodes(plan: EnginePlan) -> StepPlan:
 
 
 def _largest_chunk(plan: EnginePlan) -> StepPlan:
-    """As much of one prompt as a step takes, behind the longest context."""
+    """The last chunk of the longest prompt, with as many tokens as a step takes."""
     length = _longest_prompt(plan)
     num_tokens = min(length, plan.config.max_num_batched_tokens)
     return StepPlan(
@@ -94,7 +96,7 @@ def _largest_chunk(plan: EnginePlan) -> StepPlan:
 
 
 def _largest_drafts(plan: EnginePlan, most: int) -> StepPlan:
-    """As many sequences with ``most`` draft tokens as fit, and one with what is left."""
+    """As many sequences with ``most`` draft tokens as fit, and one with the remaining tokens."""
     budget = plan.config.max_num_batched_tokens
     lengths = [length + 1 for length in _prompt_lengths(plan)][: -(-budget // (1 + most))]
     sequences = []
@@ -106,12 +108,12 @@ def _largest_drafts(plan: EnginePlan, most: int) -> StepPlan:
 
 
 def _requests(plan: EnginePlan, lengths: Sequence[int]) -> tuple[NewRequest, ...]:
-    """Requests with so many tokens, whose blocks are the few that there are, over and over."""
+    """Requests of the given lengths, whose block tables repeat the few blocks of the pool."""
     sampling = SamplingParams(temperature=1.0, top_p=0.9)
     num_blocks, ahead = profiling_pool_size(plan).num_blocks, _tokens_ahead(plan.config)
     requests = []
     for token, (name, length) in enumerate(zip(_NAMES, lengths, strict=False)):
-        tokens = (token,) * length  # different, so that none is spared any work
+        tokens = (token,) * length  # a different token per request, so that no work is shared
         table_blocks = -(-(length + ahead) // plan.block_size.tokens)
         blocks = tuple(index % num_blocks for index in range(min(table_blocks, plan.max_blocks)))
         requests.append(NewRequest(name, tokens, length, sampling, 0, blocks))
@@ -119,8 +121,8 @@ def _requests(plan: EnginePlan, lengths: Sequence[int]) -> tuple[NewRequest, ...
 
 
 def _prompt_lengths(plan: EnginePlan) -> list[int]:
-    """The tokens of the largest step over as many sequences as there may be, remainders to the
-    first of them; none is longer than a sequence may be."""
+    """The tokens of the largest step divided over as many sequences as possible. The first ones get
+    the remainder; none is longer than the longest prompt."""
     config = plan.config
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     share, rest = divmod(config.max_num_batched_tokens, num_seqs)
@@ -133,13 +135,13 @@ def _longest_prompt(plan: EnginePlan) -> int:
 
 
 def _tokens_ahead(config: EngineConfig) -> int:
-    """What a sequence runs behind its prompt: one token, and drafts."""
+    """The tokens that a sequence runs after its prompt: one, and the draft tokens."""
     speculation = config.speculation
     return 1 + (0 if speculation is None else speculation.num_speculative_tokens)
 
 
 class _Names:
-    """``profile-0``, ``profile-1``, …: the same in every plan."""
+    """Request ids ``profile-0``, ``profile-1``, …, which all plans share."""
 
     def __iter__(self) -> Iterator[str]:
         return (f"profile-{index}" for index in count())
@@ -155,14 +157,14 @@ def measure_peak(
     runtime: Runtime,
     index: int,
 ) -> int:
-    """Bytes of the device that are taken at most while the plans run, weights included, and behind
-    them by captured graphs, whose memory is their own as long as they are there.
+    """Peak bytes of device memory while the plans run, weights included, plus the memory of
+    captured graphs, which hold theirs as long as they exist.
 
-    On a device with memory of its own the two largest graphs of each kind are captured: the others
-    fit into the memory of the first, and what each takes besides is what the second has taken.
-    A host's have no memory in common: all are captured.
+    On a device that is not the host, only the two largest graphs of each kind are captured. The
+    others share the memory of the first, and each is assumed to take as much beyond that as the
+    second did. On the host graphs share no memory, so all are captured.
     """
-    gc.collect()  # an earlier engine of this process may hold memory in cycles of references
+    gc.collect()  # an earlier engine in this process may hold memory in reference cycles
     runtime.reset_peak(index)
     for plan in plans:
         runner.run(plan)
@@ -182,16 +184,16 @@ def measure_peak(
 
 
 def memory_for_kv(config: EngineConfig, runtime: Runtime, index: int, peak_bytes: int) -> int:
-    """Bytes that are left for a rank's KV.
+    """Bytes of device memory that are left for a rank's KV.
 
     Args:
-        config: how much of the device's memory may be used.
-        runtime: knows how much there is.
-        index: of the device, which ranks share if there are no more devices.
-        peak_bytes: what the rank takes without KV.
+        config: config of the instance, which limits the share of the memory that may be used.
+        runtime: reports the device's memory.
+        index: index of the device. If the host has a single one, its ranks share it.
+        peak_bytes: peak memory of the rank without KV.
 
     Raises:
-        ConfigError: nothing is left.
+        ConfigError: no memory is left.
     """
     info = runtime.memory_info(index)
     num_sharing = config.num_ranks_per_node if len(runtime.devices()) == 1 else 1
@@ -214,9 +216,9 @@ def memory_for_kv(config: EngineConfig, runtime: Runtime, index: int, peak_bytes
 
 
 def memory_utilization(config: EngineConfig) -> float:
-    """The share of the device's memory that may be used."""
+    """The share of the device's memory that the engine may use."""
     return DEFAULT_UTILIZATION if config.memory_utilization is None else config.memory_utilization
 
 
 DEFAULT_UTILIZATION = 0.9
-"""Of a device that has memory of its own."""
+"""The default share of the memory of a device that is not the host."""

@@ -214,7 +214,7 @@ class _Node:
         return connection
 
     def _follow(self, control: Connection) -> None:
-        """Report exits of ranks to node 0, and kill ranks at its request, until the instance ends."""
+        """Report rank exits to node 0, and kill ranks at its request, until the instance ends."""
         living = dict(self._processes)
         while not self._stop.is_due:
             if control.poll(_LOOK_S):

@@ -70,7 +70,7 @@ class Rank(ABC):
             self.messages.send_bytes(message)
 
     def has_vanished(self) -> bool:
-        """Whether the process ended without reporting why. Reads the reports that it sent before."""
+        """Whether the process ended without reporting why. Reads the reports that it has sent."""
         while self.failed is None and self.orders.poll():
             if self.report() is None:
                 return True

@@ -275,7 +275,7 @@ def outlast_sigterm() -> None:
 def serve(
     orders: Connection, messages: Connection, on_loaded: Callable[[], None] | None = None
 ) -> int:
-    """Run a rank until it is stopped; returns the exit status. For ``on_loaded`` see RankProcess."""
+    """Run a rank until it is stopped; returns the exit status. ``on_loaded``: see RankProcess."""
     rank = RankProcess(orders, messages, on_loaded)
     try:
         rank.run()

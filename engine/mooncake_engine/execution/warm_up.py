@@ -1,7 +1,7 @@
-"""Steps that run before the first request, so that no request waits for what they compile.
+"""Warm-up steps: they run before the first request, so that requests don't wait for compilation.
 
-A device's kernels are compiled when they are first called, for seconds; on the core's thread all
-requests wait for that, on a thread that copies those who need the copy.
+A kernel is compiled when it is first called, which takes seconds. If that happens in the core's
+thread, all requests wait; in the copy thread, those that need the copy wait.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, StepPlan
 
 WARM_UP = "warm-up"
-"""Id of the requests, one after the other."""
+"""Id of the warm-up requests, which run one at a time."""
 _BESIDE = "warm-up beside"
-"""Id of the request whose prompt runs beside a decode of the other one."""
+"""Id of the request whose prompt runs in one step with a decode of the other one."""
 _GREEDY = SamplingParams(temperature=0.0)
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=20)
 
@@ -23,16 +23,17 @@ _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=20)
 def warm_up_requests(
     plan: EnginePlan, num_blocks: int, *, compiles: bool
 ) -> Iterator[tuple[StepPlan, StepPlan]]:
-    """A prompt and a decode of each request; remove all that have begun before the next pair. No
-    other request holds a block yet: their KV goes to any of them.
+    """Yield a prompt step and a decode step per warm-up request. The caller must remove the
+    requests of a pair before it runs the next pair. Their KV may go to any block, as no other
+    request holds one yet.
 
     Args:
-        plan: of the engine.
-        num_blocks: of the pool.
-        compiles: whether kernels are compiled at their first call: then also one that samples, one
-            whose decode runs beside a prompt, as steps of decodes alone may be replayed from
-            graphs, and a prompt of each power of two, since kernels of experts and of attention
-            are chosen by the number of tokens.
+        plan: the engine plan.
+        num_blocks: number of blocks in the pool.
+        compiles: whether kernels are compiled at their first call. If so, there is also a request
+            that samples; one whose decode runs in one step with a prompt, as steps of decodes only
+            may be replayed from graphs; and a prompt of each power of two, because the kernels of
+            experts and attention are chosen by the number of tokens.
     """
     block_tokens = plan.block_size.tokens
     speculation = plan.config.speculation
@@ -64,7 +65,7 @@ def warm_up_requests(
 
 
 def copy_steps(num_host_blocks: int) -> Iterator[StepPlan]:
-    """Block 0 copied to itself and, where there is host memory for blocks, there and back."""
+    """Steps that copy block 0 to itself and, if there are host blocks, swap it out and in."""
     yield StepPlan(0, block_copies=((0, 0),))
     if num_host_blocks:
         yield StepPlan(0, swap_outs=((0, 0),), drains_copies=True)

@@ -34,16 +34,16 @@ logger = logging.getLogger(__name__)
 
 _NUM_READERS = 4
 _READ_AHEAD = 8
-"""Tensors in host memory that wait to be copied to the device."""
+"""The most tensors in host memory that are being read or wait to be copied to the device."""
 
 
 def load_weights(
     model: Model, model_dir: Path, progress: ProgressHandler | None = None
 ) -> LoadProgress:
-    """Fill and pack every weight of the model, file by file; returns the final progress.
+    """Load every weight of the model, file by file; returns the final progress.
 
-    Several threads read and dequantise; this one copies to the device. Files of which this rank
-    needs nothing are not opened.
+    Several threads read and dequantise; the calling thread copies to the device. Files that hold
+    nothing for this rank are not opened.
 
     Raises:
         CheckpointError: files or tensors are missing, damaged, of another shape, or unknown to
@@ -90,8 +90,9 @@ def _check_names(
 
 
 def _check_tied_head(model: Model, files: Mapping[str, Path], scales: Fp8Scales) -> None:
-    """Refuse a head of its own in a checkpoint that is said to have none: whoever trained it wants
-    it, and transformers takes it since version 5."""
+    """Raise CheckpointError if the checkpoint has a head that differs from the embedding, although
+    its config says that they are tied. The head was trained to be used, and transformers uses it
+    since version 5."""
     head = model.tied_head
     if head is None or head.name not in files:
         return
@@ -111,7 +112,8 @@ def _read_bytes(slot: WeightShard) -> int:
 def _read(
     path: Path, slots: list[WeightShard], scales: Fp8Scales
 ) -> Iterator[tuple[WeightShard, Tensor]]:
-    """What fills the slots from one file, in their order, read some slots ahead."""
+    """Yield each slot with its values from one file, in order, reading up to ``_READ_AHEAD``
+    slots ahead."""
     with ExitStack() as cleanup:
         file = cleanup.enter_context(open_tensors(path, scales))
         readers = cleanup.enter_context(ThreadPoolExecutor(_NUM_READERS, "weights"))
@@ -143,7 +145,7 @@ def _read_slot(file: TensorFile, slot: WeightShard, path: Path, scales: Fp8Scale
 
 
 def _read_row_scales(slot: WeightShard, scales: Fp8Scales) -> Tensor:
-    """Of each row; the checkpoint may have one number for all of them."""
+    """The scale of each row; the checkpoint may have one scale for all rows."""
     found = scales.read(slot.name).flatten()
     if found.numel() not in (1, *slot.full_shape):
         raise CheckpointError(
@@ -155,14 +157,14 @@ def _read_row_scales(slot: WeightShard, scales: Fp8Scales) -> Tensor:
 
 
 KVScales = tuple[tuple[float, float], ...]
-"""Of both planes, layer by layer."""
+"""The KV scales of both planes (K, V), layer by layer."""
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def read_kv_scales(model_dir: Path, geometry: KVGeometry) -> KVScales:
-    """The checkpoint's scales, 1 where it has none, as vLLM does; of latent attention, whose
-    planes are one row there, the first one for both.
+    """The KV scales of a checkpoint; 1 for layers without scales, as in vLLM. With latent attention
+    both planes get the scale of K: such checkpoints store both planes as one row.
 
     Raises:
         CheckpointError: a scale is not one positive number, or its file is damaged.

@@ -23,26 +23,29 @@ from mooncake_hal.registry import Registry
 from mooncake_kv.connector_worker import SharedTransports
 
 LayerDone = Callable[[int], None]
-"""Called with a held layer's number in the model once its KV of the step is enqueued."""
+"""The layer hook: called with the model's number of a layer of this rank, once the KV writes of the
+step to that layer are enqueued."""
 
 MessageHandler = Callable[[int, bytes], None]
-"""Takes ``(rank, message)`` from an extension; called from any thread, must not block."""
+"""Called with ``(rank, message)`` for each message of an extension, from any thread; must not
+block."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtensionContext:
-    """What an extension gets to work with.
+    """The environment of an extension.
 
     Args:
-        rank, num_ranks: which rank of the instance this is, of how many.
-        device: the rank's device index.
-        pool: its KV memory, alive until the extension's ``close`` has returned.
-        backend: its hardware; helper threads call ``backend.runtime.bind_thread`` first.
-        registry: transports, as the rank's process has found them.
-        config: the instance's configuration.
+        rank, num_ranks: number of the rank, and how many ranks there are.
+        device: index of the rank's device.
+        pool: the rank's KV pool, valid until the extension's ``close`` has returned.
+        backend: the backend of the rank's device; threads of the extension must call
+            ``backend.runtime.bind_thread`` first.
+        registry: the transports that the rank's process has discovered.
+        config: config of the instance.
         emit: sends a message to the core. Any thread; never blocks for long.
-        fail: a background thread of the extension died of this; the instance ends with it.
-        shared: transports that one extension has opened, and others may use, too.
+        fail: to be called with the error that ended a thread of the extension; ends the instance.
+        shared: transports that one extension has opened and the others may use too.
     """
 
     rank: int
@@ -61,20 +64,20 @@ class WorkerExtension(Protocol):
     """One rank's extension."""
 
     def receive(self, message: bytes) -> None:
-        """Take a message from the core; long work goes to the extension's own threads.
+        """Handle a message from the core. Long work belongs in the extension's own threads.
 
-        Never called by two threads at once, but possibly while a step runs. An exception from
-        here ends the instance.
+        Never called by two threads at once, but possibly while a step runs. An exception ends the
+        instance.
         """
         ...
 
     def begin_step(self, plan: StepPlan) -> LayerDone | None:
-        """Called in the step's thread before the model runs; returns the layer hook, if it wants
-        one."""
+        """Called before each step, in the thread that launches steps. Returns the step's layer
+        hook, or None."""
         ...
 
     def close(self) -> None:
-        """Stop all threads and withdraw the pool's memory from peers. Idempotent."""
+        """Stop all threads and revoke the peers' access to the pool's memory. Idempotent."""
         ...
 
 
@@ -82,10 +85,10 @@ ExtensionFactory = Callable[[ExtensionContext], WorkerExtension]
 
 
 def load_extension(name: str) -> ExtensionFactory:
-    """Import the factory called ``"package.module:attribute"``, or several with commas between
-    them: see ``CombinedExtension``.
+    """Import the factory ``"package.module:attribute"``, or several separated by commas, which are
+    combined: see ``CombinedExtension``.
 
-    A name and not an object, so that a rank in another process can import it.
+    It takes a name rather than an object, so that a rank in another process can import it.
 
     Raises:
         ConfigError: there is no such factory.
@@ -104,12 +107,12 @@ def load_extension(name: str) -> ExtensionFactory:
 
 
 class CombinedExtension:
-    """Several extensions of a rank as one. The first byte of a message says whose it is, in both
-    directions: see ``ExtensionMessages`` for the core's end.
+    """Several extensions of a rank as one. The first byte of a message, in both directions, is the
+    number of its extension; see ``ExtensionMessages`` for the core's side.
 
     Args:
-        context: of the rank.
-        factories: in the order of their numbers, and of their layer hooks.
+        context: the environment of the rank's extensions.
+        factories: the extensions, by number; their layer hooks are called in this order.
     """
 
     def __init__(self, context: ExtensionContext, factories: Sequence[ExtensionFactory]) -> None:
@@ -123,11 +126,11 @@ class CombinedExtension:
             raise
 
     def receive(self, message: bytes) -> None:
-        """Hand a message to the extension that it is for."""
+        """Pass a message to its extension."""
         self._extensions[message[0]].receive(message[1:])
 
     def begin_step(self, plan: StepPlan) -> LayerDone | None:
-        """The hooks of all that want one, in their order."""
+        """One hook that calls those of all extensions; None if there are none."""
         found = [extension.begin_step(plan) for extension in self._extensions]
         hooks = [hook for hook in found if hook is not None]
         if len(hooks) < 2:
@@ -140,7 +143,7 @@ class CombinedExtension:
         return layer_done
 
     def close(self) -> None:
-        """Close all, the last one first. Idempotent."""
+        """Close all extensions, the last one first. Idempotent."""
         for extension in reversed(self._extensions):
             extension.close()
 
@@ -150,29 +153,35 @@ def _emit_as(emit: Callable[[bytes], None], number: int, message: bytes) -> None
 
 
 class ExtensionMessages:
-    """The core's end of the extensions: with several, a message's first byte says whose it is."""
+    """The core's side of the extensions: routes their messages. If there are several, the first
+    byte of a message is the number of its extension."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._handlers: list[MessageHandler] = []
 
     def add(self, name: str, handler: MessageHandler) -> int:
-        """An extension by its factory's name, and who takes its messages; returns its number."""
+        """Add an extension; returns its number.
+
+        Args:
+            name: name of its factory.
+            handler: called with its messages.
+        """
         self._names.append(name)
         self._handlers.append(handler)
         return len(self._names) - 1
 
     def number(self, name: str) -> int:
-        """Of an extension that was added."""
+        """The number of an extension that was added."""
         return self._names.index(name)
 
     @property
     def factories(self) -> str | None:
-        """As ``load_extension`` takes them; None if there are none."""
+        """The names of all factories, for ``load_extension``; None if there are no extensions."""
         return ",".join(self._names) if self._names else None
 
     def take(self, rank: int, message: bytes) -> None:
-        """A message from a rank."""
+        """Pass a message from a rank to the handler of its extension."""
         if len(self._names) > 1:
             self._handlers[message[0]](rank, message[1:])
         else:
@@ -181,7 +190,12 @@ class ExtensionMessages:
     def sender(
         self, number: int, send: Callable[[bytes, int], None]
     ) -> Callable[[bytes, int], None]:
-        """What carries one extension's messages to ranks, over an executor's ``send``."""
+        """A function that sends one extension's messages to ranks.
+
+        Args:
+            number: number of the extension.
+            send: the executor's ``send``.
+        """
         if len(self._names) < 2:
             return send
         prefix = bytes((number,))

@@ -1,9 +1,9 @@
-"""Which KV of the draft model is in place: pure bookkeeping over block ids and digests.
+"""Tracks which KV of the draft model is valid: pure bookkeeping over block ids and digests.
 
-The draft model's KV lies in blocks of the same ids as the model's, but it is there only where the
+The draft model's KV is in blocks with the same ids as the model's, but it is valid only where the
 draft model has run: not for a prompt whose KV came from a peer, nor for a block that was swapped in
-or copied. What a block holds is known by the digest of all tokens up to its end, so that requests
-with a common beginning share the draft model's work as they share the model's.
+or copied. The content of a block is identified by the digest of all tokens up to its end, so that
+requests with a common prefix share the draft model's KV as they share the model's.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from mooncake_engine.kv_cache.block_pool import extend_chain
 
 BlocksFrom = Callable[[int], list[int]]
-"""A request's block table from an index on."""
+"""Returns a request's block table from a given index on."""
 
 
 class TokenRange(NamedTuple):
-    """Tokens of a request, by position: ``stop`` is behind the last."""
+    """A range of tokens of a request, by position; ``stop`` is exclusive."""
 
     start: int
     stop: int
@@ -27,16 +27,17 @@ class TokenRange(NamedTuple):
 
 @dataclass(slots=True)
 class _Progress:
-    """How far the draft model has come with a request.
+    """How far the draft model has run a request.
 
     Args:
         chain: digests of the request's full blocks, as far as they were needed.
-        num_tokens: leading tokens whose draft KV is in place.
-        num_named: leading blocks that are full of it, in the books, and never written again: so not
-            that of the last token, which is run once more and may be copied for it.
-        drafted: tokens that were drafted behind these ones; they may have been rejected since.
-        num_drafted: how many of them ran.
-        tail: the other blocks, as they were when anything was written to them last.
+        num_tokens: number of leading tokens whose draft KV is valid.
+        num_named: number of leading blocks that are full of valid draft KV, are recorded by digest,
+            and will not be written again. The block of the last token is not one of them: that
+            token runs once more, and its block may be copied for that.
+        drafted: tokens that were drafted after these tokens; they may have been rejected since.
+        num_drafted: how many of the drafted tokens the draft model has run.
+        tail: the ids of the other blocks, as of the last write to any of them.
     """
 
     chain: list[bytes] = field(default_factory=list)
@@ -48,7 +49,7 @@ class _Progress:
 
 
 class DraftKV:
-    """The books of one rank's draft KV. What a request costs depends on its new tokens alone.
+    """Tracks the draft KV of one rank. The cost of a call depends only on a request's new tokens.
 
     Args:
         block_size: tokens per block.
@@ -57,7 +58,7 @@ class DraftKV:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._content: dict[int, bytes] = {}
-        self._writers: dict[int, _Progress] = {}  # who ran in a block last
+        self._writers: dict[int, _Progress] = {}  # the last request that wrote to each block
         self._progress: dict[str, _Progress] = {}
 
     def claim(
@@ -68,15 +69,15 @@ class DraftKV:
         limit: int,
         cache_salt: str = "",
     ) -> TokenRange:
-        """Which tokens of a request the draft model is to run next: from now on they count as run,
-        also for those who claim after it and run in the same pass.
+        """Claim the tokens of a request that the draft model has to run next. From now on they
+        count as run, also for requests that claim later and run in the same pass.
 
         Args:
-            request_id: whose.
-            token_ids: all its tokens; the last one is always run.
+            request_id: id of the request.
+            token_ids: all tokens of the request; the last one always has to run.
             blocks_from: its block table.
-            limit: how many to run at most; may be 0.
-            cache_salt: the request's: it finds only what was run under the same one.
+            limit: the most tokens to claim; may be 0.
+            cache_salt: the request's salt; blocks are shared only between equal salts.
         """
         progress = self._progress.setdefault(request_id, _Progress())
         extend_chain(progress.chain, token_ids, self._block_size, cache_salt)
@@ -92,11 +93,11 @@ class DraftKV:
         return TokenRange(start, stop)
 
     def add_draft(self, request_id: str, drafted: Sequence[int]) -> None:
-        """The draft model runs the next draft token behind all tokens of a request.
+        """Record that the draft model runs the next draft token of a request.
 
         Args:
-            request_id: whose.
-            drafted: its draft tokens; what they are is looked at in the next ``claim``.
+            request_id: id of the request.
+            drafted: its draft tokens; their values are read in the next ``claim``.
         """
         progress = self._progress[request_id]
         position = progress.num_tokens + progress.num_drafted
@@ -105,16 +106,16 @@ class DraftKV:
         self._overwrite(progress, position, position + 1)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests have ended, or begin anew; what their blocks hold stays known."""
+        """Forget requests that have ended or start anew. What their blocks hold stays known."""
         for request_id in request_ids:
             self._progress.pop(request_id, None)
 
     def _confirm(
         self, progress: _Progress, token_ids: Sequence[int], blocks_from: BlocksFrom
     ) -> int:
-        """How many leading tokens are in place by the request's own passes: draft tokens only if
-        they were accepted, and nothing in a block that has been copied since, or was given away
-        and has come back."""
+        """The number of leading tokens whose draft KV is valid by the request's own passes. That
+        includes draft tokens only if they were accepted, and ends at a block that was copied since,
+        or was freed and allocated again."""
         known = progress.num_tokens
         drafted = progress.drafted[: progress.num_drafted]
         for token_id, draft_id in zip(token_ids[known:], drafted, strict=False):
@@ -136,7 +137,8 @@ class DraftKV:
             self._advance(progress, count, last)
 
     def _find_named_blocks(self, progress: _Progress, last: int) -> None:
-        """Blocks that others have filled with the same tokens follow without a gap."""
+        """Extend the valid tokens by the next blocks that other requests have filled with the same
+        tokens."""
         if progress.num_tokens % self._block_size:
             return
         digests = progress.chain[progress.num_named :]
@@ -148,13 +150,14 @@ class DraftKV:
         self._advance(progress, count, last)
 
     def _advance(self, progress: _Progress, num_blocks: int, last: int) -> None:
-        """Over that many blocks, as far as they lie before the last token's."""
+        """Move blocks from the tail to the named ones, up to the block of the last token."""
         count = min(num_blocks, last // self._block_size - progress.num_named)
         del progress.tail[:count]
         progress.num_named += count
 
     def _overwrite(self, progress: _Progress, start: int, stop: int) -> None:
-        """What was in the request's own blocks there is gone; named ones get the same again."""
+        """Record a write to a range of tokens: it replaces the content of the tail's blocks. Named
+        blocks are rewritten with the same values."""
         if start < stop:
             first = max(start // self._block_size - progress.num_named, 0)
             last = -(-stop // self._block_size) - progress.num_named

@@ -1,8 +1,8 @@
-"""Draft tokens of a smaller model with the same vocabulary (Leviathan et al. 2023).
+"""Draft tokens from a smaller model with the same vocabulary (Leviathan et al. 2023).
 
-They stay on the device, whose host launches all passes one behind the other: it learns them with
-what became of them. Only where a choice depends on the tokens before it, as within a grammar, does
-the host wait for each.
+The draft tokens stay on the device, so that the host can launch all draft passes without waiting;
+it reads them together with the result of their verification. Only if a choice depends on the tokens
+before it, as with a grammar, does the host wait for each token.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from mooncake_engine.models.parallel_context import ForwardContext
 from mooncake_hal.backend_parts import index_tensor
 
 _FEW = 8
-"""Up to this many tokens of a sequence attend one by one, which is faster than as a prompt."""
+"""Up to this many tokens of a sequence run as single tokens, whose attention kernels are faster for
+them than those for prompts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftModel:
-    """A loaded draft model of one rank.
+    """The loaded draft model of one rank.
 
     Args:
-        model: with the vocabulary of the model that it drafts for.
-        pool: its KV, with as many blocks as the model's, of as many tokens.
-        max_tokens: most tokens of one pass.
-        max_positions: length of the longest sequence that it takes.
+        model: a model with the vocabulary of the model that it drafts for.
+        pool: its KV pool, with as many blocks as the model's, and the same block size.
+        max_tokens: the most tokens of one pass.
+        max_positions: longest sequence that it takes, in tokens.
     """
 
     model: Model
@@ -52,7 +53,7 @@ class DraftModel:
     max_positions: int
 
     def run(self, inputs: ForwardInputs, rows: Sequence[int] | None = None) -> Tensor:
-        """Logits behind some of the tokens, or all of them: [rows, vocab] float32."""
+        """Run tokens; returns the logits of the given rows, or of all: [rows, vocab] float32."""
         kv = {index: self.pool.layer(index) for index in range(self.pool.shard.layers)}
         context = ForwardContext(inputs.attention, kv)
         hidden = self.model.forward(inputs.token_ids, inputs.positions, context)
@@ -65,13 +66,14 @@ class DraftModel:
 
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """A request and the draft tokens for it so far.
+    """A request and its draft tokens so far.
 
     Args:
-        state: of the request.
-        num_wanted: how many draft tokens.
+        state: state of the request.
+        num_wanted: the number of draft tokens to make.
         states, token_ids, distributions: see ``Draft``.
-        places: where its draft tokens are among all that the step has made.
+        places: the indexes of its draft tokens among all that the step has made.
+        is_open: whether more tokens may be drafted for it.
     """
 
     state: CachedRequest
@@ -83,11 +85,12 @@ class _Branch:
     is_open: bool = True
 
     def add(self, token_id: int | None, distribution: Tensor | None, place: int) -> None:
-        """Take a draft token in, unless there is none or the request's grammar forbids it.
+        """Add a draft token, unless it is NO_TOKEN or the request's grammar forbids it.
 
         Args:
-            token_id: None where only the device knows it.
-            distribution, place: its own.
+            token_id: the token; None if only the device knows it.
+            distribution: see ``Draft``.
+            place: index of the token among all that the step has made.
         """
         following = None
         if token_id != NO_TOKEN:
@@ -102,15 +105,15 @@ class _Branch:
 
 
 class DraftModelProposer:
-    """Runs a draft model behind the last tokens of requests.
+    """Drafts tokens by running a draft model after the last tokens of requests.
 
-    It first catches up with what it has not run of them, within ``max_tokens`` per step: a request
-    that is not done with that gets no draft tokens in this step.
+    In each step it first runs the tokens of the requests that the draft model has not run yet, up
+    to ``max_tokens``. A request that has tokens left after that gets no draft tokens in the step.
 
     Args:
-        draft: the model.
-        tables: block tables of the requests, the model's own.
-        sampler: chooses draft tokens, as it chooses tokens.
+        draft: the draft model.
+        tables: block tables of the requests, shared with the model.
+        sampler: chooses the draft tokens; the same that chooses the tokens.
     """
 
     def __init__(self, draft: DraftModel, tables: BlockTables, sampler: Sampler) -> None:
@@ -144,7 +147,7 @@ class DraftModelProposer:
         self._draft.pool.close()
 
     def _possible(self, wanted: Sequence[DraftRequest]) -> list[DraftRequest]:
-        """Draft tokens whose positions the draft model knows; the last one's is not run."""
+        """Limit the draft tokens to the draft model's positions. The last one is never run."""
         limit = self._draft.max_positions
         capped = [
             DraftRequest(state, min(count, limit - len(state.token_ids) + 1))
@@ -153,7 +156,8 @@ class DraftModelProposer:
         return [request for request in capped if request.num_tokens > 0]
 
     def _catch_up(self, branches: Sequence[_Branch]) -> tuple[list[_Branch], Tensor]:
-        """Run what is missing; those that are up to date then, and logits behind each."""
+        """Run tokens that the draft model has not run yet; returns the branches that have none left
+        and the logits of each of these."""
         budget = self._draft.max_tokens
         claims = []
         for branch in branches:
@@ -188,7 +192,8 @@ class DraftModelProposer:
         return done, self._draft.run(self._lay_out(shares, tokens), last_rows)
 
     def _run_drafts(self, branches: Sequence[_Branch], newest: Tensor) -> Tensor:
-        """Run each branch's last draft token, [branches] int64 on the device; logits behind it."""
+        """Run the last draft token of each branch, ``newest``: [branches] int64 on the device;
+        returns its logits."""
         for branch in branches:
             self._books.add_draft(branch.state.request_id, branch.token_ids)
         shares = ScheduledTokens(
@@ -205,7 +210,8 @@ class DraftModelProposer:
 
 
 def _on_host(token_ids: Tensor, branches: Sequence[_Branch]) -> Sequence[int | None]:
-    """What was drafted, as far as the host has to know it now: the device is waited for."""
+    """The token ids on the host if any branch depends on them, which waits for the device; else
+    None for each."""
     if any(depends_on_tokens(branch.state) for branch in branches):
         known: list[int | None] = token_ids.tolist()
         return known
@@ -213,7 +219,7 @@ def _on_host(token_ids: Tensor, branches: Sequence[_Branch]) -> Sequence[int | N
 
 
 def _kept(token_ids: Tensor, is_kept: Sequence[bool]) -> Tensor:
-    """Those of some rows, on the device."""
+    """The token ids of the kept rows, on the device."""
     if all(is_kept):
         return token_ids
     rows = [row for row, kept in enumerate(is_kept) if kept]
@@ -221,7 +227,7 @@ def _kept(token_ids: Tensor, is_kept: Sequence[bool]) -> Tensor:
 
 
 def _collect(branches: Sequence[_Branch], drafted: Sequence[Tensor]) -> StepDrafts:
-    """The step's, in the order of its requests."""
+    """Collect the drafts of a step, in the order of its requests."""
     if not branches:
         return NO_DRAFTS
     places = [place for branch in branches for place in branch.places]

@@ -1,4 +1,4 @@
-"""Draft tokens of a step: what proposes them, and what the model accepts of them."""
+"""The draft tokens of a step: the proposer's interface, and their verification by the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftState:
-    """What the sampler looks at of a request, some draft tokens later."""
+    """The SamplingState of a request after some of its draft tokens."""
 
     row: int
     sampling: SamplingParams
@@ -41,13 +41,13 @@ class DraftState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """Draft tokens for one request.
+    """The draft tokens of one request.
 
     Args:
-        states: the request before each draft token, and after the last.
-        token_ids: at least one; NO_TOKEN for those that only the device knows.
-        distributions: of each token that was drawn to be tested, what it was drawn from; None for
-            the others, and of no token where none is tested.
+        states: the request's state before each draft token, and after the last.
+        token_ids: at least one; NO_TOKEN for tokens that only the device knows.
+        distributions: by token, the distribution that it was sampled from if rejection sampling
+            applies to it, else None; empty if it applies to no token.
     """
 
     states: Sequence[SamplingState]
@@ -60,9 +60,9 @@ class StepDrafts:
     """All draft tokens of a step.
 
     Args:
-        by_request: in the order of the step's sequences.
-        on_device: [tokens] int64, those of all requests in that order, where a device made them;
-            NO_TOKEN where there was none to be made.
+        by_request: drafts by request id, in the order of the step's sequences.
+        on_device: [tokens] int64, the tokens of all requests in that order, if the device made
+            them; NO_TOKEN for a row without a finite logit.
     """
 
     by_request: Mapping[str, Draft]
@@ -70,11 +70,11 @@ class StepDrafts:
 
     @property
     def num_drafted(self) -> dict[str, int]:
-        """How many tokens, by request."""
+        """The number of draft tokens, by request id."""
         return {name: len(draft.token_ids) for name, draft in self.by_request.items()}
 
     def settle(self) -> None:
-        """Let the host know the tokens that only the device does, which is waited for."""
+        """Copy tokens that only the device knows to the drafts; waits for the device."""
         if self.on_device is not None:
             known = iter(self.on_device.tolist())
             for draft in self.by_request.values():
@@ -85,16 +85,16 @@ NO_DRAFTS = StepDrafts({})
 
 
 def depends_on_tokens(state: SamplingState) -> bool:
-    """Whether a choice needs the tokens before it, beyond the logits: else a place is enough."""
+    """Whether a choice depends on the values of the tokens before it, other than by the logits."""
     return state.grammar is not None or state.counts is not None
 
 
 def advance(state: SamplingState, token_id: int) -> DraftState | None:
-    """The request one token later; None if its grammar does not allow the token.
+    """The state of a request one token later; None if its grammar does not allow the token.
 
     Args:
-        state: before it.
-        token_id: NO_TOKEN where only the device knows it, and nothing depends on it.
+        state: the state before the token.
+        token_id: the token; NO_TOKEN if only the device knows it and nothing depends on it.
     """
     grammar = state.grammar
     if grammar is not None:
@@ -107,14 +107,14 @@ def advance(state: SamplingState, token_id: int) -> DraftState | None:
 
 
 def _depends_on_place(state: SamplingState) -> bool:
-    """Whether a choice depends on what comes before it, beyond the logits, or on how much that
-    is: a random number does, and an end that is masked at first."""
+    """Whether a choice depends on the tokens before it, other than by the logits, or on their
+    number, as random numbers and ``min_tokens`` do."""
     sampling = state.sampling
     return depends_on_tokens(state) or not sampling.is_greedy or sampling.min_tokens > 0
 
 
 def make_draft(state: CachedRequest, token_ids: Sequence[int]) -> Draft | None:
-    """A draft of these tokens, as far as the request's grammar lets it; None if not at all."""
+    """A draft of the leading tokens that the request's grammar allows; None if it allows none."""
     if not token_ids:
         return None
     if not _depends_on_place(state):
@@ -131,11 +131,11 @@ def make_draft(state: CachedRequest, token_ids: Sequence[int]) -> Draft | None:
 
 
 class DraftRequest(NamedTuple):
-    """A request that may have tokens drafted for it.
+    """A request to draft tokens for.
 
     Args:
-        state: its tokens so far; its block table has room for the draft tokens.
-        num_tokens: how many at most, at least one.
+        state: the request's state; its block table has blocks for the draft tokens.
+        num_tokens: the most tokens to draft, at least one.
     """
 
     state: CachedRequest
@@ -143,28 +143,28 @@ class DraftRequest(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens. Every rank makes the same draft tokens from the same requests."""
+    """Proposes draft tokens. Every rank must make the same draft tokens from the same requests."""
 
     def propose(self, wanted: Sequence[DraftRequest]) -> StepDrafts:
-        """Drafts, in that order; none for those about whom there is nothing to say.
+        """Draft tokens for requests, in their order. A request may get none.
 
-        In the step that calls it the model has not run yet: a request's last token has no KV.
+        It is called before the step's forward pass, so the last token of a request has no KV yet.
         """
         ...
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests have ended, or begin anew; unknown ids are normal."""
+        """Forget requests that have ended or start anew. Unknown ids are ignored."""
         ...
 
     def close(self) -> None:
-        """Free what it holds. Idempotent."""
+        """Free all resources. Idempotent."""
         ...
 
 
 def propose_drafts(
     proposer: Proposer, sequences: Sequence[ScheduledSequence], states: Sequence[CachedRequest]
 ) -> StepDrafts:
-    """Draft tokens for the sequences that may have some."""
+    """Propose draft tokens for the sequences whose plan allows some."""
     wanted = [
         DraftRequest(state, sequence.num_draft_tokens)
         for sequence, state in zip(sequences, states, strict=True)
@@ -175,13 +175,13 @@ def propose_drafts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifiedDrafts:
-    """What the model has chosen in a step with draft tokens, where it was chosen.
+    """The tokens that the model chose in a step with draft tokens, on the device or on the host.
 
     Args:
-        states: the requests, in the step's order.
-        drafts: theirs.
-        chosen: of each request one token, or with a draft one before each draft token and one
-            behind the last.
+        states: the requests, in the order of the step.
+        drafts: the step's drafts.
+        chosen: one token per request; for a request with a draft, one at the position of each draft
+            token and one after the last.
     """
 
     states: Sequence[CachedRequest]
@@ -189,15 +189,15 @@ class VerifiedDrafts:
     chosen: ChosenTokens
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> VerifiedDrafts:
-        """The same elsewhere."""
+        """A copy on another device: ``move`` copies each tensor."""
         drafts = self.drafts
         if drafts.on_device is not None:
             drafts = StepDrafts(drafts.by_request, move(drafts.on_device))
         return VerifiedDrafts(self.states, drafts, self.chosen.moved(move))
 
     def tokens(self) -> dict[str, tuple[SampledToken, ...]]:
-        """The tokens of each request: the draft tokens that hold, and the one behind them. Waits
-        for the device; the host knows the drafts from now on."""
+        """The tokens of each request: the accepted draft tokens and the token after them. Waits for
+        the device, and copies the draft tokens to the host (``StepDrafts.settle``)."""
         sampled = iter(self.chosen.tokens())
         self.drafts.settle()
         return {
@@ -209,16 +209,16 @@ class VerifiedDrafts:
 def verify_drafts(
     sampler: Sampler, logits: Tensor, states: Sequence[CachedRequest], drafts: StepDrafts
 ) -> VerifiedDrafts:
-    """Choose what comes of draft tokens.
+    """Choose the tokens of a step with draft tokens.
 
     Args:
-        sampler: chooses.
-        logits: [rows, vocab] float32, see ``VerifiedDrafts.chosen``.
-        states: the requests, in the step's order.
-        drafts: theirs.
+        sampler: chooses the tokens.
+        logits: [rows, vocab] float32; for the rows see ``VerifiedDrafts.chosen``.
+        states: the requests, in the order of the step.
+        drafts: the step's drafts.
     """
     rows: list[SamplingState] = []
-    tested: list[tuple[int, int, Tensor]] = []  # row, place among the step's draft tokens
+    tested: list[tuple[int, int, Tensor]] = []  # row, index among draft tokens, distribution
     num_drafted = 0
     for state in states:
         draft = drafts.by_request.get(state.request_id)
@@ -249,7 +249,7 @@ def _drawn(
 
 
 def _accepted(sampled: Iterator[SampledToken], draft: Draft | None) -> tuple[SampledToken, ...]:
-    """What a request keeps of its rows' tokens, all of which are taken from ``sampled``."""
+    """The tokens that a request keeps. Takes the tokens of all its rows from ``sampled``."""
     if draft is None:
         return (next(sampled),)
     tokens = tuple(islice(sampled, len(draft.states)))

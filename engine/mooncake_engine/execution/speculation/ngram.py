@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the same tokens the last time (after Saxena 2023)."""
+"""Prompt lookup (after Saxena 2023): drafts the tokens that followed the same n-gram before."""
 
 from __future__ import annotations
 
@@ -9,47 +9,46 @@ import numpy as np
 from mooncake_engine.execution.speculation.drafts import DraftRequest, StepDrafts, make_draft
 
 _MASK = (1 << 64) - 1
-_FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplying modulo 2**64 loses nothing
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplication modulo 2**64 is invertible
 _MAX_CANDIDATES = 16
-"""Earlier occurrences that a lookup compares."""
+"""The most earlier occurrences that a lookup compares."""
 _BULK = 64
-"""From this many tokens on, a new index is built by numpy."""
+"""The fewest tokens for which a new index is built with numpy."""
 
 
 class NGramIndex:
-    """Where the last tokens of a growing sequence occurred in it before.
+    """Index of the n-grams of a growing sequence: finds earlier occurrences of its last tokens.
 
-    Chains of equal hashes as in LZ77 compressors: each position knows the one before it where the
-    same ``shortest`` tokens end. Growing costs as much as there are new tokens and a lookup follows
-    a few links, however long the sequence is.
+    It has chains of equal hashes, as in LZ77 compressors: each position links to the previous
+    position at which the same ``shortest`` tokens end. The cost of growing depends on the number of
+    new tokens, and a lookup follows a few links, however long the sequence is.
 
     Args:
-        shortest, longest: how many of the last tokens have to be the same, and how many are
-            compared for the best match.
+        shortest: the number of last tokens that a match must have in common.
+        longest: the number of last tokens that are compared to find the best match.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest
         self._longest = longest
-        self._last: dict[int, int] = {}  # hash of a run -> where its newest occurrence ends
-        self._earlier: list[int] = [0] * shortest  # by end: where the one before ends, 0 for none
+        self._last: dict[int, int] = {}  # hash of an n-gram -> end of its newest occurrence
+        self._earlier: list[int] = [0] * shortest  # by end -> end of the previous one, 0 for none
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Learn the sequence's new tokens; all that was known must be its beginning."""
+        """Add the new tokens of the sequence; ``token_ids`` must start with the known tokens."""
         if not self._last and len(token_ids) >= _BULK:
             self._build(token_ids)
         shortest, last, earlier = self._shortest, self._last, self._earlier
         for end in range(len(earlier), len(token_ids) + 1):
-            key = 0  # as ``_build`` makes it
+            key = 0  # the same hash as in ``_build``
             for token_id in token_ids[end - shortest : end]:
                 key = (key * _FACTOR + token_id) & _MASK
             earlier.append(last.get(key, 0))
             last[key] = end
 
     def find(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """What followed the longest earlier match of the last tokens, the newest of several.
-
-        A match so new that fewer than ``count`` tokens follow it is repeated.
+        """The ``count`` tokens that followed the longest earlier match of the last tokens; the
+        newest match if several are as long. If fewer tokens follow it, they are repeated.
         """
         best, best_length, end = 0, self._shortest - 1, len(token_ids)
         match = self._earlier[end] if end < len(self._earlier) else 0
@@ -66,7 +65,7 @@ class NGramIndex:
         return [token_ids[best + index % period] for index in range(count)]
 
     def _agreement(self, token_ids: Sequence[int], match: int, end: int) -> int:
-        """How many tokens before both are the same, up to ``longest``."""
+        """How many tokens before both ends are equal, up to ``longest``."""
         limit = min(self._longest, match)
         for length in range(limit):
             if token_ids[match - 1 - length] != token_ids[end - 1 - length]:
@@ -74,7 +73,7 @@ class NGramIndex:
         return limit
 
     def _build(self, token_ids: Sequence[int]) -> None:
-        """As ``extend`` would, for a whole prompt at once."""
+        """As ``extend``, for a whole prompt at once."""
         tokens = np.array(token_ids, dtype=np.uint64)
         count = len(tokens) - self._shortest + 1
         keys = np.zeros(count, dtype=np.uint64)
@@ -90,7 +89,7 @@ class NGramIndex:
 
 
 class NGramProposer:
-    """Looks a request's last tokens up in its prompt and output.
+    """Drafts tokens by looking up a request's last tokens in its prompt and output.
 
     Args:
         shortest, longest: see ``NGramIndex``.
