@@ -1,4 +1,7 @@
-"""The proxy's configuration: complete and checked when constructed, never changed."""
+"""The proxy's configuration: complete and validated when constructed, and immutable.
+
+`proxy_options.py` builds it from the command line.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ from mooncake_proxy.routing.policies import POLICIES
 FLOWS = ("pull", "push", "sglang")
 ROLE_CHANGES = ("off", "propose", "allow")
 ADMISSIONS = ("none", "baseline", "early", "predictive")
-# Of mooncake-conductor beside those of routing/policies.py; its own names for all that it has:
-# random, round-robin and least-loaded of both are alike but for the unit of load.
+# Policies of mooncake-conductor that routing/policies.py does not have. Both have random,
+# round-robin and least-loaded, which differ only in the unit of load.
 CONDUCTOR_POLICIES = ("cost", "mooncake", "cache-local", "lmetric", "dynamo", "sglang", "preble")
-# What the conductor can place by where it also admits.
+# Policies of the conductor that can be combined with `--admission`.
 ADMITTING_POLICIES = ("random", "round-robin", "least-loaded", *CONDUCTOR_POLICIES)
 POLICY_CHOICES = (*POLICIES, *CONDUCTOR_POLICIES)
 
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """Files of the proxy's own certificate, and of the authority that signed the instances'."""
+    """The proxy's certificate and key, and how it verifies those of instances. Paths of files."""
 
     certificate: str | None = None
     key: str | None = None
@@ -38,7 +41,10 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """How many requests run at once and how many may wait, for how long. 0 running: no bound."""
+    """How many requests may run and wait, and for how long they may wait.
+
+    `max_running` 0: no bound, and no queue.
+    """
 
     max_running: int = 0
     max_waiting: int = 1024
@@ -47,7 +53,7 @@ class AdmissionConfig:
 
 @dataclass(frozen=True, slots=True)
 class RequestClass:
-    """Requests that share objectives: milliseconds, or multiples of the time alone such as "5x"."""
+    """Requests with the same objectives: milliseconds, or multiples of the unloaded time ("5x")."""
 
     name: str
     slo_ttft: str = "inf"
@@ -56,7 +62,7 @@ class RequestClass:
 
     @classmethod
     def parse(cls, text: str) -> RequestClass:
-        """`NAME:ttft=2000,tbt=5x,best-effort`; ConfigError where it is not of that form."""
+        """Parse `NAME:ttft=2000,tbt=5x,best-effort`. Raises ConfigError for anything else."""
         name, _, rest = text.partition(":")
         limits, flags = {}, set()
         for part in filter(None, rest.split(",")):
@@ -73,10 +79,10 @@ class RequestClass:
 
 @dataclass(frozen=True, slots=True)
 class ConductorConfig:
-    """What the conductor is told of the instances, and how it places and admits requests.
+    """The conductor's assumptions about instances, and how it places and admits requests.
 
-    `costs`: MODEL:DEVICE:NUMBER, what prefills and steps cost until they were measured.
-    `default_class`: of requests that name none of `classes`.
+    `costs`: MODEL:DEVICE:NUMBER, from which costs of prefills and steps are estimated until they
+    have been measured. `default_class`: the class of requests that name none.
     """
 
     policy: str = "cost"
@@ -84,83 +90,84 @@ class ConductorConfig:
     default_class: RequestClass = field(default_factory=lambda: RequestClass("default"))
     classes: tuple[RequestClass, ...] = ()
     costs: str = "llama-3-8b:A100:1"
-    # The same of models by name, where several are served.
+    # Overrides of `costs` by model name, if several models are served.
     model_costs: Mapping[str, str] = field(default_factory=dict)
-    # The decode instance is chosen again when the prefill ends.
+    # The decode instance is chosen again when the prefill is complete.
     binds_late: bool = True
+    # Bandwidth of each instance's link in GB/s.
     link_gb_s: float = 12.5
-    # Of each instance: tokens of KV, and sequences that it decodes at once.
+    # Capacity of each instance: tokens of KV, and sequences decoded at the same time.
     kv_tokens: int = 1_000_000
     max_batch: int = 256
-    # Whether idle instances change sides where one is short: off, propose (in the log), allow.
+    # Whether idle instances switch roles if one role is short: off, propose (log only), allow.
     role_changes: str = "off"
-    # URLs of proxies on other hosts that serve the same instances, under the same names, and the
+    # URLs of proxies on other hosts that serve the same instances under the same names, and the
     # secret that all of them share.
     peers: tuple[str, ...] = ()
     peer_secret: str = ""
 
     def of_model(self, model: str) -> ConductorConfig:
-        """What a conductor of one model's instances is told."""
+        """The configuration of the conductor for one model."""
         return replace(self, costs=self.model_costs.get(model, self.costs))
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
-    """Everything a proxy process needs to know. Times in seconds."""
+    """The complete configuration of a proxy process. Times in seconds."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    # Where the live page, metrics and the admin API are; None: on `port`.
+    # Port of the live page, metrics and the admin API; None: they are on `port`.
     admin_port: int | None = None
     flow: str = "pull"
     instances: tuple[InstanceSpec, ...] = ()
     prefill_policy: str = "least-loaded"
     decode_policy: str = "least-loaded"
-    # Folders of models by name, empty for that of instances without one. Only the prefix policy and
-    # the conductor's read prompts.
+    # Model folders with tokenizers, by model name; the name is empty for instances without one.
+    # Only the prefix policy and the conductor's policies read prompts.
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     api_keys: frozenset[str] = frozenset()
-    # What the keys file says of them, where it says more than the keys.
+    # Entries of a structured keys file: names, limits, classes and models of keys.
     tenants: tuple[ApiKey, ...] = ()
     admin_keys: frozenset[str] = frozenset()
-    # Smaller `priority` values of clients, which would run sooner, are raised to this.
+    # Clients' smaller (more urgent) `priority` values are raised to this.
     min_priority: int = 0
     # Tenants with different API keys share no prefix cache.
     cache_salt_per_key: bool = False
-    # Objectives that streams are counted by, in seconds; None: none.
+    # Objectives for the metrics of streams, in seconds; None: no objective.
     slo_ttft_s: float | None = None
     slo_tbt_s: float | None = None
     local_prefill: bool = True
-    # Streams whose D is lost or shuts down go on elsewhere, from the tokens so far.
+    # Streams whose D is lost or shuts down continue elsewhere, from the tokens so far.
     migrates_streams: bool = False
-    # Prompts of up to so many uncached tokens are computed by D; 0: none, None: learnt.
+    # Prompts of at most this many uncached tokens are computed by D; 0: none, None: learnt.
     short_prompt_tokens: int | None = 0
-    # Prompts of so many uncached tokens and more are pulled while they are computed; 0: none.
+    # Prompts of at least this many uncached tokens are pulled while they are computed; 0: none.
     early_pull_tokens: int = 4096
     max_attempts: int = 3
     retry_ratio: float = 0.2
     retry_reserve: int = 10
     eject_after: int = 3
     request_timeout_s: float = 3600.0
-    # Less than the 30 that Kubernetes and others give by default.
+    # Less than the grace period of 30 s that Kubernetes and others have by default.
     shutdown_timeout_s: float = 25.0
     access_log: str = "errors"
-    # How decode instances reach this proxy, where `host` is a wildcard: the push flow needs it, and
-    # early pulls do.
+    # URL at which decode instances reach this proxy. The push flow and early pulls need it if
+    # `host` is a wildcard address.
     advertise_url: str | None = None
     pool_file: str | None = None
     kubernetes: str | None = None
     kubernetes_api: str | None = None
-    # What instances that announce themselves sign with; empty: none can.
+    # Secret that signs registrations of instances; empty: registration is disabled.
     register_secret: str = ""
-    # Collector of OpenTelemetry spans; None: no spans are made.
+    # URL of an OpenTelemetry collector; None: no tracing.
     otlp_endpoint: str | None = None
     workers: int = 1
     server: ServerLimits = field(default_factory=ServerLimits)
     client: ClientLimits = field(default_factory=ClientLimits)
     health: HealthConfig = field(default_factory=HealthConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
-    # None: the proxy's own policies choose.
+    # None: the proxy's own policies choose instances.
     conductor: ConductorConfig | None = None
     tls: TlsConfig = field(default_factory=TlsConfig)
 
@@ -215,12 +222,12 @@ class ProxyConfig:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether there is an address at which decode instances reach this proxy."""
+        """Whether the address at which decode instances reach this proxy is known."""
         return self.advertise_url is not None or self.host not in ("0.0.0.0", "::", "")
 
     @property
     def has_metaserver(self) -> bool:
-        """Whether decode instances may post to this proxy."""
+        """Whether decode instances may post to this proxy's metaserver."""
         is_early = self.flow == "pull" and self.early_pull_tokens > 0 and self.is_reachable
         return is_early or self.flow == "push"
 
@@ -270,7 +277,7 @@ class ProxyConfig:
                 raise ConfigError(f"{flag} {1000 * limit:g}: wanted more than 0 ms")
 
     def _check_conductor(self) -> None:
-        """Its policies choose both instances of a request, together."""
+        """Check the conductor's settings. Its policies choose both instances of a request."""
         policies = (self.prefill_policy, self.decode_policy)
         chosen = [name for name in policies if name in CONDUCTOR_POLICIES]
         if chosen and policies != (chosen[0],) * 2:
@@ -300,7 +307,7 @@ class ProxyConfig:
                 )
 
     def _check_tenants(self) -> None:
-        """Classes that keys name have objectives only where the conductor admits."""
+        """Check that the classes that keys name exist, which requires the conductor."""
         known = {each.name for each in self.conductor.classes} if self.conductor else set()
         for tenant in self.tenants:
             if unknown := [name for name in tenant.classes if name not in known]:
@@ -327,5 +334,5 @@ def _is_http_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number, or an IPv6 address is cut off
+    except ValueError:  # the port is not a number, or an IPv6 address is incomplete
         return False

@@ -1,8 +1,8 @@
-"""Every error of the proxy, by name.
+"""The exception tree of the proxy.
 
 ProxyError
 ├── ConfigError             a flag, file or value that the proxy can't run with
-│   └── AddressTaken        another program listens there
+│   └── AddressTaken        another program listens on the address
 ├── Refusal                 the proxy itself refuses; has HTTP status, type and code
 │   ├── BadRequest          400
 │   ├── Unauthorized        401
@@ -13,20 +13,20 @@ ProxyError
 │   ├── Conflict            409
 │   ├── Quarantined         422, with Retry-After
 │   ├── Overloaded          429, with Retry-After
-│   │   ├── SloRefused      429: it could not be served in time
-│   │   └── RateLimited     429: its API key has used up what it may per minute
+│   │   ├── SloRefused      429, the request could not be served within its objectives
+│   │   └── RateLimited     429, the API key has reached a limit per minute
 │   ├── NoInstance          503, no live instance of a role
 │   └── ShuttingDown        503, with Retry-After
 └── UpstreamError           an instance gave no usable response
-    ├── ConnectFailed       no connection, or not in time
+    ├── ConnectFailed       no connection within the timeout
     ├── OutOfSockets        this host has no descriptor or port left
-    ├── ConnectionLost      closed before its response was complete
+    ├── ConnectionLost      closed before the response was complete
     ├── UpstreamTimeout     silent for too long
-    ├── DeadlineExceeded    the request's own deadline passed first
-    ├── MalformedAnswer     its response is no HTTP, JSON or SSE
-    ├── Rejected            an error status, kept as it came
+    ├── DeadlineExceeded    the request's own deadline has passed
+    ├── MalformedAnswer     the response is no valid HTTP, JSON or SSE
+    ├── Rejected            an error status; the response is kept unchanged
     ├── FailedStream        status 200, then an SSE error event
-    └── Recomputed          it gave the request back for a new prefill
+    └── Recomputed          the instance returned the request for a new prefill
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from __future__ import annotations
 import errno
 import math
 
-# The error code of an instance, or of this proxy, that shuts down and takes no new requests.
+# Error code of an instance, or of this proxy, that is shutting down and takes no new requests.
 SHUTTING_DOWN = "shutting_down"
-# All that a client is told of what fails within the proxy.
+# The only message that clients get about internal errors of the proxy.
 INTERNAL_ERROR = "internal error of the proxy; its log has the details"
-# The code of NoInstance where it is the prefill that has none.
+# Code of NoInstance if no prefill instance is live.
 NO_PREFILL = "no_live_prefill"
-# What decoding JSON of others raises. msgspec's own errors are ValueErrors, as is text that is no
-# UTF-8; what is nested too deeply is neither.
+# Raised by decoding untrusted JSON. msgspec's errors and invalid UTF-8 are ValueErrors; JSON that
+# is nested too deeply is a RecursionError.
 UNREADABLE = (ValueError, RecursionError)
 
 
 class ProxyError(Exception):
-    """Base of everything the proxy raises on purpose."""
+    """Base of all exceptions that the proxy raises itself."""
 
 
 class ConfigError(ProxyError):
-    """The configuration can't be used; the message names the value and what is allowed."""
+    """The configuration can't be used. The message names the value and what is allowed."""
 
 
 class AddressTaken(ConfigError):
-    """Another program listens there; it may end soon."""
+    """Another program listens on the address. A retry may succeed: it may be shutting down."""
 
 
 def cannot_listen(host: str, port: int, exc: OSError) -> ConfigError:
@@ -64,7 +64,7 @@ def cannot_listen(host: str, port: int, exc: OSError) -> ConfigError:
 
 
 class Refusal(ProxyError):
-    """The proxy's own refusal; becomes an OpenAI error body with `status`."""
+    """The proxy refuses a request. It is answered with `status` and an OpenAI error body."""
 
     status = 500
     type = "internal_error"
@@ -139,7 +139,7 @@ class MethodNotAllowed(Refusal):
 
 
 class Conflict(Refusal):
-    """The change does not fit the present state, such as a role switch of a busy instance."""
+    """The change does not fit the current state, such as a role switch of a busy instance."""
 
     status = 409
     type = "invalid_request_error"
@@ -147,7 +147,7 @@ class Conflict(Refusal):
 
 
 class Overloaded(Refusal):
-    """The queue is full, or the wait in it was too long."""
+    """The admission queue is full, or the request has waited in it for too long."""
 
     status = 429
     type = "rate_limit_error"
@@ -172,7 +172,7 @@ SLO_REASONS = {
 
 
 class SloRefused(Overloaded):
-    """The conductor expects that a request misses its objectives; `code` says which."""
+    """The conductor expects that a request misses its objectives; `code` tells which."""
 
     def __init__(self, code: str, retry_after_s: int) -> None:
         reason = SLO_REASONS.get(code, "it can't be served in time")
@@ -183,7 +183,7 @@ class SloRefused(Overloaded):
 
 
 class RateLimited(Overloaded):
-    """An API key has used up its requests or tokens per minute; in OpenAI's form."""
+    """An API key has reached its requests or tokens per minute. In OpenAI's format."""
 
     code = "rate_limit_exceeded"
 
@@ -199,12 +199,12 @@ class RateLimited(Overloaded):
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """Retry-After in seconds, and as OpenAI's clients prefer it in milliseconds."""
+        """Retry-After in seconds, and in milliseconds, which OpenAI's clients prefer."""
         return (*super().headers, ("retry-after-ms", str(max(1, math.ceil(1000 * self.wait_s)))))
 
 
 class Quarantined(Refusal):
-    """Instances died or hung up while they worked on a request with this very body."""
+    """Instances died or hung up while they worked on a request with the same body."""
 
     status = 422
     type = "invalid_request_error"
@@ -232,7 +232,7 @@ class NoInstance(Refusal):
 
 
 class ShuttingDown(Refusal):
-    """The proxy stops: it takes no new requests and cuts off those that take too long."""
+    """The proxy is shutting down: it accepts no new requests and cuts off slow ones."""
 
     status = 503
     type = "service_unavailable"
@@ -240,12 +240,12 @@ class ShuttingDown(Refusal):
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """Retry-After: by then another proxy listens here, or the client tries another one."""
+        """Retry-After: by then another proxy may listen here, or the client tries another one."""
         return (("retry-after", "1"),)
 
 
 class UpstreamError(ProxyError):
-    """An instance failed this attempt; another one may still answer."""
+    """An attempt failed on an instance; another one may still answer."""
 
     reason = "failed"
     status = 502
@@ -264,8 +264,10 @@ class ConnectFailed(UpstreamError):
 
 
 class OutOfSockets(UpstreamError):
-    """This host has no descriptor, port or buffer left for a connection. Not held against the
-    instance, and another one would not help."""
+    """This host has no descriptor, port or buffer left for a connection.
+
+    Does not count as a failure of the instance, and retrying on another one would not help.
+    """
 
     reason = "out_of_sockets"
     status = 503
@@ -273,21 +275,23 @@ class OutOfSockets(UpstreamError):
 
 
 class ConnectionLost(UpstreamError):
-    """The connection ended in the middle of the answer, or before it."""
+    """The connection was closed before the answer was complete."""
 
     reason = "connection_lost"
 
 
 class UpstreamTimeout(UpstreamError):
-    """Nothing came for longer than the limit."""
+    """The instance was silent for longer than the limit."""
 
     reason = "timeout"
     status = 504
 
 
 class DeadlineExceeded(UpstreamError):
-    """The deadline of the client or of `--request-timeout` passed. Not held against the instance:
-    an impatient client must not eject a healthy one."""
+    """The deadline of the client or of `--request-timeout` has passed.
+
+    Does not count as a failure of the instance: a client's short timeout must not eject it.
+    """
 
     reason = "deadline_exceeded"
     status = 504
@@ -298,13 +302,13 @@ class DeadlineExceeded(UpstreamError):
 
 
 class MalformedAnswer(UpstreamError):
-    """The response breaks the contract."""
+    """The response violates HTTP or the API."""
 
     reason = "malformed"
 
 
 class Rejected(UpstreamError):
-    """An error status; `body` goes to the client unchanged when no other instance helps."""
+    """The instance answered an error status. `body` goes to the client unless a retry succeeds."""
 
     reason = "rejected"
 
@@ -316,12 +320,12 @@ class Rejected(UpstreamError):
 
     @property
     def is_client_fault(self) -> bool:
-        """True where any instance would refuse: 4xx other than 408, 425 and 429."""
+        """Whether every instance would refuse: 4xx other than 408, 425 and 429."""
         return 400 <= self.status < 500 and self.status not in {408, 425, 429}
 
 
 class FailedStream(UpstreamError):
-    """A 200 whose stream turned into an error event; `event` is that event, byte for byte."""
+    """A stream with status 200 that ended with an error event; `event` is that event, unchanged."""
 
     reason = "error_event"
 
@@ -333,18 +337,18 @@ class FailedStream(UpstreamError):
 
 
 class Recomputed(UpstreamError):
-    """D ran out of KV and gave the request back (`stop_reason: "recomputed"`)."""
+    """D ran out of KV memory and returned the request (`stop_reason: "recomputed"`)."""
 
     reason = "recomputed"
 
 
 def is_loss(error: UpstreamError) -> bool:
-    """Whether the instance died or hung up after it had got the request."""
+    """Whether the instance died or hung up after it had received the request."""
     return isinstance(error, ConnectionLost | UpstreamTimeout)
 
 
 def is_leaving(error: UpstreamError | None) -> bool:
-    """Whether the instance shuts down, and refused the request or broke its stream off for that."""
+    """Whether the instance refused the request or ended its stream because it is shutting down."""
     code = f'"{SHUTTING_DOWN}"'.encode()
     if isinstance(error, FailedStream):
         return code in error.error

@@ -1,4 +1,4 @@
-"""Everything but generation: models, tokens, health, metrics."""
+"""Handlers of all paths except generation: models, tokenize, health, metrics, the admin API."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ Handler = Callable[[HttpRequest], Awaitable[None]]
 Routes = dict[str, dict[str, Handler]]
 ANSWER_TIMEOUT_S = 10.0
 MODELS_PATH = "/v1/models"
-# Of every path below it: one model's card.
+# Prefix of the paths of single models.
 MODEL_PATH = "/v1/models/"
 INSTANCES_PATH = "/instances"
-# What --admin-port takes off the public port.
+# Explains a decision of the conductor. Like all ADMIN_PATHS, only on --admin-port if given.
 EXPLAIN_PATH = "/conductor/explain"
-# For Prometheus' http_sd_configs: whom to scrape beside the proxy.
+# For Prometheus' http_sd_configs: the instances to scrape beside the proxy.
 TARGETS_PATH = "/metrics/targets"
-# Where proxies on other hosts tell what they have reserved.
+# Proxies on other hosts post their reservations here.
 RESERVATIONS_PATH = "/conductor/reservations"
-# Where instances announce themselves.
+# Instances register here.
 REGISTER_PATH = "/register"
 ADMIN_PATHS = frozenset(
     {
@@ -54,12 +54,12 @@ ADMIN_PATHS = frozenset(
     }
 )
 _GENERATING = (*(endpoint.path for endpoint in OpenAIEndpoint), *FORMAT_PATHS)
-# Whose requests have bodies of any length, for clients with an API key.
+# Paths with large bodies, up to --max-body-bytes, for clients with an API key.
 BODY_PATHS = frozenset({*_GENERATING, COUNT_TOKENS_PATH, "/tokenize", "/detokenize"})
 
 
 def routes(process: ProxyProcess, handle: Handler) -> Routes:
-    """Path -> method -> handler. `handle` is the top of every request."""
+    """The handlers by path and method. `handle` is the application's dispatcher of all requests."""
     handlers = AdminHandlers(process, handle)
     generating: Routes = {path: {"POST": handlers.no_query} for path in _GENERATING}
     return {
@@ -82,14 +82,14 @@ def routes(process: ProxyProcess, handle: Handler) -> Routes:
 
 
 def route_of(path: str) -> str:
-    """The route that serves a path. Instances must not be asked for what lies elsewhere."""
+    """The route of a path. A `..` must not lead out of the model paths of an instance."""
     if not path.startswith(MODEL_PATH) or ".." in unquote(path).split("/"):
         return path
     return MODEL_PATH
 
 
 class AdminHandlers:
-    """Handlers of all paths but generation."""
+    """Handlers of all paths except generation."""
 
     def __init__(self, process: ProxyProcess, handle: Handler) -> None:
         self._process = process
@@ -98,18 +98,18 @@ class AdminHandlers:
         self._routers = process.routers
 
     async def no_query(self, request: HttpRequest) -> None:
-        """A generating path that came with a query string: the query means nothing there."""
+        """Handle a generating path with a query string, which is ignored."""
         request.target = request.path.encode("latin-1")
         await self._handle(request)
 
     async def page(self, request: HttpRequest) -> None:
-        """The live page."""
+        """GET /: the live page."""
         policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
         headers = header_lines([("content-security-policy", policy + "connect-src 'self'")])
         request.respond(200, live_page(), "text/html; charset=utf-8", headers)
 
     async def view(self, request: HttpRequest) -> None:
-        """The numbers of the live page; `?since=TIME`: of the history only what is later."""
+        """GET /view: the live page's data. `?since=TIME` limits the history to later samples."""
         given = parse_qs(request.query).get("since", ["0"])[-1]
         try:
             since = float(given)
@@ -119,14 +119,17 @@ class AdminHandlers:
         respond_json(request, 200, live_view(self._process, instances, since))
 
     async def health(self, request: HttpRequest) -> None:
-        """200 while the process serves at all. Instances are shown only where operators look."""
+        """GET /health: 200 while the process is alive.
+
+        Instances are listed only on the admin port, or if there is none.
+        """
         answer: dict[str, Any] = {"status": "ok", "version": __version__}
         if request.is_admin or self._process.config.admin_port is None:
             answer["instances"] = [instance_info(instance) for instance in self._process.pools]
         respond_json(request, 200, answer)
 
     async def ready(self, request: HttpRequest) -> None:
-        """200 when a request could be answered now, else 503 with the reason."""
+        """GET /ready: 200 if a request could be answered now, else 503 with the reason."""
         reason = self._not_ready()
         status = (
             {"status": "ready"} if reason is None else {"status": "not ready", "reason": reason}
@@ -137,7 +140,7 @@ class AdminHandlers:
         if self._process.is_draining:
             return "the proxy is shutting down"
         reasons = [self._pool_not_ready(pool) for pool in self._process.pools.in_use]
-        # One model that can be served is enough: another one's clients get 503 meanwhile.
+        # One model that can be served is enough; requests for the others get 503.
         return None if None in reasons else reasons[0]
 
     def _pool_not_ready(self, pool: InstancePool) -> str | None:
@@ -152,12 +155,12 @@ class AdminHandlers:
         return None
 
     async def instances(self, request: HttpRequest) -> None:
-        """All instances with their state. Needs an admin key, like every change."""
+        """GET /instances: all instances with their state. Needs an admin key, like changes."""
         self._check_admin_key(request)
         respond_json(request, 200, {"instances": [instance_info(i) for i in self._process.pools]})
 
     async def change(self, request: HttpRequest) -> None:
-        """`{"operation": "add|drain|resume|remove|role", "url": ..., "role": ...}`."""
+        """POST /instances: `{"operation": "add|drain|resume|remove|role", "url": ..., ...}`."""
         self._check_admin_key(request)
         try:
             change = msgspec.json.decode(request.body, type=MembershipChange)
@@ -167,8 +170,10 @@ class AdminHandlers:
         respond_json(request, 200, {"instance": instance_info(instance) if instance else None})
 
     async def register(self, request: HttpRequest) -> None:
-        """An instance announces itself, renews its lease, or leaves; signed with the secret of
-        --register-secret-file."""
+        """POST /register: an instance registers, renews its lease, or unregisters.
+
+        The message is signed with the secret of --register-secret-file.
+        """
         try:
             body = bytes(request.body)
             instance = self._process.registrations.receive(request.headers, body)
@@ -177,7 +182,7 @@ class AdminHandlers:
         respond_json(request, 200, {"instance": instance_info(instance) if instance else None})
 
     async def explain(self, request: HttpRequest) -> None:
-        """`?request=ID`: why a request went where it went, with all terms."""
+        """GET /conductor/explain?request=ID: why a request was placed as it was, with all terms."""
         given = parse_qs(request.query).get("request", [])
         if len(given) != 1:
             raise BadRequest(f"{EXPLAIN_PATH}?request=ID: wanted one X-Request-Id, found {given}")
@@ -190,13 +195,13 @@ class AdminHandlers:
         check_key(request.headers, keys)
 
     async def metrics(self, request: HttpRequest) -> None:
-        """Prometheus text."""
+        """GET /metrics: Prometheus text format."""
         lines = [*self._process.all_metrics().lines(), *self._gauges()]
         body = "\n".join(lines).encode() + b"\n"
         request.respond(200, body, "text/plain; version=0.0.4; charset=utf-8")
 
     async def targets(self, request: HttpRequest) -> None:
-        """All instances, as Prometheus discovers targets over HTTP."""
+        """GET /metrics/targets: all instances, in the format of Prometheus' HTTP discovery."""
         found = []
         for instance in self._process.pools:
             origin = instance.spec.origin
@@ -239,7 +244,7 @@ class AdminHandlers:
         )
 
     def _rank_gauges(self, prefix: str, instances: Sequence[Instance]) -> Iterator[str]:
-        """Of instances that have several data-parallel ranks, as their health says it."""
+        """Gauges of instances with several data-parallel ranks, from their health reports."""
         labelled = [
             ({"instance": i.name, "role": i.spec.role.value, "dp_rank": str(rank.number)}, rank)
             for i in instances
@@ -258,7 +263,7 @@ class AdminHandlers:
             )
 
     def _held_gauges(self, prefix: str) -> Iterator[str]:
-        """What the conductor knows of instances, by their events and those of their stores."""
+        """Gauges of the KV that instances hold, from the KV events of instances and node stores."""
         held = [
             ({"instance": instance.name, "role": instance.spec.role.value, "tier": tier}, number)
             for router in self._routers
@@ -271,7 +276,7 @@ class AdminHandlers:
             yield from gauge_lines(f"{prefix}instance_held_tokens", text, held)
 
     def _load_gauges(self, prefix: str) -> Iterator[str]:
-        """What autoscalers go by, where the conductor has an objective for the first token."""
+        """Gauges for autoscalers, which require a TTFT objective of the conductor."""
         now, loads, wanted = self._router.now(), [], []
         for router in self._routers:
             if router.conductor is None or router.conductor.roles is None:
@@ -289,7 +294,7 @@ class AdminHandlers:
             yield from gauge_lines(f"{prefix}wanted_instances", text, wanted)
 
     async def models(self, request: HttpRequest) -> None:
-        """The models of all pools: each as one of its instances describes it."""
+        """GET /v1/models: the models of all pools, as their instances describe them."""
         pools = self._process.pools.in_use
         if len(pools) == 1:
             await self.forward_to_instance(request)
@@ -305,7 +310,7 @@ class AdminHandlers:
         respond_json(request, 200, {"object": "list", "data": list(cards.values())})
 
     async def _cards_of(self, pool: InstancePool, request: HttpRequest) -> list[dict[str, Any]]:
-        """What a live instance of a pool says of its models; nothing where none answers."""
+        """The model cards of a live instance of `pool`; empty if none answers."""
         try:
             answer = await self._ask_one(pool, request)
             return msgspec.json.decode(answer, type=ModelList).data
@@ -313,7 +318,7 @@ class AdminHandlers:
             return []
 
     async def forward_to_instance(self, request: HttpRequest) -> None:
-        """Models, tokenize and detokenize: the response of the first live instance that has one."""
+        """Forward models, tokenize and detokenize to the first live instance that answers."""
         check_key(request.headers, self._process.config.api_keys)
         pool = self._process.pools.pool_of(_model_of(request))
         try:
@@ -324,7 +329,7 @@ class AdminHandlers:
         request.respond(200, body, "application/json")
 
     async def _ask_one(self, pool: InstancePool, request: HttpRequest) -> bytes:
-        """What the first live instance answers that has an answer."""
+        """The answer of the first live instance that has one."""
         last: UpstreamError | None = None
         for instance in pool.require(pool.undisaggregated_role() or Role.DECODE):
             deadline = self._router.now() + ANSWER_TIMEOUT_S
@@ -341,25 +346,25 @@ class AdminHandlers:
 
 
 class ModelList(Struct):
-    """`GET /v1/models`, as far as it is merged."""
+    """An instance's answer to `GET /v1/models`."""
 
     data: list[dict[str, Any]] = []
 
 
 class NamedModel(Struct):
-    """The model that a body names."""
+    """The `model` field of a body."""
 
     model: str | None = None
 
 
 def _model_of(request: HttpRequest) -> str | None:
-    """The model that a request outside of generation is about."""
+    """The model that a non-generating request names in its path or body."""
     if request.path.startswith(MODEL_PATH):
         return unquote(request.path[len(MODEL_PATH) :])
     try:
         return msgspec.json.decode(request.body, type=NamedModel).model if request.body else None
     except UNREADABLE:
-        return None  # the instance says what is wrong with it
+        return None  # the instance will reject it
 
 
 def _forwarded_request(request: HttpRequest, instance: Instance) -> bytes:
@@ -372,7 +377,7 @@ def _forwarded_request(request: HttpRequest, instance: Instance) -> bytes:
 
 
 def instance_info(instance: Instance) -> dict[str, Any]:
-    """An instance for the health and admin endpoints."""
+    """An instance as JSON, for the health and admin endpoints."""
     return {
         "name": instance.name,
         "role": instance.spec.role.value,

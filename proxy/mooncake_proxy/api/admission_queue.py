@@ -1,8 +1,8 @@
-"""How many requests run at once: a bounded queue, in which API keys have fair shares.
+"""The admission queue: bounds how many requests run at once, with fair shares between API keys.
 
-Who is served next is decided by virtual token counters (Sheng et al., "Fairness in Serving Large
-Language Models", OSDI'24): that of the key whose requests have cost the least so far, by its
-weight. Of one key, first come, first served; with one key, or none, that is all there is to it.
+The order follows virtual token counters (Sheng et al., "Fairness in Serving Large Language Models",
+OSDI'24): the next request is one of the key with the least cost so far, relative to its weight. The
+requests of one key are served first come, first served.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mooncake_proxy.errors import Overloaded
 
 
 class Tenant(Protocol):
-    """Whose requests share a turn."""
+    """An API key, as far as the queue needs it."""
 
     @property
     def name(self) -> str:
@@ -27,7 +27,7 @@ class Tenant(Protocol):
 
     @property
     def weight(self) -> float:
-        """Of its share."""
+        """Weight of its share."""
 
 
 NO_KEY = NoKey()
@@ -35,12 +35,12 @@ NO_KEY = NoKey()
 
 @dataclass(slots=True)
 class _Turns:
-    """What one tenant waits for.
+    """The queue of one tenant.
 
     Args:
-        weight: of its share.
-        served: tokens so far, by weight.
-        waiting: results of its requests, and what each costs.
+        weight: weight of its share.
+        served: virtual counter: tokens served so far, divided by the weight.
+        waiting: a future and the cost in tokens of each waiting request.
     """
 
     weight: float
@@ -49,20 +49,24 @@ class _Turns:
 
 
 class AdmissionQueue:
-    """Each admitted request calls `leave` once. Costs are in tokens."""
+    """The queue of one worker process. Each admitted request must call `leave` once.
+
+    Costs are in tokens.
+    """
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
-        # Whether there are turns at all, which costs decide about.
+        # Whether requests may have to wait, so that costs matter.
         self.is_bounded = config.max_running > 0
         self._turns: dict[str, _Turns] = {}
-        # Of who was served last: one that comes back to an empty queue has no credit from before.
+        # Counter of the tenant served last. A tenant that returns after a pause starts from it: it
+        # has no credit from the time in which it sent nothing.
         self._last_served = 0.0
         self.num_running = 0
         self.num_waiting = 0
 
     def enter(self, tenant: Tenant = NO_KEY, cost: float = 1.0) -> bool:
-        """Admit at once if there is room; if not, call `queue`."""
+        """Admit a request immediately if possible. If False, the caller must await `queue`."""
         if not self.is_bounded:
             self.num_running += 1
             return True
@@ -73,7 +77,7 @@ class AdmissionQueue:
         return True
 
     def leave(self) -> None:
-        """Admit the request whose turn it is."""
+        """End a request, and admit the next one."""
         while self.num_waiting:
             turns = min((t for t in self._turns.values() if t.waiting), key=lambda t: t.served)
             turn, cost = turns.waiting.popleft()
@@ -85,8 +89,11 @@ class AdmissionQueue:
         self.num_running -= 1
 
     async def queue(self, tenant: Tenant = NO_KEY, cost: float = 1.0) -> None:
-        """Wait until admitted. Overloaded when the queue is full or slow; a client that leaves is
-        dropped from the queue."""
+        """Wait until admitted. A request whose client disconnects is removed from the queue.
+
+        Raises:
+            Overloaded: the queue is full, or the request has waited for too long.
+        """
         config, turns = self._config, self._turns_of(tenant)
         if self.num_waiting >= config.max_waiting and not self._make_room_for(turns):
             raise self._full()
@@ -127,8 +134,11 @@ class AdmissionQueue:
         self._last_served = turns.served
 
     def _make_room_for(self, newcomer: _Turns) -> bool:
-        """The queue is full: the latest request of who fills most of it goes, unless that is the
-        newcomer itself."""
+        """Drop the latest request of the tenant with the most waiting requests, by weight.
+
+        Returns:
+            False if the newcomer itself is that tenant: nothing is dropped.
+        """
         longest = max(self._turns.values(), key=lambda t: len(t.waiting) / t.weight)
         if len(longest.waiting) / longest.weight <= (len(newcomer.waiting) + 1) / newcomer.weight:
             return False

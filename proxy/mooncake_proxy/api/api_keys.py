@@ -1,4 +1,4 @@
-"""Who may send requests: API keys, and what the keys file says of each."""
+"""API keys: the keys file, and the checks of requests' keys."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ STRUCTURED = (".json", ".yaml", ".yml")
 
 
 class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
-    """One key, as the keys file has it.
+    """One entry of the keys file.
 
     Args:
         key: the bearer token.
-        name: in metrics, logs and errors, in place of the key; empty where it has no limits.
-        classes: that its requests may be of (``X-Request-Class``); the first one by default, and
-            any if there is none.
-        weight: of its share where requests wait for their turn.
-        requests_per_minute, tokens_per_minute: limits; 0 for none.
-        models: that it may ask for; empty for all.
+        name: stands for the key in metrics, logs and errors; required for keys with limits.
+        classes: request classes that it may use (``X-Request-Class``), the default first; empty:
+            any.
+        weight: weight of its share in the admission queue.
+        requests_per_minute: rate limit of requests; 0: none.
+        tokens_per_minute: rate limit of tokens; 0: none.
+        models: models that it may use; empty: all.
     """
 
     key: str
@@ -45,7 +46,7 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyClass(Struct, frozen=True, forbid_unknown_fields=True):
-    """Objectives of a class: milliseconds, or multiples such as "5x"."""
+    """Objectives of a request class: milliseconds, or multiples of the unloaded time ("5x")."""
 
     ttft: str | int | float = "inf"
     tbt: str | int | float = "inf"
@@ -61,17 +62,17 @@ class KeyFile(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class NoKey:
-    """What stands for the key of a proxy that asks for none."""
+    """Stands for the key if the proxy requires none."""
 
     name: str = ""
     weight: float = 1.0
 
 
 def read_key_file(path: str | None) -> KeyFile:
-    """A file with a key per line, or a structured one: YAML or JSON by its ending.
+    """Read a keys file: structured YAML or JSON by its extension, otherwise one key per line.
 
     Raises:
-        ConfigError: it can't be read, holds no key, or one is given twice.
+        ConfigError: it can't be read, contains no key, or contains a key or name twice.
     """
     if path is None:
         return KeyFile()
@@ -100,7 +101,7 @@ def read_key_file(path: str | None) -> KeyFile:
 
 
 def read_keys(path: str | None) -> frozenset[str]:
-    """Keys of a file, one per line; empty lines and `#` comments are skipped."""
+    """Read a file with one key per line. Empty lines and `#` comments are skipped."""
     if path is None:
         return frozenset()
     try:
@@ -114,8 +115,7 @@ def read_keys(path: str | None) -> frozenset[str]:
 
 
 def bearer_token(headers: dict[bytes, bytes]) -> bytes | None:
-    """What a client shows as its key, in the way of OpenAI's clients or of Anthropic's; None if it
-    shows none."""
+    """The API key that a request sends as OpenAI's or Anthropic's clients do; None without one."""
     if b"authorization" not in headers:
         return headers.get(b"x-api-key")
     scheme, _, token = headers[b"authorization"].partition(b" ")
@@ -123,15 +123,15 @@ def bearer_token(headers: dict[bytes, bytes]) -> bytes | None:
 
 
 def holds_key(headers: dict[bytes, bytes], keys: frozenset[str]) -> bool:
-    """Whether the bearer token is one of `keys`."""
+    """Whether the request's API key is one of `keys`."""
     given = bearer_token(headers)
-    # Every key is compared, each in constant time: timing reveals nothing about any of them.
+    # All keys are compared, each in constant time, so that timing reveals nothing about them.
     matches = [hmac.compare_digest(given or b"", key.encode()) for key in keys]
     return given is not None and any(matches)
 
 
 def check_key(headers: dict[bytes, bytes], keys: frozenset[str]) -> None:
-    """Unauthorized unless the bearer token is one of `keys`; no keys means open."""
+    """Raise Unauthorized unless the request's API key is one of `keys`, or `keys` is empty."""
     if keys and not holds_key(headers, keys):
         raise Unauthorized(
             "wrong or missing API key: send Authorization: Bearer KEY, or x-api-key: KEY"
@@ -139,8 +139,10 @@ def check_key(headers: dict[bytes, bytes], keys: frozenset[str]) -> None:
 
 
 def tenant_salt(headers: dict[bytes, bytes], own: str | None) -> str:
-    """The `cache_salt` of a client: the same for all requests with one API key, and of no use to
-    find the key. A salt of the client's `own` divides its cache further."""
+    """The `cache_salt` of a client: the same for all requests with one API key.
+
+    The key can't be derived from it. The client's `own` salt, if any, divides its cache further.
+    """
     key = headers.get(b"authorization", b"").partition(b" ")[2].strip()
     key = key or headers.get(b"x-api-key", b"")
     salt = blake2b(key, digest_size=16, person=b"cache_salt")

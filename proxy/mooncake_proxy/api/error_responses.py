@@ -1,4 +1,4 @@
-"""Answers that are not an instance's own: JSON, errors with their true status, error events."""
+"""Responses that the proxy creates itself: JSON, errors with their status, error events."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mooncake_proxy.http1.http_wire import header_lines
 
 
 def respond_json(request: HttpRequest, status: int, value: Any) -> None:
-    """A JSON answer."""
+    """Respond with `value` as JSON."""
     request.respond(status, encode(value), "application/json")
 
 
 def answer_error(request: HttpRequest, error: ProxyError, headers: bytes) -> None:
-    """The true status where none was sent yet, an SSE error event afterwards."""
+    """Answer an error: with its status if none was sent yet, else with an SSE error event."""
     if request.ended:
         return
     if request.has_started:

@@ -1,8 +1,8 @@
-"""Requests and tokens per minute of API keys, and the headers that tell clients about them.
+"""Rate limits of API keys: requests and tokens per minute, and the response headers about them.
 
-Buckets that refill all the time, as OpenAI's: a minute's worth may be used at once, and comes back
-by the second. A request costs its prompt and the new tokens that it asks for; what it did not use
-is given back when it ends. Pure: no clock.
+Token buckets that refill continuously, as OpenAI's: a minute's worth may be used at once. A request
+is charged its prompt and the new tokens that it asks for; unused tokens are returned when it ends.
+Pure: no clock.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from mooncake_proxy.http1.http_wire import header_lines
 
 _MINUTE_S = 60.0
 Usage = dict[str, tuple[float, float]]
-"""Requests and tokens by the name of the key."""
+"""(requests, tokens) by key name."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """So much per minute; 0 for no limit. May fall below zero, if a request used more than it said.
+    """A token bucket. May fall below zero if a request uses more than it was charged for.
 
     Args:
-        limit: per minute, and the most that it holds.
-        left: at ``at``.
-        at: the time, in seconds.
+        limit: amount per minute, and the capacity; 0: no limit.
+        left: amount left at time ``at``.
+        at: time of the last refill, in seconds.
     """
 
     limit: float
@@ -35,17 +35,17 @@ class Bucket:
     at: float
 
     def refill(self, now: float) -> None:
-        """What has come back meanwhile."""
+        """Add what has refilled since the last call."""
         self.left = min(self.limit, self.left + (now - self.at) * self.limit / _MINUTE_S)
         self.at = now
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until so much is there; more than it ever holds is asked for as all of it."""
+        """Seconds until `amount` is available; beyond the capacity, until the bucket is full."""
         lacking = min(amount, self.limit) - self.left
         return max(lacking, 0.0) * _MINUTE_S / self.limit if self.limit else 0.0
 
     def spend(self, amount: float) -> None:
-        """Take so much, or give it back."""
+        """Take `amount`; a negative one is returned to the bucket."""
         self.left = min(self.limit, self.left - amount)
 
 
@@ -53,8 +53,8 @@ class RateLimits:
     """The buckets of all keys that have limits.
 
     Args:
-        keys: of the keys file.
-        now: the time, in seconds.
+        keys: entries of the keys file.
+        now: current time, in seconds.
     """
 
     def __init__(self, keys: Iterable[ApiKey], now: float) -> None:
@@ -66,14 +66,14 @@ class RateLimits:
             for key in keys
             if key.requests_per_minute or key.tokens_per_minute
         }
-        # Since it was last told to the other workers.
+        # Spent since the last report to the other workers.
         self._spent: Usage = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._buckets
 
     def take(self, name: str, num_tokens: int, now: float) -> None:
-        """A request of so many tokens. RateLimited if the key has not so much left."""
+        """Charge a request of `num_tokens` tokens. Raises RateLimited if the key lacks them."""
         buckets, costs = self._buckets[name], {"requests": 1.0, "tokens": float(num_tokens)}
         for kind, bucket in buckets.items():
             bucket.refill(now)
@@ -82,7 +82,7 @@ class RateLimits:
         self._spend(name, 1.0, float(num_tokens))
 
     def settle(self, name: str, num_tokens: float) -> None:
-        """A request used so many tokens more than it said; fewer are a negative number."""
+        """Correct the charge of a request by `num_tokens`; negative if it used fewer tokens."""
         self._spend(name, 0.0, num_tokens)
 
     def headers(self, name: str, now: float) -> bytes:
@@ -100,12 +100,12 @@ class RateLimits:
         return header_lines(lines)
 
     def spent(self) -> Usage:
-        """What was spent here since this was last asked for."""
+        """Return what was spent in this process since the last call."""
         spent, self._spent = self._spent, {}
         return spent
 
     def spent_elsewhere(self, usage: Usage) -> None:
-        """What another worker process let through."""
+        """Charge what was spent in another worker process."""
         for name, (requests, tokens) in usage.items():
             if name in self._buckets:
                 self._buckets[name]["requests"].spend(requests)
@@ -119,7 +119,7 @@ class RateLimits:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 20ms, 1.5s, 6m0s."""
+    """Format a duration as OpenAI does: 20ms, 1.5s, 6m0s."""
     if seconds < 1.0:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(seconds, _MINUTE_S)

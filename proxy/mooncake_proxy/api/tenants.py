@@ -1,4 +1,4 @@
-"""What the keys file says of a request's key: its models, its limits, what it has used."""
+"""Tenants: enforces the models and rate limits that a structured keys file gives to API keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mooncake_proxy.ops.proxy_metrics import ProxyMetrics
 
 
 class Tenants:
-    """The keys that the keys file says more of than that they are good."""
+    """The API keys with an entry in a structured keys file."""
 
     def __init__(
         self, keys: tuple[ApiKey, ...], client: ClientContext, metrics: ProxyMetrics
@@ -26,12 +26,16 @@ class Tenants:
         self.limits = RateLimits(keys, self._now())
 
     def of(self, headers: dict[bytes, bytes]) -> ApiKey | None:
-        """Whose request it is. The key must have been checked before."""
+        """The entry of the request's key, which must have been checked before; None without one."""
         return self._by_key.get(bearer_token(headers) or b"") if self._by_key else None
 
     def begin(self, tenant: ApiKey, context: RequestContext) -> None:
-        """A request begins: ModelNotFound if its key may not use the model, RateLimited if it has
-        used up what it may."""
+        """Begin a request, and charge its estimated tokens to the key's limits.
+
+        Raises:
+            ModelNotFound: the key may not use the model.
+            RateLimited: the key has reached a limit.
+        """
         if tenant.models and context.parsed.model not in tenant.models:
             raise ModelNotFound(context.parsed.model or "")
         if tenant.name not in self.limits:
@@ -41,13 +45,13 @@ class Tenants:
             self.limits.take(tenant.name, context.cost_tokens, now)
         except RateLimited as error:
             self._metrics.rate_limited.add(tenant.name, error.type)
-            context.tenant = None  # it has taken nothing that could be given back
+            context.tenant = None  # nothing was charged, so `end` must not settle
             raise
         finally:
             context.limit_headers = self.limits.headers(tenant.name, now)
 
     def end(self, context: RequestContext) -> None:
-        """A request is over. Of streams each event counts as one token."""
+        """End a request: charge the tokens really used. In streams, each event counts as one."""
         tenant = context.tenant
         if tenant is None or tenant.name not in self.limits or not context.limit_headers:
             return
@@ -70,7 +74,7 @@ _decoder = Decoder(_Answer)
 
 
 def used_tokens(body: bytes) -> int | None:
-    """Tokens of prompt and answer in a whole answer; None where it does not say."""
+    """Tokens of prompt and answer, from the `usage` of a whole answer; None without one."""
     try:
         usage = _decoder.decode(body).usage
     except UNREADABLE:
