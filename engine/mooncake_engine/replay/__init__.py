@@ -1,1 +1,1 @@
-"""``mooncake-engine bench``: replays a trace of requests against any OpenAI endpoint. No torch."""
+"""``mooncake-engine bench`` and ``bench serve``: load tests of OpenAI endpoints. Needs no torch."""

@@ -1,4 +1,4 @@
-"""From what was noted of each request to figures. Pure."""
+"""Computes latency and throughput statistics from the records of a run's requests."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from itertools import pairwise
 
 @dataclass(slots=True)
 class Record:
-    """What was noted of one request. Times are readings of one clock, in seconds.
+    """The measurements of one request. Times are readings of one clock, in seconds.
 
     Args:
-        index: in the trace.
-        planned_s: when it was to be sent.
-        sent_s, end_s: when it was sent, and over.
-        piece_times_s: when each piece of text came.
-        num_input, num_output, num_cached: tokens of prompt and answer, and prompt tokens that were
-            cached, as the endpoint counts them.
-        error: why it failed, or was refused.
-        is_refused: the endpoint said at once that it would not take it now (429, 503).
-        request_id: sent with it; empty for none.
-        pieces: the texts that came.
+        index: the request's index in the trace.
+        planned_s: when the request was scheduled to be sent.
+        sent_s, end_s: when it was sent, and when it finished.
+        piece_times_s: when each piece of text was received.
+        num_input, num_output, num_cached: tokens of prompt and answer, and cached prompt tokens, as
+            the endpoint counts them.
+        error: why the request failed or was rejected; None if it was answered.
+        is_refused: whether the endpoint rejected the request for lack of capacity (429, 503).
+        request_id: the ``X-Request-Id`` that was sent; empty for none.
+        pieces: the pieces of text that were received.
     """
 
     index: int
@@ -41,22 +41,23 @@ class Record:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token; of answered requests only, as the others."""
+        """Time to first token. Like the other latencies, defined for answered requests only."""
         return self.piece_times_s[0] - self.sent_s
 
     @property
     def e2e_s(self) -> float:
-        """From the request to the end of the answer."""
+        """Time from sending the request to the end of the answer."""
         return self.end_s - self.sent_s
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between one piece and the next."""
+        """The times between consecutive pieces of text."""
         return [later - sooner for sooner, later in pairwise(self.piece_times_s)]
 
     @property
     def tbt_s(self) -> float:
-        """Time between tokens as Mooncake measures it (FAST '25): mean of the longest tenth."""
+        """Time between tokens as Mooncake measures it (FAST '25): the mean of the longest tenth of
+        the gaps."""
         gaps = sorted(self.gaps_s)
         longest = gaps[-math.ceil(len(gaps) / 10) :]
         return sum(longest) / len(longest) if longest else 0.0
@@ -64,11 +65,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class UnloadedLatency:
-    """What requests take that have the endpoint for themselves, by the length of their prompts.
+    """The latency of requests on an idle endpoint, by prompt length.
 
     Args:
-        num_input: tokens of the prompts that were measured, in rising order; at least one.
-        ttft_s, tbt_s: of each of them.
+        num_input: the measured prompt lengths in tokens, ascending; at least one.
+        ttft_s, tbt_s: the latencies at each of these lengths.
     """
 
     num_input: tuple[int, ...]
@@ -77,7 +78,8 @@ class UnloadedLatency:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> UnloadedLatency:
-        """Of requests that were answered one after another; one per length, the last one."""
+        """From requests that were sent one after another; of several with the same length, the last
+        one counts."""
         by_length = {record.num_input: record for record in records}
         ordered = [by_length[length] for length in sorted(by_length)]
         return cls(
@@ -87,16 +89,17 @@ class UnloadedLatency:
         )
 
     def ttft_times(self, record: Record) -> float:
-        """How many times the unloaded one's a request's TTFT is."""
+        """A request's TTFT as a multiple of the unloaded TTFT for its prompt length."""
         return record.ttft_s / max(self._at(self.ttft_s, record.num_input), 1e-9)
 
     def tbt_times(self, record: Record) -> float | None:
-        """The same of its TBT; None where one of the two has no gaps."""
+        """A request's TBT as a multiple of the unloaded TBT; None where either has no gaps."""
         unloaded = self._at(self.tbt_s, record.num_input)
         return record.tbt_s / unloaded if unloaded and record.gaps_s else None
 
     def _at(self, values: Sequence[float], num_input: int) -> float:
-        """Between the lengths that were measured, and beyond them the nearest."""
+        """The value at a prompt length: interpolated between the measured lengths, and that of the
+        nearest one outside of them."""
         above = bisect_left(self.num_input, num_input)
         if above == 0:
             return values[0]
@@ -109,12 +112,12 @@ class UnloadedLatency:
 
 @dataclass(frozen=True, slots=True)
 class LatencyTargets:
-    """What a good answer keeps to; None is no limit.
+    """The latency objectives that a good answer meets; None is no limit.
 
     Args:
-        ttft_s, tbt_s: in seconds.
-        ttft_times, tbt_times: in multiples of what ``unloaded`` says.
-        unloaded: measured before; needed for multiples.
+        ttft_s, tbt_s: limits in seconds.
+        ttft_times, tbt_times: limits as multiples of the latency in ``unloaded``.
+        unloaded: the latency of an idle endpoint; needed for multiples.
     """
 
     ttft_s: float | None = None
@@ -129,7 +132,7 @@ class LatencyTargets:
         return self.ttft_times is not None or self.tbt_times is not None
 
     def is_met(self, record: Record) -> bool:
-        """Whether the request was answered, and in time."""
+        """Whether the request was answered within all limits."""
         return (
             record.error is None
             and (self.ttft_s is None or record.ttft_s <= self.ttft_s)
@@ -148,7 +151,7 @@ class LatencyTargets:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How values lie."""
+    """Mean, percentiles and maximum of a set of values."""
 
     mean: float
     p50: float
@@ -158,7 +161,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution:
-        """Of any number of values; all zero if there are none."""
+        """The distribution of any number of values; all zero if there are none."""
         if not values:
             return cls(0.0, 0.0, 0.0, 0.0, 0.0)
         ordered = sorted(values)
@@ -168,20 +171,22 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A replay in figures. Times in seconds, rates per second.
+    """The statistics of a replay. Times in seconds, rates per second.
 
     Args:
-        num_requests, num_refused, num_failed: sent; of these refused at once (429, 503), and not
-            answered in full for another reason.
-        duration_s: from the first request to the last answer.
-        ttft_s, tbt_s, e2e_s: to the first token, between pieces, and in all; of answered requests.
-        ttft_times, tbt_times: the same in multiples of an unloaded request's; None where that was
-            not measured.
-        late_s: how much later than planned requests were sent: the client's own fault.
+        num_requests, num_refused, num_failed: requests sent; those rejected for lack of capacity
+            (429, 503); those not answered completely for another reason.
+        duration_s: time from the first request to the end of the last answer.
+        ttft_s, tbt_s, e2e_s: time to first token, time between pieces, and total time of answered
+            requests.
+        ttft_times, tbt_times: TTFT and TBT as multiples of the unloaded latency; None where that
+            was not measured.
+        late_s: how much later than planned requests were sent; a large value means that the client
+            could not keep up.
         requests_per_s, input_tokens_per_s, output_tokens_per_s: throughput.
         goodput_per_s: requests per second that met the objective.
-        good_share: of all requests.
-        cached_share: of prompt tokens.
+        good_share: the share of all requests that met the objective.
+        cached_share: the share of prompt tokens that were cached.
     """
 
     num_requests: int
@@ -203,7 +208,7 @@ class Summary:
 
 
 def summarise(records: Sequence[Record], objective: LatencyTargets) -> Summary:
-    """The figures of a replay with at least one request."""
+    """The statistics of a replay with at least one request."""
     answered = [record for record in records if record.error is None]
     start, end = min(r.sent_s for r in records), max(r.end_s for r in records)
     duration = max(end - start, 1e-9)
@@ -241,7 +246,11 @@ def _multiples(
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of values in rising order, between neighbours if need be."""
+    """A quantile of ascending values, interpolated linearly.
+
+    Args:
+        share: the quantile, from 0 to 1.
+    """
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)

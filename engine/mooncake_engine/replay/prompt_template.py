@@ -1,7 +1,8 @@
-"""Renders a chat template without transformers, with what transformers gives to templates.
+"""Renders a chat template without transformers, with the same filters and functions that
+transformers offers to templates.
 
-Only for prompts of ``bench serve`` that go to a completions endpoint: instances lay out
-conversations through transformers itself.
+Only ``bench serve`` uses this, for prompts that it sends to a completions endpoint. Instances
+render conversations with transformers itself.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from mooncake_engine.errors import ConfigError
 
 
 class _Generation(Extension):
-    """``{% generation %}``, which marks what the model said for training: here it means nothing."""
+    """Accepts ``{% generation %}``, which marks the model's own text for training, and ignores
+    it."""
 
-    tags = {"generation"}  # noqa: RUF012  # of instances in jinja2
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as an instance attribute
 
     def parse(self, parser: Parser) -> Node | list[Node]:
         next(parser.stream)
@@ -31,15 +33,15 @@ class _Generation(Extension):
 
 
 def render_user_message(template: str, content: str, special_texts: Mapping[str, str]) -> str:
-    """A conversation of one message, up to where the model answers.
+    """Render a conversation of one user message, up to the start of the model's answer.
 
     Args:
-        template: of the model.
-        content: of the message.
-        special_texts: ``bos_token`` and its like.
+        template: the model's chat template.
+        content: the text of the message.
+        special_texts: special tokens by their variable name, such as ``bos_token``.
 
     Raises:
-        ConfigError: the template refuses the message, or can't be read.
+        ConfigError: the template is invalid or rejects the message.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]

@@ -1,5 +1,5 @@
-"""A model's tokenizer for prompts of a given length: its ``tokenizer.json`` and its chat template,
-without transformers."""
+"""Loads a model's ``tokenizer.json`` and chat template without transformers, for prompts of a given
+length in ``bench serve``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import Any
 from mooncake_engine.errors import ConfigError
 
 _ATTEMPTS = 10
-"""A text of random tokens is cut otherwise when it is read again; so often its length is mended."""
+"""How often the length of a random text is corrected: random tokens, once decoded, are encoded to
+different tokens again."""
 
 
 class PromptTokenizer:
-    """Text to token ids and back. Use ``load``.
+    """Converts between text and token ids. Create it with ``load``.
 
     Args:
-        tokenizer: of the library ``tokenizers``.
-        settings: of ``tokenizer_config.json``.
-        template: how a conversation is laid out; None where the model has none.
+        tokenizer: a tokenizer of the library ``tokenizers``.
+        settings: the content of ``tokenizer_config.json``.
+        template: the model's chat template; None if it has none.
     """
 
     def __init__(self, tokenizer: Any, settings: dict[str, Any], template: str | None) -> None:
@@ -34,10 +35,11 @@ class PromptTokenizer:
 
     @classmethod
     def load(cls, wanted: str) -> PromptTokenizer:
-        """Of a model directory, or of ``ORG/NAME[@REVISION]`` on Hugging Face's hub.
+        """Load the tokenizer of a model directory, or of ``ORG/NAME[@REVISION]`` on the Hugging
+        Face hub.
 
         Raises:
-            ConfigError: there is no such tokenizer.
+            ConfigError: the tokenizer does not exist or can't be read.
         """
         from tokenizers import Tokenizer
 
@@ -60,18 +62,18 @@ class PromptTokenizer:
         return cls(tokenizer, settings, template if isinstance(template, str) else None)
 
     def count(self, text: str) -> int:
-        """Tokens of a prompt, with those that the tokenizer adds to every text."""
+        """The number of tokens of a prompt, including those that the tokenizer adds to every
+        text."""
         return len(self._tokenizer.encode(text).ids)
 
     @property
     def num_added(self) -> int:
-        """Tokens that the tokenizer adds to every text, such as BOS."""
+        """The number of tokens that the tokenizer adds to every text, such as BOS."""
         return int(self._tokenizer.num_special_tokens_to_add(is_pair=False))
 
     @cached_property
     def ordinary_ids(self) -> list[int]:
-        """Token ids in rising order, without the special ones and those that are only a part of a
-        character."""
+        """Ascending token ids, without special tokens and tokens that hold part of a character."""
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         ids = {*self._tokenizer.get_vocab(with_added_tokens=False).values()} - special
@@ -80,13 +82,14 @@ class PromptTokenizer:
         return [i for i, text in zip(ordered, texts, strict=True) if "\ufffd" not in text]
 
     def text_of_length(self, ids: Sequence[int], numbers: random.Random) -> str:
-        """Text of some tokens that has as many when it is read again, as far as that can be had:
-        what the reading adds is cut off, what it takes away is filled with random tokens."""
+        """A text that starts with the given tokens and has the same number of tokens when encoded
+        again, as far as possible. Surplus tokens are cut off, missing ones are filled with random
+        tokens."""
         wanted, found, text = len(ids), list(ids), ""
         for attempt in range(_ATTEMPTS):
             text = str(self._tokenizer.decode(found))
             if attempt:
-                text = text.rstrip("\ufffd")  # a cut went through a character
+                text = text.rstrip("\ufffd")  # the cut may have split a character
             found = self._tokenizer.encode(text, add_special_tokens=False).ids
             if len(found) == wanted:
                 return text
@@ -95,10 +98,10 @@ class PromptTokenizer:
         return text
 
     def as_chat(self, prompt: str) -> str:
-        """A user's message as the model's chat template has it.
+        """Render a user message with the model's chat template.
 
         Raises:
-            ConfigError: the model has no template, or it refuses the message.
+            ConfigError: the model has no template, or the template rejects the message.
         """
         if self._template is None:
             raise ConfigError(
@@ -110,7 +113,8 @@ class PromptTokenizer:
         return render_user_message(self._template, prompt, self._special_texts())
 
     def _special_texts(self) -> dict[str, str]:
-        """``bos_token`` and its like, which are texts or objects with a text."""
+        """The special tokens by variable name, such as ``bos_token``. The file holds them as texts
+        or as objects with a text."""
         named = {name: value for name, value in self._settings.items() if name.endswith("_token")}
         texts = {
             name: value.get("content") if isinstance(value, dict) else value
@@ -124,7 +128,7 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _fetched(wanted: str) -> Path:
-    """The folder of the hub's cache that holds a model's tokenizer."""
+    """Download a model's tokenizer to the hub's cache; returns its folder there."""
     repository, _, revision = wanted.partition("@")
     if "/" not in repository or repository.startswith(("/", ".")):
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""Sends a request to an OpenAI endpoint and records when each piece of the response came."""
+"""The HTTP client of ``bench`` and ``bench serve``: sends a request to an OpenAI endpoint and
+records when each piece of the response arrives."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ from mooncake_engine.replay.trace import probe_text
 from mooncake_hal.timing import timeout
 
 REFUSALS = frozenset({429, 503})
-"""Statuses of a server that says at once that it won't take the request now."""
+"""Statuses of a server that rejects a request for lack of capacity."""
 _PIECE_BYTES = 1 << 16
 _CONNECT_S = 10.0
 
 
 class ExchangeFailed(EngineError):
-    """A request that was not answered, or not with 200.
+    """A request that was not answered, or not with status 200.
 
     Args:
         message: what happened.
-        status: of the answer; None where there was none.
+        status: the status of the response; None if there was none.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -41,16 +42,16 @@ class ExchangeFailed(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class TargetServer:
-    """Where requests go.
+    """The server to which requests are sent.
 
     Args:
         url: ``http://host:port`` or ``https://…``, with or without a path.
-        headers: for every request.
-        timeout_s: how long one exchange may take.
-        verifies_certificates: of ``https``.
+        headers: headers of every request.
+        timeout_s: the timeout of one exchange in seconds.
+        verifies_certificates: whether to verify the server's certificate with ``https``.
 
     Raises:
-        ConfigError: no such URL.
+        ConfigError: the URL is invalid.
     """
 
     url: str
@@ -64,10 +65,10 @@ class TargetServer:
             raise ConfigError(f"--url must be http://HOST:PORT or https://…, got {self.url!r}")
 
     async def get(self, path: str) -> bytes:
-        """The answer's body.
+        """Send a GET request; returns the body of the response.
 
         Raises:
-            ExchangeFailed: as of ``post``.
+            ExchangeFailed: see ``post``.
         """
         async with aclosing(self._exchange(self._head("GET", path, 0, {}))) as pieces:
             return b"".join([piece async for piece in pieces])
@@ -75,13 +76,13 @@ class TargetServer:
     def post(
         self, path: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})
     ) -> AsyncGenerator[bytes, None]:
-        """The answer's body as it arrives.
+        """Send a POST request; yields the body of the response as it arrives.
 
         Args:
-            headers: of this request, beside those of every request.
+            headers: additional headers of this request.
 
         Raises:
-            ExchangeFailed: no connection, no answer in time, or a status other than 200.
+            ExchangeFailed: the connection fails, the response is late, or its status is not 200.
         """
         return self._exchange(self._head("POST", path, len(body), headers) + body)
 
@@ -118,7 +119,7 @@ class TargetServer:
 
 
 class _Response:
-    """What the parser has understood."""
+    """The callbacks of the HTTP parser, and what it has parsed."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -153,10 +154,10 @@ async def _answer(reader: asyncio.StreamReader, deadline: float) -> AsyncGenerat
 
 
 async def _read(reader: asyncio.StreamReader, deadline: float) -> bytes:
-    """Some bytes of the answer.
+    """The next bytes of the response.
 
     Raises:
-        ExchangeFailed: it ends in the middle, or is late.
+        ExchangeFailed: the connection ends before the response does, or the response is late.
     """
     try:
         async with timeout(deadline - asyncio.get_running_loop().time()):
@@ -211,16 +212,16 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 @dataclass(frozen=True, slots=True)
 class ReplayClient:
-    """An endpoint under test.
+    """Sends completion requests to an endpoint under test.
 
     Args:
-        server: where it is.
-        model: to ask for.
-        is_chat: use ``/v1/chat/completions``.
-        ignores_eos: send ``ignore_eos``, which OpenAI does not know, so that answers are as long
-            as the trace says.
-        path: of the endpoint below the server; None for OpenAI's own.
-        fields: of every body, beside those that a request has anyway; they win.
+        server: the endpoint's server.
+        model: the model to request.
+        is_chat: whether to use ``/v1/chat/completions``.
+        ignores_eos: whether to send ``ignore_eos``, which OpenAI's API does not have, so that
+            answers are as long as the trace says.
+        path: the endpoint's path on the server; None for OpenAI's.
+        fields: additional fields of every body; they override the client's own.
     """
 
     server: TargetServer
@@ -231,7 +232,7 @@ class ReplayClient:
     fields: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
 
     async def ask(self, prompt: str, max_tokens: int, record: Record) -> None:
-        """Send a request and fill its record; a failure is noted in it, not raised."""
+        """Send a request and fill in its record. A failure is recorded, not raised."""
         record.sent_s = time.perf_counter()
         try:
             body = self._body(prompt, max_tokens, stream=True)
@@ -246,10 +247,10 @@ class ReplayClient:
         record.end_s = time.perf_counter()
 
     async def tokens_per_word(self) -> float:
-        """How many tokens a word of our prompts makes there.
+        """Measure how many of the model's tokens a word of the generated prompts has.
 
         Raises:
-            ExchangeFailed: the endpoint does not answer, or does not count.
+            ExchangeFailed: the endpoint does not answer, or does not report token counts.
         """
         counts = [await self._count_tokens(num_words) for num_words in _PROBE_WORDS]
         per_word = (counts[1] - counts[0]) / (_PROBE_WORDS[1] - _PROBE_WORDS[0])

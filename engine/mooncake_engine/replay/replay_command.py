@@ -20,7 +20,8 @@ from mooncake_engine.replay.replay_report import Report
 from mooncake_engine.replay.trace import Pacing, PromptWriter, TraceRequest, read_trace
 
 _LEAD_S = 1.0
-"""Long enough to write a prompt, short enough not to hold all of them."""
+"""Seconds before a request's time at which its prompt is written: early enough to be ready, late
+enough that not all prompts are in memory at once."""
 
 
 class NothingAnswered(EngineError):
@@ -29,13 +30,13 @@ class NothingAnswered(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What to send, to whom, and when.
+    """A replay of a trace against an endpoint.
 
     Args:
-        requests: of the trace, lengths as they are to be.
-        client: the endpoint.
-        writer: makes the prompts.
-        pacing: makes the times.
+        requests: the trace's requests, with their lengths scaled.
+        client: the client of the endpoint.
+        writer: generates the prompts.
+        pacing: determines when requests are sent.
     """
 
     requests: Sequence[TraceRequest]
@@ -44,10 +45,10 @@ class Replay:
     pacing: Pacing
 
     async def run(self, bar: ProgressBar) -> list[Record]:
-        """Send everything; the records are in the trace's order.
+        """Send all requests; returns their records in the trace's order.
 
         Raises:
-            NothingAnswered: with the first reason.
+            NothingAnswered: all requests failed; the message has the first error.
         """
         times = self.pacing.times_s(self.requests)
         start = time.perf_counter() + _LEAD_S
@@ -69,18 +70,18 @@ class Replay:
         return records
 
     async def measure_unloaded(self, num_requests: int) -> UnloadedLatency:
-        """What some requests take alone, one after another: of lengths spread over the trace's,
-        with prompts that nobody else sends, so that nothing of them is cached.
+        """Measure the latency of requests on an idle endpoint, one after another. Their lengths are
+        spread over those of the trace; their prompts are unique, so that nothing is cached.
 
         Raises:
-            NothingAnswered: one of them failed.
+            NothingAnswered: a request failed.
         """
         by_length = sorted(self.requests, key=lambda request: request.num_input)
         count = min(num_requests, len(by_length))
         last = len(by_length) - 1
         chosen = [by_length[round(i * last / max(count - 1, 1))] for i in range(count)]
         records = []
-        for number, request in enumerate([chosen[0], *chosen]):  # the first one warms up
+        for number, request in enumerate([chosen[0], *chosen]):  # the first is a warm-up
             fresh = replace(request, block_ids=(), text=None)
             prompt = self.writer.write(fresh, -1 - number)
             record = Record(-1 - number, time.perf_counter())
@@ -91,7 +92,8 @@ class Replay:
         return UnloadedLatency.of(records[1:])
 
     async def _ask(self, index: int, at_s: float) -> Record:
-        """One request, at its time or at once. Its prompt is written shortly before, aside."""
+        """Send one request, at its time or immediately. A thread writes its prompt shortly
+        before."""
         request = self.requests[index]
         await asyncio.sleep(at_s - time.perf_counter() - _LEAD_S)
         prompt = await asyncio.to_thread(self.writer.write, request, index)
@@ -105,7 +107,7 @@ class Replay:
 
 
 def scaled(requests: Sequence[TraceRequest], scale: float) -> list[TraceRequest]:
-    """The same requests with lengths multiplied, at least one token each."""
+    """The requests with their lengths multiplied by ``scale``, at least one token each."""
     return [
         replace(
             request,
@@ -118,12 +120,12 @@ def scaled(requests: Sequence[TraceRequest], scale: float) -> list[TraceRequest]
 
 
 def _shortened(text: str, scale: float) -> str:
-    """The beginning of a text: those that begin alike still do."""
+    """The start of a text. Texts with a common prefix keep one."""
     return text[: max(1, round(len(text) * scale))]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the command's arguments to a parser."""
     add = parser.add_argument
     add(
         "trace",
@@ -219,10 +221,11 @@ def _add_objective_options(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> Report:
-    """Replay, write the files, and return what came of it. The API key is OPENAI_API_KEY's.
+    """Replay the trace, write the result files, and return the report. The API key is read from
+    ``OPENAI_API_KEY``.
 
     Raises:
-        ConfigError: a wrong option or trace; nothing was sent.
+        ConfigError: an option or the trace is invalid; nothing was sent.
         ExchangeFailed, NothingAnswered: the endpoint does not answer.
     """
     replay, objective = _replay(args), _objective(args)
@@ -235,7 +238,8 @@ def bench(args: argparse.Namespace) -> Report:
 
 
 def _writable(name: str) -> Path:
-    """Where a result goes. Looked at before the replay, whose figures would be lost after it."""
+    """The path of a result file. Checked before the replay, whose results would otherwise be
+    lost."""
     path = Path(name)
     if not os.access(path.parent, os.W_OK) or path.is_dir():
         raise ConfigError(f"--out: can't write {path}; name a file in a folder that can be written")
@@ -243,7 +247,7 @@ def _writable(name: str) -> Path:
 
 
 async def _run(args: argparse.Namespace, replay: Replay, objective: LatencyTargets) -> Report:
-    """What is needed to know first, then the replay."""
+    """Measure tokens per word and unloaded latency if they are needed, then replay."""
     found = args.tokens_per_word or await replay.client.tokens_per_word()
     replay = replace(replay, writer=replace(replay.writer, tokens_per_word=found))
     if objective.needs_unloaded:
@@ -259,7 +263,7 @@ def _replay(args: argparse.Namespace) -> Replay:
         _check_positive(name, getattr(args, name))
     pacing = Pacing(args.speedup, args.rate, args.concurrency, args.seed)
     requests = scaled(read_trace(args.trace)[: args.num_requests], args.length_scale)
-    pacing.times_s(requests)  # refuse before anything is sent
+    pacing.times_s(requests)  # raises ConfigError before anything is sent
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     server = TargetServer(args.url.rstrip("/").removesuffix("/v1"), headers, timeout_s=args.timeout)

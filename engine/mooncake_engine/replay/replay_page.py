@@ -1,4 +1,5 @@
-"""A replay's results as an HTML page with charts, beside an earlier run's if there is one."""
+"""Renders the report of a replay as an HTML page with charts, optionally beside that of an earlier
+run."""
 
 from __future__ import annotations
 
@@ -15,26 +16,27 @@ _WIDTH, _HEIGHT = 480, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 24, 34
 _MAX_POINTS = 400
 _NUM_BINS = 60
-# Of a timeline, with as many requests as can be told from each other.
+# The timeline: at most as many rows as can be told apart, and their height.
 _MAX_ROWS = 150
 _ROW = 4
 _MIN_ROWS = 20
 _KINDS = ("", " earlier")
-"""CSS classes of what the two runs are drawn with."""
+"""Suffixes of the CSS classes with which this run and the earlier run are drawn."""
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Points in a frame whose axes end where the points do.
+    """A line or scatter chart; its axes end at the largest values.
 
     Args:
-        title: what is shown.
-        x_label, y_label: of the axes, with their units.
-        series: of each run (x, y), x rising where ``is_line``.
-        is_line: joined, not dotted.
-        x_limit, y_limit: an objective to mark, in the axis's unit; named where it lies outside.
+        title: the title.
+        x_label, y_label: the labels of the axes, with units.
+        series: the points (x, y) of each run, with ascending x where ``is_line``.
+        is_line: whether points are joined by a line instead of drawn as dots.
+        x_limit, y_limit: an objective to mark, in the unit of the axis. If it lies outside the
+            chart, it is named in a text.
     """
 
     title: str
@@ -47,7 +49,8 @@ class Chart:
 
 
 def page(report: Report, earlier: Report | None = None) -> str:
-    """The whole document; with an ``earlier`` run beside it, in the same charts."""
+    """The whole HTML document. An ``earlier`` run is shown beside the report, in the same
+    charts."""
     reports = [report] if earlier is None else [report, earlier]
     head = '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
     view = '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -68,7 +71,7 @@ def page(report: Report, earlier: Report | None = None) -> str:
 
 
 def charts(reports: Sequence[Report]) -> list[Chart]:
-    """What is drawn of one run, or of two; objectives are the first one's."""
+    """The charts of one or two runs, with the objectives of the first."""
     objective = reports[0].objective
     answered = [[r for r in report.records if r.error is None] for report in reports]
     starts = [_start(report) for report in reports]
@@ -108,7 +111,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def _shares(values: list[float]) -> list[tuple[float, float]]:
-    """What share of the values is at most so large: at evenly spread ranks."""
+    """The cumulative distribution of the values, sampled at evenly spaced ranks."""
     ordered = sorted(values)
     if not ordered:
         return []
@@ -118,7 +121,7 @@ def _shares(values: list[float]) -> list[tuple[float, float]]:
 
 
 def _rate(records: Sequence[Record], start: float) -> list[tuple[float, float]]:
-    """Pieces of text per second, over the time of the replay."""
+    """Pieces of text per second over the duration of the replay."""
     times = [at - start for record in records for at in record.piece_times_s]
     width = max(max(times, default=0.0) / _NUM_BINS, 1e-3)
     counts = [0] * (_NUM_BINS + 1)
@@ -153,7 +156,7 @@ def _figure(chart: Chart) -> str:
     points = [point for each in chart.series for point in each]
     x_ticks, y_ticks = (_ticks(max((p[axis] for p in points), default=1.0)) for axis in (0, 1))
     parts = _axes(chart.x_label, chart.y_label, x_ticks, y_ticks)
-    # The earlier run below this one.
+    # Reversed, so that this run is drawn on top of the earlier one.
     for kind, each in reversed(list(zip(_KINDS, chart.series, strict=False))):
         places = [(_x(x, x_ticks[-1]), _y(y, y_ticks[-1])) for x, y in each]
         parts += _marks(kind, places, is_line=chart.is_line)
@@ -193,7 +196,7 @@ def _marks(kind: str, places: Points, *, is_line: bool) -> list[str]:
 
 
 def _limits(chart: Chart, x_max: float, y_max: float) -> list[str]:
-    """The objectives, as lines where they lie among what was measured."""
+    """The objectives: as lines within the chart, as texts if they lie outside."""
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
     parts = []
     for limit, largest, unit in (
@@ -216,7 +219,8 @@ def _limits(chart: Chart, x_max: float, y_max: float) -> list[str]:
 
 
 def _timeline(report: Report, duration: float, run: str) -> str:
-    """A row per request, as they were sent: the wait for the first token, the answer, its end."""
+    """A chart with a row per request, in the order sent: waiting for the first token, then
+    receiving the answer."""
     ordered = sorted(report.records, key=lambda record: record.sent_s)
     step = max(1, math.ceil(len(ordered) / _MAX_ROWS))
     shown, start = ordered[::step], _start(report)

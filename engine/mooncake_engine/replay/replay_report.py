@@ -1,4 +1,5 @@
-"""A replay's results as a table and as JSON, which is read again to compare runs."""
+"""The report of a replay, as a table for the terminal and as a JSON file that a later run can read
+for comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from mooncake_engine.replay.latency_summary import (
 
 
 class _Request(msgspec.Struct):
-    """A request in the JSON file; see ``Record``."""
+    """One request in the JSON file; see ``Record``."""
 
     index: int
     planned_s: float
@@ -35,7 +36,7 @@ class _Request(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """What of the JSON file is read again; figures are worked out anew."""
+    """The parts of the JSON file that are read back; statistics are computed again from them."""
 
     setting: dict[str, str]
     objective: LatencyTargets
@@ -44,13 +45,13 @@ class _File(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A finished replay.
+    """The report of a finished replay.
 
     Args:
-        setting: what was replayed where, by name, for readers.
-        records: of all requests.
-        objective: what a good answer keeps to.
-        summary: the figures.
+        setting: trace, endpoint, model and pace, by name, for display.
+        records: the records of all requests.
+        objective: the latency objectives.
+        summary: the statistics.
     """
 
     setting: dict[str, str]
@@ -62,15 +63,15 @@ class Report:
     def of(
         cls, setting: dict[str, str], records: Sequence[Record], objective: LatencyTargets
     ) -> Report:
-        """Work the figures out."""
+        """Compute the statistics of a replay."""
         return cls(setting, records, objective, summarise(records, objective))
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """An earlier run, from its JSON file.
+        """Read the report of an earlier run from its JSON file.
 
         Raises:
-            ConfigError: it can't be read, or is none.
+            ConfigError: the file can't be read or is not a report.
         """
         try:
             found = msgspec.json.decode(path.read_bytes(), type=_File)
@@ -82,7 +83,8 @@ class Report:
         return cls.of(found.setting, records, found.objective)
 
     def json(self) -> bytes:
-        """Everything, with a line per request; times from the first request on, in seconds."""
+        """The whole report as JSON, with an entry per request. Times are in seconds from the first
+        request."""
         start = min(record.sent_s for record in self.records)
         return msgspec.json.format(
             msgspec.json.encode(
@@ -96,7 +98,7 @@ class Report:
         )
 
     def table(self) -> str:
-        """For a terminal."""
+        """The report as a text table for the terminal."""
         rows = [["", *(field.name for field in fields(Distribution))]]
         rows += [
             [name, *(f"{value:.{digits}f}" for value in values)]
@@ -110,7 +112,7 @@ class Report:
         return "\n".join([*lines, "", *(f"{name}: {value}" for name, value in self.facts())])
 
     def spreads(self) -> list[tuple[str, tuple[float, ...], int]]:
-        """Rows of the table: name, values in its unit, and digits."""
+        """The rows of the table: name with unit, values in that unit, and decimal digits."""
         found = [
             ("TTFT ms", self.summary.ttft_s),
             ("TBT ms", self.summary.tbt_s),
@@ -125,7 +127,7 @@ class Report:
         ]
 
     def facts(self) -> list[tuple[str, str]]:
-        """The other figures, in words."""
+        """The statistics beside the table, as names and texts."""
         s = self.summary
         facts = [
             (
@@ -157,7 +159,7 @@ class Report:
         return "within " + ", ".join(named) if named else "(no objective given)"
 
     def _multiples(self) -> list[tuple[str, float, Distribution]]:
-        """Name, limit and what was found of each objective that is a multiple."""
+        """Name, limit and measured distribution of each objective that is a multiple."""
         rows = [
             ("TTFT", self.objective.ttft_times, self.summary.ttft_times),
             ("TBT", self.objective.tbt_times, self.summary.tbt_times),

@@ -1,4 +1,5 @@
-"""``mooncake-engine bench serve``: the load of ``vllm bench serve`` against an OpenAI endpoint."""
+"""``mooncake-engine bench serve``: sends the same load as ``vllm bench serve`` to an OpenAI
+endpoint."""
 
 from __future__ import annotations
 
@@ -44,15 +45,15 @@ class Traffic:
     """When requests are sent.
 
     Args:
-        rate: per second; infinite for all at once.
-        burstiness: shape of the gamma distribution of pauses; infinite for equal ones.
-        max_concurrency: most under way at once; None for any number.
-        ramp_up: ``linear`` or ``exponential`` growth of the rate; None for none.
-        start_rate, end_rate: of that growth, per second.
-        seed: of the random times.
+        rate: requests per second; infinite to send all at once.
+        burstiness: shape of the gamma distribution of the intervals; infinite for equal intervals.
+        max_concurrency: the most requests in flight; None for no limit.
+        ramp_up: ``linear`` or ``exponential`` growth of the rate; None for a constant rate.
+        start_rate, end_rate: first and last rate of the ramp-up, in requests per second.
+        seed: the seed of the random times.
 
     Raises:
-        ConfigError: values out of range, or that exclude each other.
+        ConfigError: a value is out of range, or two options exclude each other.
     """
 
     rate: float = math.inf
@@ -82,8 +83,8 @@ class Traffic:
             raise ConfigError("--ramp-up-strategy exponential can't start from 0")
 
     def times_s(self, count: int) -> list[float]:
-        """When each of ``count`` requests is sent, in seconds from the beginning. At a fixed rate
-        the last one is sent after ``count / rate`` seconds exactly, as vLLM has it."""
+        """When each of ``count`` requests is sent, in seconds from the start. At a fixed rate the
+        last one is sent after exactly ``count / rate`` seconds, as in vLLM."""
         numbers = random.Random(self.seed)
         times = list(accumulate(self._pause_s(i, count, numbers) for i in range(count)))
         if self.ramp_up is not None or times[-1] == 0:
@@ -100,7 +101,8 @@ class Traffic:
         return numbers.gammavariate(self.burstiness, 1 / (rate * self.burstiness))
 
     def _rate_at(self, share: float) -> float:
-        """The rate after a share of the requests; a growth from 0 begins a little above."""
+        """The rate after a share of the requests. A linear ramp-up from 0 starts at 0.1 requests
+        per second."""
         if self.ramp_up is None or self.start_rate is None or self.end_rate is None:
             return self.rate
         start, end = float(self.start_rate), float(self.end_rate)
@@ -111,13 +113,13 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class ServingRun:
-    """What to send, to whom, and when.
+    """A load test of an endpoint.
 
     Args:
-        requests: with their prompts.
-        client: the endpoint.
-        traffic: makes the times.
-        id_prefix: of the requests' ids.
+        requests: the requests, with their prompts.
+        client: the client of the endpoint.
+        traffic: determines when requests are sent.
+        id_prefix: the prefix of the requests' ids.
     """
 
     requests: Sequence[TraceRequest]
@@ -126,10 +128,14 @@ class ServingRun:
     id_prefix: str = "bench-"
 
     async def warm_up(self, num_requests: int, ready_timeout_s: float) -> None:
-        """Wait until the endpoint answers, then send the first request some times.
+        """Wait until the endpoint answers, then send the first request ``num_requests`` times.
+
+        Args:
+            num_requests: the number of warm-up requests.
+            ready_timeout_s: how long to wait for the endpoint, in seconds; 0 does not wait.
 
         Raises:
-            NothingAnswered: it did not in that time.
+            NothingAnswered: the endpoint did not answer within the timeout.
         """
         deadline = time.monotonic() + ready_timeout_s
         while ready_timeout_s:
@@ -149,7 +155,8 @@ class ServingRun:
         await asyncio.gather(*(one(number) for number in range(num_requests)))
 
     async def run(self, bar: ProgressBar) -> tuple[list[Record], float]:
-        """Send everything; the records in the requests' order, and how long it took in seconds."""
+        """Send all requests; returns their records, in the order of the requests, and the duration
+        in seconds."""
         times = self.traffic.times_s(len(self.requests))
         limit = self.traffic.max_concurrency
         room = nullcontext() if limit is None else asyncio.Semaphore(limit)
@@ -176,11 +183,11 @@ class ServingRun:
 
 
 def bench_serve(args: argparse.Namespace) -> str:
-    """Send the load, write the result if asked to, and return its table. The API key is
-    OPENAI_API_KEY's.
+    """Send the load, write the result file if the options ask for one, and return the result as a
+    table. The API key is read from ``OPENAI_API_KEY``.
 
     Raises:
-        ConfigError: a wrong option or dataset; nothing was sent.
+        ConfigError: an option or the dataset is invalid; nothing was sent.
         ExchangeFailed, NothingAnswered: the endpoint does not answer.
     """
     return asyncio.run(_bench_serve(args))
@@ -242,7 +249,7 @@ class _Models(msgspec.Struct):
 
 
 async def _model(args: argparse.Namespace, server: TargetServer) -> tuple[str, str]:
-    """The model to request, and whose tokenizer counts."""
+    """The name of the model to request, and the model whose tokenizer counts tokens."""
     if args.model is not None:
         return args.served_model_name or args.model, args.tokenizer or args.model
     try:
@@ -255,7 +262,7 @@ async def _model(args: argparse.Namespace, server: TargetServer) -> tuple[str, s
 
 
 def _setting(args: argparse.Namespace, name: str, tokenizer_id: str) -> dict[str, Any]:
-    """What was asked for, under the keys of vLLM's result file."""
+    """The configuration of the run, under the keys of vLLM's result file."""
     is_endless = math.isinf(args.request_rate)
     setting = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
@@ -277,8 +284,8 @@ def _setting(args: argparse.Namespace, name: str, tokenizer_id: str) -> dict[str
 
 
 def _result_path(args: argparse.Namespace, setting: dict[str, Any]) -> Path | None:
-    """Where the result goes; None for nowhere. Looked at before the run, whose figures would be
-    lost after it."""
+    """The path of the result file; None for no file. Checked before the run, whose results would
+    otherwise be lost."""
     if not (args.save_result or args.append_result):
         return None
     rate = f"{setting['request_rate']}qps"

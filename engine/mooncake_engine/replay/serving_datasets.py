@@ -1,7 +1,7 @@
-"""The requests of ``bench serve``: vLLM's datasets random, sharegpt, sonnet and custom.
+"""The datasets of ``bench serve``: vLLM's random, sharegpt, sonnet and custom.
 
-The same options give the same lengths and the same kind of text; the random numbers are our own,
-so that prompts differ from those that vLLM makes of the same seed.
+The same options give the same lengths and the same kind of text as in vLLM. The random numbers
+differ, so that the same seed gives other prompts than in vLLM.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ _SHARE_GPT_MIN = 4
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """What requests are made of. Lengths are tokens.
+    """A dataset with its options. Lengths are in tokens.
 
     Args:
-        name: of ``DATASETS``.
-        path: of its file; None for ``random``.
-        num_prompts: how many requests.
-        num_input, num_output: per request; None for what the dataset says.
-        num_prefix: that all prompts begin with.
-        range_ratio: how far random lengths lie around theirs, as a share of them.
-        seed: of everything random.
-        is_shuffled, repeats: the file's order is left, and its entries are used again where they
-            are too few.
-        is_chat: prompts go to a chat endpoint, which lays them out.
-        has_template: elsewhere they are laid out here.
+        name: the name of the dataset in ``DATASETS``.
+        path: the dataset's file; None for ``random``.
+        num_prompts: the number of requests.
+        num_input, num_output: tokens of prompt and answer per request; None takes the output
+            length from the dataset.
+        num_prefix: tokens of the prefix that all prompts share.
+        range_ratio: how far random lengths may deviate from the given ones, as a share of them.
+        seed: the seed of prompts, lengths and order.
+        is_shuffled: whether the entries of the file are shuffled.
+        repeats: whether entries are reused if the file has too few.
+        is_chat: whether prompts are sent to a chat endpoint, which applies the chat template.
+        has_template: whether the chat template is applied here, for other endpoints.
     """
 
     name: str
@@ -60,8 +61,8 @@ class Dataset:
         """The requests, in the order in which they are sent.
 
         Raises:
-            ConfigError: the options contradict each other, or the file is not of the dataset's
-                form.
+            ConfigError: the options contradict each other, or the file does not have the dataset's
+                format.
         """
         if self.num_prompts < 1:
             raise ConfigError(f"--num-prompts must be at least 1, got {self.num_prompts}")
@@ -73,13 +74,13 @@ class Dataset:
         return found[: self.num_prompts]
 
     def file(self) -> Path:
-        """The dataset's file."""
+        """The dataset's file; raises ConfigError if none is given."""
         if self.path is None:
             raise ConfigError(f"--dataset-name {self.name} needs --dataset-path")
         return self.path
 
     def laid_out(self, prompt: str, tokenizer: PromptTokenizer) -> str:
-        """A prompt as it is sent."""
+        """A prompt as it is sent: with the chat template if it is applied here."""
         if self.is_chat or not self.has_template:
             return prompt
         return tokenizer.as_chat(prompt)
@@ -88,7 +89,7 @@ class Dataset:
 def _random(
     dataset: Dataset, tokenizer: PromptTokenizer, numbers: random.Random
 ) -> Iterator[TraceRequest]:
-    """Tokens that follow each other in the vocabulary, from a random one on."""
+    """Prompts of consecutive tokens of the vocabulary, starting at a random one."""
     if dataset.path is not None:
         raise ConfigError("--dataset-name random takes no --dataset-path: it reads no file")
     ratio, num_output = dataset.range_ratio, dataset.num_output or 0
@@ -117,7 +118,7 @@ def _about(length: int, ratio: float, numbers: random.Random) -> int:
 def _share_gpt(
     dataset: Dataset, tokenizer: PromptTokenizer, numbers: random.Random
 ) -> Iterator[TraceRequest]:
-    """The first two turns of each conversation, without the very short and the long ones."""
+    """The first two turns of each conversation, except very short and long ones."""
     entries = [entry for entry in _json(dataset.file()) if len(_turns(entry)) >= 2]
     if dataset.is_shuffled:
         numbers.shuffle(entries)
@@ -169,7 +170,7 @@ def _content(path: Path) -> bytes:
 def _sonnet(
     dataset: Dataset, tokenizer: PromptTokenizer, numbers: random.Random
 ) -> Iterator[TraceRequest]:
-    """Random lines of a poem behind a fixed beginning."""
+    """Random lines of a poem after a fixed prefix."""
     lines = _content(dataset.file()).decode(errors="replace").splitlines(keepends=True)
     if not lines:
         raise ConfigError(f"--dataset-path: {dataset.path} holds no line")
@@ -202,7 +203,7 @@ class _CustomLine(msgspec.Struct):
 def _custom(
     dataset: Dataset, tokenizer: PromptTokenizer, numbers: random.Random
 ) -> Iterator[TraceRequest]:
-    """JSON lines with a ``prompt`` each."""
+    """The prompts of a file of JSON lines, each with a ``prompt``."""
     lines = [line for line in _content(dataset.file()).splitlines() if line.strip()]
     try:
         entries = [msgspec.json.decode(line, type=_CustomLine) for line in lines]
@@ -228,4 +229,4 @@ DATASETS: dict[str, Callable[[Dataset, PromptTokenizer, random.Random], Iterable
     "sonnet": _sonnet,
     "custom": _custom,
 }
-"""By vLLM's names."""
+"""The generator of each dataset, by the dataset's name in vLLM."""

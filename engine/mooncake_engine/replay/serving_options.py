@@ -21,7 +21,7 @@ _WITHOUT_EFFECT = ("--disable-tqdm", "--trust-remote-code", "--no-stream")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the command's arguments to a parser."""
     _add_endpoint_options(parser)
     _add_dataset_options(parser)
     _add_traffic_options(parser)
@@ -188,7 +188,7 @@ def _add_result_options(parser: argparse.ArgumentParser) -> None:
 
 
 def dataset_of(args: argparse.Namespace) -> Dataset:
-    """The dataset that was asked for."""
+    """The dataset that the arguments select."""
     num_input = {"random": args.random_input_len, "sonnet": args.sonnet_input_len}
     num_prefix = {"random": args.random_prefix_len, "sonnet": args.sonnet_prefix_len}
     num_output = {
@@ -215,10 +215,10 @@ def dataset_of(args: argparse.Namespace) -> Dataset:
 
 
 def targets_of(args: argparse.Namespace) -> ServingTargets:
-    """What is to be reported.
+    """The metrics, percentiles and goodput limits to report.
 
     Raises:
-        ConfigError: no such metric or value.
+        ConfigError: a metric is unknown or a value invalid.
     """
     try:
         percentiles = tuple(float(value) for value in args.metric_percentiles.split(","))
@@ -230,7 +230,7 @@ def targets_of(args: argparse.Namespace) -> ServingTargets:
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of every request's body."""
+    """The additional fields of every request's body."""
     found = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     if args.logprobs is not None:
         is_chat = args.backend in CHAT_BACKENDS
@@ -243,19 +243,19 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def headers_of(args: argparse.Namespace) -> dict[str, str]:
-    """Those of ``--header``.
+    """The headers of ``--header``.
 
     Raises:
-        ConfigError: one without a value.
+        ConfigError: a header has no value.
     """
     return _pairs(args.header, "=")
 
 
 def metadata_of(args: argparse.Namespace) -> dict[str, str]:
-    """Those of ``--metadata``.
+    """The entries of ``--metadata``.
 
     Raises:
-        ConfigError: one without a value.
+        ConfigError: an entry has no value.
     """
     return _pairs(args.metadata, "=")
 

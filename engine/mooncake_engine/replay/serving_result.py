@@ -1,8 +1,8 @@
-"""What ``bench serve`` measured, with the names and definitions of ``vllm bench serve``. Pure.
+"""Computes the result of ``bench serve``, with the names and definitions of ``vllm bench serve``.
 
-TTFT and the times between tokens count from pieces of text; a request's latency ends with its last
-piece. TPOT leaves the first token out. All times in the result are seconds, except those that are
-called ``_ms``.
+TTFT and inter-token latency are measured between pieces of text; a request's latency ends with its
+last piece. TPOT excludes the first token. All times in the result are in seconds, except those
+whose names end in ``_ms``.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ METRICS = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
-"""Their names in tables, and in words."""
+"""The metrics: short name and title in tables."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
-"""One value per request: in the file only if asked for."""
+"""The keys that hold one value per request; the file has them only with ``--save-detailed``."""
 _WIDTH = 50
 
 
 @dataclass(frozen=True, slots=True)
 class ServingTargets:
-    """What the figures are to say.
+    """The statistics to report.
 
     Args:
-        metrics: whose distributions are shown.
-        percentiles: of them, 0 to 100.
-        goodput: longest time of a good request by metric, in ms; empty for no goodput.
+        metrics: the metrics whose distributions are shown.
+        percentiles: the percentiles to show of them, 0 to 100.
+        goodput: limits in ms that a good request meets, by metric; empty for no goodput.
 
     Raises:
-        ConfigError: no such metric, or no such value.
+        ConfigError: a metric is unknown, or a value is out of range.
     """
 
     metrics: tuple[str, ...]
@@ -64,11 +64,12 @@ class ServingTargets:
 def serving_result(
     records: Sequence[Record], duration_s: float, targets: ServingTargets
 ) -> dict[str, Any]:
-    """The figures of a run, under the keys of vLLM's result file.
+    """The statistics of a run, under the keys of vLLM's result file.
 
     Args:
-        records: in the order of the requests.
-        duration_s: from the first request to the last answer.
+        records: the records, in the order of the requests.
+        duration_s: seconds from the first request to the end of the last answer.
+        targets: the statistics to report.
     """
     answered = [record for record in records if record.error is None]
     num_input = sum(record.num_input for record in answered)
@@ -114,7 +115,7 @@ def _tpot_s(record: Record) -> float:
 
 
 def _values(name: str, answered: Sequence[Record]) -> list[float]:
-    """Of a metric, in seconds."""
+    """The values of a metric, in seconds."""
     if name == "itl":
         return [gap for record in answered for gap in record.gaps_s]
     if name == "tpot":
@@ -141,7 +142,7 @@ def _percentile_name(percentile: float) -> str:
 
 
 def _most_tokens_in_a_second(answered: Sequence[Record]) -> int:
-    """Pieces of text in the fullest second, counted from the first request."""
+    """The most pieces of text received in one second; seconds count from the first request."""
     if not answered:
         return 0
     start = min(record.sent_s for record in answered)
@@ -154,7 +155,8 @@ def _most_tokens_in_a_second(answered: Sequence[Record]) -> int:
 
 
 def _most_at_once(answered: Sequence[Record]) -> int:
-    """Requests under way at once; one that ends when another begins is not beside it."""
+    """The most requests in flight at a time. A request that ends when another starts does not
+    overlap it."""
     begins = [(record.sent_s, 1) for record in answered]
     ends = [(record.sent_s + _latency_s(record), -1) for record in answered]
     steps = [step for _, step in sorted([*begins, *ends])]
@@ -162,10 +164,11 @@ def _most_at_once(answered: Sequence[Record]) -> int:
 
 
 def serving_table(result: dict[str, Any], targets: ServingTargets, setting: dict[str, Any]) -> str:
-    """The figures in lines that scripts read from ``vllm bench serve``.
+    """The result as a table with the same lines as that of ``vllm bench serve``, which scripts
+    parse.
 
     Args:
-        setting: ``request_rate`` and ``max_concurrency`` as they were asked for.
+        setting: the run's configuration, with ``request_rate`` and ``max_concurrency``.
     """
     return "\n".join(
         [

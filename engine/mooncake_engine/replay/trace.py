@@ -1,4 +1,5 @@
-"""Traces: read from a file, given prompts, and the times at which requests are sent."""
+"""Reads traces of requests from files, generates their prompts, and determines when each request is
+sent."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ class TraceRequest:
     """One request of a trace.
 
     Args:
-        at_s: when it came, in seconds from the trace's beginning; None where the trace has no
-            times.
+        at_s: when the request arrived, in seconds from the start of the trace; None if the trace
+            has no times.
         num_input, num_output: tokens of prompt and answer.
-        block_ids: names of the prompt's blocks; equal names stand for equal content.
-        text: the prompt itself, where the trace has it.
+        block_ids: ids of the prompt's blocks; equal ids stand for equal content.
+        text: the prompt itself; None if the trace has none.
     """
 
     at_s: float | None
@@ -39,7 +40,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _MooncakeLine(msgspec.Struct):
-    """As of Mooncake's published traces; times in milliseconds."""
+    """A line of Mooncake's published traces; times in milliseconds."""
 
     timestamp: float
     input_length: _Count
@@ -72,10 +73,10 @@ class _ArxivLine(msgspec.Struct):
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """All requests of a trace, in the order of their times.
+    """Read all requests of a trace, sorted by time.
 
     Raises:
-        ConfigError: no such file, or a line that is no request.
+        ConfigError: the file can't be read, has an unknown format, or holds no request.
     """
     try:
         content = path.read_bytes()
@@ -92,7 +93,8 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def _requests_in(content: bytes) -> Iterable[TraceRequest]:
-    """What the content's first characters and the first line's fields say that it is."""
+    """Parse the content; its format is detected from the first character and from the fields of the
+    first line."""
     if content.lstrip().startswith(b"["):
         yield from _share_gpt(content)
         return
@@ -113,7 +115,7 @@ def _mooncake(line: bytes) -> Iterable[TraceRequest]:
 
 
 def _l_eval(line: bytes) -> Iterable[TraceRequest]:
-    """Every question about the document, which comes first, so that the prompts begin alike."""
+    """One request per question. The document comes first, so that the prompts share a prefix."""
     entry = msgspec.json.decode(line, type=_LEvalLine)
     for instruction, output in zip(entry.instructions, entry.outputs, strict=False):
         yield _of_texts(f"{entry.document}\n\n{instruction}", output)
@@ -128,11 +130,12 @@ _FORMS: dict[str, Callable[[bytes], Iterable[TraceRequest]]] = {
     "instructions": _l_eval,
     "article": _arxiv,
 }
-"""Forms of lines by a field that no other form has."""
+"""The parser of each line format, by a field that only this format has."""
 
 
 def _share_gpt(content: bytes) -> Iterable[TraceRequest]:
-    """The first question and answer of each conversation; the others have neither."""
+    """The first question and answer of each conversation; conversations without both are
+    skipped."""
     for conversation in msgspec.json.decode(content, type=list[_Conversation]):
         question, answer, *_ = [*conversation.conversations, None, None]
         if question is None or answer is None or question.speaker not in ("human", "user"):
@@ -159,19 +162,19 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class PromptWriter:
-    """Writes prompts of common words.
+    """Generates prompts from common English words.
 
     Args:
-        tokens_per_word: of the model's tokenizer.
-        block_tokens: tokens that a block name of the trace stands for.
+        tokens_per_word: tokens per word of the model's tokenizer.
+        block_tokens: tokens that one block id of the trace stands for.
     """
 
     tokens_per_word: float = 1.0
     block_tokens: int = 512
 
     def write(self, request: TraceRequest, index: int) -> str:
-        """The prompt of request number ``index``; prompts begin alike as far as their blocks have
-        the same names. Where blocks have no names, every prompt has content of its own."""
+        """The prompt of request number ``index``. Prompts share a prefix as far as their block ids
+        are equal. Blocks without an id have unique content."""
         if request.text is not None:
             return request.text
         num_words = max(1, round(request.num_input / self.tokens_per_word))
@@ -190,22 +193,22 @@ def _block(name: str, num_words: int) -> list[str]:
 
 
 def probe_text(num_words: int, seed: str) -> str:
-    """Words of the same kind, to measure how many tokens they make."""
+    """A text of the same words, to measure tokens per word."""
     return " ".join(random.Random(seed).choices(_WORDS, k=num_words))
 
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """How a trace's requests are sent: at the trace's own times unless something else is asked.
+    """When a trace's requests are sent; by default at the trace's own times.
 
     Args:
-        speedup: the trace's times are divided by it.
-        rate: requests per second, at random times (Poisson), instead of the trace's.
-        concurrency: so many at a time, one after another, instead of any times.
-        seed: of the random times.
+        speedup: factor by which the trace's times are divided.
+        rate: requests per second, sent at random times (Poisson) instead of the trace's.
+        concurrency: number of requests to keep in flight, instead of following any times.
+        seed: the seed of the random times.
 
     Raises:
-        ConfigError: values out of range, or that exclude each other.
+        ConfigError: a value is out of range, or two options exclude each other.
     """
 
     speedup: float = 1.0
@@ -222,10 +225,10 @@ class Pacing:
             raise ConfigError("--speedup, --rate and --concurrency exclude each other")
 
     def times_s(self, requests: Sequence[TraceRequest]) -> list[float]:
-        """When each is sent, in seconds from the beginning.
+        """When each request is sent, in seconds from the start.
 
         Raises:
-            ConfigError: the trace has no times, and nothing else was asked.
+            ConfigError: the trace has no times, and neither rate nor concurrency is given.
         """
         if self.concurrency is not None:
             return [0.0] * len(requests)

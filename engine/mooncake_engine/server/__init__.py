@@ -1,1 +1,1 @@
-"""OpenAI's API over an engine."""
+"""The HTTP server: the OpenAI API over an engine."""

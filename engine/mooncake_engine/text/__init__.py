@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, detokenizer, stop strings, tool calls, text of a choice."""
+"""Conversion between text and tokens: tokenizer, detokenizer, stop strings, tools, grammars."""
