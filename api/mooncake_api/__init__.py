@@ -1,9 +1,9 @@
-"""Other forms of chat completions: OpenAI's Responses and Anthropic's Messages.
+"""Translates OpenAI's Responses API and Anthropic's Messages API to chat completions and back.
 
-A request is translated into the chat request that says the same, and what a server answers to that,
-whole or streamed, into the form that was asked in. Nothing here serves, keeps or remembers anything
-between two requests. The forms themselves are in ``api_formats``, which a server that is asked for
-none of them need not import.
+Engine and proxy use this package. A request becomes the equivalent chat request; the chat response,
+complete or streamed, becomes a response in the client's format. The package serves nothing itself
+and keeps no state between requests. The formats are in ``api_formats``; a server that receives no
+such request need not import it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mooncake_api.errors import RequestRefused
 RESPONSES_PATH = "/v1/responses"
 MESSAGES_PATH = "/v1/messages"
 FORMAT_PATHS = (RESPONSES_PATH, MESSAGES_PATH)
-"""That requests of another form are posted to."""
+"""The paths to which requests in other formats are posted."""
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""All forms of request by the path that they are posted to."""
+"""All API formats, by the path to which their requests are posted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Answers to chat requests, whole and streamed, as far as other forms need them."""
+"""Parses chat responses, complete and streamed, and replays them to the ``AnswerWriter`` of another
+format."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ _DONE = b"[DONE]"
 
 
 class CallFunction(Struct):
-    """A call, or the next piece of one."""
+    """The function of a call, or the next part of its arguments."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class ToolCall(Struct):
-    """A call of an answer; ``index`` tells a stream's calls apart."""
+    """A tool call of an answer; ``index`` identifies the call within a stream."""
 
     function: CallFunction
     id: str | None = None
@@ -28,7 +29,7 @@ class ToolCall(Struct):
 
 
 class ChatText(Struct):
-    """What a message holds, or what a chunk adds to it."""
+    """The content of a message, or the delta that a chunk adds to it."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -37,18 +38,18 @@ class ChatText(Struct):
 
     @property
     def thought(self) -> str:
-        """Its reasoning, by either name."""
+        """The reasoning, under either of its field names."""
         return self.reasoning or self.reasoning_content or ""
 
 
 class ChatLogprobs(Struct):
-    """Log probabilities of the tokens of a text."""
+    """The log probabilities of a text's tokens."""
 
     content: list[Json] | None = None
 
 
 class ChatChoice(Struct):
-    """The choice of an answer (``message``) or of a chunk (``delta``)."""
+    """A choice of a complete answer (``message``) or of a chunk (``delta``)."""
 
     message: ChatText | None = None
     delta: ChatText | None = None
@@ -58,13 +59,13 @@ class ChatChoice(Struct):
 
 
 class CachedTokens(Struct):
-    """Of a prompt."""
+    """``prompt_tokens_details`` of the usage."""
 
     cached_tokens: int | None = None
 
 
 class ReasoningTokens(Struct):
-    """Of an answer."""
+    """``completion_tokens_details`` of the usage."""
 
     reasoning_tokens: int | None = None
 
@@ -79,12 +80,12 @@ class ChatUsage(Struct):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that were not computed."""
+        """Prompt tokens whose KV was cached."""
         return (self.prompt_tokens_details or CachedTokens()).cached_tokens or 0
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the answer that were reasoning, where a server counts them."""
+        """Reasoning tokens of the answer; 0 where the server does not count them."""
         return (self.completion_tokens_details or ReasoningTokens()).reasoning_tokens or 0
 
 
@@ -96,7 +97,7 @@ class ChatAnswer(Struct):
     created: int = 0
     model: str = ""
     usage: ChatUsage | None = None
-    # For a router that hands a prompt from one instance to another in the form it was asked in.
+    # Passed through for routers that move a request between instances in the client's format.
     kv_transfer_params: Json | None = None
 
 
@@ -118,7 +119,7 @@ _errors = msgspec.json.Decoder(_ErrorBody)
 
 
 def read_error(body: bytes) -> ChatError:
-    """What an error says; its text, where it has another form."""
+    """The error in a response's body. A body of another format becomes the error's message."""
     try:
         return _errors.decode(body).error
     except msgspec.DecodeError:
@@ -126,32 +127,33 @@ def read_error(body: bytes) -> ChatError:
 
 
 class AnswerWriter(Protocol):
-    """Writes the events of one form, told of a chat stream piece by piece."""
+    """Builds a response of one format from the parts of a chat stream. Each method returns the
+    events that the part results in."""
 
     def begin(self, chunk: ChatAnswer) -> bytes:
-        """The first chunk has come; its texts follow."""
+        """Start the response with the first chunk; calls for the chunk's content follow."""
 
     def reasoning(self, text: str) -> bytes:
-        """More reasoning."""
+        """Append reasoning."""
 
     def text(self, text: str, logprobs: list[Json]) -> bytes:
-        """More of the answer."""
+        """Append text of the answer."""
 
     def call(self, piece: ToolCall) -> bytes:
-        """A call, or more of the arguments of the one that came last."""
+        """Start a tool call, or append arguments to the last one."""
 
     def finish(self, reason: str | None, stop: int | str | None, usage: ChatUsage) -> bytes:
-        """The stream is whole."""
+        """Complete the response."""
 
     def fail(self, error: ChatError) -> bytes:
-        """The stream ends with an error."""
+        """End the response with an error."""
 
 
 class ChatStreamReader:
-    """Takes a chat stream apart, however it is cut, and tells a writer.
+    """Parses a chat stream, however it is split, and passes its parts to a writer.
 
     Args:
-        writer: of the events that come out.
+        writer: builds the response and its events.
     """
 
     def __init__(self, writer: AnswerWriter) -> None:
@@ -164,7 +166,7 @@ class ChatStreamReader:
         self._usage = ChatUsage()
 
     def feed(self, data: bytes) -> bytes:
-        """The events that these bytes of the stream complete."""
+        """Parse more bytes of the stream; returns the resulting events."""
         *whole, self._tail = (self._tail + data).replace(b"\r\n", b"\n").split(b"\n\n")
         return b"".join(map(self._event, whole))
 
@@ -183,7 +185,8 @@ class ChatStreamReader:
             return self._opening() + self._writer.fail(read_error(data))
 
     def _opening(self) -> bytes:
-        """A stream that ends before it began has a beginning, too."""
+        """Start the response if no chunk has; a stream that ends without a chunk needs its opening
+        events, too."""
         if self._has_begun:
             return b""
         self._has_begun = True
@@ -205,7 +208,8 @@ class ChatStreamReader:
 
 
 def write_answer(writer: AnswerWriter, body: bytes) -> bool:
-    """Tell a writer of a complete answer; False, and nothing told, for a body that is none."""
+    """Pass a complete answer to a writer. Returns False, and passes nothing, if the body is no
+    chat completion."""
     try:
         answer = _answers.decode(body)
     except msgspec.DecodeError:
@@ -220,7 +224,7 @@ def write_answer(writer: AnswerWriter, body: bytes) -> bool:
 
 
 def _write_text(writer: AnswerWriter, text: ChatText, logprobs: ChatLogprobs | None) -> bytes:
-    """Tell a writer of a message, or of what a chunk adds to one."""
+    """Pass a message, or the delta of a chunk, to a writer."""
     written = b""
     if text.thought:
         written += writer.reasoning(text.thought)

@@ -1,4 +1,4 @@
-"""What can be wrong with a request.
+"""The exceptions of this distribution.
 
 RequestRefused
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 
 class RequestRefused(ValueError):
-    """A request that says something that can't be said as a chat request, or nothing at all.
+    """A request that is malformed, or that can't be expressed as a chat request.
 
     Args:
         message: what was wanted, what was found, what to do.
-        param: the field, as a path from the body.
+        param: the field at fault, as a path from the body; None if there is no single one.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:

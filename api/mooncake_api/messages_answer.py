@@ -1,4 +1,4 @@
-"""Answers of ``/v1/messages``, whole and as a stream of events, and errors in Anthropic's form."""
+"""Responses of ``/v1/messages``, complete and streamed, and errors in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _ERROR_SCHEMA: Json = {
 
 
 def messages_error(status: int, body: bytes) -> bytes:
-    """An error in Anthropic's form, from the body of OpenAI's."""
+    """An error in Anthropic's format, from a body in OpenAI's format."""
     return encode(_error(status, read_error(body)))
 
 
 class MessagesTranslation:
-    """One request: see ``Translation``."""
+    """The ``Translation`` of one request to ``/v1/messages``."""
 
     def __init__(self, body: bytes) -> None:
         request, self.chat_body = read_messages_request(body)
@@ -74,7 +74,7 @@ MESSAGES = ApiFormat(
 
 
 class _MessageWriter:
-    """The message of one request as it grows, and the events that tell of it."""
+    """The ``AnswerWriter`` of one request: builds the message and its events."""
 
     def __init__(self, request: MessagesRequest) -> None:
         self._message: Json = {
@@ -87,14 +87,14 @@ class _MessageWriter:
             "stop_sequence": None,
             "usage": _usage(ChatUsage()),
         }
-        # JSON text of the arguments of a call, until it is whole.
+        # The JSON text of each call's arguments, by block; decoded when the message is complete.
         self._arguments: dict[int, str] = {}
         self._has_open_block = False
-        # Of the open block: its text is made of them once, however long it gets.
+        # The parts of the open block's text; joined once when the block closes.
         self._pieces: list[str] = []
 
     def begin(self, chunk: ChatAnswer) -> bytes:
-        """The message exists; its id is that of the chat answer with another prefix."""
+        """Start the message. Its id is that of the chat answer with another prefix."""
         self._message["id"] = "msg_" + chunk.id.rpartition("chatcmpl-")[2]
         self._message["model"] = chunk.model or self._message["model"]
         self._message["usage"] = _usage(chunk.usage or ChatUsage())
@@ -103,7 +103,7 @@ class _MessageWriter:
         return _event("message_start", message=self._message)
 
     def reasoning(self, text: str) -> bytes:
-        """Grows a block of thinking."""
+        """Append to the thinking block; opens one if none is open."""
         written = b""
         if not self._is_open("thinking"):
             written = self._open({"type": "thinking", "thinking": "", "signature": ""})
@@ -111,13 +111,13 @@ class _MessageWriter:
         return written + self._delta(type="thinking_delta", thinking=text)
 
     def text(self, text: str, logprobs: list[Json]) -> bytes:
-        """Grows a block of text."""
+        """Append to the text block; opens one if none is open."""
         written = b"" if self._is_open("text") else self._open({"type": "text", "text": ""})
         self._pieces.append(text)
         return written + self._delta(type="text_delta", text=text)
 
     def call(self, piece: ToolCall) -> bytes:
-        """Opens a call where its name comes, or grows the one that is open."""
+        """Open a call if the delta has a name; append its arguments to the open call."""
         written = b""
         if piece.function.name is not None:
             call_id = piece.id or f"toolu_{self._message['id']}_{len(self._message['content'])}"
@@ -131,7 +131,7 @@ class _MessageWriter:
         return written
 
     def finish(self, reason: str | None, stop: int | str | None, usage: ChatUsage) -> bytes:
-        """The message is complete, or cut by its limit of tokens."""
+        """Complete the message, which may have been cut at its token limit."""
         written = self._close()
         ending: Json = {"stop_reason": _STOP_REASONS.get(reason or "", "end_turn")}
         ending["stop_sequence"] = stop if isinstance(stop, str) else None
@@ -142,12 +142,13 @@ class _MessageWriter:
         return written + _event("message_stop")
 
     def fail(self, error: ChatError) -> bytes:
-        """An error event, after which there is nothing."""
+        """End the stream with an error event."""
         status = error.code if isinstance(error.code, int) else 500
         return event("error", _error(429 if error.code == "overloaded" else status, error))
 
     def whole(self) -> Json:
-        """The message, its calls with their arguments as data. Arguments that were cut are none."""
+        """The complete message, with the arguments of its calls decoded. Truncated arguments become
+        an empty object."""
         for index, arguments in self._arguments.items():
             try:
                 found = msgspec.json.decode(arguments or "{}")
@@ -186,7 +187,7 @@ class _MessageWriter:
             self._block[kind] = whole
         written = b""
         if self._block["type"] == "thinking":
-            # Clients send back only thinking that is signed; what the signature says is ours.
+            # Clients send back only thinking with a signature; its value is up to the server.
             self._block["signature"] = self._message["id"]
             written = self._delta(type="signature_delta", signature=self._message["id"])
         return written + _event("content_block_stop", index=self._index)
@@ -205,7 +206,7 @@ def _error(status: int, error: ChatError) -> Json:
 
 
 def _usage(usage: ChatUsage) -> Json:
-    """Anthropic's counts: cached tokens are not among those of the input."""
+    """The usage in Anthropic's format, where input tokens exclude cached ones."""
     return {
         "input_tokens": usage.prompt_tokens - usage.num_cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""``POST /v1/messages`` of Anthropic's API as a chat request."""
+"""Translates requests to ``/v1/messages`` (Anthropic's API) to chat requests."""
 
 from __future__ import annotations
 
@@ -26,39 +26,40 @@ _INSTEAD = {
     "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
 }
 _BILLING = "x-anthropic-billing-header"
-"""Begins a line of accounts that a coding agent puts before its instructions. It differs from
-request to request, so that no prefix of the prompt would ever be found again."""
+"""The start of a billing line that a coding agent puts before its instructions. It is dropped: it
+differs between requests, so that the prefix cache would never hit."""
 
 
 class OutputFormat(Struct):
-    """JSON that a schema describes."""
+    """JSON output that follows a schema."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(Struct):
-    """How much thought an answer is worth, and how it looks."""
+    """The reasoning effort and the format of the output."""
 
     effort: str | None = None
     format: OutputFormat | None = None
 
 
 class ContextEdit(Struct):
-    """What a server may take out of the messages; nothing is taken out here."""
+    """An edit that the server may apply to the messages; this server applies none."""
 
     type: str
     keep: Any = None
 
 
 class ContextManagement(Struct):
-    """Served as long as it asks to keep all."""
+    """Context edits; accepted only if they keep everything."""
 
     edits: list[ContextEdit] = []  # msgspec copies list defaults
 
 
 class Thinking(Struct):
-    """``budget_tokens`` is not kept to: ``max_tokens`` bounds the whole answer."""
+    """Whether the model thinks. ``budget_tokens`` has no effect: ``max_tokens`` limits the whole
+    answer."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -66,7 +67,7 @@ class Thinking(Struct):
 
 
 class ToolChoice(Struct):
-    """Which tools have to be called."""
+    """Which tools the model must or may call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -74,13 +75,14 @@ class ToolChoice(Struct):
 
 
 class Metadata(Struct):
-    """Whose request it is."""
+    """The user on whose behalf the request is sent."""
 
     user_id: str | None = None
 
 
 class MessagesRequest(Struct, kw_only=True):
-    """The body. Content blocks and tools are read one by one: their types say what they are."""
+    """The body of ``POST /v1/messages``. Content blocks and tools are parsed one by one, by their
+    ``type``."""
 
     messages: list[dict[str, Any]]
     max_tokens: int
@@ -103,7 +105,7 @@ class MessagesRequest(Struct, kw_only=True):
 
 
 class CountTokensRequest(Struct, kw_only=True):
-    """``POST /v1/messages/count_tokens``: as far as it matters for the count."""
+    """The body of ``POST /v1/messages/count_tokens``: the fields that affect the count."""
 
     messages: list[dict[str, Any]]
     model: str | None = None
@@ -113,10 +115,11 @@ class CountTokensRequest(Struct, kw_only=True):
 
 
 def read_messages_request(body: bytes) -> tuple[MessagesRequest, bytes]:
-    """The request, and the chat request that says the same.
+    """Parse a request; returns it with the body of the equivalent chat request.
 
     Raises:
-        RequestRefused: what can't be said as a chat request, by name.
+        RequestRefused: the request can't be expressed as a chat request; the message names the
+            field.
     """
     request, others = read_request(body, MessagesRequest, _INSTEAD)
     for edit in request.context_management.edits if request.context_management else ():
@@ -137,17 +140,17 @@ def read_messages_request(body: bytes) -> tuple[MessagesRequest, bytes]:
     if request.thinking is not None and request.thinking.display == "omitted":
         chat["include_reasoning"] = False
     if request.stream:
-        # The first event has the prompt's tokens.
+        # Anthropic's first event has the prompt's token count, so that every chunk needs usage.
         options = {"include_usage": True, "continuous_usage_stats": True}
         chat |= {"stream": True, "stream_options": options}
     return request, encode(chat)
 
 
 def count_tokens_request(body: bytes) -> bytes:
-    """The body of ``/tokenize`` for one of ``/v1/messages/count_tokens``.
+    """The body of a ``/tokenize`` request for a body of ``/v1/messages/count_tokens``.
 
     Raises:
-        RequestRefused: as for a request of messages.
+        RequestRefused: see ``read_messages_request``.
     """
     request, _ = read_request(body, CountTokensRequest, {})
     messages = _conversation(request.system, request.messages)
@@ -180,11 +183,8 @@ def _sampling(request: MessagesRequest) -> Json:
 
 
 def _template_variables(thinking: Thinking | None) -> Json | None:
-    """What chat templates of models that can answer with and without thinking look at."""
+    """The variable that chat templates of hybrid reasoning models read."""
     return None if thinking is None else {"enable_thinking": thinking.type != "disabled"}
-
-
-# ---------------------------------------------------------------- tools
 
 
 def _tools(request: MessagesRequest) -> Json:
@@ -217,9 +217,6 @@ def _tool(tool: Json, path: str) -> Json:
     return {"type": "function", "function": function}
 
 
-# ---------------------------------------------------------------- the conversation
-
-
 def _conversation(system: str | list[Json] | None, messages: list[Json]) -> list[Json]:
     found: list[Json] = []
     if system:
@@ -234,8 +231,8 @@ def _conversation(system: str | list[Json] | None, messages: list[Json]) -> list
 
 
 def _continued(messages: list[Json]) -> Json:
-    """Fields of the chat request whose answer goes on with the text of the model's that the
-    conversation ends with; none where it ends otherwise."""
+    """The fields of the chat request that make the model continue its own last message; none if the
+    conversation does not end with a text of the model."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or last["content"] is None or last.get("tool_calls"):
         return {}
@@ -253,7 +250,7 @@ def _check_continued(request: MessagesRequest) -> None:
 
 
 def _turn(message: Json, path: str) -> list[Json]:
-    """The chat messages of one turn: results of tools are messages of their own."""
+    """The chat messages of one turn. Tool results become separate messages."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestRefused(
@@ -281,7 +278,7 @@ def _model_turn(blocks: list[tuple[Any, str]]) -> Json:
             function = {"name": block.get("name"), "arguments": _json_text(block.get("input"))}
             call = {"id": block.get("id"), "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
-        elif kind != "redacted_thinking":  # which nobody here can read
+        elif kind != "redacted_thinking":  # encrypted by another server: skipped
             raise _refused_block(kind, path)
     return turn
 
@@ -303,7 +300,7 @@ def _other_turn(role: str, blocks: list[tuple[Any, str]]) -> list[Json]:
 
 
 def _result(block: Json, path: str) -> str:
-    """What a tool said: its text says whether it failed."""
+    """The text of a tool result. ``is_error`` is dropped: the text says whether the tool failed."""
     content = block.get("content")
     if content is None or isinstance(content, str):
         return content or ""

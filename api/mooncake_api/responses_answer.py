@@ -1,4 +1,4 @@
-"""Answers of ``/v1/responses``, whole and as a stream of events."""
+"""Responses of ``/v1/responses``, complete and streamed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ECHOED = (
 
 
 class ResponsesTranslation:
-    """One request: see ``Translation``."""
+    """The ``Translation`` of one request to ``/v1/responses``."""
 
     def __init__(self, body: bytes) -> None:
         request, self.chat_body = read_responses_request(body)
@@ -54,7 +54,7 @@ RESPONSES = ApiFormat(RESPONSES_PATH, ResponsesTranslation, lambda _, body: body
 
 
 class _ResponseWriter:
-    """The response of one request as it grows, and the events that tell of it."""
+    """The ``AnswerWriter`` of one request: builds the response and its events."""
 
     def __init__(self, request: ResponsesRequest) -> None:
         self.response = _empty_response(request)
@@ -63,13 +63,11 @@ class _ResponseWriter:
         self._num_events = 0
         self._suffix = ""
         self._has_open_item = False
-        # Of the open item: its text is made of them once, however long it gets.
+        # The parts of the open item's text; joined once when the item closes.
         self._pieces: list[str] = []
 
-    # ------------------------------------------------ what a chat stream brings
-
     def begin(self, chunk: ChatAnswer) -> bytes:
-        """The response exists; its id is that of the chat answer with another prefix."""
+        """Start the response. Its id is that of the chat answer with another prefix."""
         self._suffix = chunk.id.rpartition("chatcmpl-")[2]
         self.response["id"] = f"resp_{self._suffix}"
         self.response["created_at"] = chunk.created
@@ -80,7 +78,7 @@ class _ResponseWriter:
         return b"".join(self._event(kind, response=self.response) for kind in events)
 
     def reasoning(self, text: str) -> bytes:
-        """Grows an item of reasoning."""
+        """Append to the reasoning item; opens one if none is open."""
         written = b""
         if not self._is_open("reasoning"):
             item: Json = {"id": self._item_id("rs"), "type": "reasoning", "summary": []}
@@ -90,7 +88,7 @@ class _ResponseWriter:
         return written + self._item_event("response.reasoning_text.delta", delta=text, is_part=True)
 
     def text(self, text: str, logprobs: list[Json]) -> bytes:
-        """Grows a message."""
+        """Append to the message; opens one if none is open."""
         written = b"" if self._is_open("message") else self._open_message()
         shown = logprobs if self._shows_logprobs else []
         self._pieces.append(text)
@@ -99,7 +97,7 @@ class _ResponseWriter:
         return written + self._item_event(kind, delta=text, logprobs=shown, is_part=True)
 
     def call(self, piece: ToolCall) -> bytes:
-        """Opens a call where its name comes, or grows the one that is open."""
+        """Open a call if the delta has a name; append its arguments to the open call."""
         written = b""
         if piece.function.name is not None:
             call_id = piece.id or self._item_id("call")
@@ -115,7 +113,7 @@ class _ResponseWriter:
         return written
 
     def finish(self, reason: str | None, stop: int | str | None, usage: ChatUsage) -> bytes:
-        """The response is complete, or cut by its limit of tokens."""
+        """Complete the response, which may have been cut at its token limit."""
         written = b"" if self.response["output"] else self._open_message()
         is_cut = reason == "length"
         status = "incomplete" if is_cut else "completed"
@@ -128,14 +126,12 @@ class _ResponseWriter:
         return written + self._event(f"response.{status}", response=self.response)
 
     def fail(self, error: ChatError) -> bytes:
-        """The response ends as it is."""
+        """End the response with an error, with the output so far."""
         code = "rate_limit_exceeded" if error.code in (429, "overloaded") else "server_error"
         self._settle()
         failure = {"code": code, "message": error.message}
         self.response |= {"status": "failed", "error": failure}
         return self._event("response.failed", response=self.response)
-
-    # ------------------------------------------------ items and their events
 
     @property
     def _item(self) -> Json:
@@ -169,7 +165,7 @@ class _ResponseWriter:
         return self._item_event("response.content_part.added", part=part, is_part=True)
 
     def _close(self, status: str = "completed") -> bytes:
-        """What is open is over: its text as a whole, its part, the item."""
+        """Close the open item, if any: events for its whole text, its part and the item."""
         if not self._has_open_item:
             return b""
         self._settle()
@@ -185,7 +181,7 @@ class _ResponseWriter:
         return written + done
 
     def _settle(self) -> None:
-        """Write what has come into the open item."""
+        """Join the text received so far into the open item."""
         if self._pieces:
             whole = "".join(self._pieces)
             if self._is_open("function_call"):
@@ -208,7 +204,7 @@ class _ResponseWriter:
         return len(self.response["output"]) - 1
 
     def _item_event(self, kind: str, *, is_part: bool = False, **facts: Any) -> bytes:
-        """An event of the open item; of its one part, where it has parts."""
+        """An event of the open item, or of its only part where ``is_part``."""
         where: Json = {"item_id": self._item["id"], "output_index": self._index}
         if is_part:
             where["content_index"] = 0
@@ -221,7 +217,7 @@ class _ResponseWriter:
 
 
 def _empty_response(request: ResponsesRequest) -> Json:
-    """A response that has only begun: what was asked for, with the defaults."""
+    """The initial response: the request's parameters with their defaults, and no output."""
     asked = msgspec.to_builtins(request)
     text = {name: value for name, value in (asked["text"] or {}).items() if value is not None}
     text["format"] = _without_nulls(text.get("format") or {"type": "text"})

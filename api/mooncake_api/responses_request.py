@@ -1,4 +1,5 @@
-"""``POST /v1/responses`` as a chat request. Stateless: a request holds its whole conversation."""
+"""Translates requests to ``/v1/responses`` (OpenAI's API) to chat requests. The API is stateless
+here: each request contains its whole conversation."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 
 
 class Reasoning(Struct):
-    """``summary`` changes nothing: reasoning is shown as it is."""
+    """Reasoning options. ``summary`` has no effect: reasoning is shown unabridged."""
 
     effort: str | None = None
     summary: str | None = None
@@ -42,7 +43,7 @@ class Reasoning(Struct):
 
 
 class TextFormat(Struct):
-    """Any text, some JSON object, or JSON that a schema describes."""
+    """The format of the output: any text, a JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -52,14 +53,15 @@ class TextFormat(Struct):
 
 
 class TextConfig(Struct):
-    """How the text of the answer looks."""
+    """The format and verbosity of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class ResponsesRequest(Struct, kw_only=True):
-    """The body. Objects within it are read one by one, because their types say what they are."""
+    """The body of ``POST /v1/responses``. Input items and tools are parsed one by one, by their
+    ``type``."""
 
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -90,10 +92,11 @@ class ResponsesRequest(Struct, kw_only=True):
 
 
 def read_responses_request(body: bytes) -> tuple[ResponsesRequest, bytes]:
-    """The request, and the chat request that says the same.
+    """Parse a request; returns it with the body of the equivalent chat request.
 
     Raises:
-        RequestRefused: what can't be said as a chat request, by name.
+        RequestRefused: the request can't be expressed as a chat request; the message names the
+            field.
     """
     request, others = read_request(body, ResponsesRequest, _INSTEAD)
     _check_stateless(request)
@@ -161,9 +164,6 @@ def _response_format(wanted: TextFormat) -> Json | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-# ---------------------------------------------------------------- tools
-
-
 def _tools(request: ResponsesRequest) -> Json:
     chat: Json = {}
     tools = []
@@ -174,7 +174,7 @@ def _tools(request: ResponsesRequest) -> Json:
         tools, choice = _chosen(tools, choice)
     if tools:
         chat["tools"] = tools
-    # Agents send "auto" without tools as well, which chat refuses: it says nothing there.
+    # Agents send "auto" without tools, too. It has no effect, but the chat endpoint rejects it.
     if choice is not None and (tools or choice not in ("auto", "none")):
         chat["tool_choice"] = choice
     if request.parallel_tool_calls is not None:
@@ -183,8 +183,8 @@ def _tools(request: ResponsesRequest) -> Json:
 
 
 def _offered(tool: Json, path: str) -> list[Json]:
-    """The functions of a tool. A search of the web, which agents offer by default, is none: the
-    model answers without it, as it may."""
+    """The functions of a tool. Web search, which agents offer by default, is dropped: the model
+    answers without it, which the API allows."""
     kind, inner = tool.get("type"), tool.get("tools")
     if isinstance(kind, str) and kind.startswith("web_search"):
         return []
@@ -202,12 +202,12 @@ def _offered(tool: Json, path: str) -> list[Json]:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """How the chat request calls a function of a namespace."""
+    """The name of a namespace's function in the chat request."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def namespaces(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
-    """Namespace and name of every function in one, by its name in the chat request."""
+    """Namespace and name of every function in a namespace, by its name in the chat request."""
     return {
         flat_name(tool["name"], each["name"]): (tool["name"], each["name"])
         for tool in request.tools or ()
@@ -229,7 +229,7 @@ def _tool(tool: Json, path: str) -> Json:
 
 
 def _chosen(tools: list[Json], choice: Json) -> tuple[list[Json], str | Json]:
-    """The tools that may be called, and the chat request's choice."""
+    """The tools that the model may call, and the chat request's ``tool_choice``."""
     kind = choice.get("type")
     if kind == "function":
         return tools, {"type": "function", "function": {"name": choice.get("name")}}
@@ -244,12 +244,9 @@ def _chosen(tools: list[Json], choice: Json) -> tuple[list[Json], str | Json]:
     return kept, str(choice.get("mode", "auto"))
 
 
-# ---------------------------------------------------------------- the conversation
-
-
 def _messages(request: ResponsesRequest) -> list[Json]:
-    """Instructions and input. What one turn of the model brought is one message; system messages at
-    the start are one, too: many chat templates have room for one."""
+    """The chat messages for instructions and input. The items of one model turn become one message.
+    System messages at the start are merged, because many chat templates accept only one."""
     items = request.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -262,13 +259,13 @@ def _messages(request: ResponsesRequest) -> list[Json]:
 
 
 class _Turns:
-    """Messages of a conversation, made from its items."""
+    """Builds the messages of a conversation from its items."""
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
 
     def add(self, item: Json, path: str) -> None:
-        """One more item."""
+        """Add an item."""
         kind = item.get("type", "message")
         if kind == "message":
             self._add_turn(item, path)
@@ -288,7 +285,7 @@ class _Turns:
             )
 
     def add_message(self, role: str, text: str) -> None:
-        """A message that is not the model's."""
+        """Add a message that is not the model's."""
         role = "system" if role == "developer" else role
         if role == "system" and [each["role"] for each in self.messages] == ["system"]:
             self.messages[0]["content"] += f"\n\n{text}"
@@ -315,13 +312,15 @@ class _Turns:
         self._model_turn().setdefault("tool_calls", []).append(call)
 
     def _add_reasoning(self, item: Json, path: str) -> None:
-        """Encrypted reasoning is another server's: nobody here can read it."""
+        """Add an item's reasoning text. Encrypted reasoning comes from another server and is
+        skipped."""
         text = _text(item.get("content") or item.get("summary") or "", path)
         if text:
             self._model_turn("content", "tool_calls", "reasoning")["reasoning"] = text
 
     def _model_turn(self, *unlike: str) -> Json:
-        """The model's message that an item belongs to: the last one, unless it has any of these."""
+        """The model's message that an item belongs to: the last message, or a new one if that is
+        not the model's or has any of the fields in ``unlike``."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(last.get(name) for name in unlike):
             last = {"role": "assistant", "content": None}
@@ -330,7 +329,7 @@ class _Turns:
 
 
 def _text(content: Any, path: str) -> str:
-    """A text, or a list of parts that are texts."""
+    """The text of a string or of a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,4 +1,5 @@
-"""What a form of request has to know, and how its fields are read."""
+"""The interface of an API format (``ApiFormat``, ``Translation``), and the decoding of its request
+bodies."""
 
 from __future__ import annotations
 
@@ -16,29 +17,31 @@ encode = msgspec.json.Encoder().encode
 
 
 class Translation(Protocol):
-    """One request: how it reads as a chat request, and what becomes of the answer to that."""
+    """The translation of one request: its chat request, and the chat response back to the client's
+    format. A server creates one per request."""
 
     chat_body: bytes
     """The body for ``/v1/chat/completions``."""
 
     def whole(self, status: int, body: bytes) -> tuple[int, bytes]:
-        """A complete answer, or an error with a status of its own; 502 for what is neither."""
+        """Translate a complete chat response or an error; returns status and body. A body that is
+        neither becomes a 502."""
 
     def events(self, data: bytes) -> bytes:
-        """More of the chat stream, cut anywhere: the events that it comes to, none included. An
-        error event ends the stream; nothing comes after it."""
+        """Translate more bytes of the chat stream, split anywhere; returns the resulting events,
+        possibly none. After an error event, nothing more is returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiFormat:
-    """A form of request.
+    """An API format.
 
     Args:
-        path: that it is posted to.
-        translate: reads a body; raises RequestRefused.
-        error: an error in this form, from its status and the body that OpenAI's would have.
-        request_type: of the body, for a schema.
-        error_schema: of its errors; None for OpenAI's own.
+        path: the path to which its requests are posted.
+        translate: parses a request's body; raises RequestRefused.
+        error: translates an error, given its status and its body in OpenAI's format.
+        request_type: the type of the body, for the OpenAPI schema.
+        error_schema: the JSON schema of errors; None for OpenAI's.
     """
 
     path: str
@@ -62,20 +65,23 @@ NOT_HERE: Mapping[str, str] = {
     "audio": "only text is served",
     "modalities": "only text is served",
 }
-"""Fields of the chat request that mean nothing in another form, and what to do instead."""
+"""Fields of chat requests that no other format supports, and what to do instead."""
 
 
 def read_request(
     body: bytes, request_type: type[RequestType], instead: Mapping[str, str]
 ) -> tuple[RequestType, Json]:
-    """A body by its type, and the fields that the type does not have. They go with the chat
-    request, which may know them (``top_k``), and whose rules for unknown fields decide otherwise.
+    """Decode a body, and return it with the fields that its type does not declare. The latter are
+    passed on in the chat request: its type may declare them (``top_k``), or else its rules for
+    unknown fields apply.
 
     Args:
-        instead: fields that are refused, and what to do without each.
+        body: the request's body.
+        request_type: the type to decode.
+        instead: fields to reject, each with what to do instead.
 
     Raises:
-        RequestRefused: no JSON object, a field of a wrong type, or one that is refused.
+        RequestRefused: the body is not a JSON object, or a field has a wrong type or is rejected.
     """
     try:
         found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -105,5 +111,5 @@ def _explained(message: str) -> RequestRefused:
 
 
 def event(kind: str, payload: Json) -> bytes:
-    """A server-sent event with a name."""
+    """A named server-sent event with a JSON payload."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(payload))
