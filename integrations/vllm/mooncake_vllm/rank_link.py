@@ -1,8 +1,9 @@
-"""Messages between a connector's scheduler side and the workers of its ranks.
+"""The link between a connector's scheduler side and the workers of its ranks: Unix sockets, and the
+messages on them.
 
-vLLM carries data between the two with its steps; what can't wait for a step goes by a Unix socket
-of our own. Each worker listens under a name that follows from the instance's names, which both
-sides know. So nothing depends on vLLM's handshake metadata, which MultiConnector mixes up.
+vLLM passes data between the two with its steps only; messages that can't wait for a step use a Unix
+socket of our own. Each worker listens on a path that is derived from the instance's names, which
+both sides know. So nothing depends on vLLM's handshake metadata, which MultiConnector mixes up.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from mooncake_kv.errors import KVConfigError
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 60.0
-"""How long the scheduler side waits for the workers, who were there before it."""
+"""How long the scheduler side waits for the workers, in seconds. vLLM starts them first."""
 RETRY_S = 0.05
 
 
 class RankInfo(msgspec.Struct, frozen=True, tag=True):
-    """Worker to scheduler, first: what vLLM's memory has turned out to be.
+    """Worker to scheduler, the first message: describes vLLM's KV memory on the rank.
 
     Args:
-        geometry: of the whole model's KV; the same on all ranks.
-        block_size: tokens of a block of the layout.
-        blocks_per_page: how many of them make one of the blocks that vLLM's scheduler counts.
-        hardware: what the rank runs on.
+        geometry: geometry of the whole model's KV; the same on all ranks.
+        block_size: tokens per block of the layout.
+        blocks_per_page: blocks of the layout per block that vLLM's scheduler counts.
+        hardware: backend and generation of the rank's device.
     """
 
     geometry: KVGeometry
@@ -57,7 +58,7 @@ class FromWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerDied(msgspec.Struct, frozen=True, tag=True):
-    """Worker to scheduler: a thread of the worker died of this."""
+    """Worker to scheduler: a thread of the worker died, for this reason."""
 
     reason: str
 
@@ -69,11 +70,11 @@ class ToWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReportLoad(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to worker: tell vLLM, with the next step, that a load is over and drained.
+    """Scheduler to worker: report to vLLM, with the next step, that a load has ended, drained.
 
     Args:
-        request_id: vLLM's name for who waited for it.
-        load: the connector's name for it; empty: it has none, and no step names it.
+        request_id: vLLM's id of the request.
+        load: the connector's name of the load; empty if it was never started.
         is_failed: whether KV is missing.
     """
 
@@ -83,13 +84,15 @@ class ReportLoad(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReportSend(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to worker: tell vLLM, with the next step, that these blocks are free again."""
+    """Scheduler to worker: report to vLLM, with the next step, that a request's blocks are
+    released."""
 
     request_id: str
 
 
 class WakeUp(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to worker: a request has come, and waits for the step that waits for a report."""
+    """Scheduler to worker: end the wait of an idle step, because a request has arrived or can
+    continue."""
 
 
 RankMessage = RankInfo | FromWorker | WorkerDied
@@ -101,14 +104,14 @@ _decode_to_rank = msgspec.msgpack.Decoder(SchedulerMessage).decode
 
 
 def socket_paths(names: Sequence[str], num_ranks: int) -> list[Path]:
-    """Where the workers of an instance listen, by rank.
+    """The Unix sockets of an instance's workers, by rank.
 
     Args:
-        names: of the instance; together no other has them.
-        num_ranks: of the instance.
+        names: names of the instance that identify it uniquely together.
+        num_ranks: number of ranks of the instance.
 
     Raises:
-        KVConfigError: somebody else owns the folder.
+        KVConfigError: the folder belongs to another user, or others can enter it.
     """
     folder = Path(tempfile.gettempdir()) / f"mooncake-vllm-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -123,13 +126,13 @@ def socket_paths(names: Sequence[str], num_ranks: int) -> list[Path]:
 
 
 class Channel:
-    """One connected socket. Messages are sent from any thread, and taken in one.
+    """One connected socket. Messages are sent on any thread, and received on one.
 
     Args:
-        connected: the socket, which is ours from now on.
-        name: for the log.
-        on_message: takes each message; what it lets out ends the channel.
-        on_death: takes what ended it; what it sends leaves by this channel yet.
+        connected: the socket; the channel takes ownership of it.
+        name: name for the log.
+        on_message: receives each message; an exception in it ends the channel.
+        on_death: receives the exception that ended the channel, on which it can still send.
 
     Raises:
         OSError: the process has no descriptor left; the socket is closed.
@@ -153,7 +156,7 @@ class Channel:
         self._on_message, self._on_death = on_message, on_death
 
     def send(self, message: bytes) -> None:
-        """Send a message; one to an end that has gone is dropped."""
+        """Send a message; it is dropped if the other end has closed."""
         try:
             with self._lock:
                 self._connection.send_bytes(message)
@@ -161,28 +164,28 @@ class Channel:
             logger.info("%s: the other end has gone: %s", self._name, exc)
 
     def run(self) -> None:
-        """Take messages until either end hangs up. The top of a thread."""
+        """Receive messages until either end hangs up. Top of a thread."""
         try:
             while (message := self._receive()) is not None:
                 self._on_message(message)
         except Exception as exc:  # top of a thread
             logger.exception("%s ended", self._name)
             self._on_death(exc)
-            with suppress(OSError):  # who sends to nobody must not wait until there is room
+            with suppress(OSError):  # senders must not block on a buffer that is never drained
                 self._socket.shutdown(socket.SHUT_RD)
 
     def hang_up(self) -> None:
-        """End both directions, and with them ``run``. Idempotent."""
-        with suppress(OSError):  # the other end was first
+        """Shut down both directions, which ends ``run``. Idempotent."""
+        with suppress(OSError):  # the other end may have hung up first
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let the socket go; nobody is in ``run`` any more. Idempotent."""
+        """Close the socket, after ``run`` has ended. Idempotent."""
         self.hang_up()
         self._socket.close()
 
     def _receive(self) -> bytes | None:
-        """The next message; None: the other end has gone."""
+        """The next message; None if the other end has closed."""
         try:
             return self._connection.recv_bytes()
         except (EOFError, OSError):
@@ -191,10 +194,11 @@ class Channel:
 
 
 class WorkerLink:
-    """A worker's end: listens, and keeps what it has to say until the scheduler side has come.
+    """A worker's end of the link: listens, and queues its messages until the scheduler side has
+    connected.
 
     Args:
-        path: where to listen.
+        path: path of the Unix socket to listen on.
     """
 
     def __init__(self, path: Path) -> None:
@@ -203,7 +207,7 @@ class WorkerLink:
         self._unsent: list[bytes] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        path.unlink(missing_ok=True)  # of one that was killed and had our names
+        path.unlink(missing_ok=True)  # left by a killed process with the same names
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._thread: threading.Thread | None = None
@@ -213,11 +217,11 @@ class WorkerLink:
         on_message: Callable[[SchedulerMessage], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
-        """Let the scheduler side in; its messages come in a thread of their own.
+        """Accept the scheduler side, and receive its messages on a thread of the link.
 
         Args:
-            on_message: takes them.
-            on_death: takes what ended the thread; the link can still send.
+            on_message: receives each message.
+            on_death: receives the exception that ended the thread; the link can still send.
         """
         self._listener.listen(1)
         self._thread = threading.Thread(
@@ -238,7 +242,7 @@ class WorkerLink:
         """Stop listening and hang up. Idempotent."""
         with self._lock:
             self._is_closed = True
-        with suppress(OSError):  # nobody listens yet, or any more
+        with suppress(OSError):  # not listening yet, or any more
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         if self._channel is not None:
@@ -254,7 +258,7 @@ class WorkerLink:
         on_message: Callable[[SchedulerMessage], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
-        """Top of the thread, which needs no other one: that might not start."""
+        """Top of the thread, which accepts and receives: a second thread might fail to start."""
         channel = self._accept(lambda data: on_message(_decode_to_rank(data)), on_death)
         if channel is not None:
             channel.run()
@@ -262,8 +266,8 @@ class WorkerLink:
     def _accept(
         self, on_message: Callable[[bytes], None], on_death: Callable[[BaseException], None]
     ) -> Channel | None:
-        """The scheduler side's channel; None if it does not come: who can't be told finds nobody
-        here, and does not start."""
+        """Accept the scheduler side's connection; None if that fails. The listener is then closed,
+        so that the scheduler side finds no worker and fails to start."""
         try:
             connected, _ = self._listener.accept()
             channel = Channel(connected, "kv-orders", on_message, on_death)
@@ -284,15 +288,15 @@ class WorkerLink:
 
 
 class SchedulerLink:
-    """The scheduler side's end: a channel to each worker, and a thread that hears it.
+    """The scheduler side's end of the link: a channel to each worker, with a receiving thread.
 
     Args:
-        paths: where they listen.
-        on_message: takes a rank and its message; any thread.
-        on_death: takes a rank, and what ended the thread that heard it; any thread.
+        paths: Unix sockets of the workers, by rank.
+        on_message: receives a rank and its message; any thread.
+        on_death: receives a rank, and the exception that ended its receiving thread; any thread.
 
     Raises:
-        KVConfigError: a worker is not there.
+        KVConfigError: a worker does not listen.
     """
 
     def __init__(
@@ -363,15 +367,15 @@ def _connect(path: Path, deadline: float) -> socket.socket:
 
 
 class Ranks:
-    """The workers of an instance, as its scheduler side knows them.
+    """The scheduler side's handle on the workers of an instance.
 
     Args:
-        paths: where they listen, by rank.
-        on_death: takes the reason why a thread has died, of a worker or the one that hears it; any
-            thread.
+        paths: Unix sockets of the workers, by rank.
+        on_death: receives the reason why a worker's thread, or the one that receives from it, has
+            died; any thread.
 
     Raises:
-        KVConfigError: they did not come up, or differ in their KV.
+        KVConfigError: the workers did not connect, or differ in their KV.
     """
 
     def __init__(self, paths: Sequence[Path], on_death: Callable[[str], None]) -> None:
@@ -392,7 +396,8 @@ class Ranks:
         return self._num_ranks
 
     def listen(self, take: Callable[[int, bytes], None]) -> None:
-        """Pass on what the workers say, and have said so far: a rank and a message."""
+        """Pass the workers' messages, including those received so far, to ``take``, with their
+        rank."""
         with self._lock:
             self._take = take
             for rank, payload in self._early:
@@ -404,11 +409,11 @@ class Ranks:
         self._link.send(rank, ToWorker(payload))
 
     def report(self, message: ReportLoad | ReportSend) -> None:
-        """Have every rank tell vLLM. Any thread."""
+        """Have every rank report to vLLM. Any thread."""
         self._link.broadcast(message)
 
     def wake_up(self) -> None:
-        """Have no rank's step wait for a report any longer: there is something to compute."""
+        """End the wait of idle steps on all ranks, because there is something to compute."""
         self._link.broadcast(WakeUp())
 
     def close(self) -> None:
@@ -440,5 +445,5 @@ class Ranks:
             self._on_death(f"rank {rank}: {message.reason}")
 
     def _on_channel_death(self, rank: int, cause: BaseException) -> None:
-        """Nobody hears that rank any more: what it reports is lost."""
+        """A receiving thread has ended, so the rank's reports would be lost."""
         self._on_death(f"the thread that hears rank {rank}: {cause!r}")

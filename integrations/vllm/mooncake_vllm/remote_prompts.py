@@ -1,4 +1,5 @@
-"""Prompts whose KV a peer holds, on a decode instance: who loads which, once. Pure."""
+"""The prompts whose KV peers hold for a decode instance, and which request loads each one. Pure: no
+I/O."""
 
 from __future__ import annotations
 
@@ -7,20 +8,20 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 PeerKey = tuple[str, str]
-"""What tells a prompt from all others: its holder and lease, or the URL that it is posted to."""
+"""Identifies a prompt: the holder's epoch and its request id, or the metaserver's URL."""
 
 
 class PromptState(Enum):
-    """Where the hand-over of a prompt stands."""
+    """State of a prompt's transfer."""
 
     EXPECTED = auto()
-    """The peer holds it, and nobody here has taken it."""
+    """The peer holds it, and no request here has begun to load it."""
     LOADING = auto()
-    """One request has blocks for it."""
+    """One request has blocks for it, and is loading it."""
     LOADED = auto()
-    """It is here, and vLLM has yet to run who loaded it: only then its prefix cache has it."""
+    """It is loaded, but vLLM has not run its loader yet: only then it is in vLLM's prefix cache."""
     OVER = auto()
-    """Loaded, failed or not needed: the peer has nothing for us any more."""
+    """Loaded, failed or not needed: the peer no longer holds it for us."""
 
 
 @dataclass(slots=True)
@@ -28,12 +29,13 @@ class RemotePrompt:
     """A prompt that a peer holds for one request, or for all ``n`` children of one.
 
     Args:
-        name: what the connector calls it: the id of the request that came first.
-        key: what children of one request have in common.
-        num_tokens: whose KV is there.
-        num_more: tokens of the request behind those, which are computed here.
-        members: requests that are here and want it.
-        loader: the one that loads it.
+        name: the connector's name for it: the id of the first request that wanted it.
+        key: identifies the prompt; the same for all children of a request.
+        num_tokens: number of tokens whose KV the peer holds.
+        num_more: number of the request's prompt tokens after those, which are computed here.
+        members: live requests that want it.
+        state: the state of its transfer.
+        loader: the request that loads it.
     """
 
     name: str
@@ -46,7 +48,7 @@ class RemotePrompt:
 
 
 class RemotePrompts:
-    """All of them, by request. Any thread."""
+    """All prompts that peers hold for this instance, by request. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,12 +61,12 @@ class RemotePrompts:
 
     @property
     def is_loading(self) -> bool:
-        """Whether any of them is."""
+        """Whether any prompt is being loaded."""
         with self._lock:
             return any(each.state is PromptState.LOADING for each in self._by_name.values())
 
     def expect(self, request_id: str, key: PeerKey, num_tokens: int, num_more: int = 0) -> bool:
-        """A request has come; returns whether it is the first for this prompt."""
+        """Add a request; returns whether it is the first for this prompt."""
         with self._lock:
             prompt = self._by_key.get(key)
             is_first = prompt is None
@@ -76,10 +78,10 @@ class RemotePrompts:
         return is_first
 
     def num_to_load(self, request_id: str, num_computed: int) -> int | None:
-        """How many tokens a request can load beyond what it has; None: ask again, another request
-        is loading them. No side effects.
+        """Number of tokens that a request can load beyond its computed ones; None: ask again,
+        another request is loading them. No side effects.
 
-        The last token of a request is computed in any case, so that it alone is not worth a load.
+        The last token of a request is always computed, so a load of that token alone is skipped.
         """
         with self._lock:
             prompt = self._by_request.get(request_id)
@@ -91,8 +93,8 @@ class RemotePrompts:
             return remaining if remaining + prompt.num_more > 1 else 0
 
     def begin(self, request_id: str) -> str | None:
-        """A request has blocks, and loads; returns the connector's name for the prompt, or None if
-        it has been taken meanwhile."""
+        """Start loading into a request's blocks. Returns the connector's name for the prompt, or
+        None if it is no longer available."""
         with self._lock:
             prompt = self._by_request.get(request_id)
             if prompt is None or prompt.state is not PromptState.EXPECTED:
@@ -101,8 +103,8 @@ class RemotePrompts:
             return prompt.name
 
     def skip(self, request_id: str) -> str | None:
-        """A request runs, with what it has; returns the name of a prompt that nobody here has taken
-        and nobody will, so that the peer may free it, or None."""
+        """Run a request without loading. Returns the name of a prompt that no request here has
+        loaded or will load, so that the peer may free it; otherwise None."""
         with self._lock:
             prompt = self._by_request.get(request_id)
             if prompt is None or prompt.state in (PromptState.LOADING, PromptState.OVER):
@@ -113,7 +115,8 @@ class RemotePrompts:
             return prompt.name if was_expected else None
 
     def end(self, name: str, *, is_loaded: bool = False) -> str | None:
-        """The connector has done with a prompt; returns the request that was loading it, if any."""
+        """Process the end of a prompt's transfer; returns the request that was loading it, if
+        any."""
         with self._lock:
             prompt = self._by_name.get(name)
             if prompt is None:
@@ -126,7 +129,8 @@ class RemotePrompts:
             return prompt.loader if was_loading else None
 
     def leave(self, request_id: str) -> str | None:
-        """A request has ended; returns the name of a prompt whose hand-over is to be cancelled."""
+        """Remove a request that has ended; returns the name of a prompt whose transfer is to be
+        cancelled, if any."""
         with self._lock:
             prompt = self._by_request.pop(request_id, None)
             if prompt is None:

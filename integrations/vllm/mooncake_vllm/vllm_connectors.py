@@ -305,7 +305,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         """Start the step. Loads begin here, before the forward pass, unless the step zeroes new
         blocks first."""
         super().bind_connector_metadata(connector_metadata)
-        # While a graph is captured, vLLM passes the metadata of another connector class.
+        # While a graph is captured, vLLM passes metadata of another class.
         if self._worker is not None and isinstance(connector_metadata, HalStepMetadata):
             wait_s = IDLE_WAIT_S if connector_metadata.waits else 0.0
             self._worker.begin_step(connector_metadata.pushes, connector_metadata.held, wait_s)
@@ -412,8 +412,8 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return bool(self._kv_cache_config.needs_kv_cache_zeroing)
 
     def _release(self, metadata: KVConnectorMetadata) -> None:
-        """Release the step's loads. While a graph is captured, the metadata are of another
-        connector class, which has none."""
+        """Release the step's loads. While a graph is captured, the metadata are of another class,
+        which has none."""
         loads: Iterable[str] = getattr(metadata, "loads", ())
         if self._worker is not None:
             self._worker.release_loads(loads)

@@ -1,9 +1,10 @@
-"""What vLLM computes goes to the KVCache pool: prompts as they are computed, all else at the end.
+"""Saves what vLLM computes to the KVCache pool: prompts while they are computed, the rest when the
+request ends.
 
-Others find a long prompt while its first answer is written, and a preempted request finds its own.
-Nothing is taken from vLLM: blocks that are copied from while a request runs may be given up, and
-what was copied from them is known to be worthless then. Once it has ended, they stay until all is
-copied.
+So other requests find a long prompt while its first answer is still generated, and a preempted
+request finds its own. While a request runs, vLLM may free blocks that are being copied; such a copy
+is detected and discarded. After a request has ended, its blocks are held until all copies are
+complete.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from mooncake_vllm.vllm_interface import Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import expand_blocks
 
 SAVED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-"""Endings after which all steps of a request are over but for its last token's."""
+"""Finish statuses after which all steps of a request, except that of its last token, are over."""
 CUT_OFF = "FINISHED_ABORTED"
-"""Ending of a request whose client has left, or whose text had a stop string: at any time."""
+"""Finish status of a request whose client has left, or whose text contains a stop string. It can
+end at any time."""
 
 
 class SaveClient(Protocol):
-    """``PoolClient``, as far as saving goes."""
+    """The part of ``PoolClient`` that saves."""
 
     def save(self, save: SaveRequest) -> bool: ...
     def end_save(self, save_id: str, *, is_right: bool) -> None: ...
@@ -34,11 +36,11 @@ class SaveClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """A request's, after it came or was preempted.
+    """The first step of a request after its arrival or a preemption.
 
     Args:
-        num_preemptions: before it.
-        num_had: tokens whose KV was there then, or will be when that step has ended.
+        num_preemptions: the request's number of preemptions before the step.
+        num_had: tokens whose KV existed at that step, or will exist when it has ended.
     """
 
     num_preemptions: int
@@ -47,18 +49,18 @@ class FirstStep:
 
 @dataclass(slots=True, eq=False)
 class SavedRequest:
-    """A live request whose KV is all of the identity in use.
+    """A live request, all of whose KV has the current identity.
 
     Args:
-        request: vLLM's.
-        identity: of the KV.
+        request: vLLM's request.
+        identity: identity of its KV.
 
     Attributes:
-        keys: of the chunks so far, as far as they were needed.
-        num_known: leading chunks that stores had when it was looked up.
-        num_saved: those, and what was given to them since.
-        first_step: its last one; None: it never ran.
-        table: vLLM's blocks of it, while its prompt is not all saved.
+        keys: keys of its leading chunks, as far as they were needed.
+        num_known: leading chunks that stores had at the look-up.
+        num_saved: these, plus the chunks that were saved since.
+        first_step: its latest first step; None if it never ran.
+        table: its vLLM block table, while its prompt is not completely saved.
     """
 
     request: Request
@@ -70,8 +72,9 @@ class SavedRequest:
     table: list[int] = field(default_factory=list)
 
     def first_keys(self, num_chunks: int) -> list[bytes]:
-        """Of its leading chunks, all of whose tokens are known. No more of them are kept: when the
-        client of a session goes on, vLLM puts its new tokens in the place of the last one said."""
+        """The keys of its leading chunks, all of whose tokens are known. No further keys are
+        cached: when the client of a session continues, vLLM replaces the last output token by the
+        new tokens."""
         if num_chunks > len(self.keys):
             root = self.identity.root(self.request.cache_salt or "")
             parent = self.keys[-1] if self.keys else root
@@ -87,26 +90,27 @@ class SavedRequest:
 
     @property
     def num_prompt_chunks(self) -> int:
-        """Whole chunks of its prompt."""
+        """Number of whole chunks in its prompt."""
         return len(self.request.prompt_token_ids or []) // self.identity.chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Chunks that are copied to a store: whose, and how often it had been preempted before."""
+    """A copy of chunks to a store: the request, and its number of preemptions before."""
 
     saved: SavedRequest
     num_preemptions: int
 
 
 class PoolSaves:
-    """Saves of one instance. vLLM's thread gives them, the pool client's thread ends them.
+    """The saves of one instance. They are started on vLLM's thread, and completed on the pool
+    client's thread.
 
     Args:
-        client: takes them.
-        blocks_per_page: of the layout, in one of vLLM's.
-        tells_tokens: whether what is saved is published, and so has to be told with its tokens.
-        report: nobody reads the blocks of a request that has ended any more, by its id.
+        client: the pool's client.
+        blocks_per_page: blocks of the layout per vLLM block.
+        tells_tokens: whether saved chunks are published, for which the store needs their tokens.
+        report: called with the id of an ended request when its blocks are no longer read.
     """
 
     def __init__(
@@ -124,39 +128,39 @@ class PoolSaves:
         self._lock = threading.Lock()
         self._ids = count()
         self._current: dict[str, SavedRequest] = {}
-        self._filling: dict[str, SavedRequest] = {}  # those that run, of whose prompt more is saved
+        self._filling: dict[str, SavedRequest] = {}  # running; their prompts are not all saved
         self._copies: dict[str, _Copy] = {}
-        self._held: dict[str, SavedRequest] = {}  # ended, and their blocks are kept
+        self._held: dict[str, SavedRequest] = {}  # ended; their blocks are held
 
     @property
     def num_under_way(self) -> int:
-        """What is being copied."""
+        """Number of copies in flight."""
         return len(self._copies)
 
     @property
     def is_holding(self) -> bool:
-        """Whether it is still to be reported that somebody's blocks are free."""
+        """Whether the release of an ended request's blocks is still to be reported."""
         return bool(self._held)
 
     def add(self, request: Request, identity: KVIdentity) -> None:
-        """A request has come."""
+        """Add a new request."""
         with self._lock:
             self._current[request.request_id] = SavedRequest(request, identity)
 
     def first_keys(self, request_id: str, num_chunks: int) -> list[bytes] | None:
-        """Keys of a request's leading chunks; None where its KV is not of the identity in use."""
+        """Keys of a request's leading chunks; None if its KV has not the current identity."""
         saved = self._current.get(request_id)
         return None if saved is None else saved.first_keys(num_chunks)
 
     def note_known(self, request_id: str, num_chunks: int) -> None:
-        """Stores have so many of a request's leading chunks."""
+        """Record how many of a request's leading chunks stores have."""
         with self._lock:
             if (saved := self._current.get(request_id)) is not None:
                 saved.num_known = saved.num_saved = num_chunks
 
     def follow(self, step: SchedulerOutput) -> None:
-        """A step is scheduled: note who begins to run, and save what those before it have computed
-        of prompts."""
+        """Process a scheduled step: record the requests that begin to run, and save what earlier
+        steps have computed of prompts."""
         for new in step.scheduled_new_reqs:
             self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
         known = step.scheduled_cached_reqs
@@ -172,10 +176,10 @@ class PoolSaves:
             stop = min(num_whole // saved.identity.chunk_tokens, saved.num_prompt_chunks)
             is_taken = self._save(saved, saved.table, stop)
             if not is_taken or saved.num_saved >= saved.num_prompt_chunks:
-                del self._filling[name]  # what is refused is offered again at the end
+                del self._filling[name]  # refused chunks are offered again when the request ends
 
     def end(self, request: Request, table: Sequence[int]) -> bool:
-        """A request has ended: whether its blocks have to stay until a report."""
+        """Process the end of a request; returns whether its blocks must be held until a report."""
         name = request.request_id
         self._filling.pop(name, None)
         with self._lock:
@@ -188,7 +192,7 @@ class PoolSaves:
         giving = f"{name} {next(self._ids)}"
         with self._lock:
             self._held[name] = saved
-            self._copies[giving] = _Copy(saved, request.num_preemptions)  # it is not the last yet
+            self._copies[giving] = _Copy(saved, request.num_preemptions)  # so no copy is the last
         self._save(saved, table, num_whole // saved.identity.chunk_tokens)
         with self._lock:
             del self._copies[giving]
@@ -198,13 +202,13 @@ class PoolSaves:
         return is_copied
 
     def forget(self) -> None:
-        """Nothing that is live is saved any more."""
+        """Stop saving all live requests."""
         self._filling.clear()
         with self._lock:
             self._current.clear()
 
     def copied(self, event: ChunksCopied) -> None:
-        """A copy is over. The client's thread."""
+        """Process the end of a copy. The client's thread."""
         with self._lock:
             copy = self._copies.pop(event.save_id)
             saved, name = copy.saved, copy.saved.request.request_id
@@ -220,18 +224,18 @@ class PoolSaves:
             self._report(name)
 
     def _begin(self, name: str, tables: Sequence[Sequence[int]], num_had: int) -> None:
-        """A request runs for the first time, or again from the beginning."""
+        """Record that a request runs for the first time, or restarts."""
         saved = self._current.get(name)
         if saved is None:
             return
         saved.first_step = FirstStep(saved.request.num_preemptions, num_had)
-        saved.num_saved = saved.num_known  # what is copied from blocks that it has lost is dropped
+        saved.num_saved = saved.num_known  # copies from blocks that it has lost are discarded
         if is_plain(saved.request) and saved.num_saved < saved.num_prompt_chunks:
             saved.table = list(tables[0])
             self._filling[name] = saved
 
     def _save(self, saved: SavedRequest, table: Sequence[int], stop: int) -> bool:
-        """Give the chunks up to ``stop`` to the pool; False: it does not take them."""
+        """Offer the chunks up to ``stop`` to the pool; returns False if it refuses them."""
         first = saved.num_saved
         if stop <= first:
             return True
@@ -252,23 +256,23 @@ class PoolSaves:
         return False
 
     def _is_copied_from(self, saved: SavedRequest) -> bool:
-        """Under the lock."""
+        """Whether a copy of this request is in flight. The lock is held."""
         return any(copy.saved is saved for copy in self._copies.values())
 
 
 def is_plain(request: Request) -> bool:
-    """Whether token ids and salt say all that the KV of a request depends on."""
+    """Whether a request's KV depends on nothing but its token ids and cache salt."""
     return (
         request.lora_request is None and request.prompt_embeds is None and not request.mm_features
     )
 
 
 def num_certain_tokens(request: Request, first_step: FirstStep | None) -> int:
-    """Leading tokens of a request that has ended whose KV is surely there.
+    """Number of leading tokens of an ended request whose KV is certainly computed.
 
     Args:
-        request: which.
-        first_step: its last one; None: it never ran.
+        request: the request.
+        first_step: its latest first step; None if it never ran.
     """
     if request.status.name in SAVED:
         return min(request.num_computed_tokens, count_tokens(request) - 1)
@@ -276,16 +280,16 @@ def num_certain_tokens(request: Request, first_step: FirstStep | None) -> int:
 
 
 def num_computed_so_far(request: Request, first_step: FirstStep | None) -> int:
-    """Leading tokens of a request whose KV is surely there, whatever it is doing.
+    """Number of leading tokens of a request whose KV is certainly computed, in any state.
 
     Args:
-        request: which.
-        first_step: its last one; None: it never ran.
+        request: the request.
+        first_step: its latest first step; None if it never ran.
     """
     if first_step is None:
         return 0
     num_ended = request.num_computed_tokens - request.num_in_flight_tokens
-    # Else what it had may be on its way: it waits for a load, or the step that brings it goes on.
+    # Otherwise its first tokens' KV may not exist yet: their load, or their step, may be in flight.
     has_run = num_ended > first_step.num_had
     if not has_run or request.num_preemptions != first_step.num_preemptions:
         return 0
@@ -293,6 +297,6 @@ def num_computed_so_far(request: Request, first_step: FirstStep | None) -> int:
 
 
 def count_tokens(request: Request) -> int:
-    """Of its prompt, and said so far. The last one's own KV may not be computed, or by a step that
-    has yet to end."""
+    """Number of tokens in a request's prompt and output so far. The KV of the last one may not be
+    computed yet, or may be computed by a step in flight."""
     return len(request.prompt_token_ids or []) + len(request.output_token_ids)

@@ -1,8 +1,9 @@
-"""The KVCache pool beside vLLM's scheduler: what stores have is loaded, what is computed is saved.
+"""The scheduler side of the KVCache pool's connector: loads the chunks that stores have, and saves
+what is computed.
 
-A prompt's chunks are looked up when it arrives, and with its answer's when it was preempted; vLLM
-asks again until the stores have answered. A load that finds less than the look-up promised has
-failed, as vLLM sees it.
+A prompt's chunks are looked up when the request arrives, and again, together with those of its
+answer, after a preemption; vLLM keeps asking until the stores have answered. If a load finds fewer
+chunks than the look-up did, it has failed, as far as vLLM is concerned.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ FIGURES = (
     "num_loaded_chunks", "loaded_bytes", "load_seconds", "num_saves", "num_saved_chunks",
     "saved_bytes", "num_save_refusals",
 )  # fmt: skip
-"""Of ``PoolStats``, those that vLLM publishes."""
+"""The fields of ``PoolStats`` that are published as vLLM metrics."""
 REFUSED = "FINISHED_ERROR"
-"""Ending of a request whose load has failed, where ``kv_load_failure_policy`` is ``fail``."""
+"""Finish status of a request whose load failed, if ``kv_load_failure_policy`` is ``fail``."""
 
 
 class PoolState(Enum):
-    """Where a prompt's look-up or load stands."""
+    """State of a prompt's look-up or load."""
 
     LOOKING = auto()
     FOUND = auto()
@@ -67,14 +68,15 @@ class PoolState(Enum):
 
 @dataclass(slots=True)
 class PooledPrompt:
-    """What the pool knows of a request's prompt, or of all it has, when it was preempted.
+    """The look-up and load of a request's prompt, or, after a preemption, of all its tokens.
 
     Args:
-        name: of its look-up and its load.
-        keys: of its chunks that may be loaded.
-        num_preemptions: before it was looked up.
-        sources: of the leading ones that stores have, where.
-        has_failed: whether less came than they had.
+        name: name of the look-up and the load.
+        keys: keys of the chunks that may be loaded.
+        num_preemptions: the request's number of preemptions before the look-up.
+        state: the state.
+        sources: locations of the leading chunks that stores have.
+        has_failed: whether fewer chunks were loaded than the look-up had found.
     """
 
     name: str
@@ -89,13 +91,14 @@ class PoolSchedulerSide:
     """Loads prompts from stores, and saves what was computed.
 
     Args:
-        config: which stores.
-        instance: this one.
-        paths: where its workers listen.
-        takes_events: whether somebody calls ``take_events``.
+        config: the stores and the network.
+        instance: properties of this instance.
+        paths: Unix sockets of the workers, by rank.
+        takes_events: whether vLLM publishes KV events, so that ``take_events`` is called.
 
     Raises:
-        KVConfigError: the ranks did not come up or differ, or a store can't be had as asked.
+        KVConfigError: the ranks did not connect or differ in their KV, or a store can't be opened
+            as configured.
     """
 
     def __init__(
@@ -159,7 +162,7 @@ class PoolSchedulerSide:
     # ------------------------------------------------------------- vLLM's hooks
 
     def on_new_request(self, request: Request) -> None:
-        """A request has come: look its prompt up."""
+        """Process a new request: look up its prompt."""
         self.check_alive()
         if self.is_waiting:
             self._ranks.wake_up()
@@ -168,8 +171,8 @@ class PoolSchedulerSide:
             self._look_up(request)
 
     def num_to_load(self, request: Request, num_computed: int) -> int | None:
-        """Tokens that a request can load beyond those; None: ask again. Asked twice, it says the
-        same."""
+        """Number of tokens that a request can load beyond its computed ones; None: ask again.
+        Repeated calls return the same."""
         self.check_alive()
         pooled = self._prompts.get(request.request_id)
         if pooled is None or pooled.state is PoolState.LOADING:
@@ -184,14 +187,15 @@ class PoolSchedulerSide:
             return max(0, len(pooled.sources) * self._chunk_tokens - num_computed)
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
-        """A request has blocks: load that many tokens; with 0 it runs on what it has."""
+        """Load a number of tokens into a request's new blocks; with 0, the request runs without
+        a load."""
         with self._lock:
             pooled = self._prompts.get(request.request_id)
             if pooled is None or pooled.state is not PoolState.FOUND:
                 return
             pooled.state = PoolState.LOADING if num_tokens else PoolState.OVER
         self._saves.note_known(request.request_id, len(pooled.sources))
-        if not num_tokens:  # it is in vLLM's own cache, or comes from elsewhere
+        if not num_tokens:  # vLLM's own cache has them, or another connector loads them
             self._client.touch(pooled.keys[: len(pooled.sources)])
             return
         count = len(pooled.sources)
@@ -208,38 +212,39 @@ class PoolSchedulerSide:
                 start % self._chunk_tokens,
                 expand_blocks(table, self._pages),
                 self._timeout_s,
-                release_layers=None,  # vLLM runs a request once all of it is there
+                release_layers=None,  # vLLM runs a request only once its whole load is complete
             )
         )
 
     def take_started(self) -> tuple[str, ...]:
-        """The loads that were started since the last call, for the next step's metadata."""
+        """Return the loads that were started since the last call, for the next step's metadata."""
         self.check_alive()
         started, self._started = tuple(self._started), []
         return started
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the end of a load is still to be reported, or blocks that are saved."""
+        """Whether the end of a load, or the release of saved blocks, is still to be reported."""
         with self._lock:
             is_loading = any(each.state is PoolState.LOADING for each in self._prompts.values())
         return is_loading or self._saves.is_holding
 
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
-        """No peer is sent anything; what steps have computed of prompts is saved."""
+        """Save the prompt chunks that earlier steps have computed; nothing is pushed to a peer."""
         self._saves.follow(step)
         return ()
 
     def request_finished(
         self, request: Request, tables: Sequence[Sequence[int]]
     ) -> tuple[bool, KVTransferDict | None]:
-        """A request has ended: whether its blocks stay until a report; its answer says nothing."""
+        """Process the end of a request; returns whether its blocks are held until a report, and no
+        parameters for its answer."""
         self.check_alive()
         with self._lock:
             pooled = self._prompts.pop(request.request_id, None)
             is_loading = pooled is not None and pooled.state is PoolState.LOADING
             if pooled is not None and is_loading:
-                self._prompts[f"ended {pooled.name}"] = pooled  # until its end is reported
+                self._prompts[f"ended {pooled.name}"] = pooled  # until the load's end is reported
         if pooled is not None and pooled.has_failed and request.status.name == REFUSED:
             self._warn_of_policy(request.request_id)
         [table] = tables
@@ -249,11 +254,11 @@ class PoolSchedulerSide:
         return is_held, None
 
     def reset_cache(self) -> bool:
-        """vLLM empties its caches, as it does for other weights: no chunk that stores have is
-        loaded any more, and no request that is under way is saved. False while one is loading.
+        """Reset the cache, as vLLM does when its weights change: the chunks that stores have are no
+        longer loaded, and requests in flight are not saved. Returns False while a load is running.
 
-        Stores keep what other instances use; this one shares nothing with them from now on, as it
-        can't know whether they have its weights.
+        The chunks stay in the stores, as other instances use them. This instance shares nothing
+        with those from now on, since it can't know whether they have the same weights.
         """
         with self._lock:
             self._identity = replace(self._identity, model=secrets.token_hex(16))
@@ -265,14 +270,14 @@ class PoolSchedulerSide:
             return len(found) == len(self._prompts)
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """vLLM's own cache. An event that it was reset names no tier, and so takes back a store's
-        chunks, too, for all who read it."""
+        """Watch vLLM's own cache for resets. The event of a reset names no tier, so subscribers
+        drop the store's chunks, too."""
         self._block_pool, self._cached_blocks = pool, pool.cached_block_hash_to_block
 
     def take_events(self) -> Sequence[KVEvent]:
-        """What has changed in this instance's own store since the last call, or all that is there
-        after a reset of vLLM's own cache, whose events vLLM takes first. A store that runs
-        elsewhere publishes by itself."""
+        """Return the changes of this instance's own store since the last call. After a reset of
+        vLLM's own cache, return everything that the store holds; vLLM takes its own events first.
+        A store that runs elsewhere publishes its own events."""
         if self._events is None:
             return ()
         if self._block_pool is not None:
@@ -283,24 +288,24 @@ class PoolSchedulerSide:
         return self._events.take(self._client.namespace)
 
     def check_alive(self) -> None:
-        """Raise what has killed the pool's client.
+        """Raise if the pool's client has died.
 
         Raises:
-            ConnectorDied: it can't go on.
+            ConnectorDied: it has; the cause is in the message.
         """
         if self._death is not None:
             raise ConnectorDied(f"the pool has died: {self._death!r}") from self._death
 
     def stats(self) -> dict[str, float]:
-        """Figures by name, since the start."""
+        """Metrics by name, since the start."""
         counted = asdict(self._client.stats)
         figures = {f"pool_{name}": stats_value(counted[name]) for name in FIGURES}
         return figures | {"pool_saves_under_way": float(self._saves.num_under_way)}
 
     def close(self) -> None:
-        """Give up what is loading or saved. Idempotent.
+        """Stop, abandoning loads and saves. Idempotent.
 
-        No rank may write into a store any more: vLLM ends its workers before its scheduler.
+        No rank may still write into a store: vLLM ends its workers before its scheduler.
         """
         self._client.close()
         self._ranks.close()
@@ -308,7 +313,8 @@ class PoolSchedulerSide:
     # ------------------------------------------------------------- the rest
 
     def _look_up(self, request: Request) -> PooledPrompt | None:
-        """Ask the stores for what a request has; None: nothing of it could be loaded."""
+        """Look up a request's chunks in the stores; returns None if none of them could be
+        loaded."""
         num_keys = num_loadable_chunks(count_tokens(request), self._chunk_tokens)
         keys = self._saves.first_keys(request.request_id, num_keys)
         if not keys:
@@ -330,13 +336,13 @@ class PoolSchedulerSide:
                 pooled.state = PoolState.FOUND if sources else PoolState.OVER
 
     def _on_event(self, event: PoolEvent) -> None:
-        """What the pool's client has to say. Its own thread."""
+        """Process an event of the pool's client, on the client's thread."""
         if isinstance(event, ChunksFound):
             with self._lock:
                 found = self._by_name(event.load_id)
             if found is not None:
                 self._found(found[1], event.sources)
-                self._ranks.wake_up()  # vLLM asked too early, and asks again with its next step
+                self._ranks.wake_up()  # vLLM asked too early, and asks again in its next step
         elif isinstance(event, PoolLoadEnded):
             self._load_ended(event)
         elif isinstance(event, ChunksCopied):
@@ -363,7 +369,7 @@ class PoolSchedulerSide:
         self._ranks.report(ReportLoad(request_id, event.load_id, is_failed))
 
     def _by_name(self, name: str) -> tuple[str, PooledPrompt] | None:
-        """Under the lock."""
+        """Find a prompt, and its key, by the name of its load. The lock is held."""
         for key in (name.rpartition(" ")[0], f"ended {name}"):
             pooled = self._prompts.get(key)
             if pooled is not None and pooled.name == name:
@@ -371,8 +377,8 @@ class PoolSchedulerSide:
         return None
 
     def _warn_of_policy(self, request_id: str) -> None:
-        """Once, and not at the start: which policy is in force a MultiConnector's child can't
-        know."""
+        """Warn, once, of the load failure policy. Not at the start, because a MultiConnector's
+        child can't know which policy is in force."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -390,10 +396,10 @@ class PoolSchedulerSide:
 
 
 class PoolRank:
-    """A rank's half: nothing of it follows a step's layers.
+    """The pool's worker of a rank, which does not need a step's layers.
 
     Args:
-        context: the rank's memory, and its way to the scheduler side.
+        context: the rank's memory, and its link to the scheduler side.
     """
 
     def __init__(self, context: RankContext) -> None:
@@ -401,11 +407,11 @@ class PoolRank:
         self.receive, self.close = self._worker.receive, self._worker.close
 
     def begin_step(self, steps: Sequence[PushStep]) -> LayerDone | None:
-        """Nothing waits for layers."""
+        """Nothing to do: returns no callback."""
         return None
 
     def end_step(self) -> None:
-        """Nothing waits for a step's end."""
+        """Nothing to do."""
 
 
 def _load_of(order: bytes) -> LoadOrder | None:
@@ -419,5 +425,5 @@ POOL_WORKER = WorkerKind(PoolRank, _load_of)
 
 
 def stats_value(value: object) -> float:
-    """A figure, or the sum of those by reason."""
+    """Convert a counter to a number; a counter by reason is summed up."""
     return float(sum(value.values()) if isinstance(value, dict) else value)  # type: ignore[arg-type]  # numbers
