@@ -1,1 +1,2 @@
-"""One authenticated, framed session: what transports and side channels say to their peers."""
+"""Authenticated, framed sessions: the control connections of transports and of the KV side
+channel."""

@@ -1,4 +1,4 @@
-"""What listens where: a port, or the first free one of several, and how peers name it."""
+"""Listening sockets and their addresses: which port is bound, and the address that peers use."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mooncake_hal.transport import EndpointOptions
 
 
 def open_listener(options: EndpointOptions, transport: str, backlog: int) -> socket.socket:
-    """Return a listening socket at ``options.port``, or the first free port of its range.
+    """Return a socket that listens at ``options.port``, or at the first free port of the range.
 
     Args:
-        options: of the endpoint.
-        transport: for messages.
-        backlog: connections that may wait to be accepted.
+        options: the endpoint's options.
+        transport: name of the transport, for messages.
+        backlog: maximum number of connections that wait to be accepted.
 
     Raises:
         OSError: the host or port can't be bound.
-        PortsExhausted: every port of the range is taken.
+        PortsExhausted: every port of the range is in use.
     """
     if options.port or options.port_range is None:
         return listen_on(options.host, options.port, backlog)
@@ -31,11 +31,11 @@ def open_listener(options: EndpointOptions, transport: str, backlog: int) -> soc
 
 
 def listen_on_first(host: str, ports: Iterable[int], backlog: int, protocol: str) -> socket.socket:
-    """Return a socket that listens on the first of ``ports`` that is free; 0 is any.
+    """Return a socket that listens on the first free port of ``ports``; 0 means any port.
 
     Raises:
         OSError: the host or a port can't be bound.
-        PortsExhausted: all of them are taken.
+        PortsExhausted: all of the ports are in use.
     """
     for port in ports:
         try:
@@ -53,8 +53,8 @@ def advertised_host(options: EndpointOptions, listener: socket.socket) -> str:
     """Return the address that peers connect to.
 
     Raises:
-        ValueError: it listens on all addresses, and advertise_host does not say which one to use;
-            or other hosts reach it, and there is no secret.
+        ValueError: the socket listens on all addresses and ``advertise_host`` is not set, or other
+            hosts can reach it and there is no secret.
     """
     host = str(listener.getsockname()[0])
     if not (options.secret or options.allow_no_secret or is_loopback(host)):
@@ -68,7 +68,8 @@ def advertised_host(options: EndpointOptions, listener: socket.socket) -> str:
 
 
 def host_identity() -> str:
-    """Name the running kernel and the network namespace, in which abstract sockets live."""
+    """Return an identifier of the running kernel and network namespace, which is the scope of
+    abstract Unix sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/net')}"
 
@@ -79,17 +80,17 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_on(host: str, port: int, backlog: int) -> socket.socket:
-    """Return a socket that listens there; raises OSError, which names host and port."""
+    """Return a socket that listens on a host and port; raises OSError, which names both."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, address = found[0]
     listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:  # "::" takes the peers of IPv4 in, too
+        if family == socket.AF_INET6:  # "::" accepts IPv4 peers, too
             is_only = not ipaddress.ip_address(address[0]).is_unspecified
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, is_only)
         listener.bind(address)
-        # Only this makes the port ours: others with the option may bind it until one listens.
+        # Only listen() claims the port: until then, other sockets with SO_REUSEADDR may bind it.
         listener.listen(backlog)
     except OSError as exc:
         listener.close()

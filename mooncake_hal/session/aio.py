@@ -1,10 +1,11 @@
-"""Sessions on an asyncio loop: requests and replies between instances, both ways.
+"""Sessions on an asyncio event loop: requests and replies between instances, in both directions.
 
     listener = await listen("0.0.0.0", range(8000, 8010), credentials, handler)
     session = await connect("192.0.2.1", 8000, credentials, timeout=5)
     reply = await session.request(b"...", timeout=2)
 
-Everything here belongs to the loop that it was made on. What a peer may cost is in ``Limits``.
+All objects must be used on the event loop on which they were created. ``Limits`` bounds the
+resources that a peer may use.
 """
 
 from __future__ import annotations
@@ -41,16 +42,17 @@ logger = logging.getLogger(__name__)
 BACKLOG = 256
 
 MISSED_KEEPALIVES = 3
-"""After how many keepalives without a word a peer is lost."""
+"""A peer that is silent for more than this many keepalive intervals is considered lost."""
 
 _KEEPALIVE_NUMBER = 0
-"""Of pings that no request waits for; requests count from 1."""
+"""The number of keepalive pings, whose responses are ignored; requests are numbered from 1."""
 
 _REQUEST_BYTES = 128
-"""Of a request's frame beside its payload, at the most."""
+"""Upper bound of the bytes in a request's frame besides its payload."""
 
 Handler = Callable[["AsyncSession", bytes], bytes]
-"""Replies to a request, quickly, on the loop. A HalError's message goes back as a refusal."""
+"""Handles a request and returns the reply. Runs on the event loop and must not block. A HalError's
+message is sent back as a refusal."""
 
 
 def _refuse(session: AsyncSession, payload: bytes) -> bytes:
@@ -60,15 +62,15 @@ def _refuse(session: AsyncSession, payload: bytes) -> bytes:
 class AsyncSession(asyncio.Protocol):
     """One end of a session, and the asyncio protocol of its connection. See ``connect``.
 
-    ``closed`` is done, with the reason, once the session is over. ``peer_epoch`` is that of the end
-    that listens, on both ends.
+    ``closed`` completes with the reason once the session is over. ``peer_epoch`` is the listening
+    end's epoch, on both ends.
 
     Args:
-        handshake: our side of it.
-        seals_of: what seals the frames, from how the handshake ended.
-        handler: of the peer's requests.
-        limits: on what the peer may cost.
-        listener: that accepted it, or None.
+        handshake: our side of the handshake.
+        seals_of: creates this end's seals from the result of the handshake.
+        handler: handles the peer's requests.
+        limits: limits on the resources that the peer may use.
+        listener: the listener that accepted the connection, or None.
     """
 
     def __init__(
@@ -102,8 +104,8 @@ class AsyncSession(asyncio.Protocol):
         """Send a request and wait for its reply.
 
         Raises:
-            RequestRefused: the peer refused it, with its reason.
-            TransferTimeout: no reply came in time; one that comes later is dropped.
+            RequestRefused: the peer rejected it; the message has the peer's reason.
+            TransferTimeout: no reply arrived in time; a later one is dropped.
             PeerLost: the session is over.
             RequestNotSent: too many requests are outstanding, or this one is too long.
         """
@@ -127,11 +129,11 @@ class AsyncSession(asyncio.Protocol):
         return found
 
     def close(self, reason: str = "this side closed the session") -> None:
-        """End the session; requests that wait fail with ``reason``. Idempotent."""
+        """Close the session; outstanding requests fail with ``reason``. Idempotent."""
         self._end(PeerLost(reason))
 
     def abort(self, error: TransferError) -> None:
-        """End it without sending what still waits to be sent. Idempotent."""
+        """End the session without flushing unsent data. Idempotent."""
         self._end(error, flush=False)
 
     # -- asyncio's side -------------------------------------------------------------------------
@@ -156,7 +158,7 @@ class AsyncSession(asyncio.Protocol):
                     self._take(self._seals.incoming.open(body))
         except TransferError as exc:
             self._end(exc)
-        except Exception as exc:  # task top: one peer's message must not end more than its session
+        except Exception as exc:  # task top: a peer's message may end its own session only
             logger.exception("a session failed")
             self._end(PeerLost(f"the session failed: {exc!r}"))
 
@@ -174,7 +176,7 @@ class AsyncSession(asyncio.Protocol):
     # -- the handshake --------------------------------------------------------------------------
 
     def _advance(self, reply: bytes | None) -> None:
-        """Do the handshake's next steps, up to one that waits for the peer."""
+        """Run the handshake's next steps, up to one that awaits a reply of the peer."""
         assert self._transport is not None
         try:
             step = next(self._handshake) if reply is None else self._handshake.send(reply)
@@ -217,7 +219,7 @@ class AsyncSession(asyncio.Protocol):
     def _settle(self, response: SessionResponse) -> None:
         reply = self._waiting.get(response.number)
         if reply is None or reply.done():
-            return  # its sender gave up waiting, or it was a keepalive
+            return  # the request timed out, or it was a keepalive
         if response.error:
             reply.set_exception(RequestRefused(response.error))
         else:
@@ -228,7 +230,7 @@ class AsyncSession(asyncio.Protocol):
             raise PeerLost("the session is over")
         data = self._seals.outgoing.seal(message)
         if len(data) > self._limits.frame_bytes:
-            # The peer would end the session for it, and with it everybody else's requests.
+            # The peer would end the session because of it, and with it all other requests.
             error = TransferError(f"a message of {len(data)} bytes is too long for one frame")
             self._end(error)
             raise error
@@ -245,7 +247,7 @@ class AsyncSession(asyncio.Protocol):
     # -- time -----------------------------------------------------------------------------------
 
     def _watch_sending(self, num_sent_before: int) -> None:
-        """Drop a peer that takes no bytes; one that takes them slowly has the buffer's bound."""
+        """Drop a peer that accepts no bytes at all; a slow one is bounded by the send buffer."""
         assert self._transport is not None
         num_sent = self._num_written - self._transport.get_write_buffer_size()
         if num_sent == num_sent_before:
@@ -284,7 +286,7 @@ class AsyncSession(asyncio.Protocol):
         self.closed.set_result(error)
         for name in list(self._timers):
             self._cancel(name)
-        if flush and self._transport is not None:  # a peer that does not take the rest is cut off
+        if flush and self._transport is not None:  # if the peer does not accept the rest in time
             self._loop.call_later(self._limits.send_s, self._transport.abort)
         if not self.proven.done():
             self.proven.set_exception(error)
@@ -300,7 +302,7 @@ class AsyncSession(asyncio.Protocol):
 class AsyncListener:
     """Accepts sessions; see ``listen``.
 
-    ``port`` is where it listens, ``epoch`` what peers know it by.
+    ``port`` is the port that it listens on, ``epoch`` its identity for peers.
     """
 
     def __init__(self, port: int, epoch: bytes, limits: Limits) -> None:
@@ -311,7 +313,7 @@ class AsyncListener:
         self._server: asyncio.AbstractServer | None = None
 
     def serve(self, server: asyncio.AbstractServer) -> None:
-        """Take over the server that accepts for this listener."""
+        """Set the server that accepts this listener's connections; the listener owns it."""
         self._server = server
 
     def close(self) -> None:
@@ -322,19 +324,19 @@ class AsyncListener:
             session.close("the listener was closed")
 
     def entered(self, session: AsyncSession) -> None:
-        """A connection was accepted; another one may have to go for it."""
+        """Called for every accepted connection; may evict another one that is in its handshake."""
         now = asyncio.get_running_loop().time()
         evicted = self._strangers.enter(session, session.peer_host, now)
         if evicted is not None:
             evicted.abort(PeerLost("too many connections are in their handshake"))
 
     def proved(self, session: AsyncSession) -> None:
-        """A peer has proved itself."""
+        """Called when a session's peer has proved itself."""
         self._strangers.leave(session)
         self.sessions.add(session)
 
     def left(self, session: AsyncSession, error: TransferError) -> None:
-        """A session, or one that was to be, is over."""
+        """Called at the end of a session, or of a connection whose handshake failed."""
         self.sessions.discard(session)
         if self._strangers.leave(session):
             level = logging.DEBUG if isinstance(error, PeerLost) else logging.WARNING
@@ -350,19 +352,19 @@ async def listen(
     limits: Limits = LIMITS,
     epoch: bytes | None = None,
 ) -> AsyncListener:
-    """Accept sessions on the first free port; 0 is any. IPv4 and IPv6 alike.
+    """Accept sessions on the first free port, over IPv4 or IPv6.
 
     Args:
-        host: to listen on, a name or an address.
-        ports: in the order to try them.
-        credentials: that peers have to prove.
-        handler: of their requests.
-        limits: on what each may cost.
-        epoch: what they know us by; None draws one.
+        host: name or address to listen on.
+        ports: ports to try, in order; 0 means any port.
+        credentials: what peers have to prove.
+        handler: handles the peers' requests.
+        limits: limits on the resources that each peer may use.
+        epoch: the listener's identity for peers; None generates one.
 
     Raises:
         OSError: the host or a port can't be bound.
-        PortsExhausted: all ports are taken.
+        PortsExhausted: all ports are in use.
     """
     sock = listen_on_first(host, ports, BACKLOG, credentials.protocol)
     listener = AsyncListener(sock.getsockname()[1], epoch or fresh_epoch(), limits)
@@ -385,19 +387,20 @@ async def connect(
     epoch: bytes | None = None,
     limits: Limits = LIMITS,
 ) -> AsyncSession:
-    """Connect, prove ourselves, and have the peer do the same.
+    """Connect to a listener and authenticate both ends.
 
     Args:
-        host, port: where the peer listens.
-        credentials: of both.
-        timeout: for all of it, in seconds.
-        epoch: that the peer must have; None takes any, see ``AsyncSession.peer_epoch``.
-        limits: on what the peer may cost.
+        host, port: the listener's address.
+        credentials: the credentials of both ends.
+        timeout: timeout of connecting and of the handshake together, in seconds.
+        epoch: the required epoch of the listener; None accepts any, see
+            ``AsyncSession.peer_epoch``.
+        limits: limits on the resources that the peer may use.
 
     Raises:
-        PeerLost: nothing listens there, or it has another epoch, or broke the connection.
+        PeerLost: no process listens there, it has another epoch, or it broke the connection.
         AccessDenied, VersionMismatch: see ``Credentials``.
-        TransferTimeout: it took longer.
+        TransferTimeout: it took longer than ``timeout``.
     """
     session = AsyncSession(credentials.connect(epoch), Seals.of_client, _refuse, limits)
     opening = asyncio.ensure_future(_open(session, host, port))
@@ -407,7 +410,8 @@ async def connect(
             raise TransferTimeout(f"{host} port {port} did not reply within {timeout:g} s")
         opening.result()
     except BaseException:
-        # First, or the rest of a handshake that is about to succeed finds nobody who waits for it.
+        # Before the cancellation: otherwise a handshake that is about to succeed would complete a
+        # session without an owner.
         session.abort(PeerLost("connecting was given up"))
         opening.cancel()
         raise
@@ -418,7 +422,7 @@ async def _open(session: AsyncSession, host: str, port: int) -> None:
     try:
         await asyncio.get_running_loop().create_connection(lambda: session, host, port)
         await session.proven
-    except (OSError, ValueError) as exc:  # ValueError: no host has such a name, such as "a..b"
+    except (OSError, ValueError) as exc:  # ValueError: an invalid host name, such as "a..b"
         raise PeerLost(f"can't connect to {host!r} port {port}: {exc}") from exc
     except asyncio.CancelledError:
         session.abort(PeerLost("connecting was given up"))

@@ -1,12 +1,12 @@
-"""How the two ends of a session prove that they belong to one deployment. Pure.
+"""The handshake by which the two ends of a session prove that they belong to one deployment. Pure.
 
-The server sends a challenge; the client replies with one of its own and a proof; the server checks
-it before it believes anything else, then proves itself in turn. Proofs and the keys that seal the
-frames after them are HMAC-SHA256 under the shared secret over a purpose, the protocol, the server's
-epoch and both challenges. So a proof can be neither replayed nor reflected, and no key serves two
-purposes or two connections.
+The server sends a challenge; the client replies with a challenge of its own and its proof; the
+server checks the proof before it processes anything else, and replies with its own proof. Proofs
+and the keys that seal the later frames are HMAC-SHA256 under the shared secret over a purpose, the
+protocol, the server's epoch and both challenges. So a proof can be neither replayed nor reflected,
+and no key is used for two purposes or two connections.
 
-Each side is a generator without I/O, run by blocking sockets and by asyncio alike.
+Each side is a generator without I/O, which both blocking sockets and asyncio drive.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NONCE_BYTES = 32
 EPOCH_BYTES = 16
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
-"""What msgspec raises for bytes that are not the message that was wanted."""
+"""The exceptions that msgspec raises for bytes that are not the expected message."""
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge", forbid_unknown_fields=True):
-    """Server to client, first: which epoch of the server this is, and what to prove."""
+    """Server to client, the first message: the server's epoch and its challenge."""
 
     version: int
     epoch: bytes
@@ -48,35 +48,37 @@ class ClientHello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_field
 
 
 class ServerWelcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
-    """Server to client, last: the server's proof, or why there is none."""
+    """Server to client, the last message: the server's proof, or why it rejects the client."""
 
     proof: bytes = b""
     refusal: str = ""
 
 
 class SessionKeys(NamedTuple):
-    """Keys that seal the frames of one connection, each for one direction."""
+    """The keys that seal a connection's frames, one for each sending side."""
 
     client: bytes
     server: bytes
 
 
 class HandshakeStep(NamedTuple):
-    """What a side of the handshake does next: send a message, if any, and await one, if asked."""
+    """The next step of one side: send ``message``, unless it is empty, then await a reply if
+    ``awaits_reply``."""
 
     message: bytes
     awaits_reply: bool
 
 
 class Proven(NamedTuple):
-    """How a handshake ended that succeeded: the server's epoch, and the keys."""
+    """The result of a successful handshake: the server's epoch and the session keys."""
 
     epoch: bytes
     keys: SessionKeys
 
 
 Handshake = Generator[HandshakeStep, bytes, Proven]
-"""One side: yields steps, is sent the replies, returns ``Proven`` or raises a TransferError."""
+"""One side of the handshake: a generator that yields steps, is sent the peer's replies, and returns
+``Proven`` or raises a TransferError."""
 
 
 def fresh_nonce() -> bytes:
@@ -85,17 +87,17 @@ def fresh_nonce() -> bytes:
 
 
 def fresh_epoch() -> bytes:
-    """Return a random identity of an endpoint; a restarted one never has it again."""
+    """Return a random identity for an endpoint; a restarted endpoint gets another one."""
     return secrets.token_bytes(EPOCH_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What both ends of a session have to agree on.
+    """The credentials of a session, which must be the same on both ends.
 
     Args:
         secret: the deployment's shared secret.
-        protocol: name of what is spoken, such as that of a transport.
+        protocol: name of the protocol, such as a transport's name.
         version: version of that protocol.
     """
 
@@ -104,17 +106,17 @@ class Credentials:
     version: int
 
     def accept(self, epoch: bytes, refusal: str = "") -> Handshake:
-        """Run the server's side: challenge, check the client, prove ourselves.
+        """Run the server's side: challenge the client, check its proof, send our own.
 
-        A client that is refused gets the reason before the error is raised.
+        A rejected client is sent the reason before the error is raised.
 
         Args:
-            epoch: ours.
-            refusal: why this client is let in under no circumstances, whatever it proves.
+            epoch: this endpoint's epoch.
+            refusal: why this client is rejected regardless of its proof; empty if it is not.
 
         Raises:
             VersionMismatch, AccessDenied: see ``check_client``.
-            PeerLost: what the client sent is no ClientHello.
+            PeerLost: the client's message is no ClientHello.
         """
         challenge = self.challenge(epoch)
         hello = decode((yield HandshakeStep(encode(challenge), True)), ClientHello)
@@ -132,7 +134,7 @@ class Credentials:
         """Run the client's side.
 
         Args:
-            epoch: the server's that is wanted; None takes any.
+            epoch: the required epoch of the server; None accepts any.
 
         Raises:
             VersionMismatch, PeerLost, AccessDenied: see ``respond`` and ``check_server``.
@@ -144,15 +146,15 @@ class Credentials:
         return Proven(challenge.epoch, self.session_keys(challenge, hello))
 
     def challenge(self, epoch: bytes) -> Challenge:
-        """Server: begin."""
+        """Server: create the challenge."""
         return Challenge(self.version, epoch, fresh_nonce())
 
     def respond(self, challenge: Challenge, epoch: bytes) -> ClientHello:
-        """Client: check the challenge against the wanted epoch, and prove.
+        """Client: check the challenge against the required epoch; return our proof.
 
         Raises:
-            VersionMismatch: the server speaks another version.
-            PeerLost: the server has another epoch than the one whose address we have.
+            VersionMismatch: the server uses another version of the protocol.
+            PeerLost: the server's epoch is not the required one: it has restarted.
         """
         if challenge.version != self.version:
             raise VersionMismatch(_versions(self.protocol, self.version, challenge.version))
@@ -165,11 +167,11 @@ class Credentials:
         return ClientHello(self.version, nonce, self._derive(b"client proof", challenge, nonce))
 
     def check_client(self, challenge: Challenge, hello: ClientHello) -> ServerWelcome:
-        """Server: check the client's proof; return ours.
+        """Server: check the client's proof; return our own.
 
         Raises:
-            VersionMismatch: the client speaks another version.
-            AccessDenied: it does not know the secret.
+            VersionMismatch: the client uses another version of the protocol.
+            AccessDenied: the client does not know the secret.
         """
         if hello.version != self.version:
             raise VersionMismatch(_versions(self.protocol, self.version, hello.version))
@@ -184,7 +186,7 @@ class Credentials:
         """Client: check the server's proof.
 
         Raises:
-            AccessDenied: it does not know the secret, or refused us.
+            AccessDenied: the server does not know the secret, or it rejected us.
         """
         if welcome.refusal:
             raise AccessDenied(f"{self.protocol}: the peer refused us: {welcome.refusal}")
@@ -193,14 +195,14 @@ class Credentials:
             raise AccessDenied(self._denied("the server"))
 
     def session_keys(self, challenge: Challenge, hello: ClientHello) -> SessionKeys:
-        """Return the keys of a connection whose two ends have proved themselves."""
+        """Return the session keys of a connection whose two ends have proved themselves."""
         return SessionKeys(
             self._derive(b"client frames", challenge, hello.nonce),
             self._derive(b"server frames", challenge, hello.nonce),
         )
 
     def _derive(self, purpose: bytes, challenge: Challenge, nonce: bytes) -> bytes:
-        # Every part has its length before it, so that no two lists of parts make one text.
+        # Every part is prefixed with its length, so that no two lists of parts give the same text.
         parts = [
             purpose,
             self.protocol.encode(),
@@ -219,15 +221,15 @@ class Credentials:
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Return the message's bytes."""
+    """Encode a message."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes, kind: type[Message]) -> Message:
-    """Read a message of one kind.
+    """Decode a message of the given type.
 
     Raises:
-        PeerLost: the bytes are not one; the connection that they came from is worthless.
+        PeerLost: the bytes are no such message; the connection must not be used any more.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
@@ -236,7 +238,7 @@ def decode(data: bytes, kind: type[Message]) -> Message:
 
 
 def decode_address(data: bytes, kind: type[Message], transport: str) -> Message:
-    """Read an endpoint's published address.
+    """Decode an endpoint's published address.
 
     Raises:
         TransferError: the bytes are no address of this transport.

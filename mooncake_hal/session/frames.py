@@ -1,13 +1,13 @@
-"""What the two ends of a session say to each other, and how it is framed and sealed. Pure.
+"""The messages of a session, and their frames and seals. Pure.
 
-A frame is a 4-byte big-endian length and a body. During the handshake the body is the message;
-after it, a seal of 16 bytes and the message. A seal is the beginning of an HMAC-SHA256 over the
-frame's number and the message, with the key of its direction: a frame that is injected, changed,
-repeated, left out, moved or sent back to its sender does not fit, and ends the session.
+A frame is a 4-byte big-endian length and a body. During the handshake, the body is the message;
+afterwards, it is a 16-byte seal and the message. A seal is a truncated HMAC-SHA256 over the frame's
+number and the message, with the key of its direction: the seal of a frame that is injected,
+modified, replayed, dropped, reordered or reflected does not match, which ends the session.
 
-Everything that an endpoint registers or revokes is sent to every connected peer in the order it
-happened, on the one connection that pings use too: once a ping is confirmed, the peer has taken in
-everything that went before it.
+An endpoint sends every registration and revocation to every connected peer, in order and on the
+same connection as pings. So once a ping is confirmed, the peer has processed everything that was
+sent before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SEAL_BYTES = 16
 
 
 class Registered(msgspec.Struct, frozen=True, tag="registered", forbid_unknown_fields=True):
-    """A region that may be read and written from now on; ``attachment`` says how."""
+    """A new region that may be read and written from now on; ``attachment`` is what the transport
+    needs to do so."""
 
     key: int
     address: int
@@ -37,13 +38,13 @@ class Registered(msgspec.Struct, frozen=True, tag="registered", forbid_unknown_f
 
 
 class Revoked(msgspec.Struct, frozen=True, tag="revoked", forbid_unknown_fields=True):
-    """A region that is withdrawn."""
+    """A region that is revoked."""
 
     key: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping", forbid_unknown_fields=True):
-    """Asks for a SessionResponse once everything sent before has been taken in."""
+    """Asks for a SessionResponse once all earlier messages have been processed."""
 
     number: int
 
@@ -56,7 +57,7 @@ class SessionRequest(msgspec.Struct, frozen=True, tag="request", forbid_unknown_
 
 
 class SessionResponse(msgspec.Struct, frozen=True, tag="response", forbid_unknown_fields=True):
-    """The response to a SessionRequest or a Ping; with ``error``, why the request was refused."""
+    """The response to a SessionRequest or a Ping; ``error`` is why the request was rejected."""
 
     number: int
     payload: bytes = b""
@@ -64,7 +65,8 @@ class SessionResponse(msgspec.Struct, frozen=True, tag="response", forbid_unknow
 
 
 def respond(request: SessionRequest, handle: Callable[[bytes], bytes]) -> SessionResponse:
-    """Let the session's user answer; a HalError of it refuses this request, and nothing else."""
+    """Call the handler and return its reply; if it raises a HalError, only this request is
+    rejected."""
     try:
         return SessionResponse(request.number, handle(request.payload))
     except HalError as exc:
@@ -77,10 +79,10 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 def decode_any(data: bytes) -> AnyMessage:
-    """Read any message of an established session.
+    """Decode a message of an established session.
 
     Raises:
-        PeerLost: the bytes are none.
+        PeerLost: the bytes are no such message.
     """
     try:
         return _decoder.decode(data)
@@ -89,15 +91,15 @@ def decode_any(data: bytes) -> AnyMessage:
 
 
 def frame(body: bytes) -> bytes:
-    """Return a body with its length before it."""
+    """Return the frame of a body: its length and the body."""
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def check_length(head: bytes, limit: int) -> int:
-    """Return the length that the first bytes of a frame announce.
+    """Decode the length in the first bytes of a frame.
 
     Raises:
-        PeerLost: it is longer than ``limit``.
+        PeerLost: the frame is longer than ``limit``.
     """
     size = int.from_bytes(head, "big")
     if size > limit:
@@ -108,10 +110,10 @@ def check_length(head: bytes, limit: int) -> int:
 
 
 class FrameReader:
-    """Puts frames together from bytes as they come; holds at most one frame that is not whole.
+    """Assembles frames from received bytes; buffers at most one incomplete frame.
 
     Args:
-        limit: longest body; may be raised once the peer has proved itself.
+        limit: longest body in bytes; the owner may raise it once the peer has proved itself.
     """
 
     def __init__(self, limit: int) -> None:
@@ -119,11 +121,11 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Take in what was received."""
+        """Append received bytes."""
         self._buffer += data
 
     def take(self) -> bytes | None:
-        """Return the next body, or None if it is not whole yet.
+        """Return the next frame's body, or None if the frame is incomplete.
 
         Raises:
             PeerLost: a frame is longer than the limit.
@@ -139,10 +141,10 @@ class FrameReader:
 
 
 class Seal:
-    """Seals or opens the frames of one direction, which must come in order.
+    """Seals or opens the frames of one direction, in order.
 
     Args:
-        key: of that direction.
+        key: the session key of that direction.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -150,15 +152,15 @@ class Seal:
         self._number = 0
 
     def seal(self, message: msgspec.Struct) -> bytes:
-        """Return the whole frame of the next message."""
+        """Return the next message's complete frame."""
         data = encode(message)
         return frame(self._mac(data) + data)
 
     def open(self, body: bytes) -> AnyMessage:
-        """Check and read the next message.
+        """Check the seal and decode the next message.
 
         Raises:
-            PeerLost: the seal does not fit, or the bytes are no message.
+            PeerLost: the seal does not match, or the bytes are no message.
         """
         mac, data = body[:SEAL_BYTES], body[SEAL_BYTES:]
         if not hmac.compare_digest(mac, self._mac(data)):
@@ -173,17 +175,17 @@ class Seal:
 
 @dataclass(slots=True)
 class Seals:
-    """Both directions of a session, as one end uses them."""
+    """One end's seals for the two directions of a session."""
 
     outgoing: Seal
     incoming: Seal
 
     @classmethod
     def of_client(cls, proven: Proven) -> Seals:
-        """Return those of the end that connected."""
+        """Return the seals of the connecting end."""
         return cls(Seal(proven.keys.client), Seal(proven.keys.server))
 
     @classmethod
     def of_server(cls, proven: Proven) -> Seals:
-        """Return those of the end that accepted."""
+        """Return the seals of the accepting end."""
         return cls(Seal(proven.keys.server), Seal(proven.keys.client))

@@ -1,6 +1,6 @@
-"""Accepts connections on any stream socket, lets in who proves to belong here, and dials others.
+"""Accepts and opens authenticated connections over any stream socket, with threads.
 
-For threads; ``aio`` does the same on a loop. Both run the same handshake under the same ``Limits``.
+``aio`` does the same on an event loop. Both run the same handshake under the same ``Limits``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from mooncake_hal.session.strangers import LIMITS, Limits, Strangers
 logger = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_SECONDS = 0.05
-"""After a failed accept, such as for want of descriptors or threads: trying at once would spin."""
+"""Pause after a failed accept, for example without free descriptors or threads: retrying
+immediately would spin."""
 
 _PEER_CREDENTIALS = struct.Struct("3i")
 """The kernel's ``struct ucred``: process, user, group."""
 
 DEAD_HOST_SECONDS = 60
-"""After how long without a word from the other host's kernel an idle connection is given up."""
+"""An idle connection is considered lost if the other host's kernel is silent for this long."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +40,8 @@ class ProvenSocket:
     """A connected socket whose two ends have proved themselves.
 
     Args:
-        sock: blocking; the receiver closes it.
-        seals: of its frames, for those who exchange frames over it.
+        sock: the blocking socket; owned and closed by the receiver of this object.
+        seals: this end's seals, for protocols that exchange frames over the socket.
     """
 
     sock: socket.socket
@@ -48,7 +49,7 @@ class ProvenSocket:
 
 
 class _Visitor:
-    """An accepted connection; wrapping it in TLS replaces the socket."""
+    """An accepted connection in its handshake; wrapping it in TLS replaces the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -58,13 +59,13 @@ class Listener:
     """A listening socket and its thread; each connection gets a thread of its own.
 
     Args:
-        sock: listens already, on TCP or a Unix path; closed with this.
+        sock: a socket that already listens, on TCP or a Unix path; closed with the listener.
         credentials: what a peer has to prove.
         epoch: identity of this endpoint.
-        serve: takes over a connection that is let in, on its thread, until it ends. The socket is
-            closed afterwards.
-        tls: wraps connections; None leaves them as they are.
-        limits: on what strangers may cost.
+        serve: serves an authenticated connection until it ends, on the connection's thread. The
+            listener closes the socket afterwards.
+        tls: TLS context for the connections; None: no TLS.
+        limits: limits on the resources that unauthenticated peers may use.
     """
 
     def __init__(
@@ -94,9 +95,9 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop accepting, end handshakes, and wait for every thread. Idempotent.
+        """Stop accepting, abort handshakes in progress, and join every thread. Idempotent.
 
-        Connections that were let in are their owner's to end, before this.
+        The owner must have closed all authenticated connections before.
         """
         with self._lock:
             if self._closing:
@@ -133,19 +134,19 @@ class Listener:
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def _expire(self) -> None:
-        """Cut off those whose time for the handshake is over, whatever they wait for."""
-        with self._lock:  # under which sockets are closed: a number may be another's right after
+        """Shut down the connections whose handshake has timed out."""
+        with self._lock:  # sockets are closed under it, after which a descriptor may be reused
             for visitor in self._strangers.expire(time.monotonic()):
                 hang_up(visitor.sock)
 
     def _accept(self) -> None:
         try:
             sock, address = self._sock.accept()
-        except OSError as exc:  # the client left, or descriptors ran out: both may pass
+        except OSError as exc:  # the client left, or descriptors ran out; both may be temporary
             logger.warning("%s: can't accept a connection: %s", self._credentials.protocol, exc)
             time.sleep(ACCEPT_PAUSE_SECONDS)
             return
-        # An unnamed Unix socket has no address: all of them count as one host.
+        # Unnamed Unix sockets have no address: they all count as one host.
         host = str(address[0]) if address else ""
         visitor, name = _Visitor(sock), f"{self._credentials.protocol}-peer"
         thread = threading.Thread(target=self._meet, args=(visitor,), name=name, daemon=True)
@@ -156,7 +157,7 @@ class Listener:
                 hang_up(evicted.sock)
         try:
             thread.start()
-        except RuntimeError as exc:  # the host has no thread left, which may pass
+        except RuntimeError as exc:  # the host has no thread left, which may be temporary
             logger.warning("%s: can't serve a connection: %s", self._credentials.protocol, exc)
             with self._lock:
                 self._strangers.leave(visitor)
@@ -179,7 +180,7 @@ class Listener:
             logger.debug("%s: a peer left: %s", protocol, exc)
         except HalError as exc:
             logger.warning("%s: refused a peer: %s", protocol, exc)
-        except Exception:  # thread top: one connection must not end the listener
+        except Exception:  # thread top: a failed connection must not end the listener
             logger.exception("%s: a connection failed", protocol)
         finally:
             with self._lock:
@@ -205,10 +206,10 @@ class Listener:
 
 
 def foreign_user(sock: socket.socket) -> str:
-    """Why a process of this host is refused because of its user, or nothing.
+    """Return why a process of this host is rejected because of its user; empty if it is not.
 
-    Whoever connects to a Unix socket may get descriptors of our memory. So the kernel must say
-    that it is our own user, or root, besides the proof of the secret.
+    A peer on a Unix socket may be sent descriptors of our memory. So besides the proof of the
+    secret, the kernel must confirm that it runs as our own user or as root.
     """
     if sock.family != socket.AF_UNIX:
         return ""
@@ -219,9 +220,9 @@ def foreign_user(sock: socket.socket) -> str:
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """What the kernel says of the other end of a Unix socket: its process and its user.
+    """Return pid and user id of the other end of a Unix socket, as the kernel reports them.
 
-    The process is 0 if it is outside our pid namespace.
+    The pid is 0 if the process is outside our pid namespace.
     """
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     process, user, _group = _PEER_CREDENTIALS.unpack(credentials)
@@ -232,7 +233,7 @@ def shake_hands_tls(sock: ssl.SSLSocket) -> None:
     """Run either side of a TLS handshake, within the socket's timeout.
 
     Raises:
-        AccessDenied: the peer shows no certificate of our authority, or not for its host.
+        AccessDenied: the peer has no certificate of our authority, or not one for its host.
         TransferTimeout, PeerLost: the peer was too slow, or the connection broke.
     """
     try:
@@ -248,13 +249,13 @@ def shake_hands_tls(sock: ssl.SSLSocket) -> None:
 def shake_hands(
     sock: socket.socket, handshake: Handshake, deadline: float, limit: int = 4096
 ) -> Proven:
-    """Run one side of a handshake over a blocking socket; reads nothing that follows it.
+    """Run one side of a handshake over a blocking socket; reads no bytes beyond it.
 
     Args:
-        sock: connected; its timeout is changed.
-        handshake: the side.
-        deadline: ``time.monotonic`` value, of all of it.
-        limit: longest frame of the peer's.
+        sock: a connected socket; its timeout is changed.
+        handshake: our side of the handshake.
+        deadline: ``time.monotonic`` value by which the handshake must be done.
+        limit: longest frame of the peer, in bytes.
 
     Raises:
         TransferTimeout: the deadline passed.
@@ -287,18 +288,18 @@ def dial(
     epoch: bytes,
     timeout: float,
 ) -> ProvenSocket:
-    """Connect to a listener and prove ourselves, and have it do the same.
+    """Connect to a listener and authenticate both ends.
 
     Args:
-        open_socket: connects, in as many seconds as it is given; raises OSError or TransferError.
-        where: names the listener in messages.
-        credentials: of both ends.
-        epoch: the listener's, from its address.
-        timeout: for all of it, in seconds.
+        open_socket: connects within the given number of seconds; raises OSError or TransferError.
+        where: name of the listener, for messages.
+        credentials: the credentials of both ends.
+        epoch: the listener's epoch, from its address.
+        timeout: timeout of connecting and of the handshake together, in seconds.
 
     Raises:
-        PeerLost: nothing listens there, or the listener has another epoch.
-        TransferTimeout: it took longer.
+        PeerLost: no process listens there, or the listener has another epoch.
+        TransferTimeout: it took longer than ``timeout``.
         AccessDenied, VersionMismatch: see ``Credentials``.
     """
     protocol, deadline = credentials.protocol, time.monotonic() + timeout
@@ -325,9 +326,10 @@ def dial(
 
 
 def tune(sock: socket.socket) -> None:
-    """Send small frames at once, and notice when the other host is gone. Raises OSError."""
+    """Configure a TCP socket to send small frames immediately and to detect a dead host. Raises
+    OSError."""
     if sock.family == socket.AF_UNIX:
-        return  # its other end is on this host: the kernel says at once when it is gone
+        return  # the other end is on this host: the kernel reports its end immediately
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_HOST_SECONDS // 2)
@@ -337,9 +339,10 @@ def tune(sock: socket.socket) -> None:
 
 
 def hang_up(sock: socket.socket) -> None:
-    """End the conversation, so that a thread blocked on it returns; keeps the descriptor."""
-    with contextlib.suppress(OSError):  # ended already
-        # Not sock.shutdown: TLS would want to say goodbye first, and wait for the peer.
+    """Shut a connection down, so that a thread which is blocked on it returns; the descriptor stays
+    open."""
+    with contextlib.suppress(OSError):  # already shut down
+        # Not sock.shutdown: TLS would send its close message first and wait for the peer.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 

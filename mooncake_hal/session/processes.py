@@ -1,4 +1,4 @@
-"""Processes by names that hold for good, and how others of the same host see that one has ended."""
+"""Unambiguous names of processes, and notification of a process's end on the same host."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from pathlib import Path
 import msgspec
 
 _SYS_PIDFD_OPEN = 434
-"""On all architectures; not every build of Python has ``os.pidfd_open``."""
+"""Number of the system call, the same on all architectures; ``os.pidfd_open`` is missing from some
+builds of Python."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ProcessName(msgspec.Struct, frozen=True, array_like=True):
-    """A process; pids are reused, and mean nothing on other hosts.
+    """Identifies a process; a pid alone does not, since pids are reused and valid on one host only.
 
     Args:
-        host: the running kernel and the pid namespace; empty: not known.
-        pid: in there.
+        host: identity of the running kernel and the pid namespace; empty: unknown.
+        pid: pid in that namespace.
         started: see ``start_time``.
     """
 
@@ -31,18 +32,18 @@ class ProcessName(msgspec.Struct, frozen=True, array_like=True):
 
 
 def this_process() -> ProcessName:
-    """The name of the process that asks."""
+    """Return the name of the calling process."""
     pid = os.getpid()
     return ProcessName(_pid_namespace(), pid, start_time(pid) or 0)
 
 
 def open_process(process: ProcessName) -> int | None:
-    """A descriptor that is readable once a process has ended with all its threads, which the caller
-    closes; None: it has ended.
+    """Return a descriptor that becomes readable once the process has ended with all its threads, or
+    None if it has ended already. The caller closes the descriptor.
 
     Raises:
-        OSError: that can't be seen from here: it is on another host or in another pid namespace, or
-            the kernel does not show it.
+        OSError: the process can't be watched from here: it is on another host or in another pid
+            namespace, or the kernel does not permit it.
     """
     here = _pid_namespace()
     if not here or process.host != here:
@@ -53,7 +54,7 @@ def open_process(process: ProcessName) -> int | None:
         if code == errno.ESRCH:
             return None
         raise OSError(code, f"process {process.pid} can't be watched: {os.strerror(code)}")
-    started = start_time(process.pid)  # of what the descriptor is of, unless that has ended
+    started = start_time(process.pid)  # of the descriptor's process, unless it has ended since
     has_ended = started not in (None, process.started) or _has_ended(descriptor)
     if started == process.started and not has_ended:
         return int(descriptor)
@@ -66,7 +67,7 @@ def open_process(process: ProcessName) -> int | None:
 def start_time(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None if there is no such process.
 
-    Together with the pid it names a process for good: pids are reused.
+    Together with the pid, the start time identifies a process even after its pid is reused.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -82,7 +83,7 @@ def _has_ended(descriptor: int) -> bool:
 
 
 def _pid_namespace() -> str:
-    """Of this process and the running kernel; empty where the system does not tell."""
+    """Identity of the running kernel and of this process's pid namespace; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

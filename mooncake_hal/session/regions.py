@@ -1,4 +1,4 @@
-"""What an endpoint has registered, and whether spans lie in it. Pure."""
+"""Tables of an endpoint's registered regions, and the lookup of spans in them. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from mooncake_hal.errors import OutOfBounds, RegionRevoked, RegionUnknown, Trans
 from mooncake_hal.transport import MemoryRegion, Spans
 
 REMEMBERED_REVOCATIONS = 1024
-"""How many revoked ranges are distinguished from ranges that were never registered."""
+"""How many of the last revoked ranges are remembered, to distinguish RegionRevoked from
+RegionUnknown."""
 
 ADDRESS_LIMIT = 2**64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionIndex:
-    """Regions sorted by address, at one moment.
+    """An immutable snapshot of regions, sorted by address.
 
     Args:
-        keys, starts, ends: of each region.
-        start_array, end_array: the same as arrays of uint64, [regions].
+        keys, starts, ends: key, first address and end address of each region.
+        start_array, end_array: the addresses as uint64 arrays, [regions].
     """
 
     keys: list[int]
@@ -40,26 +41,27 @@ class RegionIndex:
         order = sorted(regions.items(), key=lambda item: item[1].address)
         starts = [region.address for _, region in order]
         ends = [region.address + region.nbytes for _, region in order]
-        # 2**64 does not fit; a span that ends there is refused, and no process maps that page.
+        # 2**64 does not fit into uint64: a span that ends there is rejected, but no process can map
+        # that page.
         limited = [min(end, ADDRESS_LIMIT - 1) for end in ends]
         keys = [key for key, _ in order]
         return cls(keys, starts, ends, np.array(starts, np.uint64), np.array(limited, np.uint64))
 
     def position(self, address: int, nbytes: int) -> int:
-        """Return which region holds a span whole, or -1."""
+        """Return the position of the region that contains the whole span, or -1."""
         at = bisect_right(self.starts, address) - 1
         return at if at >= 0 and address + nbytes <= self.ends[at] else -1
 
     def touched(self, positions: NDArray[np.intp]) -> frozenset[int]:
-        """Return the keys of the regions at these positions; any number of each."""
+        """Return the keys of the regions at these positions, which may repeat."""
         return frozenset(self.keys[at] for at in np.flatnonzero(np.bincount(positions)).tolist())
 
 
 class RegionTable:
-    """Disjoint regions. Changing it needs its owner's lock; looking spans up does not.
+    """A table of disjoint regions. Changes require the owner's lock; lookups do not.
 
     Args:
-        whose: how messages name the side that registered, such as ``"the peer"``.
+        whose: name of the registering side in messages, such as ``"the peer"``.
     """
 
     def __init__(self, whose: str) -> None:
@@ -76,10 +78,10 @@ class RegionTable:
         self.index = RegionIndex.of(self._regions)
 
     def require_room(self, region: MemoryRegion) -> None:
-        """Refuse a region that can't be added.
+        """Check that a region can be added.
 
         Raises:
-            ValueError: it is empty, leaves the address space, or overlaps another one.
+            ValueError: it is empty, exceeds the address space, or overlaps another region.
         """
         start, end = region.address, region.address + region.nbytes
         if region.nbytes <= 0 or start < 0 or end > ADDRESS_LIMIT:
@@ -94,7 +96,7 @@ class RegionTable:
             )
 
     def revoke(self, key: int) -> MemoryRegion:
-        """Take a region out and remember that it was there.
+        """Remove a region and remember its range as revoked.
 
         Raises:
             RegionUnknown: no region has that key.
@@ -115,14 +117,14 @@ class RegionTable:
         return list(self._regions.items())
 
     def revoked_ranges(self) -> list[tuple[int, int]]:
-        """Return (start, end) of the regions that were revoked last."""
+        """Return (start, end) of the most recently revoked regions."""
         return list(self._revoked)
 
     def find(self, address: int, nbytes: int) -> int:
-        """Return the key of the region around one span.
+        """Return the key of the region that contains a span.
 
         Raises:
-            RegionUnknown, RegionRevoked, OutOfBounds: there is none.
+            RegionUnknown, RegionRevoked, OutOfBounds: no region contains it.
         """
         index = self.index
         at = index.position(address, nbytes)
@@ -145,7 +147,8 @@ class RegionTable:
         if not index.keys:
             raise self._refusal(index, int(addresses[0]), int(nbytes[0]))
         ends = index.end_array[np.maximum(at, 0)]
-        # For a span beyond its region's end the subtraction wraps; the comparison before it rules.
+        # For an address beyond its region's end the subtraction wraps around, but the comparison
+        # before it is true then.
         bad = (at < 0) | (addresses >= ends) | (nbytes > ends - addresses)
         if bad.any():
             first = int(np.argmax(bad))
@@ -169,10 +172,10 @@ class RegionTable:
 
 
 def check_spans(spans: Spans) -> None:
-    """Refuse spans that are not three contiguous uint64 arrays of equal length, without zeros.
+    """Check that spans are three contiguous uint64 arrays of equal length, without zero lengths.
 
     Raises:
-        ValueError: says which array is wrong.
+        ValueError: names the array that is wrong.
     """
     count = len(spans.nbytes)
     for name in ("local", "remote", "nbytes"):
@@ -187,12 +190,12 @@ def check_spans(spans: Spans) -> None:
 
 
 class AttachedRegions:
-    """A region table whose entries carry bytes that only the transport understands.
+    """A region table in which every region has an attachment, bytes in the transport's encoding.
+
+    Use ``table`` for lookups only, which need no lock; changes go through this class.
 
     Args:
-        whose: how messages name the side that registered.
-
-    ``table`` is for looking spans up, which needs no lock; it is changed here only.
+        whose: name of the registering side in messages.
     """
 
     def __init__(self, whose: str) -> None:
@@ -201,7 +204,7 @@ class AttachedRegions:
         self._lock = threading.Lock()
 
     def require_room(self, region: MemoryRegion) -> None:
-        """Refuse a region that can't be added: raises ValueError, see ``RegionTable``."""
+        """Check that a region can be added; raises ValueError, see ``RegionTable``."""
         with self._lock:
             self.table.require_room(region)
 
@@ -216,7 +219,7 @@ class AttachedRegions:
             self._attachments[key] = attachment
 
     def revoke(self, key: int) -> None:
-        """Take a region out; raises RegionUnknown or RegionRevoked if there is none."""
+        """Remove a region; raises RegionUnknown or RegionRevoked if there is none."""
         with self._lock:
             self.table.revoke(key)
             del self._attachments[key]
@@ -240,6 +243,6 @@ class AttachedRegions:
             return [(key, region, self._attachments[key]) for key, region in items]
 
     def attachments(self, keys: list[int]) -> list[bytes]:
-        """Return the attachments of live regions; empty for those revoked meanwhile."""
+        """Return the attachments of regions; empty bytes for those that have been revoked."""
         with self._lock:
             return [self._attachments.get(key, b"") for key in keys]

@@ -1,4 +1,4 @@
-"""A session on a thread: requests, pings, and the regions that the peer registers and revokes."""
+"""The threaded session: requests, pings, and the peer's registered and revoked regions."""
 
 from __future__ import annotations
 
@@ -41,42 +41,46 @@ from mooncake_hal.transport import MemoryRegion
 logger = logging.getLogger(__name__)
 
 RequestHandler = Callable[["Session", bytes], bytes]
-"""Replies to a request; a HalError's message is sent back as a refusal."""
+"""Handles a request and returns the reply; a HalError's message is sent back as a refusal."""
 
 _POLLRDHUP = 0x2000
 
 
 class RegionWatcher(Protocol):
-    """Follows the regions of a peer, on the session's thread, one call at a time.
+    """Receives the peer's changes to its regions, on the session's thread, one call at a time.
 
-    A ping of the peer's is confirmed when what it said before has been followed.
+    The session confirms a ping only after the calls for all earlier messages have returned.
     """
 
     def registered(self, key: int, region: MemoryRegion, attachment: bytes, fd: int | None) -> None:
-        """The peer registered a region; ``fd`` came with it, and is closed after the call.
+        """Called when the peer registered a region. ``fd`` is the descriptor that came with it, if
+        any; the session closes it after the call.
 
         Raises:
-            TransferError: it makes no sense; the session ends.
+            TransferError: the region is invalid; the session ends.
         """
         ...
 
     def revoked(self, key: int) -> None:
-        """The peer withdrew it: none of its memory may be touched when this returns."""
+        """Called when the peer revoked a region: once this returns, none of its memory may be
+        accessed."""
         ...
 
 
 def refuse_requests(session: Session, payload: bytes) -> bytes:
-    """Refuse every request: the handler of an end that only sends them."""
+    """Reject every request: the handler of an end that only sends requests."""
     raise RequestRefused("the side that connected takes no requests")
 
 
 class Session:
-    """Both ends use it alike once the handshake is over. ``run`` needs a thread of its own.
+    """One end of a session after the handshake; both ends work alike.
+
+    A thread runs ``run``, which receives the peer's messages; see ``start``.
 
     Args:
-        proven: the connection; owned from here on.
-        handler: of the peer's requests, on the session's thread.
-        limits: on what the peer may cost.
+        proven: the authenticated connection; owned by the session.
+        handler: handles the peer's requests, on the session's thread.
+        limits: limits on the resources that the peer may use.
     """
 
     def __init__(
@@ -94,21 +98,22 @@ class Session:
         self._on_end: Callable[[Session], None] | None = None
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
-        self._region_lock = threading.Lock()  # of `_fds` and `_watcher`; held while that is called
+        # guards `_fds` and `_watcher`; held during the watcher's calls
+        self._region_lock = threading.Lock()
         self._waiting: dict[int, Future[bytes]] = {}
         self._last_number = 0
         self._thread: threading.Thread | None = None
-        # Receiving waits for ever, sending must not: SO_SNDTIMEO bounds one direction only.
+        # Receiving may block for ever, sending must not: SO_SNDTIMEO limits this direction only.
         self._sock.settimeout(None)
         seconds, fraction = divmod(limits.send_s, 1)
         timeval = struct.pack("ll", int(seconds), int(fraction * 1e6))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
     def start(self, name: str) -> None:
-        """Run on a new thread.
+        """Run the session on a new thread.
 
         Raises:
-            TransferError: the host has no thread left; the connection is closed then.
+            TransferError: no thread could be started; the connection is closed then.
         """
         thread = threading.Thread(target=self.run, name=name, daemon=True)
         try:
@@ -119,7 +124,7 @@ class Session:
         self._thread = thread
 
     def run(self) -> None:
-        """Take in what the peer says until the session ends."""
+        """Receive and process the peer's messages until the session ends."""
         if self._thread is None:
             self._thread = threading.current_thread()
         try:
@@ -129,12 +134,13 @@ class Session:
             self._end(exc)
         except (TransferError, ValueError) as exc:
             self._end(PeerLost(f"the peer broke the session's protocol: {exc}"))
-        except Exception as exc:  # thread top: the error must reach those who wait
+        except Exception as exc:  # thread top: the error must reach the waiting requests
             logger.exception("a session failed")
             self._end(PeerLost(f"the session failed: {exc!r}"))
 
     def watch(self, on_end: Callable[[Session], None]) -> None:
-        """Have ``on_end`` called once when the session is over; at once if it is."""
+        """Register a callback for the end of the session; called once, and immediately if the
+        session is over already."""
         with self._lock:
             self._on_end = on_end
             is_over = self.error is not None
@@ -142,10 +148,10 @@ class Session:
             on_end(self)
 
     def watch_regions(self, watcher: RegionWatcher) -> None:
-        """Have ``watcher`` follow the peer's regions; it begins with those that there are.
+        """Register a watcher of the peer's regions; it is called for the existing regions first.
 
         Raises:
-            TransferError: the watcher did.
+            TransferError: the watcher raised it.
         """
         with self._region_lock:
             self._watcher = watcher
@@ -153,10 +159,10 @@ class Session:
                 self._hand_over(watcher, key, region, attachment)
 
     def send(self, message: AnyMessage, fd: int | None = None) -> None:
-        """Send one message, over a Unix socket with a descriptor if there is one.
+        """Send one message, with a descriptor if one is given (over Unix sockets only).
 
         Raises:
-            PeerLost: the connection is gone, or takes no bytes for ``send_s``.
+            PeerLost: the connection is lost, or accepted no bytes for ``Limits.send_s``.
         """
         with self._send_lock:
             data = self._seals.outgoing.seal(message)
@@ -169,24 +175,24 @@ class Session:
                 raise PeerLost(f"the session broke while sending: {exc}") from exc
 
     def start_request(self, payload: bytes) -> Future[bytes]:
-        """Send a request; the future holds the reply, or the TransferError that there is none."""
+        """Send a request; returns a future of the reply, or of the TransferError."""
         return self._start(lambda number: SessionRequest(number, payload))
 
     def request(self, payload: bytes, timeout: float) -> bytes:
         """Send a request and wait for its reply.
 
         Raises:
-            RequestRefused: the peer refused it, its words in the message.
-            PeerLost, TransferTimeout: no reply came.
+            RequestRefused: the peer rejected it; the message has the peer's reason.
+            PeerLost, TransferTimeout: no reply arrived.
         """
         return _result(self.start_request(payload), timeout)
 
     def ping(self) -> Future[bytes]:
-        """Ask the peer to confirm that it has taken in all that was sent before."""
+        """Ask the peer to confirm that it has processed everything that was sent before."""
         return self._start(Ping)
 
     def barrier(self, timeout: float) -> None:
-        """Wait until all that both ends sent before this call has been taken in.
+        """Wait until all messages that either end sent before this call have been processed.
 
         Raises:
             PeerLost, TransferTimeout: the peer did not confirm.
@@ -196,12 +202,12 @@ class Session:
     def locate(
         self, addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64], timeout: float
     ) -> tuple[RegionIndex, NDArray[np.intp]]:
-        """Find which of the peer's regions hold each piece; if one is nowhere, once more when all
-        that the peer has registered by now is known.
+        """Find the peer's region around each span. If there is none for a span, wait for the
+        registrations that the peer has sent by now and try once more.
 
         Raises:
-            RegionUnknown, RegionRevoked, OutOfBounds: a piece is nowhere.
-            PeerLost, TransferTimeout: the peer did not say in time what it has registered.
+            RegionUnknown, RegionRevoked, OutOfBounds: a span is in no region.
+            PeerLost, TransferTimeout: the peer did not confirm in time.
         """
         try:
             return self.regions.locate(addresses, nbytes)
@@ -210,12 +216,13 @@ class Session:
             return self.regions.locate(addresses, nbytes)
 
     def peer_process(self) -> int:
-        """Return the process at the other end of a Unix socket; 0 if outside our pid namespace."""
+        """Return the pid at the other end of a Unix socket; 0 if it is outside our namespace."""
         process, _user = peer_credentials(self._sock)
         return process
 
     def is_hung_up(self) -> bool:
-        """Whether the other end is closed by now, even if the thread has not noticed yet."""
+        """Whether the other end has closed the connection, even if the session's thread has not
+        noticed it yet."""
         if self.error is not None:
             return True
         poll = select.poll()
@@ -223,11 +230,12 @@ class Session:
         return bool(poll.poll(0))
 
     def hang_up(self) -> None:
-        """End the connection; its thread notices, and ends."""
+        """Shut the connection down; the session's thread notices and ends."""
         hang_up(self._sock)
 
     def close(self) -> None:
-        """End the connection and wait for its thread, unless this is that thread. Idempotent."""
+        """Close the connection and join the session's thread, unless it is the caller.
+        Idempotent."""
         self.hang_up()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -237,7 +245,7 @@ class Session:
     # -- receiving ------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Receive one message and act on it."""
+        """Receive and process one message."""
         fds: list[int] = []
         try:
             size = check_length(self._receive_exactly(LENGTH_BYTES, fds), self._limits.frame_bytes)
@@ -319,7 +327,7 @@ class Session:
         try:
             self.send(make(number))
         except PeerLost as exc:
-            self.hang_up()  # half a frame may have gone: no other one could follow it
+            self.hang_up()  # part of a frame may have been sent: no other frame can follow it
             with self._lock:
                 waiting = self._waiting.pop(number, None)
             if waiting is not None:
@@ -330,7 +338,7 @@ class Session:
         with self._lock:
             future = self._waiting.pop(response.number, None)
         if future is None:
-            return  # it is for nothing that we asked
+            return  # no request of ours has that number
         if response.error:
             future.set_exception(RequestRefused(f"the peer refused: {response.error}"))
         else:

@@ -1,6 +1,7 @@
-"""Limits on connections that have not proved themselves yet.
+"""Limits on the resources of peers, and the table of strangers: connections whose peers have not
+proved themselves yet.
 
-Pure: no sockets, time is an argument.
+Pure: no sockets, and the time is an argument.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ Connection = TypeVar("Connection", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a peer may cost us, in bytes, connections and seconds.
+    """Limits on the resources that a peer may use.
 
     Args:
         stranger_frame_bytes: longest frame of a peer that has not proved itself.
-        frame_bytes: longest frame of one that has.
-        strangers: connections in their handshake at once; the oldest is closed for a new one.
-        handshake_s: for the whole handshake, however the peer spreads its bytes over it.
-        send_s: how long a peer may take no bytes before it is dropped.
-        send_buffer_bytes: what may wait to be sent to one peer, beyond one longest frame.
-        outstanding: requests of ours to one peer that it has not replied to.
-        keepalive_s: how often an idle peer is pinged (asyncio); after three without a word it is
-            lost.
+        frame_bytes: longest frame of a peer that has.
+        strangers: maximum number of connections in their handshake; a further one evicts an old
+            one.
+        handshake_s: timeout of the whole handshake, in seconds.
+        send_s: a peer that accepts no bytes for this many seconds is dropped.
+        send_buffer_bytes: maximum amount of unsent data for one peer, beyond one longest frame.
+        outstanding: maximum number of our requests to one peer without a reply.
+        keepalive_s: interval in seconds at which an idle peer is pinged (asyncio only); a peer that
+            is silent for three intervals is lost.
     """
 
     stranger_frame_bytes: int = 4096
@@ -48,9 +50,9 @@ class _Stranger(NamedTuple):
 
 
 class Strangers(Generic[Connection]):
-    """The connections that are in their handshake, oldest first; one deadline each.
+    """The connections that are in their handshake, oldest first, each with a deadline.
 
-    Not safe for threads.
+    Not thread-safe.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -58,9 +60,10 @@ class Strangers(Generic[Connection]):
         self._strangers: dict[Connection, _Stranger] = {}
 
     def enter(self, connection: Connection, host: str, now: float) -> Connection | None:
-        """Take a connection in; returns the one to close for it, if there are too many.
+        """Add a connection; if there are too many, returns an evicted one for the caller to close.
 
-        That is the oldest one of the host that has most: who floods us pushes out its own first.
+        The oldest connection of the host with the most connections is evicted, so that a host that
+        floods us evicts its own first.
         """
         evicted = None
         if len(self._strangers) >= self._limits.strangers:
@@ -72,20 +75,20 @@ class Strangers(Generic[Connection]):
         return evicted
 
     def leave(self, connection: Connection) -> bool:
-        """Take a connection out, proved or gone; False if it was evicted before."""
+        """Remove a connection that was authenticated or lost; False if it was evicted before."""
         return self._strangers.pop(connection, None) is not None
 
     def expire(self, now: float) -> list[Connection]:
-        """Take out and return those whose time is over."""
+        """Remove and return the connections whose deadline has passed."""
         late = [key for key, known in self._strangers.items() if known.expires <= now]
         for key in late:
             del self._strangers[key]
         return late
 
     def next_deadline(self) -> float | None:
-        """Return when the next one's time is over."""
+        """Return the earliest deadline, or None if there are no connections."""
         return min((known.expires for known in self._strangers.values()), default=None)
 
     def all(self) -> list[Connection]:
-        """Return all of them."""
+        """Return all connections."""
         return list(self._strangers)
