@@ -1,1 +1,1 @@
-"""Ways of moving KV between processes. Each package's ``plugin`` offers one to the registry."""
+"""The transports of mooncake-hal. Each package's ``*_plugin`` module offers one to the registry."""

@@ -1,4 +1,5 @@
-"""The thread that copies for one peer, piece by piece, so that a transfer can be stopped."""
+"""The worker thread that copies one peer's transfers, part by part, so that they can be
+cancelled."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InFlightPart:
-    """A part of a transfer that has begun to move.
+    """A part of a transfer that is in flight.
 
     Args:
-        finish: waits until it has moved, and completes it; raises TransferError.
-        drain: cancels it; nothing of it moves when this returns.
+        finish: waits for the part and completes it; raises TransferError.
+        drain: cancels the part; none of its bytes move once this returns.
     """
 
     finish: Callable[[], None]
@@ -36,14 +37,15 @@ class InFlightPart:
 
 
 class Copier(Protocol):
-    """What the thread copies with, and gives back at its end; the rest is the transport's."""
+    """The thread's copy resources, which it closes at its end. How a copier copies is up to the
+    transport."""
 
     def drain(self) -> None:
-        """Block until everything that was enqueued has been copied; raises DeviceError."""
+        """Block until all enqueued copies have finished; raises DeviceError if one failed."""
         ...
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the resources."""
         ...
 
 
@@ -52,13 +54,13 @@ C_contra = TypeVar("C_contra", bound=Copier, contravariant=True)
 
 
 class MovePart(Protocol[C_contra]):
-    """Moves a part of a transfer."""
+    """Starts the parts of transfers."""
 
     def __call__(self, part: Spans, deadline: float, copier: C_contra, /) -> InFlightPart:
-        """Start to move it: the next part is started before this one is finished.
+        """Start moving a part; the worker starts the next part before it finishes this one.
 
         Raises:
-            TransferError: it was not started, and nothing of it moves.
+            TransferError: the part was not started, and none of its bytes move.
         """
         ...
 
@@ -68,10 +70,10 @@ class PartMover(Generic[C]):
     """How a peer moves a transfer.
 
     Args:
-        move: moves a part.
-        confirm: called with the whole transfer when all parts have moved; raises TransferError
-            for what the parts can't notice, such as a peer that died.
-        most_bytes: of a part.
+        move: starts moving a part.
+        confirm: called with the whole transfer when all parts have been moved; raises TransferError
+            for failures that the parts can't detect, such as a peer that died.
+        most_bytes: maximum size of a part in bytes.
     """
 
     move: MovePart[C]
@@ -80,13 +82,13 @@ class PartMover(Generic[C]):
 
 
 class CopyJob(Generic[C]):
-    """One transfer for the worker.
+    """One transfer in the worker's queue.
 
     Args:
-        spans: what moves, none of them above ``way.most_bytes``.
-        timeout: seconds for all of it.
-        way: how it is moved.
-        local_keys: our regions that it touches.
+        spans: the spans to move, none of them longer than ``way.most_bytes``.
+        timeout: timeout of the whole transfer, in seconds.
+        way: how to move it.
+        local_keys: keys of our regions that it touches.
     """
 
     def __init__(
@@ -106,11 +108,11 @@ class CopyJob(Generic[C]):
 
     @property
     def is_over(self) -> bool:
-        """Whether its transfer has ended."""
+        """Whether the transfer has completed or failed."""
         return self.transfer.poll() is not TransferState.PENDING
 
     def stop(self) -> None:
-        """End it at the next piece; one that waits behind another job ends here."""
+        """Stop the transfer before its next part; if the job is still queued, end it here."""
         with self._lock:
             self._is_stopped = True
             has_begun = self._has_begun
@@ -118,16 +120,16 @@ class CopyJob(Generic[C]):
             self.transfer.part_ended(TransferCancelled("stopped before it began"))
 
     def enter(self) -> bool:
-        """Say that it begins; False if it has been stopped before."""
+        """Mark the job as started; returns False if it was stopped before."""
         with self._lock:
             self._has_begun = not self._is_stopped
             return self._has_begun
 
     def run(self, copier: C) -> None:
-        """Copy all of it.
+        """Move the whole transfer.
 
         Raises:
-            TransferError: it was stopped, is late, or the peer's memory is gone.
+            TransferError: it was stopped, its deadline passed, or the peer's memory is gone.
         """
         underway: deque[InFlightPart] = deque()
         try:
@@ -153,14 +155,14 @@ class CopyJob(Generic[C]):
 
 
 class CopyWorker(Generic[C]):
-    """Owns a copier; jobs are done in the order they came. One that waits for its peer holds up
-    those behind it: each peer has a worker of its own.
+    """A thread with a copier that executes jobs in the order of their submission. A job that waits
+    for its peer delays all later ones, so every peer has a worker of its own.
 
     Args:
-        make_copier: called on the thread, which it binds to the device.
+        make_copier: creates the copier; called on the thread, which it binds to the device.
 
     Raises:
-        TransferError: the host has no thread left.
+        TransferError: no thread could be started.
     """
 
     def __init__(self, make_copier: Callable[[], C]) -> None:
@@ -174,20 +176,20 @@ class CopyWorker(Generic[C]):
             raise TransferError(f"a peer's copying thread can't be started: {exc}") from exc
 
     def submit(self, job: CopyJob[C]) -> None:
-        """Take a job; raises TransferError if the thread has no copier."""
+        """Queue a job; raises TransferError if the thread has no copier."""
         if self._error is not None:
             raise TransferError("there is nothing to copy with") from self._error
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread once its jobs are done; none comes after this."""
+        """Finish the queued jobs and join the thread; no job may be submitted afterwards."""
         self._jobs.put(None)
         self._thread.join()
 
     def _work(self) -> None:
         try:
             copier = self._make_copier()
-        except Exception as exc:  # thread top: the transfers that wait must fail with it
+        except Exception as exc:  # thread top: queued transfers must fail with it
             logger.exception("there is nothing to copy with")
             self._error = exc
             self._refuse_all(exc)
@@ -196,7 +198,7 @@ class CopyWorker(Generic[C]):
             self._end(job, copier)
         try:
             copier.close()
-        except Exception:  # thread top: nobody copies with it any more
+        except Exception:  # thread top: the copier is not used any more
             logger.exception("a copier can't be given back")
 
     def _end(self, job: CopyJob[C], copier: C) -> None:
@@ -209,16 +211,17 @@ class CopyWorker(Generic[C]):
             error = exc
         except HalError as exc:
             error = self._broken_off(copier, str(exc))
-        except Exception as exc:  # it is this transfer's: memory that is short may be free again
+        except Exception as exc:  # fails this transfer only: a memory shortage may be temporary
             logger.exception("copying failed")
             error = self._broken_off(copier, repr(exc))
         job.transfer.part_ended(error)
 
     def _broken_off(self, copier: C, reason: str) -> TransferError:
-        """The failure of a transfer of which the copier may have enqueued more than it said."""
+        """Drain the copier, which may have enqueued copies before it failed; returns the transfer's
+        error."""
         try:
             copier.drain()
-        except Exception:  # thread top: a device that fails so copies nothing any more
+        except Exception:  # thread top: a device that fails like this copies nothing any more
             logger.exception("a copier can't be drained")
         return TransferError(f"copying failed: {reason}")
 
@@ -229,11 +232,11 @@ class CopyWorker(Generic[C]):
 
 
 def split_parts(nbytes: NDArray[np.uint64], most_bytes: int) -> list[tuple[int, int]]:
-    """Ranges of pieces, each of at most ``most_bytes`` and MAX_PIECES: [(begin, end), ...].
+    """Divide pieces into ranges of at most ``most_bytes`` and MAX_PIECES: [(begin, end), ...].
 
     Args:
-        nbytes: of the pieces, none above ``most_bytes``.
-        most_bytes: of a range together.
+        nbytes: lengths of the pieces, none above ``most_bytes``.
+        most_bytes: maximum total length of a range.
     """
     before = np.cumsum(nbytes, dtype=np.uint64) - nbytes
     after = before + nbytes

@@ -1,4 +1,4 @@
-"""A connection to one other endpoint, whose transfers this process copies itself."""
+"""Base class of peers whose transfers this process copies itself, on a worker thread."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mooncake_hal.transports.transfers import DONE
 
 
 class CopyingPeer(Generic[C]):
-    """A peer whose transfers the worker's thread copies; subclasses move one part at a time.
+    """A peer whose transfers a worker thread copies part by part; subclasses move a part.
 
     Args:
-        session: to the other end; closed with it.
-        local: our own regions.
-        worker: copies; closed with the peer.
-        most_bytes: that are moved at a time.
+        session: session to the other end; closed with the peer.
+        local: this endpoint's regions.
+        worker: executes the transfers; closed with the peer.
+        most_bytes: maximum size of a part in bytes.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CopyingPeer(Generic[C]):
         self._session.close()
 
     def lost(self, error: TransferError) -> None:
-        """Fail and drain everything, and let go of the peer. Idempotent."""
+        """Fail and drain all transfers, and release the peer's resources. Idempotent."""
         with self._lock:
             if self._error is not None:
                 return
@@ -66,7 +66,8 @@ class CopyingPeer(Generic[C]):
         self._let_go()
 
     def withdraw(self, key: int) -> None:
-        """End every transfer that touches our region ``key``; drained when this returns."""
+        """Fail every transfer that touches our region ``key``; they are drained when this
+        returns."""
         with self._lock:
             touched = [job for job in self._jobs if key in job.local_keys]
         for job in touched:
@@ -79,7 +80,8 @@ class CopyingPeer(Generic[C]):
         raise NotImplementedError
 
     def _confirm(self, spans: Spans, deadline: float) -> None:
-        """Check a transfer that has moved; by default every part was checked."""
+        """Check a transfer whose parts have all been moved. By default there is nothing to do:
+        every part was checked."""
 
     def _let_go(self) -> None:
         raise NotImplementedError
@@ -105,7 +107,8 @@ class CopyingPeer(Generic[C]):
 
     @contextmanager
     def _asking(self, part: Spans, deadline: float) -> Iterator[None]:
-        """Around calls about a part: a refusal of revoked memory becomes RegionRevoked."""
+        """Context of requests about a part: if the peer rejects one because the memory was revoked,
+        raises RegionRevoked instead."""
         try:
             yield
         except (PeerLost, TransferTimeout):
@@ -120,10 +123,10 @@ class CopyingPeer(Generic[C]):
 
 
 def seconds_left(deadline: float) -> float:
-    """Seconds until a time of the monotonic clock.
+    """Seconds until a deadline of the monotonic clock.
 
     Raises:
-        TransferTimeout: it has passed.
+        TransferTimeout: the deadline has passed.
     """
     seconds = deadline - time.monotonic()
     if seconds <= 0:

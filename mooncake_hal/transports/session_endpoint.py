@@ -1,10 +1,11 @@
-"""The short way to write a transport: a data path, and this endpoint around it.
+"""A ready-made endpoint for transports: a transport author writes only the data path.
 
-The endpoint owns the control plane, which is the same for every transport: who may connect, what is
-registered, what is revoked, when a peer is gone. The data path registers memory with its hardware
-or engine, replies to the peers' requests, and makes the peers that read and write. A transport is
-then a ``DataPath``, a ``DataPathPeer``, and a ``Transport`` whose ``open`` calls ``open_endpoint``
-and whose ``reaches`` calls ``compare_addresses``; ``docs/examples/mylink`` is one.
+The endpoint implements the control plane, which is the same for every transport: authentication,
+registration and revocation of regions, and the detection of lost peers. The data path registers
+memory with its hardware or library, replies to peers' requests, and creates the peers that read and
+write. A transport then consists of a ``DataPath``, a ``DataPathPeer``, and a ``Transport`` whose
+``open`` calls ``open_endpoint`` and whose ``reaches`` calls ``compare_addresses``; see
+``docs/examples/mylink``.
 """
 
 from __future__ import annotations
@@ -47,27 +48,28 @@ BACKLOG = 64
 BACKLOG_PAUSE_SECONDS = 0.01
 
 SharedFd = Callable[[MemoryRegion], "int | None"]
-"""Says which descriptor goes to the peers with a region, if any."""
+"""Returns the descriptor to send to peers with a region, or None."""
 
 REVOKE_SECONDS = 1.0
-"""How long revoke() waits for connected peers to take it in; access is gone before that."""
+"""Timeout of revoke() for connected peers to confirm; the data path has ended their access by
+then."""
 
 CLOSE_SECONDS = 5.0
-"""How long close() waits for peers that touch our memory on their own to let go."""
+"""Timeout of close() for peers that access our memory directly to confirm that they stopped."""
 
 
 class SessionAddress(
     msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True
 ):
-    """What an endpoint publishes.
+    """The published address of an endpoint.
 
     Args:
         transport: name of the transport.
         version: version of its protocol.
         epoch: identity of this endpoint; a restarted one has another.
-        host: where sessions are accepted; for a Unix socket, its abstract name.
+        host: host that accepts sessions; for a Unix socket, its abstract name.
         port: the TCP port; 0 for a Unix socket.
-        info: what the data path needs to judge reach, in its own encoding.
+        info: data by which the data path decides whether a peer is reachable, in its own encoding.
     """
 
     transport: str
@@ -79,7 +81,7 @@ class SessionAddress(
 
 
 class DataPathPeer(Peer, Protocol):
-    """A peer that the endpoint notifies of the end of its session."""
+    """A peer whose endpoint notifies it when its session ends."""
 
     @property
     def closed(self) -> bool:
@@ -87,20 +89,21 @@ class DataPathPeer(Peer, Protocol):
         ...
 
     def lost(self, error: TransferError) -> None:
-        """The session is over: fail and drain everything. Idempotent, from any thread.
+        """Called when the session is over: fail and drain all transfers. Idempotent; any thread.
 
-        Requests over the session have failed by then; a peer that waits for nothing else inherits
-        this.
+        Requests over the session have failed by then; a peer that waits for nothing else can
+        inherit this default, which does nothing.
         """
         return
 
 
 class DataPath(Protocol):
-    """What moves the bytes of one endpoint: all that a transport has to write beside its peers.
+    """The part of an endpoint that moves bytes; besides its peers, all that a transport implements.
 
-    Methods may be called from any thread, and several at once, but never two for one key. The order
-    is: ``info`` once; ``attach`` and ``detach`` per region, ``connect`` per peer that we read from,
-    ``handle_request`` and ``session_ended`` per peer that connected to us; ``close`` last.
+    Methods may be called from any thread and concurrently, but never concurrently for one key. The
+    order is: ``info`` once; ``attach`` and ``detach`` per region, ``connect`` per peer that we
+    connect to, ``handle_request`` and ``session_ended`` per peer that connected to us; ``close``
+    last.
     """
 
     @property
@@ -110,18 +113,19 @@ class DataPath(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of what the data path's two ends say to each other."""
+        """Version of the data path's protocol."""
         ...
 
     def info(self) -> bytes:
-        """Return what a peer needs to judge reach and to connect; published in the address.
+        """Return what a peer needs to decide whether it can reach us, and to connect. It is part of
+        the published address.
 
-        Anyone may read it: nothing in it may give access to memory.
+        The address is not secret, so nothing in it may give access to memory.
         """
         ...
 
     def unreachable_reason(self, info: bytes) -> str | None:
-        """Say why the peer that published ``info`` can't be reached, or None if it can.
+        """Return why the peer that published ``info`` can't be reached, or None if it can.
 
         Raises:
             TransferError: ``info`` is not of this data path.
@@ -129,57 +133,58 @@ class DataPath(Protocol):
         ...
 
     def attach(self, key: int, region: MemoryRegion) -> bytes:
-        """Register memory; return what a peer needs to reach it: its "attachment".
+        """Register memory; returns its "attachment": what a peer needs to access it.
 
-        The endpoint sends it to every peer that has proved itself, in ``Session.regions``.
+        The endpoint sends the attachment to every peer that has proved itself, where it is in
+        ``Session.regions``.
 
         Raises:
-            TransferError: the hardware or engine refuses it.
+            TransferError: the hardware or library rejects the memory.
         """
         ...
 
     def detach(self, key: int) -> None:
-        """Withdraw memory, which is out of the local table already.
+        """Deregister memory, which has already been removed from the local table.
 
-        When this returns, our own transfers in it have ended, and, where the transport can revoke,
-        those of peers; only then are the peers notified.
+        Once this returns, our own transfers of the region have completed or failed, and so have
+        peers' transfers if the transport can revoke. The endpoint notifies the peers afterwards.
         """
         ...
 
     def handle_request(self, session: Session, payload: bytes) -> bytes:
-        """Reply to a request of a peer that connected to us, on its session's thread.
+        """Reply to a request of a peer that connected to us; runs on its session's thread.
 
         Raises:
-            HalError: its message goes back as a refusal.
+            HalError: the request is rejected; the peer receives the message.
         """
         ...
 
     def session_ended(self, session: Session) -> None:
-        """A peer that connected to us is gone: free what was held for it, if anything was."""
+        """Called when a peer that connected to us is gone: release any resources held for it."""
         return
 
     def connect(self, session: Session, info: bytes, timeout: float) -> DataPathPeer:
-        """Make a peer over a fresh session, which is the peer's to close.
+        """Create a peer on top of a new session, which the peer owns and closes.
 
-        Every region that the other end had registered is in ``session.regions`` already.
+        ``session.regions`` already has every region that the other end had registered.
 
         Args:
-            session: to the other end, proven.
-            info: what the other end published.
-            timeout: for all of it, in seconds.
+            session: the authenticated session to the other end.
+            info: the ``info`` that the other end published.
+            timeout: timeout of the whole call, in seconds.
 
         Raises:
-            TransferError: it can't be made; the session is closed then.
+            TransferError: the peer can't be created; the endpoint closes the session then.
         """
         ...
 
     def close(self) -> None:
-        """Free what is left; all peers, sessions and regions are gone already."""
+        """Release remaining resources; all peers, sessions and regions are closed already."""
         return
 
 
 class SessionEndpoint:
-    """The control plane around one data path; made by ``open_endpoint``."""
+    """The control plane around one data path; created by ``open_endpoint``."""
 
     def __init__(
         self,
@@ -197,7 +202,7 @@ class SessionEndpoint:
         self._shared_fd = shared_fd
         self._fds: dict[int, int | None] = {}
         self._next_key = 0
-        self._lock = threading.RLock()  # order of announcements; held while sending them
+        self._lock = threading.RLock()  # also held while sending announcements, to keep their order
         self._guests: set[Session] = set()
         self._peers: list[DataPathPeer] = []
         self._closed = False
@@ -305,7 +310,7 @@ class SessionEndpoint:
         self._data_path.close()
 
     def _serve(self, proven: ProvenSocket) -> None:
-        """Hold one peer's session, from its welcome to its end."""
+        """Serve one peer's session, from the end of its handshake to its close."""
         session = Session(proven, self._data_path.handle_request)
         try:
             with self._lock:
@@ -324,7 +329,8 @@ class SessionEndpoint:
             session.close()
 
     def _announce(self, message: Registered | Revoked) -> list[Session]:
-        """Send to every connected peer; those that do not take it are dropped, and returned."""
+        """Send a message to every connected peer. Peers that do not accept it are dropped and
+        returned, unless they had hung up themselves."""
         missed = []
         for guest in list(self._guests):
             try:
@@ -362,17 +368,18 @@ def open_endpoint(
     shared_fd: SharedFd | None = None,
     confirm_s: float | None = None,
 ) -> SessionEndpoint:
-    """Open a data path's endpoint; the data path is closed if that fails.
+    """Open the endpoint of a data path; closes the data path if that fails.
 
     Args:
-        data_path: what moves the bytes; closed with the endpoint.
-        local: the table that it looks its local addresses up in; filled by the endpoint.
-        options: how to open it.
+        data_path: moves the bytes; owned by the endpoint.
+        local: the table in which the data path looks up local addresses; the endpoint fills it.
+        options: how to open the endpoint.
         shared_fd: for data paths between processes of one host: sessions are accepted on a Unix
-            socket, and this says which descriptor goes to the peers with a region. None: on TCP.
-        confirm_s: for data paths whose peers touch our memory with no help of ours: revoking waits
-            for every peer to let go, this long, and fails if one does not. None if the data path
-            itself ends all access.
+            socket, and this returns the descriptor to send to peers with a region. None: sessions
+            are accepted on TCP.
+        confirm_s: for data paths whose peers access our memory directly: ``revoke`` waits up to
+            this many seconds until every peer has confirmed that it stopped, and fails if one does
+            not. None if the data path itself ends all access.
 
     Raises:
         OSError, PortsExhausted, ValueError: see ``Transport.open``.
@@ -391,13 +398,14 @@ def compare_addresses(
     decode: Callable[[bytes], Facts],
     why_apart: Callable[[Facts, Facts], str | None],
 ) -> str | None:
-    """Say why two published addresses can't reach each other, or None; see ``Transport.reaches``.
+    """Implementation of ``Transport.reaches``: returns why the endpoints with two published
+    addresses can't reach each other, or None.
 
     Args:
-        addresses: ours and theirs.
-        transport, version: what both must be of.
-        decode: reads the facts in them; TransferError where they make no sense.
-        why_apart: compares these.
+        addresses: ours and the peer's.
+        transport, version: the transport and protocol version that both must have.
+        decode: decodes an address's ``info``; raises TransferError if it is invalid.
+        why_apart: compares the decoded infos; returns why they can't reach each other, or None.
     """
     try:
         ours, theirs = (read_address(address, transport, version) for address in addresses)
@@ -407,11 +415,11 @@ def compare_addresses(
 
 
 def read_address(address: bytes, transport: str, version: int) -> SessionAddress:
-    """Read a published address.
+    """Decode a published address.
 
     Raises:
-        TransferError: it is none of this transport.
-        VersionMismatch: it is one of another version.
+        TransferError: it is no address of this transport.
+        VersionMismatch: it is an address of another protocol version.
     """
     found = decode_address(address, SessionAddress, transport)
     if found.transport != transport:
@@ -442,17 +450,17 @@ def _listen_locally() -> tuple[socket.socket, str, int]:
 
 
 def open_socket(address: SessionAddress, seconds: float) -> socket.socket:
-    """Connect a socket to where an endpoint accepts sessions.
+    """Connect a socket to the address at which an endpoint accepts sessions.
 
     Raises:
-        OSError: nothing listens there, or it does not reply in time.
-        TransportUnavailable: no route leads there, or its name is unknown.
+        OSError: no process listens there, or it does not reply in time.
+        TransportUnavailable: there is no route to the host, or its name is unknown.
     """
     if address.port:
         try:
             return socket.create_connection((address.host, address.port), seconds)
         except (ConnectionError, TimeoutError):
-            raise  # the host is reached, or may be: no other transport would do better
+            raise  # the host is or may be reachable: another transport would not help
         except OSError as exc:
             where = f"{address.host}:{address.port}"
             raise TransportUnavailable(address.transport, f"no way to {where}: {exc}") from exc
@@ -463,7 +471,7 @@ def open_socket(address: SessionAddress, seconds: float) -> socket.socket:
         try:
             sock.connect(f"\0{address.host}")
         except BlockingIOError:
-            # Linux does not wait while too many others wait to be accepted.
+            # On Linux, connect() to a full backlog fails instead of waiting.
             if time.monotonic() < deadline:
                 time.sleep(BACKLOG_PAUSE_SECONDS)
                 continue
@@ -476,7 +484,8 @@ def open_socket(address: SessionAddress, seconds: float) -> socket.socket:
 
 
 def _await_all(sessions: list[Session], timeout: float) -> list[Session]:
-    """Wait until every session's peer has taken in what was sent, or is gone; returns the late."""
+    """Wait until every session's peer has processed all messages sent to it, or is gone; returns
+    the sessions that did not confirm in time."""
     deadline = time.monotonic() + timeout
     late = []
     for session, pong in [(session, session.ping()) for session in sessions]:

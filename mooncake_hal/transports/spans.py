@@ -1,4 +1,5 @@
-"""Spans: shares for connections, pieces of bounded length, and many pieces moved by one call."""
+"""Operations on spans: dividing them over connections, cutting them into pieces of bounded length,
+and copying many pieces with one system call."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from mooncake_hal.transport import Spans
 U64 = NDArray[np.uint64]
 
 ALIGNMENT = 4096
-"""Pieces are cut at multiples of this many bytes from the first one."""
+"""Spans are divided at multiples of this many bytes, counted over all spans."""
 
 
 class Pieces(NamedTuple):
@@ -25,7 +26,7 @@ class Pieces(NamedTuple):
 
     Args:
         local, remote, nbytes: as in ``Spans``.
-        span: [n] which span each piece comes from.
+        span: [n] index of the span that each piece is part of.
     """
 
     local: U64
@@ -35,9 +36,9 @@ class Pieces(NamedTuple):
 
 
 def split_spans(spans: Spans, parts: int) -> list[Spans]:
-    """Cut spans into up to ``parts`` shares of nearly equal bytes, in order.
+    """Divide spans into up to ``parts`` shares of nearly equal size, in order.
 
-    A piece that lies across a cut is in both shares, in part. No share is empty.
+    A span across a cut is divided over both shares. No share is empty.
     """
     ends = np.cumsum(spans.nbytes)
     total = int(ends[-1])
@@ -47,7 +48,7 @@ def split_spans(spans: Spans, parts: int) -> list[Spans]:
 
 
 def limit_spans(spans: Spans, most: int) -> list[Spans]:
-    """Cut spans into runs of at most ``most`` pieces."""
+    """Divide spans into groups of at most ``most`` spans."""
     if len(spans) <= most:
         return [spans]
     return [
@@ -105,7 +106,7 @@ def vectors(
 ) -> Iterator[NDArray[np.uint64]]:
     """Yield arrays of struct iovec, [k, 2], of at most ``most`` bytes and IOV_MAX pieces each.
 
-    Together they cover every piece, in order; pieces are cut where a vector is full.
+    Together they cover every piece, in order; a piece that does not fit into a vector is cut.
     """
     first, offset = 0, 0
     while first < len(nbytes):
@@ -127,22 +128,22 @@ def vectors(
 
 
 def gather(vector: NDArray[np.uint64], target: NDArray[np.uint8]) -> None:
-    """Copy pieces into the beginning of ``target``. Raises OSError, such as EFAULT."""
+    """Copy pieces to the beginning of ``target``. Raises OSError, such as EFAULT."""
     _require(call_vectors(os.getpid(), 0, _one(vector, target), vector))
 
 
 def scatter(source: NDArray[np.uint8], vector: NDArray[np.uint64]) -> None:
-    """Copy the beginning of ``source`` into pieces. Raises OSError, such as EFAULT."""
+    """Copy the beginning of ``source`` to pieces. Raises OSError, such as EFAULT."""
     _require(call_vectors(os.getpid(), 1, _one(vector, source), vector))
 
 
 def call_vectors(
     pid: int,
     write: int,
-    local: NDArray[np.uint64],  # [n, 2], a struct iovec per row, here
-    remote: NDArray[np.uint64],  # [m, 2], in the process
+    local: NDArray[np.uint64],  # [n, 2], a struct iovec per row, in this process
+    remote: NDArray[np.uint64],  # [m, 2], in process `pid`
 ) -> int:
-    """Call process_vm_readv, or writev; returns 0 or an errno."""
+    """Call process_vm_readv or process_vm_writev; returns 0 or an errno."""
     call = _libc.process_vm_writev if write else _libc.process_vm_readv
     moved = call(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
     if moved < 0:
@@ -151,7 +152,7 @@ def call_vectors(
 
 
 def _one(vector: NDArray[np.uint64], flat: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Return the iovec of as much of ``flat`` as the pieces of ``vector`` hold."""
+    """Return an iovec for the beginning of ``flat``, as long as all pieces of ``vector``."""
     return np.array([[flat.ctypes.data, int(vector[:, 1].sum())]], np.uint64)
 
 

@@ -1,8 +1,9 @@
-"""Packing many small pieces into a staging buffer: what both ends exchange.
+"""Descriptions of the small pieces in a staging buffer, as the two ends of a transport exchange
+them.
 
-A transport whose hardware moves long runs, or host memory, packs many small pieces into a buffer,
-moves the buffer, and has the other end scatter it. What a peer says about such a buffer is checked
-here before anything is copied.
+A transport whose hardware moves only long runs, or only host memory, packs many small pieces into a
+staging buffer, moves the buffer, and lets the other end scatter it. A peer's description of a
+buffer is validated here before anything is copied.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from mooncake_hal.errors import TransferError
 from mooncake_hal.transports.strided_pieces import U64, num_levels, pack_strides, unpack_strides
 
 MAX_PIECES = 1 << 16
-"""Of a buffer."""
+"""Maximum number of pieces in a buffer."""
 
 
 class PackedPieces(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Pieces that lie one behind the other in a buffer, as they are described to the other end.
+    """Description of pieces that are packed into a buffer, for the other end.
 
     Args:
-        rows: see ``strided_pieces``.
-        levels: of the rows.
+        rows: the rows of ``strided_pieces``, as bytes.
+        levels: number of levels of the rows.
     """
 
     rows: bytes
@@ -39,12 +40,12 @@ class PackedPieces(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 @dataclass(frozen=True, slots=True)
 class StagingLimits:
-    """What a transport's buffers hold.
+    """Number and size of a transport's staging buffers.
 
     Args:
-        transport: its name, for messages.
-        slots: buffers of a connection, which take turns.
-        slot_bytes: of each.
+        transport: name of the transport, for messages.
+        slots: buffers per connection, used in turn.
+        slot_bytes: size of each buffer in bytes.
     """
 
     transport: str
@@ -52,14 +53,16 @@ class StagingLimits:
     slot_bytes: int
 
     def read_pieces(self, slot: int, pieces: PackedPieces) -> tuple[U64, U64]:
-        """What a peer says of a buffer's pieces: [n] addresses and [n] lengths, to be written to.
+        """Decode and validate a peer's description of a buffer's pieces: [n] addresses and [n]
+        lengths, both writable arrays.
 
         Args:
-            slot: which buffer.
-            pieces: described.
+            slot: index of the buffer.
+            pieces: the peer's description.
 
         Raises:
-            TransferError: they are no pieces, or more than a buffer holds, or there is none such.
+            TransferError: the description is malformed, the pieces exceed the buffer, or there is
+                no such buffer.
         """
         name = self.transport
         if not 0 <= slot < self.slots:
@@ -68,13 +71,13 @@ class StagingLimits:
             places, sizes = unpack_strides(pieces.rows, pieces.levels, MAX_PIECES)
         except ValueError as exc:
             raise TransferError(f"{name}: a buffer's pieces can't be read: {exc}") from exc
-        # the largest one first: a sum of uint64 may wrap around
+        # the maximum is checked first, since a sum of uint64 may wrap around
         if not sizes.all() or sizes.max() > self.slot_bytes or sizes.sum() > self.slot_bytes:
             raise TransferError(f"{name}: pieces must have 1 to {self.slot_bytes} bytes together")
         return places, sizes
 
 
 def packed_addresses(base: int, nbytes: U64) -> U64:
-    """Where pieces lie that are packed from ``base`` on: [n]."""
+    """Addresses of pieces that are packed one after the other from ``base`` on: [n]."""
     begins: U64 = np.cumsum(nbytes, dtype=np.uint64) - nbytes + np.uint64(base)
     return begins

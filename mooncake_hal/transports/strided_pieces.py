@@ -1,9 +1,11 @@
-"""Pieces as they are described to another process: equal pieces at equal steps are one row. Pure.
+"""A compact encoding of pieces for another process: equal pieces at equal steps become one row.
+Pure.
 
 Two devices whose layouts differ exchange pieces of one head and token, 256 bytes or less, of which
-a prompt has hundreds of thousands. Address and length of each would be 6 % of the KV itself. But
-the pieces lie where a few strides say: of tokens, heads, layers, blocks that follow each other.
-A row has the address and the length of its first piece, and up to MAX_LEVELS counts and steps.
+a prompt has hundreds of thousands. The addresses and lengths of all of them would add 6 % to the KV
+itself. But the pieces' positions follow from a few strides, those of tokens, heads, layers and
+consecutive blocks. A row has the address and the length of its first piece, and up to MAX_LEVELS
+counts and steps.
 """
 
 from __future__ import annotations
@@ -14,19 +16,21 @@ from numpy.typing import NDArray
 U64 = NDArray[np.uint64]
 Rows = NDArray[np.uint64]
 """[rows, 2 + 2 * levels]: address, nbytes, then count and step of each level, the innermost first.
-Steps are modulo 2^64, so that they may go backwards."""
+Steps are modulo 2^64, so that they can be negative."""
 
 MAX_LEVELS = 3
 LARGE_BYTES = 16 << 10
-"""Pieces of this size on average are described one by one: that is a thousandth of them."""
+"""Pieces of at least this average size are not folded: their addresses and lengths are only a
+thousandth of the data."""
 FEW_PIECES = 16
-"""As many at most are described one by one, too: rows would take longer than they save."""
+"""At most this many pieces are not folded either: folding would take longer than it saves."""
 _WORTH_FOLDING = 0.75
-"""Of the rows before; where more are left, the pieces lie anyhow."""
+"""Folding stops at a level that leaves more than this fraction of the rows: the pieces are
+irregular then."""
 
 
 def pack_strides(addresses: U64, nbytes: U64) -> Rows:
-    """The shortest rows that describe pieces, in their order.
+    """Encode pieces, in their order, in as few words as possible.
 
     Args:
         addresses, nbytes: [pieces], at least one.
@@ -43,15 +47,15 @@ def pack_strides(addresses: U64, nbytes: U64) -> Rows:
 
 
 def unpack_strides(data: bytes, levels: int, most: int) -> tuple[U64, U64]:
-    """Pieces of rows that somebody else has packed: [pieces] addresses and lengths.
+    """Decode and validate rows from another process: [pieces] addresses and lengths.
 
     Args:
-        data: the rows.
-        levels: of the rows.
-        most: pieces.
+        data: the rows as bytes.
+        levels: number of levels of the rows.
+        most: maximum number of pieces.
 
     Raises:
-        ValueError: these are no rows, or of more pieces.
+        ValueError: the rows are malformed, or have more than ``most`` pieces.
     """
     width = 2 + 2 * levels
     if not 0 <= levels <= MAX_LEVELS or not data or len(data) % (8 * width):
@@ -69,16 +73,16 @@ def unpack_strides(data: bytes, levels: int, most: int) -> tuple[U64, U64]:
 
 
 def num_levels(rows: Rows) -> int:
-    """Counts and steps of a row."""
+    """Number of levels of rows."""
     return int(rows.shape[1] - 2) // 2
 
 
 def _fold(columns: list[U64]) -> list[U64]:
-    """Columns of one level more, with a row for each run of rows that differ by a constant step.
+    """Add one level: the columns of rows that each stand for a run of rows at a constant step.
 
-    A run begins at the first row and where one has ended. So whether it ends behind a row depends
-    on whether one has ended behind the row before: where several steps in a row differ from the one
-    before them, runs end at every second of them.
+    A run begins at the first row and wherever the previous run ended. So whether a run ends after a
+    row depends on whether one ended after the row before it: where several consecutive steps differ
+    from the step before them, runs end at every second one.
     """
     addresses, *alike = columns
     steps = np.diff(addresses)
@@ -88,7 +92,7 @@ def _fold(columns: list[U64]) -> list[U64]:
     may_end = np.zeros(len(steps), np.bool_)
     may_end[1:] = (steps[1:] != steps[:-1]) & ~must_end[1:]
     at = np.arange(len(steps))
-    before = np.maximum.accumulate(np.where(may_end, 0, at))  # the last that may not
+    before = np.maximum.accumulate(np.where(may_end, 0, at))  # the last row that may not end a run
     is_odd = (at - before) & 1 == 1
     ends = must_end | (may_end & (is_odd != must_end[before]))
     heads = np.flatnonzero(np.concatenate(([True], ends)))
@@ -103,7 +107,7 @@ def _num_words(columns: list[U64]) -> int:
 
 
 def _unfold(rows: Rows) -> Rows:
-    """Rows of one level less."""
+    """Remove one level: expand every row along its outermost count and step."""
     counts, steps = rows[:, -2].astype(np.int64), rows[:, -1]
     firsts = np.cumsum(counts) - counts
     inside = (np.arange(counts.sum()) - np.repeat(firsts, counts)).astype(np.uint64)

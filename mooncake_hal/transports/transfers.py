@@ -1,4 +1,4 @@
-"""Transfers as the transports here hand them out: over at once, or running."""
+"""Base classes of the ``Transfer`` objects that our transports return."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mooncake_hal.transport import TransferState
 
 
 class FinishedTransfer:
-    """A transfer that was over before it could be handed out."""
+    """A transfer that completed or failed before it was returned to the caller."""
 
     __slots__ = ("_error",)
 
@@ -34,7 +34,7 @@ DONE = FinishedTransfer()
 
 
 class PendingTransfer(ABC):
-    """A transfer that other threads work on; see ``Transfer``.
+    """A transfer that other threads execute; see ``Transfer``.
 
     Args:
         deadline: ``time.monotonic`` value by which all of it must be done.
@@ -65,25 +65,25 @@ class PendingTransfer(ABC):
         self.abort(TransferCancelled("cancelled by this side"))
 
     def late(self) -> TransferTimeout:
-        """Return the failure of a transfer whose deadline has passed."""
+        """Return the error of a transfer whose deadline has passed."""
         return deadline_error(self._timeout)
 
     @abstractmethod
     def abort(self, error: TransferError) -> None:
-        """End it with ``error`` unless it has ended; returns when no more bytes move."""
+        """Fail the transfer with ``error`` unless it is over; returns once it is drained."""
 
 
 class RunningTransfer(PendingTransfer):
-    """A transfer in several parts, worked on by other threads.
+    """A transfer in several parts, which other threads execute.
 
-    The parts' owners call ``part_ended`` once each; the first failure is the transfer's.
+    The owner of each part calls ``part_ended`` once; the first error becomes the transfer's.
 
     Args:
-        parts: how many there are.
-        deadline: ``time.monotonic`` value by which all of it must be done.
-        stop: asks the parts to end early; they notice within milliseconds. Called at most once,
+        parts: number of parts.
+        deadline: ``time.monotonic`` value by which all parts must be done.
+        stop: asks the parts to stop early; they react within milliseconds. Called at most once,
             from any thread.
-        ended: called once, when the last part has ended.
+        ended: called once, after the last part has ended.
     """
 
     def __init__(
@@ -131,5 +131,5 @@ def deadline_after(timeout: float) -> float:
 
 
 def deadline_error(timeout: float) -> TransferTimeout:
-    """Return the failure of a transfer that took longer than ``timeout`` seconds."""
+    """Return the error of a transfer that took longer than ``timeout`` seconds."""
     return TransferTimeout(f"not done within {timeout:.3g} s; drained")
