@@ -1,8 +1,8 @@
-"""A device's KV on its way to and from a store: through pinned memory of its host.
+"""Moves a device's KV to and from a store through pinned host memory. Used by ``PoolWorker``.
 
-Stores are host memory, which transports reach. A device's memory they may not reach: its backend's
-host copies pack what leaves it into pinned memory, and unpack what comes. Two slots take turns, so
-that one part is unpacked while the next is on its way.
+Transports reach the stores' host memory, but not always a device's memory. So the backend's host
+copies gather outgoing KV into pinned memory and scatter incoming KV from it. Two slots alternate
+(double buffering): one part is copied while the next is in flight.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ logger = logging.getLogger(__name__)
 SLOT_BYTES = 4 << 20
 SLOTS = 2
 MAX_MOVES = 6
-"""At a time: the loads of a rank, and its saves."""
+"""Upper bound of concurrent moves: the loads and the saves of a rank."""
 _ALIGNMENT = 4096
-"""By so much ``split_spans`` may exceed an even share."""
+"""Bytes by which a part of ``split_spans`` may exceed an even share."""
 
 HOST_TRANSPORTS = ("shm", "rdma", "tcp")
-"""What reaches the host's memory, best first."""
+"""The transports that reach host memory, best first."""
 
 _OF_DEVICES = ("staged", "cuda_ipc", "hccs")
 
 
 def host_transports(names: Sequence[str]) -> tuple[str, ...]:
-    """Of the transports that KV was asked to move by, those that reach a store: the others carry
-    memory of devices."""
+    """The transports of ``names`` that reach a store; the others carry device memory only."""
     return tuple(name for name in names if name not in _OF_DEVICES)
 
 
 def connect_memory(context: RankContext) -> RankTransports | DeviceMemory:
-    """A rank's way to stores: from its KV memory, or through pinned memory of its host.
+    """Open a rank's transports to stores: directly from its KV memory, or through pinned host
+    memory.
 
     Raises:
-        KVConfigError: there is none.
+        KVConfigError: neither is possible.
     """
     device = context.memory.regions[0].device
     try:
@@ -69,15 +69,15 @@ def connect_memory(context: RankContext) -> RankTransports | DeviceMemory:
 
 
 class DeviceMemory:
-    """Pinned memory of one rank, and its connections to stores.
+    """The pinned memory of one rank, and its connections to stores.
 
     Args:
-        context: of the rank.
-        copies: of its device.
+        context: the rank's context.
+        copies: host copies of its device.
 
     Raises:
-        OutOfMemory, DeviceError: there is no pinned memory.
-        KVConfigError: no transport reaches it.
+        OutOfMemory, DeviceError: no pinned memory can be allocated.
+        KVConfigError: no transport can register it.
     """
 
     def __init__(self, context: RankContext, copies: HostCopies) -> None:
@@ -106,7 +106,7 @@ class DeviceMemory:
         connection: int,
         timeout_s: float,
     ) -> StagedStore:
-        """A connection to a store; see ``RankTransports.peer``."""
+        """Connect to a store; see ``RankTransports.peer``."""
         inner = self._transports.peer(
             engine_id, rank, addresses, connection=connection, timeout_s=timeout_s
         )
@@ -117,18 +117,18 @@ class DeviceMemory:
         self._transports.forget(engine_id, connection)
 
     def close(self) -> None:
-        """Close all connections; nothing moves any more. Idempotent."""
+        """Close all connections and free the memory. No transfer may be in flight. Idempotent."""
         self._transports.close()
         self._undo.close()
 
 
 class StagedStore:
-    """A ``Peer`` for device memory; what it moves, it moves in the thread that waits for it.
+    """A ``Peer`` for device memory. Its transfers run on the thread that waits for them.
 
     Args:
-        inner: moves pinned memory.
-        make_copier: for the thread that moves.
-        free: addresses of pinned memory, of SLOTS slots each.
+        inner: the peer that moves pinned memory.
+        make_copier: creates a copier for the current thread.
+        free: addresses of free pinned memory, of SLOTS slots each.
     """
 
     def __init__(
@@ -157,10 +157,11 @@ class StagedStore:
 
     @contextmanager
     def _copying(self, move: StagedMove) -> Iterator[tuple[int, HostCopier]]:
-        """Pinned memory and a copier for a move, whose parts have ended when they are given back.
+        """Acquire pinned memory and a copier for a move. The move's parts are drained before both
+        are released.
 
         Raises:
-            TransferCancelled: no pinned memory came free in its time.
+            TransferCancelled: no pinned memory became free within the move's timeout.
         """
         with ExitStack() as undo:
             try:
@@ -195,12 +196,12 @@ class StagedStore:
 
 
 class StagedMove:
-    """A ``Transfer`` whose bytes are moved by whoever waits for it first.
+    """A ``Transfer`` that runs on the thread that calls ``wait``.
 
     Args:
-        run: moves parts.
-        spans: all of it.
-        deadline: by ``time.monotonic``.
+        run: moves the parts.
+        spans: all spans of the transfer.
+        deadline: deadline in the time of ``time.monotonic``.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class StagedMove:
             self._ended.wait()
 
     def track(self, transfer: Transfer) -> Transfer:
-        """One of its parts is on its way."""
+        """Register the part that is in flight, so that ``cancel`` reaches it."""
         with self._lock:
             self._running = [transfer]
             is_cancelled = self._is_cancelled
@@ -253,7 +254,7 @@ class StagedMove:
         return transfer
 
     def drain(self) -> None:
-        """End what is on its way."""
+        """Cancel the part in flight and wait for its end."""
         for transfer in self._running:
             transfer.cancel()
 
@@ -261,7 +262,8 @@ class StagedMove:
         """Seconds until its deadline.
 
         Raises:
-            TransferCancelled: there are none, or it was cancelled; neither is a connection's fault.
+            TransferCancelled: the deadline has passed, or the move was cancelled. Not another
+                TransferError, since neither is the fault of the connection.
         """
         left_s = self._deadline - time.monotonic()
         if self._is_cancelled:
@@ -276,6 +278,6 @@ def _slot(base: int, number: int) -> int:
 
 
 def _parts(spans: Spans) -> list[Spans]:
-    """Parts of at most SLOT_BYTES."""
+    """Split spans into parts of at most SLOT_BYTES."""
     most = SLOT_BYTES - _ALIGNMENT
     return split_spans(spans, -(-spans.total_bytes // most))

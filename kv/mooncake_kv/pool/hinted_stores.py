@@ -1,9 +1,10 @@
-"""Stores that requests name, beside those of the configuration: where a proxy believes KV to be.
+"""Hinted stores: stores that requests name, in addition to the configured ones, because a proxy
+believes that they have the prompt's KV. Used by ``PoolClient``.
 
-What a request says of a store is a hint. It is tried once, within the request's patience, and
-whatever is wrong with it is a miss: a store that is gone, was restarted, has less than was said, or
-replies too late. Only a store that proves to know the deployment's secret is asked at all; without
-a secret everybody does, so that only stores of this host are, or of hosts that the operator names.
+A hint is tried once, within the request's timeout. Every problem with it is a miss: the store is
+gone, was restarted, has fewer chunks than expected, or replies too late. Only stores that prove
+knowledge of the deployment's secret are probed. Without a secret that proves nothing, so that only
+stores of this host, or of hosts that the operator has allowed, are used.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from mooncake_kv.store.store_client import StoreClient
 logger = logging.getLogger(__name__)
 
 MAX_HINTED_STORES = 32
-"""Connected to at a time; each costs a session and a thread."""
+"""Upper bound of connected hinted stores; each costs a session and a thread."""
 IDLE_S = 120.0
-"""A store that nobody has named for so long is left."""
+"""Seconds after which a store that no request has named is disconnected."""
 LOST_S = 10.0
-"""The same for one that does not reply."""
+"""The same for a store that is not connected."""
 SWEEP_S = 5.0
+"""Seconds between two checks for idle stores."""
 CONNECT_POLL_S = 0.002
 
 Connect = Callable[[str, int], StoreClient]
 
 
 class HintRule:
-    """Which stores a request may name.
+    """The rule that decides which stores a request may name.
 
     Args:
-        allowed: see ``AllowedHosts``; empty allows every host if a store has to prove that it knows
-            a secret, else this one.
-        has_secret: whether it has to.
+        allowed: see ``AllowedHosts``. Empty: every host if ``has_secret``, else only this host.
+        has_secret: whether stores must prove knowledge of the deployment's secret.
 
     Raises:
-        KVConfigError: one of them can be neither.
+        KVConfigError: an entry of ``allowed`` is not a host, address or network.
     """
 
     def __init__(self, allowed: Sequence[str], *, has_secret: bool) -> None:
@@ -52,8 +53,9 @@ class HintRule:
         self._has_secret = has_secret
 
     async def permitted(self, host: str) -> str | None:
-        """What to connect to; None: nothing. Where it depends on the host's address, that: what was
-        looked at is what is connected to, whatever a name server says next.
+        """The host or address to connect to; None if the host is not allowed. If the rule depends
+        on the host's address, this is the address that was checked, so that a second name
+        resolution can't bypass the check.
 
         Raises:
             OSError, ValueError: the host has no address.
@@ -70,14 +72,15 @@ class HintRule:
 
 @dataclass(slots=True, eq=False)
 class _Hinted:
-    """A store that was named.
+    """A store that a request has named.
 
     Args:
-        number: its name for sources of chunks; never given to another one.
-        used_at: when it was named or read last.
-        client: to it, once it is known to be allowed.
-        is_refused: it is not.
-        was_in_vain: somebody has waited for it: nobody else does until it is connected to.
+        number: its number in ``ChunkSource``; never reused for another store.
+        used_at: when it was last named or read.
+        client: its client, once the rule has allowed it.
+        is_refused: the rule does not allow it.
+        was_in_vain: a request has waited for its connection until its timeout; others don't wait
+            before it is connected.
     """
 
     number: int
@@ -88,19 +91,20 @@ class _Hinted:
 
     @property
     def arena(self) -> ArenaInfo | None:
-        """Where its memory is; None: it is not connected to."""
+        """The store's arena; None while it is not connected."""
         return None if self.client is None else self.client.arena
 
 
 class HintedStores:
-    """Used by the pool client's loop thread alone, ``close`` excepted.
+    """The stores that requests have named. Used on the pool client's loop thread only, except for
+    ``close``.
 
     Args:
-        own: the stores of the configuration, whose numbers come first.
-        connect: to a store of this deployment.
-        rule: which ones may be connected to.
-        count: told what became of each hint.
-        on_left: told the number of a store that is not used any more.
+        own: the configured stores, whose numbers come first.
+        connect: creates a client of a store of this deployment.
+        rule: decides which stores are allowed.
+        count: called with the outcome of each hint.
+        on_left: called with the number of a store that was disconnected.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class HintedStores:
         self._opening: set[asyncio.Task[None]] = set()
 
     def use(self, number: int) -> ChunkStore | None:
-        """The store of that number, if there still is one; its chunks are going to be read."""
+        """The store with this number, which is about to be read; None if it was disconnected."""
         for hinted in self._by_address.values():
             if hinted.number == number:
                 hinted.used_at = time.monotonic()
@@ -131,20 +135,20 @@ class HintedStores:
     async def probe(
         self, hints: Sequence[PrefixSource], keys: Sequence[bytes], patience_s: float
     ) -> list[tuple[int, list[Residence]]]:
-        """What the stores that are named have of these chunks, by their numbers; those that reply
-        within ``patience_s``."""
+        """Probe the named stores; returns the results of those that reply within ``patience_s``
+        seconds, with their numbers."""
         deadline = time.monotonic() + patience_s
         answers = await asyncio.gather(*(self._probe(hint, keys, deadline) for hint in hints))
         return list({found[0]: found for found in answers if found is not None}.values())
 
     async def tidy(self) -> None:
-        """Leave stores that are not named any more; for as long as the loop runs."""
+        """Disconnect idle stores periodically, for as long as the loop runs."""
         while True:
             await asyncio.sleep(SWEEP_S)
             self._sweep(time.monotonic())
 
     def close(self) -> None:
-        """Leave all; after the loop has ended. Idempotent."""
+        """Disconnect all stores, once the loop has ended. Idempotent."""
         clients = [h.client for h in self._by_address.values() if h.client is not None]
         self._by_address.clear()
         if clients:
@@ -156,7 +160,7 @@ class HintedStores:
     ) -> tuple[int, list[Residence]] | None:
         arenas = (store.arena for store in self._own)
         if any(arena is not None and arena.epoch == hint.epoch for arena in arenas):
-            self._count("own")  # which every look-up asks
+            self._count("own")  # every look-up probes the configured stores anyway
             return None
         hinted = self._find(hint)
         if hinted is None:
@@ -182,7 +186,7 @@ class HintedStores:
         return hinted.number, found
 
     def _find(self, hint: PrefixSource) -> _Hinted | None:
-        """The store of a hint, connected to or soon; None if there are too many."""
+        """The store of a hint, connected or connecting; None if MAX_HINTED_STORES are in use."""
         now, address = time.monotonic(), (hint.host, hint.port)
         for hinted in self._by_address.values():
             arena = hinted.arena
@@ -201,7 +205,7 @@ class HintedStores:
         return hinted
 
     def _begin(self, address: tuple[str, int], now: float) -> None:
-        """Connect, if it is allowed."""
+        """Start to connect, if the rule allows it."""
         self._by_address[address] = hinted = _Hinted(self._next, now)
         self._next += 1
         opening = asyncio.ensure_future(self._open(hinted, address))
@@ -222,12 +226,12 @@ class HintedStores:
                 "source-allow=%s allows it",
                 *(host, port, host),
             )
-        elif self._by_address.get(address) is hinted:  # nobody has left it meanwhile
+        elif self._by_address.get(address) is hinted:  # not swept in the meantime
             hinted.client = self._connect(permitted, port)
 
     async def _await_arena(self, hinted: _Hinted, deadline: float) -> None:
-        """Wait until a store is connected to, which another thread does, or refused; not where
-        somebody has waited in vain."""
+        """Wait until a store is connected (by its client's thread) or refused. Returns at once if
+        an earlier request has waited in vain."""
         while hinted.arena is None and not (hinted.is_refused or hinted.was_in_vain):
             if time.monotonic() >= deadline:
                 return

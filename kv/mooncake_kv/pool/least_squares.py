@@ -1,7 +1,8 @@
-"""Costs in seconds, learnt from what things took: linear models that forget.
+"""Linear cost models with exponential forgetting, learnt from measured durations. Used by
+``pool_costs``.
 
-Each sample is (features, seconds). Its weight halves with time, so that what a link or a model cost
-under last minute's load fades; when hardly any is left the prior counts again, so that what had
+Each sample is (features, seconds). Its weight decays with time, so that costs measured under an
+earlier load fade. When hardly any weight is left the prior is used again, so that a source that
 looked too slow is tried again. Pure: the clock is an argument.
 """
 
@@ -13,15 +14,15 @@ import numpy as np
 
 HALF_LIFE_S = 60.0
 LEAST_WEIGHT = 0.05
-"""Of all samples together: below this they are forgotten."""
+"""Total weight of the samples below which the prior is used instead."""
 
 
 class FadingLeastSquares:
-    """``seconds = weights . features``, none of the weights negative.
+    """Estimates ``seconds = weights . features`` with non-negative weights.
 
     Args:
-        prior: samples that are believed while there are no others: features and seconds.
-        half_life_s: after so long a sample counts half.
+        prior: samples (features, seconds) to use while there are no others.
+        half_life_s: seconds after which a sample counts half.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class FadingLeastSquares:
 
     @property
     def has_learnt(self) -> bool:
-        """Whether there are samples but the prior's."""
+        """Whether there are samples other than the prior's."""
         return self._weight >= LEAST_WEIGHT
 
     def learn(self, features: Sequence[float], seconds: float, now: float) -> None:
-        """Take in a sample. Large and small ones count alike: their relative error does."""
+        """Add a sample. Relative errors are minimized, so that short and long durations count
+        alike."""
         if self._newest is not None:
             self._fade(now)
         self._newest = now
@@ -55,7 +57,7 @@ class FadingLeastSquares:
         self._weights = None
 
     def estimate(self, features: Sequence[float], now: float) -> float:
-        """Seconds that something of these features takes, at least 0."""
+        """Estimated seconds for these features, at least 0."""
         if self._newest is not None and now - self._newest > self._half_life_s / 8:
             self._fade(now)
             self._newest = now

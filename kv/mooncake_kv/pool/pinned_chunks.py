@@ -1,4 +1,5 @@
-"""The chunks of one load that stores let this instance read, and how far they have come."""
+"""The pinned chunks of one load: their read handles, and how much of them has arrived from SSDs.
+Used by ``PoolClient``."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from mooncake_kv.store.chunk_store import ChunkStore, ReadHandle, Tier
 
 @dataclass(frozen=True, slots=True)
 class PinnedChunks:
-    """See the module.
+    """The chunks of one load that stores have pinned.
 
     Args:
-        stores: by number.
-        handles: by position in the sequence: the store's number, and the permission.
+        stores: the stores by number.
+        handles: by position in the sequence, the store's number and the read handle.
     """
 
     stores: Mapping[int, ChunkStore]
@@ -26,18 +27,19 @@ class PinnedChunks:
 
     @property
     def are_arriving(self) -> bool:
-        """Whether some are on their way from SSDs into their store's memory."""
+        """Whether some chunks are still being read from SSDs into their store's memory."""
         return any(handle.tier is Tier.SSD for _, handle in self.handles.values())
 
     async def follow(self, nbytes: int, arrived: Callable[[int], None]) -> bool:
-        """Watch chunks come in.
+        """Follow the arrival of chunks from SSDs until all have arrived.
 
         Args:
-            nbytes: of a chunk.
-            arrived: told of more leading bytes that are in memory, of all chunks.
+            nbytes: size of a chunk.
+            arrived: called with the number of leading bytes of every chunk that are in memory,
+                whenever that grows.
 
         Returns:
-            False: the rest does not come.
+            False if some bytes will not arrive.
         """
         numbers = {n for n, handle in self.handles.values() if handle.tier is Tier.SSD}
         there = dict.fromkeys(numbers, 0)
@@ -56,7 +58,7 @@ class PinnedChunks:
         return all(await asyncio.gather(*map(watch, numbers)))
 
     async def release(self) -> bool:
-        """End reading; whether all handles were in force until now."""
+        """Release all handles; returns whether all of them were in force until now."""
         by_store: dict[int, list[ReadHandle]] = {}
         for number, handle in self.handles.values():
             by_store.setdefault(number, []).append(handle)
@@ -71,13 +73,14 @@ async def pin_chunks(
     lease_s: float,
     first_bytes: int,
 ) -> PinnedChunks:
-    """Permission to read the leading ones of a load's chunks that there still are.
+    """Pin the leading chunks of a load, up to the first one that is missing.
 
     Args:
-        load: whose chunks.
-        find_store: by number; None if it was left.
-        lease_s: of the handles.
-        first_bytes: of each chunk that is on an SSD, these come first; it is not waited for.
+        load: the load.
+        find_store: returns the store with a number; None if it was disconnected.
+        lease_s: lease of the handles in seconds.
+        first_bytes: for chunks on SSDs, read this many bytes of each first, and don't wait for
+            them; see ``ChunkStore.pin``.
     """
     wanted: dict[int, list[int]] = {}
     for position in range(load.first_chunk, len(load.keys)):
@@ -95,5 +98,5 @@ async def pin_chunks(
                 handles[position] = (number, handle)
     stop = next(p for p in count(load.first_chunk) if p not in handles)
     behind = {p: handles.pop(p) for p in list(handles) if p > stop}
-    await PinnedChunks(stores, behind).release()  # of no use without the one before them
+    await PinnedChunks(stores, behind).release()  # useless without the missing one before them
     return PinnedChunks(stores, handles)

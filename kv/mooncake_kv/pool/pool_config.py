@@ -1,4 +1,4 @@
-"""``--kv-pool``: which node stores an instance saves to and loads from."""
+"""The ``--kv-pool`` option: which stores an instance saves to and loads from."""
 
 from __future__ import annotations
 
@@ -21,34 +21,37 @@ DEFAULT_SSD_MIN_FREE_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class KVPoolConfig:
-    """The pool, as one instance uses it.
+    """How one instance uses the pool.
 
-    The first store is where it saves: its own if it has one, else the first that it connects to.
+    The instance saves to the first store: its own if it has one, else the first of ``connect``.
 
     Args:
-        dram_bytes: memory of a store in this instance; 0: it has none. With ``mooncake_store`` what
-            this instance gives to that pool.
-        ssd: directories of that store, and how much of each to use, bytes.
-        policy: of that store: what leaves its memory first, a key of ``eviction.POLICIES``.
-        quotas: bytes of its memory by tenant.
-        ssd_write_bytes_per_day: what may be written to all its SSDs; 0 is no limit.
-        ssd_min_free_bytes: what their file systems keep free for others.
-        port: where that store listens for other instances; 0 takes a free port, None: nowhere.
+        dram_bytes: memory of a store in this instance; 0 for no such store. With ``mooncake_store``
+            the memory that this instance contributes to that pool.
+        ssd: SSD directories of that store, with the bytes to use of each.
+        policy: eviction policy of that store, a key of ``eviction.POLICIES``.
+        quotas: upper bound of its memory in bytes, by tenant.
+        ssd_write_bytes_per_day: write budget of all its SSDs; 0 for no limit.
+        ssd_min_free_bytes: free space to leave on each of their file systems.
+        port: port on which that store listens for other instances; 0 for a free port, None not to
+            listen.
         connect: host and port of stores in other processes.
-        source_allow: hosts, addresses and networks of the stores that a request may name, or ``*``;
-            empty: any host's that know the deployment's secret, and without one this host's.
+        source_allow: hosts, addresses and networks of the stores that a request may name, or ``*``
+            for all. Empty: stores on any host that know the deployment's secret; without a secret,
+            stores of this host.
         mooncake_store: HOST:PORT of the ``mooncake_master`` of a Mooncake Store, to use in place of
-            node stores; empty: none.
-        staging_bytes: of this instance, for chunks on their way to and from a Mooncake Store.
-        protocol: of a Mooncake Store's transfers: tcp or rdma.
-        chunk_tokens: tokens per chunk, a multiple of the block size; the same for all who share KV.
-        always_loads: whether all that is found is loaded, even where computing it again is
+            node stores; empty for none.
+        staging_bytes: memory of this instance for chunks in transit to and from a Mooncake Store.
+        protocol: transfer protocol of a Mooncake Store: tcp or rdma.
+        chunk_tokens: tokens per chunk, a multiple of the block size; must be the same in all
+            instances that share KV.
+        always_loads: whether to load all chunks that are found, even where recomputing them is
             estimated to be faster.
-        network: addresses, secret, transports and deadlines.
+        network: addresses, secret, transports and timeouts.
 
     Raises:
-        KVConfigError: there is no store in it, or one of another kind than its options; or what is
-            allowed can be no host.
+        KVConfigError: no store is configured, an option does not apply to the configured kind of
+            store, or ``source_allow`` has an invalid host.
     """
 
     dram_bytes: int = 0
@@ -94,7 +97,11 @@ class KVPoolConfig:
             )
 
     def _check_own_store(self) -> None:
-        """Raises KVConfigError for settings of a node store in this instance that has none."""
+        """Check that options of a node store in this instance are given only if it has one.
+
+        Raises:
+            KVConfigError: it has none.
+        """
         of_ssd = {
             "ssd-write-bytes-per-day": self.ssd_write_bytes_per_day != 0,
             "ssd-min-free-bytes": self.ssd_min_free_bytes != DEFAULT_SSD_MIN_FREE_BYTES,
@@ -113,12 +120,12 @@ class KVPoolConfig:
             )
 
     def with_network(self, network: KVTransferConfig) -> KVPoolConfig:
-        """The same over another network."""
+        """A copy with another network configuration."""
         return replace(self, network=network)
 
 
 def read_kv_pool(text: str) -> KVPoolConfig:
-    """``--kv-pool``: settings with commas between them. ``ssd``, ``tenant-quota``, ``connect`` and
+    """Parse ``--kv-pool``: settings separated by commas. ``ssd``, ``tenant-quota``, ``connect`` and
     ``source-allow`` may be repeated.
 
         dram=4GiB
@@ -127,7 +134,7 @@ def read_kv_pool(text: str) -> KVPoolConfig:
         mooncake-store=10.0.0.1:50051,dram=4GiB
 
     Raises:
-        KVConfigError: a setting that is not known, or that can't be.
+        KVConfigError: a setting is unknown or invalid.
     """
     found: dict[str, Any] = {}
     for setting in text.split(","):
@@ -151,7 +158,7 @@ def read_kv_pool(text: str) -> KVPoolConfig:
 
 
 def ssd_directory(text: str) -> tuple[Path, int]:
-    """A directory and how much of it to use, such as ``/ssd0/kv:200GiB``; parses such an option."""
+    """Parse a directory and the bytes to use of it, such as ``/ssd0/kv:200GiB``."""
     path, colon, size = text.rpartition(":")
     if not colon or not path:
         raise argparse.ArgumentTypeError(f"wanted DIR:BYTES such as /ssd0/kv:200GiB, got {text!r}")
@@ -159,7 +166,7 @@ def ssd_directory(text: str) -> tuple[Path, int]:
 
 
 def tenant_quota(text: str) -> tuple[str, int]:
-    """A tenant and its bytes of memory, such as ``team-a=8GiB``; parses such an option."""
+    """Parse a tenant and its bytes of memory, such as ``team-a=8GiB``."""
     tenant, sign, size = text.rpartition("=")
     if not sign or not tenant:
         raise argparse.ArgumentTypeError(f"wanted TENANT=BYTES such as a=8GiB, got {text!r}")
@@ -193,7 +200,7 @@ def _master(text: str) -> str:
 
 
 def host_and_port(host: str, port: int) -> str:
-    """As a URL has them, an IPv6 address in brackets."""
+    """Format host and port as in a URL, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -225,4 +232,4 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "ssd-write-bytes-per-day": ("ssd_write_bytes_per_day", byte_count, False),
     "ssd-min-free-bytes": ("ssd_min_free_bytes", byte_count, False),
 }
-"""By name: the field, what reads it, and whether it may be repeated."""
+"""The settings by name: field of ``KVPoolConfig``, parser, and whether it may be repeated."""

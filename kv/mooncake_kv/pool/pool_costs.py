@@ -1,12 +1,12 @@
-"""Whether a prefix is loaded, computed again, or waited for: the least seconds until its prompt is
-done. Pure: time is an argument.
+"""Chooses whether a prefix is loaded or recomputed: minimizes the estimated seconds until its
+prompt is done. Used by the scheduler. Pure: the time is an argument.
 
     compute(n, p)   seconds to compute a prompt's tokens p..n, from the steps so far
     load(x)         seconds to load its first x chunks, from the loads so far
     T(x)            max(compute(n, x), load(x) + compute(n, x) / layers)
 
-Layer by layer a load hides behind the computing of the layers before it, so the longer of the two
-counts, and one layer of the shorter. Any number of chunks may be loaded: the x with the least T.
+Loading a layer overlaps with computing the layers before it, so the longer of the two counts, plus
+one layer of the shorter. Any number x of leading chunks may be loaded; the x with the least T wins.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from mooncake_kv.pool.least_squares import FadingLeastSquares
 
 FIRST_BYTES_PER_S = 1e9
+"""Assumed throughput of a source from which nothing has been loaded yet."""
 FIRST_LATENCY_S = 2e-3
-"""Of a store that nothing was loaded from yet."""
+"""Assumed latency of such a source in seconds."""
 
 
 class PrefillCosts:
-    """What computing takes: seconds per step, per token, and per token of context of each token."""
+    """Estimates prefill times: seconds per step, per token, and per token and token of context."""
 
     def __init__(self) -> None:
         self._model = FadingLeastSquares([((1.0, 0.0, 0.0), 1e-4)])
@@ -34,46 +35,48 @@ class PrefillCosts:
         return self._model.has_learnt
 
     def learn(self, num_tokens: int, num_attended: int, seconds: float, now: float) -> None:
-        """A step took that long.
+        """Learn from a step.
 
         Args:
-            num_tokens: that it ran.
-            num_attended: tokens that these attended to, added up.
-            seconds: from its begin to its end.
-            now: when it was over.
+            num_tokens: tokens that it computed.
+            num_attended: sum of the context lengths of these tokens.
+            seconds: duration of the step.
+            now: when it ended.
         """
         self._model.learn((1.0, num_tokens, num_attended), seconds, now)
 
     def seconds(self, start: int, stop: int, now: float) -> float:
-        """To compute the tokens ``start`` to ``stop`` of a prompt, in one step."""
+        """Estimated seconds to compute tokens ``start`` to ``stop`` of a prompt in one step."""
         count = stop - start
         return self._model.estimate((1.0, count, count * (start + stop) / 2), now)
 
 
 class LoadCosts:
-    """What loading takes, by where from: seconds per load, and per byte."""
+    """Estimates load times by source: seconds per load, and per byte."""
 
     def __init__(self) -> None:
         self._models: dict[Hashable, FadingLeastSquares] = {}
-        self._late: dict[Hashable, float] = {}  # when the first one was since the last that was not
+        self._late: dict[Hashable, float] = {}  # time of the first timeout since the last success
 
     def learn(self, source: Hashable, nbytes: int, seconds: float, now: float) -> None:
-        """A load of that much took that long."""
+        """Learn from a load that succeeded."""
         self._late.pop(source, None)
         self._model(source).learn((1.0, nbytes), seconds, now)
 
     def learn_late(
         self, source: Hashable, nbytes: int, seconds: float, began: float, now: float
     ) -> None:
-        """A load was given up. One may be an accident, and weighs little beside many that were much
-        faster; if the next one is given up, too, these say nothing any more.
+        """Learn from a load that timed out. A single timeout may be an accident, and weighs little
+        against many faster loads. If the next load times out too, all earlier samples of the source
+        are discarded.
 
         Args:
-            source: from where.
-            nbytes: of all of it.
-            seconds: that it would have taken, at least.
-            began: when; what ran beside another that was late is no next one.
-            now: when it was over.
+            source: the source of the load.
+            nbytes: size of the whole load.
+            seconds: lower bound of the seconds that it would have taken.
+            began: when it started. A load that ran concurrently with the first late one does not
+                count as the next.
+            now: when it timed out.
         """
         if began >= self._late.setdefault(source, now):
             self._late[source] = math.inf
@@ -81,11 +84,11 @@ class LoadCosts:
         self._model(source).learn((1.0, nbytes), seconds, now)
 
     def seconds(self, source: Hashable, nbytes: int, now: float) -> float:
-        """To load that much."""
+        """Estimated seconds to load ``nbytes`` bytes from a source."""
         return self._model(source).estimate((1.0, nbytes), now)
 
     def forget(self, source: Hashable) -> None:
-        """Nothing is loaded from there any more."""
+        """Forget a source from which nothing will be loaded any more."""
         self._models.pop(source, None)
         self._late.pop(source, None)
 
@@ -102,14 +105,14 @@ def _first_model() -> FadingLeastSquares:
 
 @dataclass(frozen=True, slots=True)
 class PromptToLoad:
-    """A prompt of which the pool has something.
+    """A prompt of which the pool has leading chunks.
 
     Args:
-        num_tokens: of the prompt.
-        num_cached: leading tokens that the device has.
-        chunk_tokens, chunk_bytes: of a chunk.
-        sources: where each leading chunk is; those that the device has are among them.
-        num_layers: of the model.
+        num_tokens: tokens of the prompt.
+        num_cached: leading tokens in the device's prefix cache.
+        chunk_tokens, chunk_bytes: tokens and bytes per chunk.
+        sources: source of each leading chunk, including those that the device has.
+        num_layers: layers of the model.
     """
 
     num_tokens: int
@@ -122,14 +125,14 @@ class PromptToLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """What is best.
+    """The best choice for a prompt.
 
     Args:
-        num_chunks: leading chunks that the prompt has then, of the device or loaded; none are to be
-            loaded if that is no more than the device has.
-        load_s: what loading them takes.
-        compute_s: what computing the rest takes.
-        total_s: both, as far as they overlap.
+        num_chunks: leading chunks that the prompt will have, cached or loaded. Nothing is to be
+            loaded if the device has as many.
+        load_s: estimated seconds to load the missing ones.
+        compute_s: estimated seconds to compute the rest.
+        total_s: estimated seconds of both with their overlap.
     """
 
     num_chunks: int
@@ -146,13 +149,13 @@ def choose_load(
     *,
     is_always: bool = False,
 ) -> LoadChoice:
-    """How many chunks to load.
+    """Choose how many chunks to load.
 
     Args:
-        prompt: of which the pool has something.
-        prefill, loads: what was measured.
-        now: by ``time.monotonic``.
-        is_always: all that there are, as where computing was never measured.
+        prompt: the prompt.
+        prefill, loads: the cost models.
+        now: the time of ``time.monotonic``.
+        is_always: load all chunks, which is also done while no prefill has been measured.
     """
     num_layers = max(prompt.num_layers, 1)
     first = prompt.num_cached // prompt.chunk_tokens
@@ -173,18 +176,18 @@ def choose_load(
 
 
 WAITED_SHARE = 0.25
-"""A step may begin at once where a layer is loaded in that share of the time that one takes to
-compute: it hardly waits for the first one, which comes in while it is scheduled and begins."""
+"""A step may start at once if loading takes at most this fraction of the computing time. It hardly
+waits for the first layer then, which arrives while the step is scheduled and launched."""
 
 
 def layers_before_release(num_layers: int, load_s: float, compute_s: float) -> int:
-    """How many layers are to be there before a step may begin, so that it hardly waits for others:
-    the rest comes in while these are computed.
+    """How many layers must arrive before a step may start, so that the others arrive while these
+    are computed and the step hardly waits.
 
     Args:
-        num_layers: of the model.
-        load_s: of all layers.
-        compute_s: of the step.
+        num_layers: layers of the model.
+        load_s: estimated seconds to load all layers.
+        compute_s: estimated seconds of the step.
     """
     if load_s <= WAITED_SHARE * compute_s:
         return 0

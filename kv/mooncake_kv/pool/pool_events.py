@@ -1,4 +1,5 @@
-"""What an engine's core asks of a pool client, what it is told, and what is counted. Plain data."""
+"""The requests of an engine's core to ``PoolClient``, its events in return, and its counters. Plain
+data."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ class ChunkSource(NamedTuple):
     """Where a chunk can be loaded from.
 
     Args:
-        store: its number; 0 is where this instance saves.
-        tier: where it lies there.
+        store: number of the store; 0 is the store to which this instance saves.
+        tier: the tier that has the chunk.
     """
 
     store: int
@@ -30,15 +31,15 @@ class ChunkSource(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For counters: ``dram``, ``ssd``, ``remote_dram``, ``remote_ssd``."""
+        """Label for counters: ``dram``, ``ssd``, ``remote_dram`` or ``remote_ssd``."""
         return f"{'remote_' if self.store else ''}{self.tier.value}"
 
 
 def nearest_sources(places: Mapping[int, Sequence[Residence]]) -> list[ChunkSource]:
-    """Of each leading chunk, the number of the nearest store that has it, and the tier.
+    """The nearest source of each leading chunk, up to the first one that no store has.
 
     Args:
-        places: by number, what each store says of each chunk.
+        places: the probe result of each store, by its number.
     """
     found: list[ChunkSource] = []
     for at in zip(*places.values(), strict=True):
@@ -57,11 +58,11 @@ def nearest_sources(places: Mapping[int, Sequence[Residence]]) -> list[ChunkSour
 
 @dataclass(frozen=True, slots=True)
 class StoreLocation:
-    """Where other instances find what this one saves.
+    """The address of the store to which an instance saves, for other instances.
 
     Args:
         host, port: where the store listens.
-        epoch: of the store.
+        epoch: the store's epoch.
     """
 
     host: str
@@ -74,16 +75,16 @@ class LoadRequest:
     """Chunks to load for a request.
 
     Args:
-        load_id: unique.
-        request_id: whose.
-        keys: of all its leading chunks up to the last one to load.
-        sources: of each of these, where ``ChunksFound`` said that it is.
-        first_chunk: the first one to load.
-        skipped_tokens: of that one, tokens that the device has.
-        block_ids: the request's table.
-        timeout_s: for all of it.
+        load_id: unique id of the load.
+        request_id: the request that the load is for.
+        keys: keys of all its leading chunks up to the last one to load.
+        sources: source of each of these chunks, from ``ChunksFound``.
+        first_chunk: position of the first chunk to load.
+        skipped_tokens: leading tokens of that chunk that the device has already.
+        block_ids: the request's block table.
+        timeout_s: timeout of the whole load in seconds.
         release_layers: see ``LoadRuns``.
-        compute_s: what computing the rest of the prompt is estimated to take.
+        compute_s: estimated seconds to compute the rest of the prompt.
     """
 
     load_id: str
@@ -103,17 +104,17 @@ class SaveRequest:
     """Chunks to save.
 
     Args:
-        save_id: unique.
-        keys: of all leading chunks of the sequence up to the last one to save.
-        first_chunk: the first one to save.
-        block_ids: the sequence's table, as far as these chunks go.
-        tenant: whose quota they count against.
+        save_id: unique id of the save.
+        keys: keys of all leading chunks of the sequence up to the last one to save.
+        first_chunk: position of the first chunk to save.
+        block_ids: the sequence's block table, as far as these chunks go.
+        tenant: the tenant whose quota they count against.
         step: see ``SaveRuns``.
-        copy: they came from another store, and are saved where they are worth that; else what
-            another store has is not saved again. ``num_copies`` is counted by the pool client.
-        token_ids: of the chunks to save; only where ``PoolStores.tells_what_is_saved``.
+        copy: set if the chunks came from another store; they are saved if the copy is worth it. The
+            pool client sets ``num_copies``. None: chunks that another store has are not saved.
+        token_ids: tokens of the chunks to save; only where ``PoolStores.tells_what_is_saved``.
         is_use: see ``ChunkStore.reserve``.
-        num_refused: of these chunks, the leading ones that were offered before, and refused.
+        num_refused: number of these chunks, from the first, whose save was refused before.
     """
 
     save_id: str
@@ -128,12 +129,12 @@ class SaveRequest:
     num_refused: int = 0
 
     def chunk(self, position: int, num_tokens: int, nbytes: int, namespace: bytes) -> Chunk:
-        """What a store is told of one of them. A tenant whose name is too long for stores has no
-        quota there, and what is saved for it is not published.
+        """The description of one chunk for a store. A tenant whose name is too long for stores has
+        no quota there, and its chunks are not published.
 
         Args:
-            position: of the chunk.
-            num_tokens, nbytes: that chunks have.
+            position: position of the chunk.
+            num_tokens, nbytes: tokens and bytes per chunk.
             namespace: see ``ChunkContent``.
         """
         is_named = len(self.tenant.encode()) <= MAX_TENANT_BYTES
@@ -155,12 +156,11 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChunksFound:
-    """What stores have of a prompt.
+    """Event: the result of a look-up.
 
     Args:
-        load_id: of the look-up.
-        sources: of each leading chunk, where it can be loaded from; ends before the first that is
-            nowhere.
+        load_id: id of the look-up.
+        sources: source of each leading chunk, up to the first one that no store has.
     """
 
     load_id: str
@@ -169,11 +169,11 @@ class ChunksFound:
 
 @dataclass(frozen=True, slots=True)
 class LoadReleased:
-    """Steps may run on what a load brings from now on; they wait for each layer.
+    """Event: steps may run the request of a load from now on, and wait for its layers.
 
     Args:
-        load_id: which.
-        num_chunks: how many leading chunks the request has, if the load ends well.
+        load_id: id of the load.
+        num_chunks: leading chunks that the request will have if the load succeeds.
     """
 
     load_id: str
@@ -182,12 +182,12 @@ class LoadReleased:
 
 @dataclass(frozen=True, slots=True)
 class PoolLoadEnded:
-    """A load is over and drained.
+    """Event: a load has ended, and no transfer of it is in flight.
 
     Args:
-        load_id: which.
-        num_chunks: so many leading chunks are right; fewer than ``LoadReleased`` said if it failed.
-        error: why it failed, if it did.
+        load_id: id of the load.
+        num_chunks: leading chunks that are valid; fewer than in ``LoadReleased`` if it failed.
+        error: why it failed; None if it succeeded.
     """
 
     load_id: str
@@ -197,12 +197,12 @@ class PoolLoadEnded:
 
 @dataclass(frozen=True, slots=True)
 class ChunksCopied:
-    """A save's chunks have been copied by all ranks: they are stored if its blocks still are what
-    they were, which ``PoolClient.end_save`` says.
+    """Event: all ranks have copied a save's chunks. The core must answer with
+    ``PoolClient.end_save`` whether the blocks were unchanged; only then are the chunks stored.
 
     Args:
-        save_id: which.
-        is_complete: False: nothing is stored, and nobody waits.
+        save_id: id of the save.
+        is_complete: False if the save has failed: nothing is stored, and no answer is expected.
     """
 
     save_id: str
@@ -211,32 +211,35 @@ class ChunksCopied:
 
 PoolEvent = ChunksFound | LoadReleased | PoolLoadEnded | ChunksCopied
 PostPoolEvent = Callable[[PoolEvent], None]
-"""Takes an event, from any thread; must not block."""
+"""Receives an event; called on any thread, must not block."""
 
 
 @dataclass(slots=True)
 class PoolStats:
-    """Counters of one instance, and levels where it says so.
+    """Counters of one instance, and gauges, which are marked as such.
 
     Args:
-        num_lookups: prompts that were looked up; ``num_queried_chunks`` in them.
-        num_found_chunks: of these, by tier of the nearest store.
-        num_prefix_hints: stores that requests have named, by what came of that.
-        num_loads, num_failed_loads: begun, and ended without all that was asked for.
-        num_loaded_chunks, loaded_bytes: what came of them.
-        load_seconds: that loads lasted, on the slowest rank each.
-        exposed_seconds: of these, until a step could begin.
-        stalled_seconds: that steps waited for layers.
-        hideable_seconds: of load_seconds, what the computing of the prompts could have hidden.
-        num_recomputed_chunks: found, but computed again: that was estimated to be faster.
-        num_waits: prompts that waited for another one's load.
-        num_saves, num_saved_chunks, saved_bytes: what was stored.
-        num_copied_chunks: of num_saved_chunks, those that came from another store.
-        num_layerwise_saves: of num_saves, those that were copied layer by layer beside their steps.
-        num_save_refusals: chunks that were not stored, by reason. Those of ``busy`` (too much is
-            under way) and ``unreachable`` may have been stored later, as far as their request had
-            more to save, or their blocks were still cached.
-        loads_under_way, saves_under_way: now (levels).
+        num_lookups: prompts that were looked up.
+        num_queried_chunks: chunks of these prompts.
+        num_found_chunks: chunks of these that were found, by tier of the nearest store.
+        num_prefix_hints: hints of requests about stores, by outcome.
+        num_loads: loads that were started.
+        num_failed_loads: loads that ended without all requested chunks.
+        num_loaded_chunks, loaded_bytes: chunks and bytes that loads delivered.
+        load_seconds: total duration of loads, each on its slowest rank.
+        exposed_seconds: the part of it before a step could start.
+        stalled_seconds: seconds that steps waited for layers.
+        hideable_seconds: the part of load_seconds that computing the prompts could have hidden.
+        num_recomputed_chunks: chunks that were found but recomputed, since that was estimated to be
+            faster.
+        num_waits: prompts that waited for the load of another prompt.
+        num_saves, num_saved_chunks, saved_bytes: saves, chunks and bytes that were stored.
+        num_copied_chunks: the part of num_saved_chunks that came from another store.
+        num_layerwise_saves: the part of num_saves that was copied layer by layer during the steps.
+        num_save_refusals: chunks that were not stored, by reason. Those of ``busy`` (too many saves
+            in flight) and ``unreachable`` may have been stored later, if their request had more to
+            save, or their blocks were still cached.
+        loads_under_way, saves_under_way: loads and saves in flight (gauges).
     """
 
     num_lookups: int = 0
@@ -263,7 +266,7 @@ class PoolStats:
     saves_under_way: int = 0
 
     def snapshot(self) -> PoolStats:
-        """A copy that counts no more. Any thread."""
+        """A copy of the current values. Thread-safe."""
         return replace(
             self,
             num_found_chunks=dict(self.num_found_chunks),
@@ -272,7 +275,7 @@ class PoolStats:
         )
 
     def __add__(self, other: PoolStats) -> PoolStats:
-        """What two users of one pool have counted together."""
+        """The sum of the counters of two pool clients."""
         total: dict[str, Any] = {}
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
@@ -284,7 +287,7 @@ class PoolStats:
         return PoolStats(**total)
 
     def since(self, earlier: PoolStats) -> PoolStats:
-        """What was counted after a snapshot; levels are differences, too."""
+        """The change since an earlier snapshot; for gauges the difference, too."""
         change: dict[str, Any] = {}
         for each in fields(self):
             now, before = getattr(self, each.name), getattr(earlier, each.name)
@@ -296,8 +299,7 @@ class PoolStats:
 
     @property
     def overlap_ratio(self) -> float:
-        """Of the seconds of loading that computing could hide, the share that it did: 1 where no
-        step waited."""
+        """Fraction of the loading time that computing could hide and did: 1 if no step waited."""
         if self.hideable_seconds <= 0:
             return 1.0
         visible = self.exposed_seconds + self.stalled_seconds

@@ -1,4 +1,4 @@
-"""Messages between an instance's pool client and its ranks."""
+"""Messages between an instance's ``PoolClient`` and the ``PoolWorker`` of each rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mooncake_hal.session.processes import ProcessName
 
 
 class ConnectStore(msgspec.Struct, frozen=True, tag=True):
-    """To the ranks: where a store's memory is, before any order that names its epoch.
+    """To the ranks: how to reach a store. Precedes any order that names its epoch.
 
     Args:
-        epoch: of the store.
-        address, nbytes: its arena, in its own addresses.
+        epoch: the store's epoch.
+        address, nbytes: address and length of its arena, in its own address space.
         endpoints: opaque address by transport.
         chunk_tokens: tokens per chunk.
     """
@@ -29,7 +29,7 @@ class ConnectStore(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForgetStore(msgspec.Struct, frozen=True, tag=True):
-    """To the ranks: that epoch is over; drop the connections to it."""
+    """To the ranks: a store's epoch has ended; drop the connections to it."""
 
     epoch: str
 
@@ -38,10 +38,10 @@ class ChunkRun(msgspec.Struct, frozen=True):
     """Consecutive chunks of a sequence in one store.
 
     Args:
-        epoch: of the store.
-        first_chunk: position of the first one in the sequence.
-        offsets: where each lies in the arena, bytes.
-        skipped_tokens: so many of the first chunk's are not moved.
+        epoch: the store's epoch.
+        first_chunk: position of the first chunk in the sequence.
+        offsets: offset of each chunk in the arena in bytes.
+        skipped_tokens: number of leading tokens of the first chunk that are not moved.
     """
 
     epoch: str
@@ -51,7 +51,7 @@ class ChunkRun(msgspec.Struct, frozen=True):
 
 
 class PlacedChunk(NamedTuple):
-    """One chunk of a sequence: the epoch of a store, its position, its offset in the arena."""
+    """One chunk of a sequence: its store's epoch, its position, and its offset in the arena."""
 
     epoch: str
     position: int
@@ -59,11 +59,12 @@ class PlacedChunk(NamedTuple):
 
 
 def consecutive_runs(chunks: Iterable[PlacedChunk], skipped_tokens: int = 0) -> list[ChunkRun]:
-    """Chunks by the longest runs of one store each; a run is planned and moved as one.
+    """Group chunks into the longest possible runs, each in one store. A run is planned and moved as
+    a unit.
 
     Args:
-        chunks: in the order of the sequence.
-        skipped_tokens: so many of the first one's are not moved.
+        chunks: the chunks, in the order of the sequence.
+        skipped_tokens: number of leading tokens of the first chunk that are not moved.
     """
     numbered = groupby(enumerate(chunks), lambda pair: (pair[1].epoch, pair[1].position - pair[0]))
     runs: list[ChunkRun] = []
@@ -78,17 +79,17 @@ class LoadRuns(msgspec.Struct, frozen=True, tag=True):
     """To the ranks: read these chunks, layer by layer.
 
     Args:
-        load_id: unique.
-        request_id: whose; steps that run it wait for each layer until the load has ended, was
-            cancelled, or is late.
-        runs: what to read, in the order of the sequence.
+        load_id: unique id of the load.
+        request_id: the request that the load is for. Steps that run it wait for each layer until
+            the load has ended, was cancelled or timed out.
+        runs: the chunks to read, in the order of the sequence.
         block_ids: the request's block table, from token 0.
-        timeout_s: for all of it.
-        release_layers: how many of the model's layers are to be there before a step may begin; 0:
-            it begins once a thread loads, and waits for the first one. None: no step begins before
-            the end.
-        are_arriving: the chunks are on their way from SSDs into their stores' memory; what is there
-            of all of them, ``LayersArrived`` says.
+        timeout_s: timeout of the whole load in seconds.
+        release_layers: number of the model's layers that must arrive before a step may start. 0: a
+            step may start once a thread has started the load, and waits for the first layer. None:
+            no step may start before the load has ended.
+        are_arriving: some chunks are still being read from SSDs into their stores' memory;
+            ``LayersArrived`` reports which layers are there.
     """
 
     load_id: str
@@ -101,14 +102,14 @@ class LoadRuns(msgspec.Struct, frozen=True, tag=True):
 
 
 class LayersArrived(msgspec.Struct, frozen=True, tag=True):
-    """To the ranks: so many layers of the model are in stores' memory, of all chunks of a load."""
+    """To the ranks: the first ``num_layers`` of all chunks of a load are in the stores' memory."""
 
     load_id: str
     num_layers: int
 
 
 class CancelRuns(msgspec.Struct, frozen=True, tag=True):
-    """To the ranks: end that load, drain it, and report as usual."""
+    """To the ranks: cancel a load, drain it, and report it with ``RunsEnded`` as usual."""
 
     load_id: str
 
@@ -117,12 +118,12 @@ class SaveRuns(msgspec.Struct, frozen=True, tag=True):
     """To the ranks: write these chunks.
 
     Args:
-        save_id: unique.
-        runs: where to.
+        save_id: unique id of the save.
+        runs: the chunks and where to write them.
         block_ids: the request's block table, from token 0.
-        timeout_s: for all of it.
-        step: which computes the last of them: each layer is written once that step has it; None:
-            all of it is there.
+        timeout_s: timeout of the whole save in seconds.
+        step: number of the step that computes the last of the chunks; each layer is written once
+            that step has computed it. None: all KV is computed already.
     """
 
     save_id: str
@@ -133,27 +134,28 @@ class SaveRuns(msgspec.Struct, frozen=True, tag=True):
 
 
 class PoolRankReady(msgspec.Struct, frozen=True, tag=True):
-    """From a rank, once: its transports are open, and this is the process that moves its KV."""
+    """From a rank, once: its transports are open. ``process`` is the process that moves its KV."""
 
     process: ProcessName
 
 
 class LayersLoaded(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: as many layers are there as the load was to be released after; if that is none,
-    steps from now on wait for them."""
+    """From a rank: the load's ``release_layers`` have arrived. If that is 0: a thread has started
+    the load, and steps wait for its layers from now on."""
 
     load_id: str
 
 
 class RunsEnded(msgspec.Struct, frozen=True, tag=True):
-    """From a rank, once per order: nothing of it moves any more.
+    """From a rank, once per order: the order has ended, and no transfer of it is in flight.
 
     Args:
-        order_id: of the load or save.
-        error: None if every byte has arrived.
-        nbytes, seconds: what was moved, and how long it took from order to report.
-        stalled_s: how long steps waited for its layers.
-        begun_share: of a load's layers, how many had begun to move, of 1.
+        order_id: id of the load or save.
+        error: why it failed; None if every byte has arrived.
+        nbytes: bytes that were moved.
+        seconds: seconds from the start of the order's work to its end.
+        stalled_s: seconds that steps waited for its layers.
+        begun_share: fraction of a load's layers whose transfers had been started, 0 to 1.
     """
 
     order_id: str
@@ -165,8 +167,8 @@ class RunsEnded(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def missing_s(self) -> float:
-        """What a load would have taken beyond ``seconds``, at least: no more can have moved than
-        had begun to, and the rest would have come no faster. 0 if nothing had."""
+        """Lower bound of the seconds by which a load exceeds ``seconds``: at most the started
+        layers have arrived, and the others would not have been faster. 0 if none was started."""
         return self.seconds / self.begun_share - self.seconds if self.begun_share else 0.0
 
 

@@ -1,4 +1,7 @@
-"""The stores that an instance uses: its own and those that it connects to, or a Mooncake Store."""
+"""The stores that an instance uses: its own and those that it connects to, or a Mooncake Store.
+
+``PoolStores`` opens them as ``--kv-pool`` says, and ``PoolClient`` uses them.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,21 @@ from mooncake_kv.store.store_service import StoreAddress, StoreService
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
-"""How long the start of an instance waits for each store; one that comes later is found then."""
+"""Seconds that the start of an instance waits for each store. A store that starts later is
+connected in the background."""
 
 
 STATS_AGE_S = 0.5
-"""Counters are asked for at the end of every request; a store's cost more than that."""
+"""Maximum age in seconds of the own store's counters. They are read at the end of every request,
+and collecting them each time would cost more than that."""
 
 MIN_QUARANTINE_S = 30.0
+"""Lower bound of the own store's quarantine in seconds, for short transfer timeouts."""
 
 
 def own_store(config: KVPoolConfig, kv_events: KVEventsConfig | None = None) -> NodeStoreConfig:
-    """The store in this instance. Freed memory rests for longer than a transfer may take."""
+    """The configuration of the store in this instance. Its quarantine exceeds the transfer
+    timeout."""
     directories = tuple(
         SsdDirectoryConfig(path, size, min_free_bytes=config.ssd_min_free_bytes)
         for path, size in config.ssd
@@ -63,17 +70,17 @@ def _quarantine_s(network: KVTransferConfig) -> float:
 
 
 class PoolStores:
-    """Opened in the order of the configuration.
+    """All stores of one instance, shared by its data-parallel ranks.
 
     Args:
-        config: which.
-        registry: of transports.
-        name: of this instance, for the stores' logs.
-        kv_events: where the store in this instance publishes what it holds.
-        observer: told what that store holds, if it doesn't publish.
+        config: the stores to open.
+        registry: registry of transports.
+        name: name of this instance in the stores' logs.
+        kv_events: where the store in this instance publishes KV events.
+        observer: notified of what that store holds, if it does not publish events itself.
 
     Raises:
-        KVConfigError: the store in this instance can't be had as asked.
+        KVConfigError: the store in this instance can't be opened as configured.
     """
 
     def __init__(
@@ -93,14 +100,14 @@ class PoolStores:
         self._observer = observer if has_own else None
         self._secret = config.network.secret.encode()
         self.hint_rule = HintRule(config.source_allow, has_secret=bool(self._secret))
-        """Which stores a request may name besides."""
+        """The rule for additional stores that requests may name."""
         self._name = name
         self._transfer_timeout_s = config.network.transfer_timeout_s
         self._listens: tuple[str, int] | None = None
         if config.connect and not config.dram_bytes and not is_loopback(config.connect[0][0]):
             self._listens = config.connect[0]
         self.all: list[ChunkStore] = []
-        """Where KV is loaded from; the first is ``home``."""
+        """The stores to load from, in the order of the configuration; the first one is ``home``."""
         with ExitStack() as undo:
             if config.mooncake_store:
                 self.all.append(_open_mooncake_store(config, registry, undo))
@@ -123,12 +130,12 @@ class PoolStores:
 
     @property
     def home(self) -> ChunkStore:
-        """Where KV is saved."""
+        """The store to which KV is saved."""
         return self.all[0]
 
     @property
     def home_location(self) -> StoreLocation | None:
-        """Where instances on other hosts find what this one saves; None: they can't."""
+        """The address at which instances on other hosts reach ``home``; None if they can't."""
         arena = self.home.arena
         if self._listens is None or arena is None:
             return None
@@ -136,32 +143,33 @@ class PoolStores:
 
     @property
     def home_kv_events(self) -> KVEventEndpoints | None:
-        """Where ``home`` publishes what it holds; None: nowhere, or it can't be reached now."""
+        """Where ``home`` publishes KV events; None if it does not, or can't be reached now."""
         arena = self.home.arena
         return None if arena is None else arena.kv_events
 
     @property
     def tells_what_is_saved(self) -> bool:
-        """Whether somebody follows what ``home`` holds, so that saves say their tokens."""
+        """Whether ``home`` has an observer or publishes events, so that saves must include their
+        tokens."""
         return self._observer is not None or self.home_kv_events is not None
 
     def own_stats(self) -> StoreStats | None:
-        """What the store in this instance counts, up to STATS_AGE_S ago; None: there is none. Any
-        thread."""
+        """Counters of the store in this instance, at most STATS_AGE_S old; None if there is no such
+        store. Thread-safe."""
         now, found = time.monotonic(), self._own_stats
         if self._own is not None and (found is None or now - found[0] > STATS_AGE_S):
             found = self._own_stats = now, self._own.stats()
         return None if found is None else found[1]
 
     def connect(self, host: str, port: int) -> StoreClient:
-        """A client of a store of this deployment, which its caller closes."""
+        """Create a client of a store of this deployment. The caller closes it."""
         address = StoreAddress(host, port, self._secret)
         return StoreClient(address, self._name, transfer_timeout_s=self._transfer_timeout_s)
 
     def name_writers(self, ranks: Sequence[ProcessName]) -> None:
-        """Tell the stores in other processes who is going to write to them, besides those that were
-        named before: data-parallel ranks share this object, each with processes of its own. The
-        store in this process ends after its ranks. Any thread."""
+        """Declare additional writer processes to the stores in other processes. Each data-parallel
+        rank that shares this object adds its own. The store in this process does not need them,
+        since it is closed after its ranks. Thread-safe."""
         with self._naming:
             self._writers = tuple(dict.fromkeys((*self._writers, *ranks)))
             for store in self.all:
@@ -169,7 +177,7 @@ class PoolStores:
                     store.name_writers(self._writers)
 
     def close(self) -> None:
-        """Leave all stores; the own one ends. Idempotent."""
+        """Disconnect from all stores, and close the own one. Idempotent."""
         self._undo.close()
 
     def _open_own(
@@ -197,7 +205,8 @@ class PoolStores:
 def _open_mooncake_store(
     config: KVPoolConfig, registry: Registry, undo: ExitStack
 ) -> MooncakeChunkStore:
-    """A client of a Mooncake Store, whose staging memory this instance's ranks reach."""
+    """Open a client of a Mooncake Store, and register its staging memory for this instance's
+    ranks."""
     network = config.network
     store = MooncakeChunkStore(
         MooncakeStoreConfig(
@@ -218,7 +227,7 @@ def _open_mooncake_store(
 
 
 def _open_transports(network: KVTransferConfig, registry: Registry) -> Transports:
-    """Ways to this instance's host memory."""
+    """Open the transports that reach this instance's host memory."""
     forced = host_transports(network.transports)
     options = EndpointOptions(
         host=network.host,

@@ -1,7 +1,8 @@
-"""A rank's half of the pool: moves chunks between its KV memory and stores' arenas.
+"""A rank's half of the pool: moves chunks between its KV memory and the stores' arenas.
 
-Loads and saves have threads and connections of their own, so that neither waits for the other, and
-steps wait for nothing but the layers of loads that they run on.
+``PoolClient``, beside the scheduler, sends the orders (``pool_messages``). Loads and saves have
+separate threads and connections, so that neither blocks the other. A step blocks only on the layers
+of loads that its own requests depend on.
 """
 
 from __future__ import annotations
@@ -51,22 +52,23 @@ from mooncake_kv.store.chunk_layout import (
 logger = logging.getLogger(__name__)
 
 LOAD_THREADS = 4
-"""For loads from memory, and as many for those that wait for SSDs."""
+"""Threads for loads from memory. As many more serve the loads that wait for SSDs."""
 SAVE_THREADS = 2
-"""As many as a pool client has saves under way."""
+"""Threads for saves: as many as the saves that a pool client copies at once."""
 GROUP_BYTES = 2 << 20
-"""Layers are loaded in groups of about this size, so that a group costs more than to ask for it."""
+"""Approximate size of a group of layers, the unit of loading: large enough that moving it takes
+longer than requesting it."""
 Layers = tuple[int, int]
-"""The first one, and the one behind the last; of the model."""
+"""A half-open range of the model's layers."""
 STORE_RANK = 0
-"""A store is one process."""
+"""A store is one process, which has a single rank."""
 NO_LAYER_AFTER = 1 << 30
-"""More layers than a model has: all are there."""
+"""A layer count above any model's: all layers are in the stores' memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Store:
-    """A store as this rank sees it."""
+    """A store that this rank can connect to."""
 
     layout: KVShardSpec
     endpoints: dict[str, bytes]
@@ -74,12 +76,12 @@ class _Store:
 
 @dataclass(frozen=True, slots=True)
 class _RunPlan:
-    """What a run of chunks moves.
+    """The transfer plan of one run of chunks.
 
     Args:
-        epoch: of the store that it moves from or to.
-        connection: its number.
-        layers: which bytes, of any layers.
+        epoch: epoch of the store to read from or write to.
+        connection: number of the connection to use.
+        layers: plans the spans of any group of layers.
     """
 
     epoch: str
@@ -88,13 +90,14 @@ class _RunPlan:
 
 
 class PoolWorker:
-    """One rank's moves. ``begin_step`` belongs to the step's thread, the rest to any.
+    """Executes the pool's orders on one rank. ``begin_step`` must be called on the step's thread;
+    all other methods are thread-safe.
 
     Args:
-        context: the rank's memory, and its way to the pool client.
+        context: the rank's memory, and its channel to the pool client.
 
     Raises:
-        KVConfigError: the transports that were asked for can't be used here.
+        KVConfigError: the configured transports can't be used here.
     """
 
     def __init__(self, context: RankContext) -> None:
@@ -122,7 +125,7 @@ class PoolWorker:
         context.emit(encode(PoolRankReady(this_process())))
 
     def receive(self, message: bytes) -> None:
-        """Take an order; long work goes to threads."""
+        """Process a message of the pool client; transfers run on the worker's threads."""
         order = decode_to_rank(message)
         with self._lock:
             if self._is_closed:
@@ -147,23 +150,24 @@ class PoolWorker:
 
     @property
     def has_loads(self) -> bool:
-        """Whether any load is under way."""
+        """Whether any load is queued or in flight."""
         return bool(self._loads)
 
     def begin_step(
         self, number: int, request_ids: Collection[str], *, completes_chunks: bool
     ) -> LayerDone | None:
-        """A step is about to run these requests.
+        """Prepare for a step that is about to run.
 
         Args:
-            number: of the step.
-            request_ids: of its requests.
-            completes_chunks: saves may follow it layer by layer.
+            number: number of the step.
+            request_ids: ids of its requests.
+            completes_chunks: whether the step completes chunks that are saved layer by layer.
 
         Returns:
-            To be called in the step's thread when a layer's KV of the step is enqueued, before the
-            layer reads KV; blocks until that layer of their loads is there, or the load has failed,
-            was cancelled or is late. None if no save and no load is interested.
+            The step's layer hook. It must be called on the step's thread when the writes of a
+            layer's KV are enqueued, before the layer reads KV. It blocks until that layer of the
+            requests' loads has arrived, or the load has failed, was cancelled or timed out. None if
+            no save and no load needs the hook.
         """
         with self._lock:
             theirs = [load for load in self._loads.values() if load.order.request_id in request_ids]
@@ -181,7 +185,7 @@ class PoolWorker:
         return wait_for
 
     def close(self) -> None:
-        """Stop all threads and withdraw the memory. Idempotent."""
+        """Stop all threads and deregister the memory. Idempotent."""
         with self._lock:
             self._is_closed = True
             loads = list(self._loads.values())
@@ -206,28 +210,29 @@ class PoolWorker:
         self._submit(threads, order.load_id, load, partial(self._read, load))
 
     def _cancel(self, load: _RunningLoad) -> None:
-        """No step waits for it any more. It ends at once where no thread has it; what moves is
-        ended, and waited for, elsewhere."""
+        """Cancel a load: steps stop waiting for it. A load that is still queued ends here; running
+        transfers are cancelled and drained on another thread."""
         load.call_off()
         not_wanted = TransferCancelled("nobody wants it any more")
         self._report(load.order.load_id, partial(_fail, not_wanted), load)
         self._ending.submit(load.cancel)
 
     def _read(self, load: _RunningLoad) -> None:
-        """Read group after group of layers; while one is on its way, the next is begun, but not
-        before the first layer is there: the request's first step waits for it."""
+        """Read the load's layers group by group. The next group is started while one is in flight,
+        except during the first one, so that the first layer, for which the request's first step
+        waits, gets the full bandwidth."""
         order, moving = load.order, deque[tuple[int, list[Transfer]]]()
         release_after = self._own_layers(order.release_layers or 0)
         with self._connected(order.runs, LOADING, load) as connections:
             self._take_up(load)
             plans = self._plans(order.runs, order.block_ids, connections)
             groups = list(self._groups(order.runs))
-            if order.are_arriving:  # the first layer is planned while an SSD gives it
+            if order.are_arriving:  # plan the first group while an SSD still reads it
                 for plan in plans:
                     plan.layers.spans(groups[0])
             for group in groups:
                 for start, stop in load.arriving(group):
-                    if start == stop:  # nothing to begin: what moves may be there
+                    if start == stop:  # no more layers in the store yet: finish those in flight
                         while moving:
                             self._finish(load, *moving.popleft(), release_after)
                         continue
@@ -240,10 +245,10 @@ class PoolWorker:
                 self._finish(load, *moving.popleft(), release_after)
 
     def _take_up(self, load: _RunningLoad) -> None:
-        """A thread has it: steps may wait for its layers, unless it was late by then.
+        """A thread has started the load, so that steps may wait for its layers.
 
         Raises:
-            TransferError: it was.
+            TransferError: the load timed out or was cancelled while it was queued.
         """
         load.time_left()
         if load.order.release_layers == 0:
@@ -260,12 +265,12 @@ class PoolWorker:
             self._context.emit(encode(LayersLoaded(load.order.load_id)))
 
     def _own_layers(self, release_layers: int) -> int:
-        """This rank's share of the layers that are to be there first."""
+        """This rank's share of the layers that must arrive before the request is released."""
         shard, num_layers = self._local.shard, self._context.memory.geometry.layers
         return -(-release_layers * shard.layers // num_layers)
 
     def _groups(self, runs: Sequence[ChunkRun]) -> Iterator[tuple[int, int]]:
-        """Ranges of this rank's layers: the first one alone, then by GROUP_BYTES."""
+        """Split this rank's layers into groups: the first layer alone, then by GROUP_BYTES."""
         shard, geometry = self._local.shard, self._context.memory.geometry
         num_tokens = sum(len(run.offsets) for run in runs) * self._chunk_tokens(runs)
         layer_bytes = max(num_tokens * geometry.token_bytes // geometry.layers, 1)
@@ -282,7 +287,7 @@ class PoolWorker:
     # -- saving ---------------------------------------------------------------------------------
 
     def _write(self, order: SaveRuns, moves: OrderTransfers) -> None:
-        """Write one group of layers after the other, each once its step has computed it."""
+        """Write the save's layers group by group, each once its step has computed it."""
         shard, runs = self._local.shard, order.runs
         mine = runs if shard.replicas == 1 else list(_shared_out(runs, shard))
         with self._connected(runs, SAVING, moves) as connections:
@@ -298,7 +303,8 @@ class PoolWorker:
     def _connected(
         self, runs: Sequence[ChunkRun], use: str, moves: OrderTransfers
     ) -> Iterator[dict[str, int]]:
-        """Around what an order moves: see ``PeerConnections.used``. It is drained when it fails."""
+        """The connections for an order's transfers, see ``PeerConnections.used``. If the block
+        fails, its transfers are drained."""
         with self._connections.used({run.epoch for run in runs}, use) as connections:
             try:
                 yield connections
@@ -309,7 +315,7 @@ class PoolWorker:
     def _plans(
         self, runs: Sequence[ChunkRun], block_ids: Sequence[int], connections: Mapping[str, int]
     ) -> list[_RunPlan]:
-        """What each run moves, and over which connection."""
+        """Plan the transfers of each run."""
         geometry = self._context.memory.geometry
         return [
             _RunPlan(
@@ -335,7 +341,7 @@ class PoolWorker:
         *,
         is_read: bool,
     ) -> list[Transfer]:
-        """Begin to move these layers of runs of chunks."""
+        """Start the transfers of a group of layers."""
         started = []
         for plan in plans:
             store = self._store(plan.epoch)
@@ -369,7 +375,7 @@ class PoolWorker:
         moves: OrderTransfers,
         work: Callable[[], None],
     ) -> None:
-        """Have a thread do it. Where the host has none left, it is reported here."""
+        """Queue an order's work. If no thread can be started, the order is reported as failed."""
         try:
             threads.submit(self._report, order_id, work, moves)
         except RuntimeError as exc:
@@ -377,7 +383,8 @@ class PoolWorker:
             self._report(order_id, partial(_fail, no_thread), moves)
 
     def _report(self, order_id: str, work: Callable[[], None], moves: OrderTransfers) -> None:
-        """Top of a pool thread: an order is reported once, drained, whatever happens."""
+        """Run an order's work and report it, once, after its transfers are drained. The top
+        function of pool threads."""
         if not moves.claim():
             return
         started, error = time.monotonic(), None
@@ -385,7 +392,7 @@ class PoolWorker:
             work()
         except HalError as exc:
             error = f"{type(exc).__name__}: {exc}"
-        except ConnectorDead as exc:  # not reported: its memory stays reserved
+        except ConnectorDead as exc:  # not reported, so that its memory stays reserved
             self._context.fail(exc)
             return
         except Exception as exc:
@@ -412,7 +419,7 @@ def _fail(error: TransferError) -> None:
 
 
 def _shared_out(runs: Sequence[ChunkRun], shard: KVShard) -> Iterator[ChunkRun]:
-    """Those of the chunks that this rank writes for all ranks that hold the same."""
+    """The chunks that this rank writes on behalf of all replicas of its shard."""
     for run in runs:
         for position, offset in enumerate(run.offsets, run.first_chunk):
             if writes_for_its_replicas(shard, position):
@@ -420,11 +427,11 @@ def _shared_out(runs: Sequence[ChunkRun], shard: KVShard) -> Iterator[ChunkRun]:
 
 
 class _RunningLoad(OrderTransfers):
-    """A load, layer by layer.
+    """The state of one load: which layers have arrived, and which steps wait for them.
 
     Args:
-        order: what to load.
-        first_layer: of this rank.
+        order: the load order.
+        first_layer: this rank's first layer.
     """
 
     def __init__(self, order: LoadRuns, first_layer: int) -> None:
@@ -433,25 +440,25 @@ class _RunningLoad(OrderTransfers):
         self.stalled_s = 0.0
         self.num_begun = self.num_loaded = 0  # layers
         self.is_missed = False
-        """Whether a step ran its request without all of it; settled once it has ended."""
+        """Whether a step ran the request without all layers; final once the load has ended."""
         self._first_layer = first_layer
         self._num_in_store = 0 if order.are_arriving else NO_LAYER_AFTER
         self._has_ended = False
-        self._awaited: dict[int, float] = {}  # how many layers steps wait for, and since when
+        self._awaited: dict[int, float] = {}  # number of layers that steps wait for: since when
         self._changed = threading.Condition()
 
     def in_store(self, num_layers: int) -> None:
-        """Its chunks have so many of the model's layers in their stores' memory."""
+        """The first ``num_layers`` of all of its chunks are in the stores' memory."""
         with self._changed:
             self._num_in_store = max(self._num_in_store, num_layers)
             self._changed.notify_all()
 
     def arriving(self, layers: Layers) -> Iterator[Layers]:
-        """Parts of a group of layers, each once it is in the stores' memory; an empty one before it
-        waits.
+        """Yield the parts of a group of layers, each once it is in the stores' memory. Yields an
+        empty range before it blocks.
 
         Raises:
-            TransferCancelled: it does not come.
+            TransferCancelled: the load was cancelled, or an SSD did not deliver in time.
         """
         start, stop = layers
         while start < stop:
@@ -472,7 +479,7 @@ class _RunningLoad(OrderTransfers):
                 raise TransferCancelled("an SSD did not give its chunks in time")
 
     def call_off(self) -> None:
-        """What ``cancel`` does but for what moves: returns at once."""
+        """``cancel`` without draining the running transfers: returns at once."""
         with self._changed:
             self._is_cancelled = True
             self._changed.notify_all()
@@ -482,28 +489,30 @@ class _RunningLoad(OrderTransfers):
         super().cancel()
 
     def arrived(self, stop: int) -> None:
-        """All layers before ``stop`` are there."""
+        """All layers before ``stop`` have arrived."""
         with self._changed:
             self.num_loaded = stop - self._first_layer
             self._wake()
 
     def end(self) -> None:
-        """No step waits for it any more, whatever has come of it."""
+        """The load has ended, successfully or not: steps stop waiting for it."""
         with self._changed:
             self._has_ended = True
             self._wake()
 
     def begin_step(self) -> bool:
-        """A step runs its request; whether it waits for the layers. Not for those of a load that no
-        thread has, or that nobody wants: its request is computed, or starts over."""
+        """A step is about to run the load's request; returns whether it must wait for the layers.
+        It must not if the load is still queued or was cancelled, since its request is then computed
+        or starts over."""
         with self._changed:
             waits = self._has_ended or (self._is_claimed and not self._is_cancelled)
             self.is_missed |= not waits
             return waits
 
     def wait_for(self, layer: int) -> None:
-        """Block until a layer is there, or the load has ended, was cancelled or is late. A load
-        that a step has gone on without is a failed one, even if the layer comes after all."""
+        """Block until a layer has arrived, or the load has ended, was cancelled or timed out. If a
+        step continues without the layer, the load counts as failed, even if the layer still
+        arrives."""
         wanted = layer + 1 - self._first_layer
         if self._is_there(wanted):
             return
@@ -521,7 +530,8 @@ class _RunningLoad(OrderTransfers):
         return self.num_loaded >= wanted or self._has_ended
 
     def _wake(self) -> None:
-        """Count what steps have waited, here, since the load is reported before they run on."""
+        """Notify waiting steps. Their stall times are added here, because the load may be reported
+        before the steps wake up."""
         now = time.monotonic()
         for wanted in [number for number in self._awaited if self._is_there(number)]:
             self.stalled_s += now - self._awaited.pop(wanted)

@@ -1,8 +1,8 @@
-"""How far a rank's steps have come, layer by layer: saves follow the steps that compute what they
-copy.
+"""Tracks the progress of a rank's steps layer by layer, so that saves can copy each layer as soon
+as its step has computed it. Used by ``PoolWorker``.
 
-A layer counts as written when an event has passed that was recorded behind its writes. Whoever
-waits asks by the step's number, which may come before the step does, or long after it.
+A layer counts as written once the event that was recorded after its writes has completed. Waiters
+identify a step by its number; they may start to wait before the step begins, or long after it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from mooncake_hal.errors import TransferCancelled
 from mooncake_kv.connector_worker import LayerDone
 
 KEPT_STEPS = 4
-"""Steps whose layers are told apart: the one that is launched, and some before it, for orders that
-come late. A layer of one that came before these counts when the first of them begins."""
+"""Number of steps whose layers are tracked individually: the one being launched, and some before
+it for orders that arrive late. The layers of an older step count as written once the oldest tracked
+step begins on the device."""
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A step with a hook.
+    """A step that is being tracked.
 
     Args:
-        before: has passed when all earlier steps are over.
-        layers: has passed when a layer's KV is written; of the layers that are enqueued.
+        before: event that completes when all earlier steps are done.
+        layers: for each enqueued layer, the event that completes when its KV is written.
     """
 
     before: Event
@@ -35,10 +36,11 @@ class _Step:
 
 
 class StepProgress:
-    """``begin`` and the hooks that it returns belong to the step's thread, the rest to any.
+    """The progress of one rank's steps. ``begin`` and the hooks that it returns must be called on
+    the step's thread; all other methods are thread-safe.
 
     Args:
-        make_event: a new event of the rank's device.
+        make_event: creates an event of the rank's device.
     """
 
     def __init__(self, make_event: Callable[[], Event]) -> None:
@@ -48,7 +50,7 @@ class StepProgress:
         self._is_closed = False
 
     def begin(self, number: int) -> LayerDone:
-        """A step is about to be launched, behind all earlier ones; returns its layer hook."""
+        """A step is about to be launched, after all earlier ones; returns its layer hook."""
         step = _Step(self._recorded())
         with self._changed:
             self._steps[number] = step
@@ -68,7 +70,7 @@ class StepProgress:
         """Block until a step has written a layer's KV.
 
         Raises:
-            TransferCancelled: it has not begun to, or ``close`` was called.
+            TransferCancelled: the layer was not enqueued in time, or ``close`` was called.
             DeviceError: the device failed.
         """
         deadline = time.monotonic() + timeout_s
@@ -83,7 +85,7 @@ class StepProgress:
         event.synchronize()
 
     def close(self) -> None:
-        """Nobody waits any more. Idempotent."""
+        """Make all waits fail. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

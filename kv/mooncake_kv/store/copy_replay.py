@@ -1,11 +1,11 @@
-"""Replays a trace over several stores that fetch from each other: which fetches leave a copy.
+"""Replays a trace over several stores that fetch from each other, to compare rules about copies.
 
-Each request comes to the next store in turn. It uses the chunks that are there, fetches those that
-another store has, and computes the rest, which its store then holds. Three rules are compared:
-``never`` keeps what was fetched, ``always`` does, and ``worth`` asks ``copy_worth``. The tables are
-those of real stores. Seconds are a model's (``eviction.recompute_seconds``) and a link's; nothing
-overlaps and no link is shared, so that sums of both are compared, not waiting times. Pure but for
-``read_timed_trace``.
+Requests are assigned to the stores round-robin. A request uses the chunks that its store has,
+fetches those that another store has, and computes the rest, which its store then holds. Three rules
+decide whether fetched chunks are kept: ``never``, ``always``, and ``worth``, which uses
+``copy_worth``. The chunk tables are those of real stores. Seconds come from a model of computation
+(``eviction.recompute_seconds``) and from a fixed fetch time. Nothing overlaps and no link is
+shared, so the replay compares total seconds, not latencies. Pure, except for ``read_timed_trace``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ USER = 1
 
 @dataclass(slots=True)
 class CopyReplay:
-    """What a rule did for a trace.
+    """The result of replaying a trace with a rule.
 
     Args:
-        num_chunks: of all requests.
-        num_local, num_fetched: used where they were, and from another store.
-        compute_s: of what no store had.
-        fetch_s: of what another store had.
-        num_copies: chunks that were kept after they were fetched.
+        num_chunks: chunks of all requests.
+        num_local, num_fetched: hits in the request's own store, and in another one.
+        compute_s: seconds to compute the chunks that no store had.
+        fetch_s: seconds to fetch the chunks that another store had.
+        num_copies: fetched chunks that were kept.
     """
 
     num_chunks: int = 0
@@ -48,18 +48,18 @@ class CopyReplay:
 
     @property
     def total_s(self) -> float:
-        """Computation and transfer, one after the other."""
+        """Seconds of computation and transfer, without overlap."""
         return self.compute_s + self.fetch_s
 
 
 class _Holders:
-    """Which stores have a chunk; follows their tables."""
+    """Tracks which stores have each chunk, as an observer of their tables."""
 
     def __init__(self) -> None:
         self.of: dict[bytes, set[int]] = {}
 
     def follow(self, number: int) -> _Follower:
-        """An observer of one store."""
+        """Create the observer of one store."""
         return _Follower(self.of, number)
 
 
@@ -69,10 +69,10 @@ class _Follower:
         self._number = number
 
     def staging(self, keys: Sequence[bytes]) -> None:
-        """Nothing can be fetched yet."""
+        """Ignored: the chunks can't be fetched yet."""
 
     def unstaged(self, key: bytes) -> None:
-        """Nothing could be fetched."""
+        """Ignored: the chunk could not be fetched."""
 
     def committed(self, chunks: Sequence[Chunk]) -> None:
         self.stored(Tier.DRAM, chunks)
@@ -89,10 +89,10 @@ class _Follower:
 def read_timed_trace(
     path: Path, *, max_requests: int | None = None
 ) -> tuple[Requests, list[float]]:
-    """The requests of a trace, and when each came, in seconds.
+    """Read the requests of a trace, and their arrival times in seconds.
 
     Raises:
-        KVConfigError: as ``read_trace``.
+        KVConfigError: see ``read_trace``.
     """
     requests = read_trace(path, max_requests=max_requests)
     with path.open(encoding="utf-8") as file:
@@ -109,14 +109,14 @@ def replay_copies(
     capacity: int,
     refetch_s: float,
 ) -> CopyReplay:
-    """Run a trace.
+    """Replay a trace with a rule.
 
     Args:
-        requests, times: of ``read_timed_trace``.
+        requests, times: from ``read_timed_trace``.
         rule: one of RULES.
-        num_stores: that requests come to in turn.
-        capacity: chunks that each has room for.
-        refetch_s: seconds to fetch a chunk.
+        num_stores: number of stores.
+        capacity: capacity of each store in chunks.
+        refetch_s: seconds to fetch one chunk.
     """
     holders, result = _Holders(), CopyReplay()
     tables = [

@@ -1,7 +1,8 @@
-"""What a store process tells Prometheus: its counters and levels, at ``/metrics`` of a port.
+"""The Prometheus metrics of a store process: its counters and gauges, at ``/metrics`` of a port.
 
-One thread with an asyncio loop answers; a connection gets one answer, and few are open at once. It
-says nothing of keys or tenants. Whoever reaches the port may read it.
+One thread with an asyncio loop serves the requests, one per connection, with at most
+MAX_CONNECTIONS open. The metrics contain no keys or tenants. There is no authentication: every
+client that reaches the port may read them.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ START_TIMEOUT_S = 30.0
 STORE_PREFIX = "mooncake_store_"
 
 Rows = dict[tuple[tuple[str, str], ...], float]
-"""Values by labels."""
+"""Sample values by labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Samples of one name.
+    """A Prometheus metric family.
 
     Args:
-        name: without the prefix; counters end in ``_total``.
-        help: what it counts.
-        rows: its samples.
+        name: name without STORE_PREFIX; counters end in ``_total``.
+        help: help text.
+        rows: samples by labels.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Family:
     rows: Rows
 
     def lines(self) -> Iterator[str]:
-        """In Prometheus's text format."""
+        """Yield the family's lines in Prometheus's text format."""
         full = STORE_PREFIX + self.name
         yield f"# HELP {full} {self.help}"
         yield f"# TYPE {full} {'counter' if full.endswith('_total') else 'gauge'}"
@@ -53,7 +54,7 @@ class Family:
 
 
 def families(stats: StoreStats) -> list[Family]:
-    """A store's counters and levels."""
+    """A store's counters and gauges as metric families."""
 
     def tiers(dram: float, ssd: float) -> Rows:
         return {(("tier", Tier.DRAM.value),): dram, (("tier", Tier.SSD.value),): ssd}
@@ -108,10 +109,10 @@ def prometheus_text(stats: StoreStats) -> str:
 
 
 class MetricsServer:
-    """Answers ``GET /metrics``; see ``start``.
+    """An HTTP server that answers ``GET /metrics``; created by ``start``.
 
     Args:
-        stats: reads a store's counters, of any thread.
+        stats: reads a store's counters; thread-safe.
     """
 
     def __init__(self, stats: Callable[[], StoreStats]) -> None:
@@ -122,7 +123,7 @@ class MetricsServer:
 
     @classmethod
     def start(cls, stats: Callable[[], StoreStats], host: str, port: int) -> MetricsServer:
-        """Listen.
+        """Start to listen.
 
         Raises:
             OSError: the host or port can't be bound.
@@ -137,12 +138,12 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The TCP port of the listener."""
         assert self._server is not None
         return int(self._server.sockets[0].getsockname()[1])
 
     def close(self) -> None:
-        """Listen no more. Idempotent."""
+        """Close the listener. Idempotent."""
         if self._server is not None:
             with contextlib.suppress(FutureTimeout):
                 self._loop.run(self._hang_up(self._server), CLOSE_TIMEOUT_S)
@@ -164,7 +165,7 @@ class MetricsServer:
                     writer.write(self._answer(head))
                     await writer.drain()
         except (OSError, TimeoutError, asyncio.TimeoutError, EOFError, asyncio.LimitOverrunError):
-            pass  # it asks for nothing, or has left
+            pass  # the client sent no request, or has disconnected
         finally:
             self._num_open -= 1
             writer.close()
@@ -182,4 +183,4 @@ class MetricsServer:
         )
 
     def _failed(self, error: ConnectorDead) -> None:
-        """Without metrics a store still serves; nothing is to be ended."""
+        """The server's loop has failed. Ignored: the store serves on without metrics."""

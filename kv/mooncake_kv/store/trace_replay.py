@@ -1,13 +1,14 @@
-"""Replays a trace against an eviction policy: what it would have hit, and the best there is.
+"""Replays a trace against an eviction policy: its hit rate, and the best hit rate possible.
 
 A trace has one JSON object per line, as Mooncake publishes them: ``hash_ids`` are a request's
 blocks in order, and equal ids are equal prefixes. A request hits the blocks before its first miss,
-then all of its blocks are stored. Pure but for ``read_trace``.
+then all of its blocks are stored. Pure, except for ``read_trace``.
 
-``replay_optimum`` knows the future: it evicts what is used again last (Belady's MIN, with the
-choice not to store at all). Whoever uses a block uses those before it, so that it evicts ends of
-sequences first by itself, and no policy hits more blocks. ``saved_seconds_bound`` bounds what any
-policy saves in seconds, where late blocks cost more than early ones.
+``replay_optimum`` knows the future: it evicts the block whose next use is latest (Belady's MIN,
+with the option not to store a block at all). A request that uses a block also uses all blocks
+before it, so this evicts ends of sequences first, and no policy hits more blocks.
+``saved_seconds_bound`` bounds the seconds that any policy can save, where late blocks cost more
+than early ones.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ TRACE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a policy did for a trace.
+    """The result of replaying a trace with a policy.
 
     Args:
-        num_blocks: of all requests.
-        num_hits: those that were there, with all before them.
-        seconds: to compute all blocks; a model's time, see ``recompute_seconds``.
-        saved_seconds: of those that were hit.
+        num_blocks: blocks of all requests.
+        num_hits: blocks that were present together with all blocks before them.
+        seconds: modelled seconds to compute all blocks, see ``recompute_seconds``.
+        saved_seconds: the same for the blocks that were hit.
     """
 
     num_blocks: int
@@ -47,12 +48,12 @@ class ReplayResult:
 
     @property
     def hit_rate(self) -> float:
-        """Blocks that were hit, of all."""
+        """Fraction of the blocks that were hit."""
         return self.num_hits / max(1, self.num_blocks)
 
     @property
     def saved_rate(self) -> float:
-        """Computation that was saved, of all."""
+        """Fraction of the computation that was saved."""
         return self.saved_seconds / self.seconds if self.seconds else 0.0
 
 
@@ -60,10 +61,10 @@ Requests = Sequence[Sequence[Chunk]]
 
 
 def read_trace(path: Path, *, max_requests: int | None = None) -> list[list[Chunk]]:
-    """The requests of a trace, each as its chunks; equal blocks are the same objects.
+    """Read the requests of a trace, each as a list of chunks; equal blocks are the same object.
 
     Raises:
-        KVConfigError: the file can't be read, or a line is no request.
+        KVConfigError: the file can't be read, or a line is not a request.
     """
     requests: list[list[Chunk]] = []
     known: dict[tuple[int, int], Chunk] = {}
@@ -95,7 +96,7 @@ def _chunks(hash_ids: Iterable[int], known: dict[tuple[int, int], Chunk]) -> lis
 
 
 def replay(requests: Requests, policy: EvictionPolicy, capacity: float) -> ReplayResult:
-    """Run a trace against a policy with room for ``capacity`` blocks."""
+    """Replay a trace against a policy with a capacity of ``capacity`` blocks."""
     present: set[bytes] = set()
     tally = _Tally()
     for chunks in requests:
@@ -116,11 +117,11 @@ def replay(requests: Requests, policy: EvictionPolicy, capacity: float) -> Repla
 
 
 def replay_optimum(requests: Requests, capacity: float) -> ReplayResult:
-    """Run a trace with the future known; see the module."""
+    """Replay a trace with knowledge of the future; see the module."""
     next_uses = _next_uses(requests)
     present: set[bytes] = set()
     when: dict[bytes, tuple[float, int]] = {}
-    order: list[tuple[float, int, bytes]] = []  # the last use first, then the last position
+    order: list[tuple[float, int, bytes]] = []  # latest next use first, then latest position
     tally = _Tally()
     for chunks, later in zip(requests, next_uses, strict=True):
         tally.count(chunks, present)
@@ -136,13 +137,13 @@ def replay_optimum(requests: Requests, capacity: float) -> ReplayResult:
 
 
 def saved_seconds_bound(requests: Requests, capacity: float, *, num_steps: int = 300) -> float:
-    """Seconds of computation that no policy saves more than.
+    """Upper bound of the seconds of computation that any policy can save.
 
-    A block that is used again is worth its seconds if it is held from one use to the next. Choosing
-    which to hold, with room for ``capacity`` between any two requests, is a linear programme; a
-    price for room at each time makes a bound of it (weak duality), and subgradient steps make the
-    bound small. That a block is of no use without those before it is left out: it only lowers what
-    can be saved.
+    A block that is used again saves its seconds if it is held from one use to the next. Choosing
+    the blocks to hold, with a capacity of ``capacity`` blocks between any two requests, is a linear
+    program. Prices for the capacity at each time yield a bound (weak duality), which subgradient
+    steps tighten. The constraint that a block is useless without those before it is left out: it
+    could only lower the optimum.
     """
     first, last, worth = [], [], []
     for number, (chunks, later) in enumerate(zip(requests, _next_uses(requests), strict=True)):
@@ -174,7 +175,7 @@ def saved_seconds_bound(requests: Requests, capacity: float, *, num_steps: int =
 
 
 def _next_uses(requests: Requests) -> list[list[float]]:
-    """For each block of each request, the number of the request that uses it next."""
+    """For each block of each request, the index of the next request that uses it."""
     upcoming: dict[bytes, int] = {}
     uses: list[list[float]] = []
     for number in range(len(requests) - 1, -1, -1):
@@ -186,7 +187,7 @@ def _next_uses(requests: Requests) -> list[list[float]]:
 
 @dataclass(slots=True)
 class _Tally:
-    """Counts hits while a trace runs."""
+    """Counts hits during a replay."""
 
     num_blocks: int = 0
     num_hits: int = 0
@@ -194,7 +195,7 @@ class _Tally:
     saved_seconds: float = 0.0
 
     def count(self, chunks: Sequence[Chunk], present: set[bytes]) -> int:
-        """Count one request; returns how many of its blocks are there before the first miss."""
+        """Count one request; returns how many of its blocks are present before the first miss."""
         self.num_blocks += len(chunks)
         num_hits, is_prefix = 0, True
         for chunk in chunks:
@@ -208,5 +209,5 @@ class _Tally:
         return num_hits
 
     def result(self) -> ReplayResult:
-        """The sums."""
+        """The totals so far."""
         return ReplayResult(self.num_blocks, self.num_hits, self.seconds, self.saved_seconds)
