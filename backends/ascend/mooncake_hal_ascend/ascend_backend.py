@@ -1,4 +1,4 @@
-"""The Ascend backend: its parts put together, its KV memory, and collectives over HCCL."""
+"""The Ascend backend: assembles runtime, ops, KV memory and HCCL collectives."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ from mooncake_hal_ascend.ascend_ops import AscendOps
 from mooncake_hal_ascend.ascend_runtime import AscendRuntime, npu
 
 DTYPES = ("bfloat16", "float16")
-"""The attention ops take no others."""
+"""The attention ops support no other types."""
 KV_LAYOUTS = ("LPBTH",)
-"""Ops want K and V as tensors of their own: ``[blocks, tokens, heads, dim]``."""
+"""The ops require K and V as separate tensors: ``[blocks, tokens, heads, dim]``."""
 TRANSPORTS = ("hccs", "staged")
 ROUNDING = (
     ("attention shares", "to the activations' type"),
     ("sines of latent attention", "to the activations' type"),
 )
-"""The fused attention multiplies them on the cube unit, the fused write takes them so."""
+"""The fused attention multiplies attention probabilities on the cube unit, and the fused write
+accepts cosines and sines in the activations' type only."""
 
 MAX_GRAPHS = 600
-"""A graph holds one of the device's 2,048 streams, and two more with collectives in it (vLLM-Ascend
-issue 1168); newer releases of CANN allow for more."""
+"""A graph occupies one of the device's 2,048 streams, and two more if it contains collectives
+(vLLM-Ascend issue 1168). Newer releases of CANN allow more."""
 
 
 class AscendBackend:
-    """Everything about the NPUs that this process sees.
+    """The ``Backend`` of the NPUs that are visible to this process.
 
     Raises:
-        BackendUnavailable: torch-npu sees none, or one of another family.
+        BackendUnavailable: torch-npu sees no NPU, or one of an unsupported family.
     """
 
     name = "ascend"
@@ -97,16 +98,16 @@ class HcclCommunicator(DeviceCommunicator):
 
     @property
     def hccl_name(self) -> str:
-        """What ops with collectives within them know the group by."""
+        """The group's name for ops that contain collectives."""
         joined = cast(HcclProcessGroup, self._joined[0])
         return joined.get_hccl_comm_name(self.rank)
 
 
 class HcclProcessGroup(ProcessGroup, Protocol):
-    """What HCCL's groups have besides."""
+    """A process group of HCCL."""
 
     def get_hccl_comm_name(self, rank: int) -> str:
-        """Of this rank's communicator, which is made if need be."""
+        """The name of this rank's communicator, which is created if necessary."""
         ...
 
 
@@ -118,11 +119,11 @@ def _join(store: Store, group: GroupSpec) -> ProcessGroup:
 
 
 class AscendMemory:
-    """KV memory out of torch-npu's allocator, aligned as the transfer engines need it.
+    """Allocator of KV memory from torch-npu, aligned as the transfer engines require.
 
     Args:
-        runtime: knows the devices.
-        alignment: bytes at whose multiples an allocation begins.
+        runtime: runtime of the devices.
+        alignment: alignment of allocations, in bytes.
     """
 
     def __init__(self, runtime: AscendRuntime, alignment: int) -> None:
@@ -145,20 +146,20 @@ class AscendMemory:
             ) from exc
         skipped = -raw.data_ptr() % self._alignment
         tensor = raw[skipped : skipped + nbytes]
-        self._runtime.synchronize(index)  # other streams, and peers, may use it at once
+        self._runtime.synchronize(index)  # other streams and peers may use the memory from now on
         region = MemoryRegion(tensor.data_ptr(), nbytes, f"npu:{index}")
         made = TensorAllocation(region, tensor, npu.empty_cache)
         self._allocations[region.address] = made
         return made
 
     def allocation_around(self, address: int) -> Tensor | None:
-        """All of the allocation that an address lies in; None if it is in none."""
+        """The whole allocation that contains an address, or None."""
         for begin, made in list(self._allocations.items()):
             if begin <= address < begin + made.region.nbytes and not made.is_freed:
                 return made.tensor
         return None
 
     def tensor_at(self, address: int) -> Tensor | None:
-        """All of the allocation that begins at an address; None if none does."""
+        """The whole allocation that begins at an address, or None."""
         found = self._allocations.get(address)
         return None if found is None or found.is_freed else found.tensor

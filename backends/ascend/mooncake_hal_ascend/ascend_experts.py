@@ -1,4 +1,4 @@
-"""Experts of several NPUs by torch-npu's dispatch and combine."""
+"""Expert parallelism over NPUs with torch-npu's fused dispatch and combine ops."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _DEFAULT_BUFFER_MIB = 200
 
 
 def group_buffer_bytes() -> int:
-    """What HCCL takes for each group: the ops' rows go through it."""
+    """Size of the buffer that HCCL allocates per group, through which the ops exchange rows."""
     return int(os.environ.get("HCCL_BUFFSIZE") or _DEFAULT_BUFFER_MIB) * _MIB
 
 
 def most_fused_tokens(
     limits: FusedExpertLimits, ranks: int, shape: ExpertShape, buffer_bytes: int
 ) -> int:
-    """Tokens of a rank in one call; 0, with the reason in the log, if the ops can't be used."""
+    """The maximum number of tokens per rank and call, or 0 if the ops can't be used; the reason is
+    logged."""
     why = limits.why_not(ranks, shape)
     tokens = 0 if why else limits.most_tokens(ranks, shape, buffer_bytes)
     if not why and not tokens:
@@ -43,14 +44,14 @@ def most_fused_tokens(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AscendFusedExperts:
-    """``FusedExperts`` by npu_moe_distribute_dispatch and npu_moe_distribute_combine.
+    """``FusedExperts`` with npu_moe_distribute_dispatch and npu_moe_distribute_combine.
 
     Args:
-        group: nothing else may run in it; see the ops' documentation.
-        comm_name: what HCCL calls it.
-        shape: of the experts.
-        most_tokens: of a rank in one call.
-        has_expert_scales: whether dispatch and combine take weights along, as an A2's do.
+        group: communicator that no other op may use; see the ops' documentation.
+        comm_name: HCCL's name of the group.
+        shape: shape of the experts.
+        most_tokens: maximum number of tokens per rank and call.
+        has_expert_scales: whether dispatch and combine also transfer weights, as on an A2.
     """
 
     group: GroupCommunicator
@@ -70,7 +71,7 @@ class AscendFusedExperts:
         most_tokens: int,
     ) -> Tensor:
         num_tokens = len(x)
-        if num_tokens == 0:  # the ops take no fewer than one token
+        if num_tokens == 0:  # the ops require at least one token
             x = x.new_zeros(1, x.shape[1])
             slots = torch.arange(self.shape.chosen, device=x.device).unsqueeze(0)
             weights = weights.new_zeros(1, self.shape.chosen)

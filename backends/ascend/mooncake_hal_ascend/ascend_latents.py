@@ -1,7 +1,7 @@
-"""Latent attention (MLA) over paged latents, in the absorbed form, and the writes of latents.
+"""Latent attention (MLA) over paged latents, in the absorbed form, and writes of latents.
 
-The attention op takes a power of two of heads and at most 16 query tokens per sequence; heads are
-padded, and prompts are cut into chunks whose context ends at their last token.
+The attention op requires a power of two of heads and at most 16 query tokens per sequence. Heads
+are padded, and prompts are divided into chunks whose context ends at their last token.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from mooncake_hal_ascend.sequence_lengths import causal_mask, chunks_of, decodes
 
 MOST_TOKENS = 16
 TILE = 16
-"""Elements of a tile's row, in NZ, of two bytes each."""
+"""Elements per row of a tile in the NZ format, for types of two bytes."""
 
 
 class LatentFormat(NamedTuple):
-    """How the blocks of a cache lie in memory.
+    """The memory format of a cache's blocks.
 
     Args:
-        is_nz: as tiles, ``[1, dim / 16, tokens, 16]``; else as rows, ``[tokens, 1, dim]``. Either
-            way the tensor is ``[blocks, tokens, 1, dim]``.
-        write_mode: the fused write's name for it.
-        decode_layout: the attention op's, of one query token per sequence.
-        token_dim: where that layout has the token, in queries ``[sequences, heads, dim]``.
+        is_nz: whether a block is stored as tiles, ``[1, dim / 16, tokens, 16]``, rather than as
+            rows, ``[tokens, 1, dim]``. Either way the tensor is ``[blocks, tokens, 1, dim]``.
+        write_mode: the fused write's name of the format.
+        decode_layout: the attention op's input layout for one query token per sequence.
+        token_dim: position of that layout's token dimension in queries ``[sequences, heads, dim]``.
     """
 
     is_nz: bool
@@ -39,11 +39,11 @@ class LatentFormat(NamedTuple):
     token_dim: int
 
     def of(self, cache: Tensor) -> Tensor:
-        """The cache as the attention op takes it."""
+        """View the cache as the attention op expects it."""
         blocks, tokens, heads, dim = cache.shape
         if self.is_nz:
             return cache.view(blocks, heads, dim // TILE, tokens, TILE)
-        return cache.transpose(1, 2)  # one head: still dense
+        return cache.transpose(1, 2)  # still dense, since there is one head
 
 
 ROWS = LatentFormat(is_nz=False, write_mode="PA", decode_layout="BNSD_NBSD", token_dim=2)
@@ -51,18 +51,18 @@ NZ = LatentFormat(is_nz=True, write_mode="PA_NZ", decode_layout="BSND_NBSD", tok
 
 
 class AscendLatentOps:
-    """Latent attention and its writes, over torch-npu's fused ops.
+    """Latent attention and writes of latents, with torch-npu's fused ops.
 
     Args:
-        form: of the caches.
+        form: memory format of the caches.
     """
 
     def __init__(self, form: LatentFormat = ROWS) -> None:
         self._form = form
 
     def pack_rope(self, rows: Tensor) -> Tensor:
-        """The fused write rotates elements 0 and 1, 2 and 3, and so on, and
-        stores halves."""
+        """Interleave the halves: the fused write rotates pairs of adjacent elements (0 and 1, 2 and
+        3, ...), and stores the results as halves."""
         return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
     def write_latents(
@@ -73,7 +73,7 @@ class AscendLatentOps:
         rope_cache: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """The fused write wants cosines and sines in the rows' own type."""
+        """Cosines and sines are converted to the rows' type, as the fused write requires."""
         if len(query) == 0:
             return query
         compressed, angles = rows.compressed, angles_of(rows.positions, rows.cos_sin)
@@ -157,7 +157,7 @@ class AscendLatentOps:
 
 
 def to_nz_blocks(cache: Tensor, block_ids: Tensor) -> None:
-    """Turn blocks of rows, in place, into tiles."""
+    """Convert blocks from rows to NZ tiles, in place."""
     rows = cache.index_select(0, block_ids)
     blocks, tokens, _, dim = rows.shape
     tiles = rows.view(blocks, tokens, dim // TILE, TILE).transpose(1, 2)
@@ -165,12 +165,13 @@ def to_nz_blocks(cache: Tensor, block_ids: Tensor) -> None:
 
 
 def _padded(heads: int) -> int:
-    """The next power of two."""
+    """The smallest power of two that is at least ``heads``."""
     return 1 << (heads - 1).bit_length()
 
 
 def _split(query: Tensor, latent_dim: int) -> tuple[Tensor, Tensor]:
-    """Both parts of queries ``[n, heads, dim]``, dense, of a power of two of heads."""
+    """Split queries ``[n, heads, dim]`` into (latent, rope), dense, with heads padded to a power of
+    two."""
     heads = query.shape[1]
     if missing := _padded(heads) - heads:
         query = functional.pad(query, (0, 0, 0, missing))
@@ -179,20 +180,20 @@ def _split(query: Tensor, latent_dim: int) -> tuple[Tensor, Tensor]:
 
 class RopeAngles(NamedTuple):
     """Cosines and sines of tokens' positions, for all elements: each [tokens, rotary_dim] float32,
-    their second half like the first."""
+    whose second half equals the first."""
 
     cos: Tensor
     sin: Tensor
 
 
 def angles_of(positions: Tensor, cos_sin: Tensor) -> RopeAngles:
-    """The rows of ``Ops.rope``'s table that the tokens take."""
+    """Look up the tokens' rows in the table of ``Ops.rope``."""
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     return RopeAngles(torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1))
 
 
 def rotated(rows: Tensor, angles: RopeAngles) -> Tensor:
-    """Rows [tokens, heads, rotary_dim], rotated: in float32."""
+    """Rotate rows [tokens, heads, rotary_dim]; computes in and returns float32."""
     cos, sin = (each.view(1, len(rows), 1, rows.shape[-1]) for each in angles)
     found = torch_npu.npu_rotary_mul(rows.float().unsqueeze(0), cos, sin)
     return found[0]  # type: ignore[no-any-return]  # torch_npu has no types

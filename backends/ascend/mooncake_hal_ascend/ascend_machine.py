@@ -1,6 +1,6 @@
-"""What this machine has for Ascend, read from files and by looking for modules.
+"""The probe: finds out from files and installed modules whether Ascend is usable here.
 
-torch-npu is never imported here: without CANN its import fails, and takes ``import torch`` with it
+It never imports torch-npu. Without CANN that import fails, and ``import torch`` fails with it
 unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 (torch-npu 2.13 registers itself as a torch backend).
 """
 
@@ -23,22 +23,23 @@ _CANN_FOLDERS = (
 _CANN_VERSION_FILES = ("version.cfg", "version.info", "compiler/version.info")
 _VERSION = re.compile(r"[Vv]ersion\s*=\s*(?:\[[^:\n]*:)?(\d+\.\d+[\w.]*)")
 LEAST_CANN = (8, 5)
-"""With older ones, waiting for events of the vendor's transfer engine could hang (vllm-ascend)."""
+"""With older versions, waiting for events of the vendor's transfer engine could hang
+(vllm-ascend)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AscendMachine:
-    """Facts that the probe reasons about.
+    """What the probe found on this machine.
 
     Args:
         device_files: names of the NPUs' device files, such as ``davinci0``.
-        has_driver: whether the driver's manager, /dev/davinci_manager, is there.
+        has_driver: whether the driver's manager, /dev/davinci_manager, exists.
         cann: folder of CANN, or None.
-        has_hccn: whether /etc/hccn.conf, the NPUs' network addresses, is there.
+        has_hccn: whether /etc/hccn.conf, which lists the NPUs' network addresses, exists.
         has_torch_npu: whether torch-npu is installed.
         loads_torch_plugins: whether importing torch imports torch-npu.
-        cann_version: as its files say it; empty where they don't.
-        torch_version, torch_npu_version: of what is installed; empty where it is not.
+        cann_version: version according to CANN's files; empty if unknown.
+        torch_version, torch_npu_version: installed versions; empty if not installed.
     """
 
     device_files: tuple[str, ...]
@@ -53,10 +54,10 @@ class AscendMachine:
 
 
 def look(root: Path | None = None) -> AscendMachine:
-    """Read the facts of this machine.
+    """Inspect this machine.
 
     Args:
-        root: where its file system begins; by default what ``ascend_env.root`` says.
+        root: root of its file system; by default ``ascend_env.root()``.
     """
     root = ascend_env.root() if root is None else root
     files = [path.name for path in (root / "dev").glob("davinci*")]
@@ -75,7 +76,8 @@ def look(root: Path | None = None) -> AscendMachine:
 
 
 def diagnose(machine: AscendMachine) -> Availability:
-    """Say everything that is missing or does not fit, the most basic thing first."""
+    """Whether Ascend is usable, and if not, everything that is missing or incompatible, the most
+    basic thing first."""
     problems = [*_missing(machine), *_unfit(machine)]
     if problems:
         return Availability(False, "; ".join(problems))
@@ -122,7 +124,7 @@ def _unfit(machine: AscendMachine) -> list[str]:
 
 
 def _numbers(text: str) -> tuple[int, int]:
-    """Major and minor of a version."""
+    """(major, minor) of a version."""
     found = re.match(r"(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -134,7 +136,7 @@ def _find_cann(root: Path) -> str | None:
 
 
 def _cann_version(folder: Path) -> str:
-    """The version that CANN's own files name, or nothing."""
+    """The version that CANN's files contain, or an empty string."""
     for name in _CANN_VERSION_FILES:
         path = folder / name
         found = _VERSION.search(path.read_text(errors="replace")) if path.is_file() else None

@@ -1,4 +1,4 @@
-"""The ops of the Ascend backend: ``Ops`` over torch-npu's kernels."""
+"""The ops of the Ascend backend: ``Ops`` with torch-npu's kernels."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class AscendOps(AscendLatentOps):
-    """``Ops`` by torch-npu. Caches are dense: ``[blocks, tokens, heads, dim]``.
+    """``Ops`` with torch-npu's kernels. Caches are dense: ``[blocks, tokens, heads, dim]``.
 
     Args:
-        soc: what the devices are.
+        soc: the devices' family.
     """
 
     def __init__(self, soc: Soc) -> None:
@@ -90,7 +90,7 @@ class AscendOps(AscendLatentOps):
     def rope(
         self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys go through one op."""
+        """Queries and keys are concatenated, and rotated by one op."""
         rotary_dim, heads = cos_sin.shape[1], query.shape[1]
         rows = torch.cat((query, key), dim=1)
         rows[..., :rotary_dim] = rotated(rows[..., :rotary_dim], angles_of(positions, cos_sin))
@@ -106,7 +106,7 @@ class AscendOps(AscendLatentOps):
         return torch_npu.npu_swiglu(x)  # type: ignore[no-any-return]  # torch_npu has no types
 
     def pack_experts(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """One tensor, [experts, in, out], as the grouped product takes it."""
+        """One tensor, [experts, in, out], as the grouped product expects it."""
         return (self.pack_weight(weights.transpose(1, 2)),)
 
     def unpack_experts(self, packed: tuple[Tensor, ...]) -> Tensor:
@@ -124,7 +124,7 @@ class AscendOps(AscendLatentOps):
         return route_and_run(x, gate_up[0], down[0], expert_ids, expert_weights)
 
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
-        """No block may be both a source and a target."""
+        """Copy blocks within a cache; no block may be both a source and a target."""
         cache.index_copy_(0, target, cache.index_select(0, source))
 
     def gather_blocks(self, cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
@@ -141,7 +141,10 @@ def route_and_run(
     expert_ids: Tensor,  # [tokens, chosen] int64
     expert_weights: Tensor,  # [tokens, chosen] float32
 ) -> Tensor:  # [tokens, hidden]
-    """The weights are rounded to x's type before the sum, which is float32."""
+    """Sort tokens by expert, run the experts, and sum their outputs.
+
+    Expert weights are rounded to x's type before the sum, which is computed in float32.
+    """
     if len(x) == 0:
         return torch.empty_like(x)
     num_experts = len(gate_up)
@@ -161,18 +164,18 @@ def route_and_run(
 
 
 def run_sorted(
-    rows: Tensor,  # [any, hidden], those of each expert together
+    rows: Tensor,  # [any, hidden], sorted by expert
     gate_up: Tensor,  # [experts, hidden, 2 * inner]
     down: Tensor,  # [experts, inner, hidden]
     counts: Tensor,  # [experts] int64
 ) -> Tensor:  # [any, hidden]
-    """Each expert's rows through it; rows behind the last one's mean nothing."""
+    """Run each expert on its rows; results for rows behind the last expert's are undefined."""
     inner = torch_npu.npu_swiglu(_grouped(rows, gate_up, counts))
     return _grouped(inner, down, counts)
 
 
 def _grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Each expert's rows times its weights; ``counts`` says how many rows each has."""
+    """Multiply each expert's rows by its weights; ``counts`` is the number of rows per expert."""
     [found] = torch_npu.npu_grouped_matmul(
         [rows],
         [weights],
@@ -185,9 +188,9 @@ def _grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def to_nz(weight: Tensor) -> Tensor:
-    """The weight in NZ, or as it is where tiles would need padding or the type has none.
+    """Convert a weight to NZ, unless its tiles would need padding or its type has no NZ format.
 
-    The shape stays; only matrix products may read the result.
+    The shape is unchanged. Only matrix products may read the result.
     """
     dense = weight.contiguous()
     is_whole = all(size % _TILE == 0 for size in weight.shape[-2:])
@@ -202,7 +205,7 @@ def attend(
     sequences: SequenceLengths,
     scale: float,
 ) -> Tensor:
-    """Causal attention of the sequences' new tokens: [tokens, heads, head_dim]."""
+    """Causal attention of the sequences' new tokens; returns [tokens, heads, head_dim]."""
     if len(query) == 0:
         return torch.empty_like(query)
     key, value = caches

@@ -1,4 +1,4 @@
-"""Entry point of the Ascend backend; standard library only."""
+"""Plugin entry point of the Ascend backend; imports the standard library only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def mooncake_hal_backend() -> BackendSpec:
-    """Offer Ascend NPUs."""
+    """Register the backend for Ascend NPUs."""
     return BackendSpec(
         name="ascend",
         api_version=API_VERSION,
@@ -33,25 +33,27 @@ def mooncake_hal_backend() -> BackendSpec:
 
 
 def probe() -> Availability:
-    """Look for devices, driver, CANN and torch-npu; loads none of them."""
+    """Look for devices, driver, CANN and torch-npu, and load none of them."""
     return diagnose(look())
 
 
 def load() -> Backend:
-    """Import torch-npu and construct the backend, once per process: transports scatter what they
-    read over memory that the engine's backend has allocated, and have to find it.
+    """Import torch-npu and construct the backend, once per process.
+
+    All callers get the same object, because transports look up memory that the engine's backend
+    has allocated, in order to scatter received data over it.
 
     Raises:
-        BackendUnavailable: something is missing, seen by the probe or not.
+        BackendUnavailable: something is missing, whether the probe detects it or not.
     """
     found = probe()
-    if not found.ok:  # importing torch-npu without CANN would say less, or break torch
+    if not found.ok:  # importing torch-npu without CANN would report less, or break torch
         raise BackendUnavailable("ascend", found.reason)
     return _construct()
 
 
 def load_host_copies(index: int) -> HostCopies:
-    """Copies of the memory that ``load()``'s backend allocates.
+    """Copy between host memory and the memory that the backend of ``load()`` allocates.
 
     Raises:
         BackendUnavailable: see ``load``.

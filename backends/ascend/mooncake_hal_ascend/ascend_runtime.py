@@ -1,4 +1,4 @@
-"""Devices, threads, events and graphs, through torch-npu."""
+"""The runtime of the Ascend backend: devices, threads, events and graphs, through torch-npu."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mooncake_hal_ascend.soc import Soc, find_soc
 
 npu: Any = torch_npu.npu
 _CONTEXT_LENS = ("actual_seq_lengths_kv", "actual_seq_kvlen")
-"""What the attention ops, version 1 and 2, call the sequences' KV lengths."""
+"""Parameter names of the sequences' KV lengths, in versions 1 and 2 of the attention op."""
 
 
 class AclGraph:
-    """A captured graph; it keeps the memory that its work uses.
+    """A captured graph; it owns the memory that its kernels use.
 
-    Attention ops take lengths from host lists, which are part of what was captured: each replay
-    waits, inside the graph, for the new ones.
+    Attention ops take lengths as host lists, which are captured with the graph. Each replay updates
+    them, and the graph waits for the update.
     """
 
     def __init__(self, graph: Any) -> None:
@@ -37,10 +37,10 @@ class AclGraph:
 
 
 class AscendRuntime(AcceleratorRuntime):
-    """The NPUs that ASCEND_RT_VISIBLE_DEVICES shows, all of one family.
+    """The NPUs that ASCEND_RT_VISIBLE_DEVICES exposes, all of one family.
 
     Raises:
-        BackendUnavailable: they are of a family that this backend does not run on.
+        BackendUnavailable: this backend does not support their family.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class AscendRuntime(AcceleratorRuntime):
 
     @property
     def soc(self) -> Soc:
-        """What the devices are; raises DeviceError where there are none."""
+        """The devices' family; raises DeviceError if there are no devices."""
         if self._soc is None:
             raise DeviceError("ascend has no devices here; see ASCEND_RT_VISIBLE_DEVICES")
         return self._soc
@@ -70,7 +70,8 @@ class AscendRuntime(AcceleratorRuntime):
 
 
 class NpuSideStream:
-    """Streams for copies beside what the model computes: one per device, made when first used."""
+    """Streams for copies that run concurrently with the model: one per device, created on first
+    use."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}

@@ -1,4 +1,4 @@
-"""Copies between an NPU's memory and pinned memory of the host, beside what the model computes."""
+"""Copies between NPU memory and pinned host memory, concurrently with the model."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mooncake_hal_ascend.hccs.contiguous_runs import is_row, row_bytes, rows_of
 from mooncake_hal_ascend.hccs.hccs_staging import SideStream, Wait, as_rows
 
 LARGE_BYTES = 256 << 10
-"""Pieces of this size on average are one copy each: packing them on the device would cost more."""
+"""Mean size, in bytes, from which on each piece is one copy: packing them would cost more."""
 
 AllocationAround = Callable[[int], "Tensor | None"]
-"""The tensor, flat uint8, of the backend's allocation around an address."""
+"""Returns the backend's allocation that contains an address, as a flat uint8 tensor."""
 
 
 class NpuPinnedMemory:
-    """Pinned memory.
+    """Pinned host memory.
 
     Args:
-        tensor: flat uint8; torch-npu has to know it as pinned.
-        forget: called once, with its address, when it is given back.
+        tensor: flat uint8; must be pinned by torch-npu.
+        forget: called with the memory's address when it is closed.
     """
 
     def __init__(self, tensor: Tensor, forget: Callable[[int], None]) -> None:
@@ -40,13 +40,13 @@ class NpuPinnedMemory:
 
 
 class NpuHostCopies:
-    """Of one NPU.
+    """``HostCopies`` of one NPU.
 
     Args:
         allocation_around: finds the backend's memory.
         device: the NPU.
-        stream: of the copies.
-        pin: whether host memory is pinned; False only where there is no driver that does it.
+        stream: runs the copies.
+        pin: whether to pin host memory; False only if there is no driver that can.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class NpuHostCopies:
         return NpuHostCopier(self, self._device, self._stream)
 
     def pinned(self, host: int, nbytes: int) -> Tensor:
-        """The part of a pinned buffer that begins at an address: flat uint8."""
+        """``nbytes`` of pinned memory at an address, as a flat uint8 tensor."""
         with self._lock:
             for address, tensor in self._pinned.items():
                 if address <= host and host + nbytes <= address + tensor.numel():
@@ -84,7 +84,7 @@ class NpuHostCopies:
     def allocations(
         self, addresses: Addresses, nbytes: Addresses
     ) -> Iterator[tuple[Tensor, slice]]:
-        """The backend's allocations, flat uint8, with the pieces that follow each other in each."""
+        """Group consecutive pieces by allocation: (allocation as flat uint8, range of pieces)."""
         begin, ends = 0, addresses + nbytes
         while begin < len(addresses):
             found = self._allocation_around(int(addresses[begin]))
@@ -108,12 +108,12 @@ class _Move(Protocol):
 
 
 class NpuHostCopier:
-    """Small pieces are packed on the NPU and cross in one copy; large ones cross by themselves.
+    """Packs small pieces on the NPU and transfers them in one copy; copies large pieces one by one.
 
     Args:
-        copies: knows the memory of both sides.
+        copies: finds the memory of both sides.
         device: the NPU.
-        stream: of the copies.
+        stream: runs the copies.
     """
 
     def __init__(self, copies: NpuHostCopies, device: torch.device, stream: SideStream) -> None:
@@ -175,7 +175,7 @@ def _to_device(device: Tensor, host: Tensor, rows: Tensor | None) -> None:
 
 
 def _slices(offsets: Addresses, nbytes: Addresses) -> list[tuple[slice, slice]]:
-    """Where pieces lie in their allocation, and packed: [pieces]."""
+    """The slices of pieces in their allocation and in the packed buffer: [pieces]."""
     ends = np.cumsum(nbytes).tolist()
     lying = zip(offsets.tolist(), nbytes.tolist(), strict=True)
     return [

@@ -1,4 +1,5 @@
-"""The lengths that attention ops take as host lists, made once per batch and not per layer."""
+"""Sequence lengths as the host lists that attention ops expect, built once per batch and not per
+layer."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from torch import Tensor
 from mooncake_hal.backend import AttentionBatch
 
 _MASK = 2048
-"""Side of the causal mask that the ops stretch over any length (sparse_mode 3)."""
+"""Rows and columns of the causal mask, which the ops apply to any length (sparse_mode 3)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceLengths:
-    """Some sequences of a batch, in the form of the layout TND.
+    """Lengths of some sequences of a batch, for the input layout TND.
 
     Args:
-        query_ends: running sum of their query lengths.
-        context_lens: KV tokens of each.
+        query_ends: cumulative sum of the query lengths.
+        context_lens: number of KV tokens of each sequence.
         block_table: [sequences, blocks] int32.
     """
 
@@ -32,7 +33,7 @@ class SequenceLengths:
 
 @lru_cache(maxsize=2)
 def decodes_of(batch: AttentionBatch) -> SequenceLengths:
-    """The batch's leading sequences of one query token."""
+    """Lengths of the decodes, the batch's leading sequences with one query token each."""
     count = batch.num_decodes
     lengths = list(batch.host_context_lens[:count])
     return SequenceLengths(list(range(1, count + 1)), lengths, batch.block_tables[:count])
@@ -40,7 +41,7 @@ def decodes_of(batch: AttentionBatch) -> SequenceLengths:
 
 @lru_cache(maxsize=2)
 def prompts_of(batch: AttentionBatch) -> SequenceLengths:
-    """The sequences after the decodes."""
+    """Lengths of the prompts, the sequences behind the decodes."""
     count = batch.num_decodes
     ends = list(accumulate(batch.host_query_lens[count:]))
     return SequenceLengths(ends, list(batch.host_context_lens[count:]), batch.block_tables[count:])
@@ -48,9 +49,9 @@ def prompts_of(batch: AttentionBatch) -> SequenceLengths:
 
 @lru_cache(maxsize=2)
 def chunks_of(batch: AttentionBatch, most_tokens: int) -> SequenceLengths:
-    """The prompts, cut into sequences of at most ``most_tokens`` query tokens.
+    """Lengths of the prompts, divided into chunks of at most ``most_tokens`` query tokens.
 
-    A piece sees what its last token sees, so its context ends there.
+    Each chunk is a sequence whose context ends at the chunk's last token.
     """
     rows, lengths, contexts = [], [], []
     for row in range(batch.num_decodes, len(batch.host_query_lens)):
@@ -66,5 +67,5 @@ def chunks_of(batch: AttentionBatch, most_tokens: int) -> SequenceLengths:
 
 @lru_cache
 def causal_mask(device: torch.device) -> Tensor:
-    """[2048, 2048] int8: 1 where a token would see what comes after it."""
+    """The causal mask, [2048, 2048] int8: 1 where a token must not see a later token."""
     return torch.ones(_MASK, _MASK, dtype=torch.int8, device=device).triu_(1)

@@ -1,7 +1,8 @@
-"""The one table of what differs between NPUs.
+"""The table of differences between NPU families.
 
-Versions are what ``torch_npu.npu.get_soc_version()`` returns, names what the runtime calls a
-device. Everything else asks a ``Soc``, read once; nothing asks for a generation's name.
+A family is found by the version that ``torch_npu.npu.get_soc_version()`` returns and by the
+runtime's name of the device. All other code reads the attributes of a ``Soc``, which is looked up
+once, and never branches on a generation's name.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from mooncake_hal.errors import BackendUnavailable
 from mooncake_hal.fused_experts import ExpertShape
 
 OTHERS = {range(200, 206): "310P", range(260, 261): "950"}
-"""What it is known not to run on."""
+"""Families that are known to be unsupported, by version."""
 
 
 class HccsDomain(Enum):
-    """How far HCCS reaches."""
+    """The set of NPUs that HCCS connects: those of a server, or of a super-node."""
 
     SERVER = auto()
     SUPER_NODE = auto()
@@ -29,16 +30,17 @@ _MOST_EXPERTS = 512
 
 @dataclass(frozen=True, slots=True)
 class FusedExpertLimits:
-    """What npu_moe_distribute_dispatch takes, by its documentation (Ascend Extension for PyTorch
-    7.1). Other groups than these exchange rows by all-to-all.
+    """Limits of npu_moe_distribute_dispatch, from its documentation (Ascend Extension for PyTorch
+    7.1). Groups and shapes outside these limits exchange rows by all-to-all.
 
     Args:
-        ranks: sizes of a group.
-        hidden_sizes: of a row; they begin at 32 and are multiples of it, or are one.
-        tokens: of a rank in one call, at most.
-        chosen: experts of a token, at most.
-        experts_per_rank: at most.
-        has_expert_scales: whether weights go along with rows. Buffers are counted otherwise, too.
+        ranks: supported group sizes.
+        hidden_sizes: supported row sizes: the multiples of 32 up to a maximum, or a single size.
+        tokens: maximum number of tokens per rank and call.
+        chosen: maximum number of experts per token.
+        experts_per_rank: maximum number of experts per rank.
+        has_expert_scales: whether expert weights are sent along with rows. The size of the buffers
+            is then computed by another formula, too.
     """
 
     ranks: tuple[int, ...]
@@ -49,7 +51,7 @@ class FusedExpertLimits:
     has_expert_scales: bool
 
     def why_not(self, ranks: int, shape: ExpertShape) -> str | None:
-        """What is beyond these limits; None if nothing is."""
+        """The limit that a group or shape exceeds, or None."""
         if ranks not in self.ranks:
             return f"{ranks} ranks, it takes {', '.join(map(str, self.ranks))}"
         if shape.hidden_size not in self.hidden_sizes:
@@ -71,7 +73,7 @@ class FusedExpertLimits:
         return None
 
     def most_tokens(self, ranks: int, shape: ExpertShape, buffer_bytes: int) -> int:
-        """Of a rank in one call, as far as a group's buffer goes."""
+        """The maximum number of tokens per rank and call, given the size of a group's buffer."""
         held, hidden = shape.num_slots // ranks, shape.hidden_size
         if self.has_expert_scales:
             room = buffer_bytes // 2 - 2 * _MIB
@@ -87,16 +89,16 @@ class Soc:
     """A family of NPUs.
 
     Args:
-        generation: what deployments compare.
-        versions: of the runtime.
-        prefix: how its devices' names begin, in lower case.
-        hccs_domain: within what NPUs reach each other's memory.
-        devices_per_server: NPUs (on an A3: dies) of one host.
-        fused_experts: what the ops for experts of several NPUs take.
-        transfer_alignment: bytes at whose multiples memory for HCCS begins.
-        latent_dims: (latent, rope) that latent attention runs on.
+        generation: the family's name, which the compatibility check compares.
+        versions: SoC versions of the family.
+        prefix: prefix of its devices' names, in lower case.
+        hccs_domain: the set of NPUs that can access each other's memory over HCCS.
+        devices_per_server: number of NPUs (on an A3: dies) per host.
+        fused_experts: limits of the fused ops for expert parallelism.
+        transfer_alignment: alignment of memory for HCCS, in bytes.
+        latent_dims: (latent, rope) dimensions that latent attention supports.
         block_size: tokens per KV block of the attention ops.
-        has_nz_weights: whether matrix products run on weights in the private format NZ.
+        has_nz_weights: whether matrix products support weights in the private format NZ.
     """
 
     generation: str
@@ -136,18 +138,19 @@ SOCS = (
         ),
     ),
 )
-"""What this backend runs on."""
+"""The families that this backend supports."""
 
 
 def find_soc(version: int, name: str) -> Soc:
-    """The family of a device.
+    """Find the family of a device.
 
     Args:
-        version: as the runtime says it.
-        name: as the runtime calls the device.
+        version: the device's SoC version.
+        name: the runtime's name of the device.
 
     Raises:
-        BackendUnavailable: it is none of ``SOCS``, or name and version contradict each other.
+        BackendUnavailable: the family is not in ``SOCS``, or name and version contradict each
+            other.
     """
     soc = next((each for each in SOCS if version in each.versions), None)
     if soc is not None and name.lower().startswith(soc.prefix):
