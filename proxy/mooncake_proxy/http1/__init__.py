@@ -1,1 +1,1 @@
-"""HTTP/1.1 on asyncio protocols with a C parser: the hot path of both sides."""
+"""HTTP/1.1 server and client on asyncio protocols with a C parser: the proxy's hot path."""

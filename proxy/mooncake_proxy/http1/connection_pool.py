@@ -1,4 +1,4 @@
-"""Connections to one instance, and how a request takes one of them."""
+"""The pool of connections to one instance, through which all requests to it are sent."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from mooncake_proxy.errors import (
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext, UpstreamConnection
 
-# `asyncio.wait_for` before Python 3.12 loses a cancellation that arrives in the same turn of the
-# loop as the result (python/cpython#86296).
+# Before Python 3.12 `asyncio.wait_for` loses a cancellation that arrives in the same iteration of
+# the loop as the result (python/cpython#86296).
 if sys.version_info >= (3, 11):
     from asyncio import timeout
 else:
     from async_timeout import timeout
 
-# Of connecting, where the fault is this host's.
+# Errors of connect() that are this host's fault, not the instance's.
 _LOCAL_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 
 __all__ = ["ConnectionPool", "sweep_timeouts", "timeout"]
 
 
 class ConnectionPool:
-    """Connections to one instance. The latest used is taken first, so that spare ones time out."""
+    """Connections to one instance. Reused in LIFO order, so that spare ones time out."""
 
     def __init__(self, origin: Origin, context: ClientContext, name: str | None = None) -> None:
         self.origin = origin
         self.context = context
-        # The instance that errors name.
+        # Instance name in errors.
         self.name = name or str(origin)
         self._idle: list[UpstreamConnection] = []
         # 0 once the pool is closed.
@@ -51,11 +51,21 @@ class ConnectionPool:
         whole: bool,
         abandon: Callable[[UpstreamConnection], object] = UpstreamConnection.finish,
     ) -> UpstreamConnection:
-        """Send and wait for the head of the answer, or the `whole` of it; `deadline` in loop time.
-        Rejected for any status but 200, with the whole answer.
+        """Send a request and wait for its response.
 
-        `with await pool.exchange(...) as answer:` gives the connection back. If cancelled while
-        waiting, `abandon` decides what becomes of it: finished, which closes it, or hung up.
+        `with await pool.exchange(...) as answer:` returns the connection to the pool at the end of
+        the block.
+
+        Args:
+            payload: bytes of the request.
+            deadline: loop time at which the exchange fails.
+            whole: wait for the whole response instead of its head.
+            abandon: called with the connection if the caller is cancelled while it waits: finishes
+                (closes) it, or half-closes it.
+
+        Raises:
+            Rejected: the status is not 200. Contains the whole response.
+            UpstreamError: the exchange failed.
         """
         connection = self._idle.pop() if self._idle else None
         is_reused = connection is not None
@@ -71,8 +81,8 @@ class ConnectionPool:
                     await connection.check()
             except ConnectionLost as error:
                 connection.finish()
-                # A server may close an idle connection just as it is used again; that no byte
-                # came back distinguishes this from a crash in the middle.
+                # A server may close an idle connection just as it is reused. In contrast to a
+                # crash during the response, no byte was received then: retry on a new connection.
                 if connection.num_received or not is_reused:
                     raise
                 lost = error if connection.was_sent else None
@@ -87,8 +97,11 @@ class ConnectionPool:
                 return connection
 
     async def _reconnect(self, deadline: float, lost: ConnectionLost | None) -> UpstreamConnection:
-        """A connection. Where nothing listens after one was `lost` with a request on it, the
-        instance died with the request: that is what is raised."""
+        """Open a connection.
+
+        If a reused connection was `lost` after the request had been sent, and the instance refuses
+        a new one, it has died with the request: that loss is raised instead of ConnectFailed.
+        """
         try:
             return await self.connect(deadline)
         except ConnectFailed as error:
@@ -97,33 +110,33 @@ class ConnectionPool:
             raise lost from error
 
     async def fetch(self, payload: bytes, deadline: float) -> bytes:
-        """The whole body of an answer."""
+        """Send a request and return the whole body of the response."""
         with await self.exchange(payload, deadline, whole=True) as answer:
             return answer.body
 
     def give_back(self, connection: UpstreamConnection) -> None:
-        """Keep for the next exchange."""
+        """Keep a connection for the next exchange, or close it if enough are idle."""
         if len(self._idle) < self._max_idle:
             self._idle.append(connection)
         else:
             connection.close()
 
     def forget(self, connection: UpstreamConnection) -> None:
-        """An idle connection was closed from the other side."""
+        """Remove an idle connection that the instance has closed."""
         if connection in self._idle:
             self._idle.remove(connection)
 
     def close(self) -> None:
-        """Close the idle ones; busy ones end with their exchange."""
+        """Close the idle connections; busy ones are closed at the end of their exchange."""
         self._max_idle = 0
         for connection in self._idle:
             connection.close()
         self._idle.clear()
 
     async def connect(self, deadline: float) -> UpstreamConnection:
-        """A new connection, or ConnectFailed."""
-        # A task of its own: a connection that is established just as its request is cancelled is
-        # kept for the next one.
+        """Open a connection. Raises ConnectFailed, OutOfSockets or DeadlineExceeded."""
+        # Runs in a task of its own: if the request is cancelled just as the connection is
+        # established, the connection is kept for the next request.
         task = self.context.loop.create_task(self._connect(deadline))
         try:
             return await task
@@ -132,7 +145,7 @@ class ConnectionPool:
             raise
 
     def _keep_unasked(self, task: asyncio.Task[UpstreamConnection]) -> None:
-        """The request that asked for the connection was cancelled just as it was established."""
+        """Keep a connection whose request was cancelled while it was being established."""
         if not task.cancelled() and task.exception() is None:
             self.give_back(task.result())
 
@@ -150,7 +163,7 @@ class ConnectionPool:
             if exc.errno in _LOCAL_ERRORS:
                 raise OutOfSockets(self.name, f"no connection from this host: {exc}") from exc
             raise ConnectFailed(self.name, f"no connection: {exc}") from exc
-        except (ValueError, OverflowError) as exc:  # a host or port that none can have
+        except (ValueError, OverflowError) as exc:  # an impossible host or port
             raise ConnectFailed(self.name, f"no such address: {exc}") from exc
 
     async def _create(self) -> UpstreamConnection:
@@ -168,7 +181,7 @@ class ConnectionPool:
 
 
 def sweep_timeouts(context: ClientContext) -> None:
-    """Fail every exchange whose deadline has passed; called a few times a second."""
+    """Fail all exchanges that have timed out; called a few times per second."""
     now = context.loop.time()
     for connection in [c for c in context.connections if c.is_overdue(now)]:
         if now > connection.deadline:

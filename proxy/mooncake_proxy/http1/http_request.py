@@ -1,4 +1,4 @@
-"""One request of a client and the answer to it."""
+"""A client's HTTP request and the response to it, as handlers see them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mooncake_proxy.http1.http_wire import LAST_CHUNK, STATUS_LINES, chunk, stat
 if TYPE_CHECKING:
     from mooncake_proxy.http1.server_connection import ServerProtocol
 
-# No cache and no nginx in front may hold events back.
+# Keep caches and nginx from buffering events.
 _STREAM_HEADERS = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 
 
@@ -20,24 +20,24 @@ class Pausable(Protocol):
         """Stop reading."""
 
     def resume(self) -> None:
-        """Read again."""
+        """Continue to read."""
 
 
 class AnswerTranslation(Protocol):
-    """Turns an answer into the form that its client asked in."""
+    """Translates OpenAI answers to the API format of the client."""
 
     def whole(self, status: int, body: bytes) -> tuple[int, bytes]:
-        """A complete answer, or an error."""
+        """Translate a complete answer or an error."""
 
     def events(self, data: bytes) -> bytes:
-        """More of a stream."""
+        """Translate the next bytes of a stream."""
 
 
 class HttpRequest:
-    """One request and the answer to it.
+    """One request and its response. `ServerProtocol` creates it and runs its handler.
 
-    The handler answers with `respond` once, or with `start_stream`, `write`... and `end`. It is
-    cancelled when the client goes away; writing to a client that is gone does nothing.
+    The handler answers with a single `respond`, or with `start_stream`, any number of `write`, and
+    `end`. It is cancelled when the client disconnects; writes after that are ignored.
     """
 
     __slots__ = (
@@ -64,13 +64,13 @@ class HttpRequest:
         self.body = b""
         self.keep_alive = True
         self.chunked = True
-        # It came to a port that only operators reach.
+        # The request came to the admin port.
         self.is_admin = False
         self.status = 0
         self.ended = False
         self.bytes_out = 0
         self.source: Pausable | None = None
-        # Between what is answered here and what its client gets.
+        # Applied to everything that is sent to the client.
         self.translation: AnswerTranslation | None = None
 
     @property
@@ -80,7 +80,7 @@ class HttpRequest:
 
     @property
     def query(self) -> str:
-        """What follows the question mark."""
+        """The query of the target, without the question mark."""
         return self.target.partition(b"?")[2].decode("latin-1")
 
     @property
@@ -90,11 +90,11 @@ class HttpRequest:
 
     @property
     def has_started(self) -> bool:
-        """True once a status went out: from then on errors are events."""
+        """Whether a status has been sent. From then on errors can only be sent as events."""
         return self.status != 0
 
     def respond(self, status: int, body: bytes, content_type: str, headers: bytes = b"") -> None:
-        """The whole answer at once."""
+        """Send the whole response."""
         if self.translation is not None:
             status, body = self.translation.whole(status, body)
         self.status = status
@@ -113,7 +113,7 @@ class HttpRequest:
         self.bytes_out += len(body)
 
     def start_stream(self, content_type: str, headers: bytes, first: bytes) -> None:
-        """Status 200 and the first bytes of a body whose length is not known, in one write."""
+        """Send status 200 and the first bytes of a body of unknown length, in one write."""
         self.status = 200
         if not self.chunked:
             self.keep_alive = False
@@ -134,7 +134,7 @@ class HttpRequest:
         self.bytes_out += len(first)
 
     def write(self, data: bytes) -> None:
-        """More of the stream; goes out at once."""
+        """Send more of the stream, unbuffered."""
         if self.translation is not None:
             data = self.translation.events(data)
             if not data:  # an empty chunk would end the stream
@@ -144,7 +144,7 @@ class HttpRequest:
         self._protocol.send(b"%x\r\n%b\r\n" % (num_bytes, data) if self.chunked else data)
 
     def end(self, last: bytes = b"") -> None:
-        """The end of a stream, optionally with its last bytes."""
+        """End the stream, optionally with its last bytes."""
         if self.translation is not None:
             last = self.translation.events(last)
         self.bytes_out += len(last)
@@ -155,12 +155,12 @@ class HttpRequest:
         self.ended = True
 
     def break_off(self) -> None:
-        """Close the connection: the client must not take what it has for a whole answer."""
+        """Close the connection, so that the client can't mistake a partial response for a whole."""
         self.keep_alive = False
         self._protocol.close()
 
     def attach(self, source: Pausable | None) -> None:
-        """Let a slow client pause what feeds it."""
+        """Set the source that is paused while the client reads too slowly."""
         self.source = source
         if source is not None and self._protocol.is_write_paused:
             source.pause()

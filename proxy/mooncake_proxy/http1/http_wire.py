@@ -1,4 +1,4 @@
-"""Bytes of HTTP/1.1 heads and chunks, and the URLs of instances."""
+"""Encoding and parsing of HTTP/1.1 heads and chunks, and the parsed URLs of instances."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 
 def status_line(status: int) -> bytes:
-    """The first line of an answer; unknown codes get no phrase."""
+    """The status line of a response; unknown codes get no reason phrase."""
     return STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
 def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
-    """Header lines from checked names and values."""
+    """Header lines from names and values, which the caller has validated."""
     return "".join(f"{name}: {value}\r\n" for name, value in headers).encode("latin-1")
 
 
 def parse_fields(head: bytes) -> dict[bytes, bytes]:
-    """Header fields by lower-case name from the bytes of an answer's head, 1xx heads before it and
-    body bytes behind it left out. The C parser has already accepted them: lines end in CRLF."""
+    """Header fields of a response by lower-case name.
+
+    `head` may also contain 1xx heads before it and body bytes after it, which are skipped. The C
+    parser has accepted it already, so lines end in CRLF.
+    """
     blocks = head.split(b"\r\n\r\n")
     lines = next(block for block in blocks if block[9:10] != b"1").split(b"\r\n")
     fields = (line.partition(b":") for line in lines[1:])
@@ -42,13 +45,13 @@ def chunk(data: bytes) -> bytes:
 
 
 _WANTED = "wanted http://HOST:PORT or https://HOST:PORT"
-# What a request line or a Host header can't hold.
+# Characters that a request line or a Host header can't contain.
 _UNFIT = re.compile(r"[^!-~]")
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an instance listens. `prefix` is a path in front of `/v1/...`, usually empty."""
+    """The parsed URL of an instance. `prefix` is a path before `/v1/...`, usually empty."""
 
     scheme: str
     host: str
@@ -57,9 +60,10 @@ class Origin:
 
     @classmethod
     def parse(cls, url: str) -> Origin:
-        """`http://host:port[/prefix]`, `https://...`, or `host:port`; IPv6 in brackets.
+        """Parse `http://host:port[/prefix]`, `https://...`, or `host:port`; IPv6 in brackets.
 
-        ConfigError for anything else.
+        Raises:
+            ConfigError: `url` is anything else.
         """
         text = url if "://" in url else f"http://{url}"
         try:
@@ -75,7 +79,7 @@ class Origin:
             raise ConfigError(f"instance URL {url!r}: user, query and fragment are not allowed")
         try:
             host = parts.hostname.encode("idna").decode("ascii")
-        except UnicodeError as exc:  # an empty part between two dots, or one that is too long
+        except UnicodeError as exc:  # an empty label between two dots, or one that is too long
             raise ConfigError(f"instance URL {url!r}: host {parts.hostname!r}: {exc}") from exc
         if _UNFIT.search(host + parts.path):
             raise ConfigError(f"instance URL {url!r}: blanks and the like are not allowed")
@@ -84,7 +88,7 @@ class Origin:
 
     @property
     def authority(self) -> str:
-        """`host:port` as it stands in URLs and Host headers."""
+        """`host:port` for URLs and Host headers."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 

@@ -1,4 +1,8 @@
-"""The client side of the proxy: one protocol object per connection, one task per request."""
+"""The HTTP server of the proxy: one protocol object per client connection, one task per request.
+
+`ServerProtocol` parses requests, bounds what clients can make the proxy hold, and runs the
+application's handler.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ from mooncake_proxy.errors import INTERNAL_ERROR, Refusal
 from mooncake_proxy.http1.http_request import HttpRequest
 
 logger = logging.getLogger(__name__)
-# A task per request. From Python 3.12 on it starts at once, not in the next turn of the loop.
-# Against coroutines driven straight from read events, tasks cost 4 % more CPU per request at 16
+# Each request is a task. From Python 3.12 on it starts eagerly, not in the loop's next iteration.
+# Compared with coroutines driven directly by read events, tasks cost 4 % more CPU per request at 16
 # connections, 1 % at 64 and 1 % per streamed token (Python 3.11; 3 % at 16 with 3.13).
 _new_task: Callable[..., asyncio.Task[None]] = asyncio.Task
 if sys.version_info >= (3, 12):
@@ -28,10 +32,10 @@ if sys.version_info >= (3, 12):
 
 @dataclass(slots=True)
 class ServerLimits:
-    """Bounds on what a client may send, in bytes and seconds."""
+    """Limits on what a client may send: bytes, counts and timeouts in seconds."""
 
     max_body_bytes: int = 64 * 1024 * 1024
-    # Of all connections: bodies that are not whole yet, or wait behind another request.
+    # For all connections together: bodies that are incomplete, or whose request is queued.
     max_held_bytes: int = 1024 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
     max_headers: int = 200
@@ -39,9 +43,9 @@ class ServerLimits:
     head_timeout_s: float = 20.0
     body_timeout_s: float = 60.0
     idle_timeout_s: float = 75.0
-    # A client that takes nothing of its answer for this long is dropped.
+    # A client that reads nothing of its response for this long is disconnected.
     write_timeout_s: float = 120.0
-    # For what is still to be written, or to be read and thrown away, when a connection closes.
+    # To write the rest, or to read and discard what the client still sends, at a close.
     close_timeout_s: float = 5.0
 
 
@@ -50,11 +54,11 @@ Handler = Callable[[HttpRequest], Coroutine[Any, Any, None]]
 
 @dataclass(slots=True)
 class ServerContext:
-    """What all connections of a listener share."""
+    """State that all connections of a listener share."""
 
     handler: Handler
     limits: ServerLimits = field(default_factory=ServerLimits)
-    # The longest body of a request whose head is there; 0: it is answered without reading any.
+    # Largest body of a request, by its head; 0: the request is answered without reading its body.
     body_limit: Callable[[HttpRequest], int] | None = None
     connections: set[ServerProtocol] = field(default_factory=set)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
@@ -63,7 +67,7 @@ class ServerContext:
 
 
 class ServerProtocol(asyncio.Protocol):
-    """Parses requests of one client connection and runs the handler for one after the other."""
+    """Parses the requests of one client connection, and runs the handler for one at a time."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -74,25 +78,25 @@ class ServerProtocol(asyncio.Protocol):
         self._body: bytes | bytearray = b""
         self._num_body_bytes = 0
         self._max_body_bytes = 0
-        # Of this connection, as `ServerContext` counts them.
+        # This connection's share of `ServerContext.num_held_bytes`.
         self._num_held_bytes = 0
         self._num_head_bytes = 0
         self._has_two_hosts = False
         self._is_head_open = False
-        # Of the bytes that came last: their number, and whether they are all of one message.
+        # The latest read: its number of bytes, and whether all of them belong to one message.
         self._num_read_bytes = 0
         self._is_one_message = True
-        # Bytes since the latest piece of a body: chunk extensions and trailers.
+        # Bytes since the latest piece of a body, that is chunk extensions and trailers.
         self._num_overhead_bytes = 0
         self._wants_continue = False
         self._waiting: deque[HttpRequest] = deque()
         self._current: HttpRequest | None = None
         self._task: asyncio.Task[None] | None = None
-        # Nothing more is read from this client.
+        # Nothing more is processed from this client.
         self._is_refused = False
         self._closing_since: float | None = None
         self._write_paused_since = 0.0
-        # Bytes that waited to be written when the sweep looked last.
+        # Size of the write buffer at the latest sweep.
         self._num_left = 0
         self._is_read_paused = False
         self.is_write_paused = False
@@ -102,7 +106,7 @@ class ServerProtocol(asyncio.Protocol):
     # ------------------------------------------------ transport events
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember the transport; uvloop sets TCP_NODELAY itself."""
+        """Store the transport. uvloop sets TCP_NODELAY itself."""
         # uvloop's transports have the methods but not the base class.
         self._transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
@@ -111,7 +115,7 @@ class ServerProtocol(asyncio.Protocol):
         self._context.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone: what runs for it is cancelled now, unless it has its answer."""
+        """Cancel the running request, unless it is answered: the client has disconnected."""
         self._context.connections.discard(self)
         self._transport = None
         self._drop_bodies()
@@ -119,7 +123,7 @@ class ServerProtocol(asyncio.Protocol):
             self._task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes from the client; a request is handled as soon as it is whole."""
+        """Parse bytes from the client. A request is handled as soon as it is complete."""
         if self._is_refused:
             return
         is_first = self._incoming is None
@@ -136,19 +140,19 @@ class ServerProtocol(asyncio.Protocol):
             self._refuse(400, f"malformed HTTP request: {exc}")
         if self._incoming is not None and self._is_one_message:
             self._bound_overhead(len(data), was_head_open or is_first, num_body_bytes)
-        # Not from within the parser: the handler may answer and close at once.
+        # Not from within the parser: the handler may answer and close immediately.
         if self._waiting and self._current is None:
             self._start_next()
 
     def pause_writing(self) -> None:
-        """The client reads slower than the instance writes: stop reading there."""
+        """Pause the source of the response: the client reads more slowly than it is fed."""
         self.is_write_paused = True
         self._write_paused_since = self._time()
         if self._current is not None and self._current.source is not None:
             self._current.source.pause()
 
     def resume_writing(self) -> None:
-        """The client caught up."""
+        """Resume the source: the client has caught up."""
         self.is_write_paused = False
         if self._current is not None and self._current.source is not None:
             self._current.source.resume()
@@ -158,7 +162,7 @@ class ServerProtocol(asyncio.Protocol):
     # ------------------------------------------------ parser events
 
     def on_message_begin(self) -> None:
-        """A new request starts."""
+        """Start a new request."""
         self._incoming = HttpRequest(self)
         self._body = b""
         self._num_body_bytes = 0
@@ -169,12 +173,12 @@ class ServerProtocol(asyncio.Protocol):
         self._is_head_open = True
 
     def on_url(self, url: bytes) -> None:
-        """The target, maybe in pieces."""
+        """Append to the target, which may arrive in pieces."""
         if self._incoming is not None:
             self._incoming.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header; a repeated one keeps its last value. Trailers are dropped."""
+        """Store a header; of a repeated one the last value. Trailers are dropped."""
         request = self._incoming
         if request is not None and self._is_head_open:
             name, headers = name.lower(), request.headers
@@ -183,7 +187,7 @@ class ServerProtocol(asyncio.Protocol):
             headers[name] = value
 
     def on_headers_complete(self) -> None:
-        """The head is whole: refuse early what will be refused anyway."""
+        """Validate the head, and refuse early what would be refused later anyway."""
         request = self._incoming
         if request is None:
             return
@@ -191,7 +195,7 @@ class ServerProtocol(asyncio.Protocol):
         parser, context = self._parser, self._context
         method = parser.get_method()
         if parser.should_upgrade() and method != b"CONNECT":
-            return  # it comes once more, without its offer
+            return  # `_ignore_upgrade` parses the head again, without the upgrade
         request.method = method.decode("ascii")
         request.keep_alive = parser.should_keep_alive() and not context.is_closing
         request.chunked = parser.get_http_version() != "1.0"
@@ -206,7 +210,7 @@ class ServerProtocol(asyncio.Protocol):
             self._expect_body(request, headers)
 
     def _expect_body(self, request: HttpRequest, headers: dict[bytes, bytes]) -> None:
-        # The parser has checked that it is a number.
+        # The parser has checked that the value is a number.
         num_bytes = int(headers.get(b"content-length", 0))
         limit_of, limits = self._context.body_limit, self._context.limits
         self._max_body_bytes = limits.max_body_bytes if limit_of is None else limit_of(request)
@@ -221,13 +225,13 @@ class ServerProtocol(asyncio.Protocol):
             self._invite_body()
 
     def _invite_body(self) -> None:
-        """100 Continue, once nothing of an earlier answer can follow it."""
+        """Send 100 Continue, once no earlier response can be mixed up with it."""
         if self._wants_continue and self._current is None and not self._waiting:
             self._wants_continue = False
             self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
-        """A piece of the body."""
+        """Store a piece of the body, and refuse the request if it is too large."""
         if self._is_refused:
             return
         context, num_bytes = self._context, len(data)
@@ -239,14 +243,14 @@ class ServerProtocol(asyncio.Protocol):
         elif context.num_held_bytes > max(context.limits.max_held_bytes, self._max_body_bytes):
             self._refuse(503, "too many request bodies are on their way: try again later")
         elif not self._body:
-            self._body = data  # nearly always the whole
-        else:  # one buffer: pieces of two bytes would cost twenty times what they say
+            self._body = data  # nearly always the whole body
+        else:  # one buffer: a list of 2-byte pieces would take twenty times their size
             gathered = self._body if isinstance(self._body, bytearray) else bytearray(self._body)
             gathered += data
             self._body = gathered
 
     def on_message_complete(self) -> None:
-        """The request is whole: it runs when those before it are answered."""
+        """Queue the complete request; it runs when those before it have been answered."""
         request = self._incoming
         if request is None or self._is_refused or not request.method:
             return
@@ -273,8 +277,7 @@ class ServerProtocol(asyncio.Protocol):
         self._task = _new_task(self._run(request), loop=self._context.loop, name="request")
 
     async def _run(self, request: HttpRequest) -> None:
-        """Top of a request's task. The handler answers errors itself; what gets here is its own
-        fault."""
+        """Run a request's task. The handler answers errors itself; one that escapes is a bug."""
         try:
             await self._context.handler(request)
         except Exception:
@@ -284,7 +287,7 @@ class ServerProtocol(asyncio.Protocol):
             self._finish(request)
 
     def _finish(self, request: HttpRequest) -> None:
-        """The next request of this connection, or its end."""
+        """Start the next request of this connection, or close it."""
         self._task = None
         self._current = None
         if self._transport is None:
@@ -302,7 +305,7 @@ class ServerProtocol(asyncio.Protocol):
             self._context.loop.call_soon(self._start_next)
 
     def _answer_internal_error(self, request: HttpRequest) -> None:
-        """Status 500, or close where the response has begun."""
+        """Answer 500, or close the connection if the response has started."""
         if request.has_started:
             request.break_off()
             return
@@ -313,13 +316,13 @@ class ServerProtocol(asyncio.Protocol):
     # ------------------------------------------------ used by exchanges and the sweep
 
     def send(self, data: bytes) -> None:
-        """Write now; nothing happens when the client is gone."""
+        """Write immediately; ignored if the client has disconnected."""
         transport = self._transport
         if transport is not None and not transport.is_closing():
             transport.write(data)
 
     def close(self) -> None:
-        """Close after what was written went out; `sweep` sees to it that this ends."""
+        """Close once the write buffer is flushed; `sweep` aborts if that takes too long."""
         transport = self._transport
         if transport is None or self._closing_since is not None:
             return
@@ -327,12 +330,12 @@ class ServerProtocol(asyncio.Protocol):
         if self._is_refused and transport.can_write_eof():
             if self._is_read_paused:
                 transport.resume_reading()
-            transport.write_eof()  # closing beside unread bytes would reset what was written
+            transport.write_eof()  # a close with unread bytes would reset the connection
         else:
             transport.close()
 
     def cut_off(self, answer: Callable[[HttpRequest], None]) -> None:
-        """Close now. A running request is cancelled once `answer` has answered its client."""
+        """Close the connection. A running request is answered by `answer`, then cancelled."""
         request, task = self._current, self._task
         if request is not None and not request.ended:
             answer(request)
@@ -342,11 +345,11 @@ class ServerProtocol(asyncio.Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """True while a request runs."""
+        """Whether a request is running."""
         return self._current is not None
 
     def sweep(self, now: float) -> None:
-        """Close connections that send or read too slowly, or idle for too long."""
+        """Close the connection if the client sends or reads too slowly, or is idle too long."""
         limits, transport = self._context.limits, self._transport
         if transport is None:
             return
@@ -359,7 +362,7 @@ class ServerProtocol(asyncio.Protocol):
             self._sweep_idle(now, limits)
 
     def _silent_for(self, now: float, transport: asyncio.Transport) -> float:
-        """For how long the client has taken nothing of what is written to it."""
+        """Seconds for which the client has read nothing of what was written to it."""
         num_left = transport.get_write_buffer_size()
         if num_left < self._num_left:
             self._write_paused_since = now
@@ -374,8 +377,10 @@ class ServerProtocol(asyncio.Protocol):
             self._refuse(408, "the request did not arrive in time")
 
     def _bound_overhead(self, num_bytes: int, was_head_open: bool, num_body_bytes: int) -> None:
-        """Refuse heads, chunk extensions and trailers that do not end: the parser keeps their
-        bytes. Counted are reads within one message that bring nothing of its body."""
+        """Refuse endless heads, chunk extensions and trailers, whose bytes the parser buffers.
+
+        Counts the reads within one message that contain nothing of its body.
+        """
         max_bytes = self._context.limits.max_header_bytes
         if self._is_head_open:
             self._num_head_bytes += num_bytes
@@ -389,8 +394,10 @@ class ServerProtocol(asyncio.Protocol):
             self._num_overhead_bytes = 0
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Take a request that offers another protocol as if it did not (RFC 9110 §7.8). The parser
-        has skipped its body: its head is parsed once more, without the offer."""
+        """Process a request that offers a protocol upgrade as if it did not (RFC 9110 §7.8).
+
+        The parser has skipped its body, so its head is parsed again without the offer.
+        """
         request = self._incoming
         if (
             request is None
@@ -417,14 +424,14 @@ class ServerProtocol(asyncio.Protocol):
             self._refuse(400, f"malformed HTTP request: {exc}")
 
     def _drop_bodies(self) -> None:
-        """Of requests that will not run."""
+        """Drop the bodies of requests that will not run."""
         self._waiting.clear()
         self._body = b""
         self._context.num_held_bytes -= self._num_held_bytes
         self._num_held_bytes = 0
 
     def _refuse(self, status: int, message: str) -> None:
-        """Refuse what is not a complete valid request, and close."""
+        """Refuse an invalid or incomplete request, and close the connection."""
         if self._is_refused:
             return
         self._is_refused = True
@@ -442,6 +449,6 @@ class ServerProtocol(asyncio.Protocol):
 
 
 def _size_of_head(request: HttpRequest) -> int:
-    """Its bytes, as far as they are kept."""
+    """Bytes of the target and the stored headers."""
     fields = request.headers
     return len(request.target) + sum(map(len, fields)) + sum(map(len, fields.values()))

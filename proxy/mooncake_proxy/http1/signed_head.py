@@ -1,7 +1,7 @@
-"""Requests whose head is signed with a shared secret, so that bodies of strangers are not read.
+"""Requests with a signed header, so that bodies from unauthenticated senders need not be read.
 
-The header's value is `WORDS.SHA256-OF-BODY.HMAC`; the digests are hexadecimal, the words the
-sender's own.
+The header's value is `WORDS.SHA256-OF-BODY.HMAC`. The digests are hexadecimal; the sender chooses
+the words. Used by peer proxies and by instances that register themselves.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from hashlib import sha256
 
 
 def signed_head(secret: bytes, words: str, body: bytes) -> str:
-    """The header's value for a body."""
+    """The signed header's value for `body`."""
     text = f"{words}.{sha256(body).hexdigest()}"
     return f"{text}.{hmac.digest(secret, text.encode(), 'sha256').hex()}"
 
 
 def signed_digest(secret: bytes, value: bytes) -> str | None:
-    """The digest of the body that a head is signed for; None where it is not."""
+    """The digest of the body for which the header is signed; None if the signature is wrong."""
     text, _, signature = value.rpartition(b".")
     wanted = hmac.digest(secret, text, "sha256").hex().encode()
     if not hmac.compare_digest(wanted, signature):
@@ -26,6 +26,6 @@ def signed_digest(secret: bytes, value: bytes) -> str | None:
 
 
 def is_signed(secret: bytes, value: bytes, body: bytes) -> bool:
-    """Whether head and body belong together, and come from who has the secret."""
+    """Whether the header is signed with the secret, and for this body."""
     digest = signed_digest(secret, value)
     return digest is not None and hmac.compare_digest(digest, sha256(body).hexdigest())

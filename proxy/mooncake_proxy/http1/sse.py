@@ -1,8 +1,8 @@
-"""Server-sent events: cutting a byte stream at event ends, and reading an event's data.
+"""Server-sent events: splits a byte stream into whole events, and extracts an event's data.
 
-Network chunks and events have nothing to do with each other: one chunk may hold two events, one
-event may come in many. `EventFramer` gives whole events, byte for byte, so that what follows a
-broken stream (an error event) never lands inside a half-written one.
+A network read may contain several events, and an event may span several reads. `EventFramer`
+returns only whole events, byte for byte, so that an error event that follows a broken stream never
+ends up inside a partial event.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-# Longest event that is waited for; a stream without event ends must not eat the memory.
+# Bound of an incomplete event: a stream without event ends must not exhaust the memory.
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 _EVENT_END = re.compile(rb"\n\r?\n")
 
@@ -20,7 +20,7 @@ class EventTooLong(ValueError):
 
 
 class EventFramer:
-    """Collects bytes and gives back whole events."""
+    """Buffers bytes and returns whole events."""
 
     __slots__ = ("_tail",)
 
@@ -28,7 +28,7 @@ class EventFramer:
         self._tail = b""
 
     def feed(self, data: bytes) -> bytes:
-        """All events that are complete with `data`, unchanged; b"" when none is."""
+        """Add `data`, and return all events that are complete now, unchanged; b"" if none is."""
         if not self._tail:
             if data.endswith(b"\n\n"):
                 return data
@@ -42,19 +42,19 @@ class EventFramer:
 
     @property
     def tail(self) -> bytes:
-        """The beginning of an event that is not whole yet."""
+        """The buffered part of an incomplete event."""
         return self._tail
 
 
 def _last_event_end(data: bytes) -> int:
-    """Offset behind the last blank line, 0 when there is none. Lines end in LF or CRLF."""
+    """Offset after the last blank line, 0 if there is none. Lines end in LF or CRLF."""
     plain = data.rfind(b"\n\n")
     crlf = data.rfind(b"\n\r\n")
     return max(plain + 2 if plain >= 0 else 0, crlf + 3 if crlf >= 0 else 0)
 
 
 def split_events(block: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(the event as it came, its data) for each whole event of a block."""
+    """Yield (the event's bytes, its data) for each event of a block of whole events."""
     start = 0
     while start < len(block):
         end = _first_event_end(block, start)
@@ -69,7 +69,7 @@ def _first_event_end(block: bytes, start: int) -> int:
 
 
 def event_data(event: bytes) -> bytes:
-    """The joined `data:` lines of one event; comments and other fields are skipped."""
+    """The joined `data:` lines of one event. Comments and other fields are skipped."""
     lines = []
     for line in event.splitlines():
         if line.startswith(b"data:"):

@@ -1,4 +1,7 @@
-"""A keep-alive connection to an instance: one request and its response at a time."""
+"""A keep-alive connection to an instance, which carries one HTTP exchange at a time.
+
+`ConnectionPool` owns the connections; the flows use them through its `exchange`.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +19,40 @@ from mooncake_proxy.http1.http_wire import parse_fields
 
 
 class Sink(Protocol):
-    """Takes the body of an answer as it comes."""
+    """Receives the body of a response as it arrives."""
 
     def feed(self, data: bytes) -> None:
-        """The next bytes. An UpstreamError raised here ends the exchange."""
+        """Process the next bytes. Raising an UpstreamError here ends the exchange."""
 
 
 @dataclass(slots=True)
 class ClientLimits:
-    """Seconds and counts for connections to instances."""
+    """Timeouts in seconds, and the bound of idle connections, per instance."""
 
     connect_timeout_s: float = 5.0
-    # Until the head of an answer: P answers only after its prefill.
+    # Until the response's head. Long, because P answers only after its prefill.
     first_byte_timeout_s: float = 600.0
-    # Between two pieces of a body.
+    # Between two reads of a body.
     stall_timeout_s: float = 120.0
     max_idle: int = 256
 
 
 @dataclass(slots=True)
 class ClientContext:
-    """What all pools share. `connections` is what the time-out sweep looks at."""
+    """What all connection pools share. `connections` are checked by `sweep_timeouts`."""
 
     limits: ClientLimits = field(default_factory=ClientLimits)
     connections: set[UpstreamConnection] = field(default_factory=set)
-    # Of https instances; made with the first one where none is given.
+    # For https instances; if None, created with the first one.
     tls: ssl.SSLContext | None = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def tls_of(self, scheme: str) -> ssl.SSLContext | None:
-        """What a connection is secured by. Reading this host's authorities takes 30 ms, in which
-        the loop does nothing else: one context serves all connections."""
+        """The TLS context of a connection; None for http.
+
+        All connections share it, because loading this host's CA certificates blocks the loop for
+        30 ms.
+        """
         if scheme != "https":
             return None
         if self.tls is None:
@@ -55,7 +61,7 @@ class ClientContext:
 
 
 class ConnectionOwner(Protocol):
-    """The pool that a connection returns to between two exchanges."""
+    """The pool to which a connection returns after an exchange."""
 
     @property
     def name(self) -> str:
@@ -63,19 +69,19 @@ class ConnectionOwner(Protocol):
 
     @property
     def context(self) -> ClientContext:
-        """What all connections share."""
+        """The context that all connections share."""
 
     def give_back(self, connection: UpstreamConnection) -> None:
-        """An exchange ended well: the connection waits for the next one."""
+        """Take a connection back after a successful exchange, for the next one."""
 
     def forget(self, connection: UpstreamConnection) -> None:
-        """The other side closed it."""
+        """Forget a connection that the instance has closed."""
 
 
 class UpstreamConnection(asyncio.Protocol):
     """One connection to an instance; carries one exchange at a time.
 
-    `with await pool.exchange(...) as answer:` — leaving the block ends the exchange.
+    `with await pool.exchange(...) as answer:`, where leaving the block ends the exchange.
     """
 
     __slots__ = (
@@ -112,20 +118,20 @@ class UpstreamConnection(asyncio.Protocol):
         self._failure: UpstreamError | None = None
         self._sink: Sink | None = None
         self._parts: list[bytes] = []
-        # What came until the head was whole, maybe with the beginning of the body.
+        # Bytes received until the head was complete, maybe with the start of the body.
         self._head = b""
         self._has_head = False
         self._is_complete = True
         self._waits_for_whole = False
         self._is_hung_up = False
-        # Of the task that waits for the head, the end of the body, or a failure.
+        # Future of the task that waits for the head, the end of the body, or a failure.
         self._waiter: asyncio.Future[None] | None = None
         self.status = 0
         self.num_received = 0
         self.was_sent = False
         self.reusable = True
-        # Loop times: the end of the exchange whatever arrives, and the latest bytes, after
-        # which silence may last for `_patience_s`.
+        # Loop times: the deadline of the exchange, and the latest bytes received, after which the
+        # instance may be silent for `_patience_s`.
         self.deadline = 0.0
         self.since = 0.0
         self._patience_s = 0.0
@@ -145,10 +151,16 @@ class UpstreamConnection(asyncio.Protocol):
     # ------------------------------------------------ one exchange
 
     def send(self, payload: bytes, deadline: float, *, whole: bool) -> asyncio.Future[None] | None:
-        """Start an exchange. `deadline` (loop time) bounds it whatever arrives.
+        """Start an exchange.
 
-        Returns what to await until the head of the answer is there, or the `whole` of it, or
-        neither will ever be; None if that is now. Then, unless `is_good`, `check` raises why.
+        Args:
+            payload: bytes of the request.
+            deadline: loop time at which the exchange fails.
+            whole: wait for the whole response instead of its head.
+
+        Returns:
+            A future that completes when the head or the whole response has arrived, or the exchange
+            has failed; None if it has failed already. Unless `is_good` then, `check` raises why.
         """
         self._head = b""
         self._has_head = self._is_complete = self.reusable = False
@@ -159,7 +171,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.deadline = deadline
         self.since = self._time()
         self._patience_s = self._context.limits.first_byte_timeout_s
-        # uvloop raises on writes to a transport that is closing; others drop them in silence.
+        # uvloop raises on writes to a closing transport; other loops silently drop them.
         if self._transport is None or self._transport.is_closing():
             self._failure = ConnectionLost(self.name, "closed before the request was sent")
             self.was_sent = False
@@ -170,11 +182,11 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_good(self) -> bool:
-        """True when what was awaited has come, with status 200."""
+        """Whether the awaited part of the response has arrived with status 200."""
         return self.status == 200 and self._failure is None
 
     async def check(self) -> None:
-        """Raise what ended the exchange, or the error that the instance answered, as it came."""
+        """Raise the failure of the exchange, or `Rejected` with the instance's error response."""
         self._check_failure()
         if self.status != 200:
             raise Rejected(self.name, self.status, self.headers, await self.read())
@@ -185,30 +197,30 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """True while an exchange runs."""
+        """Whether an exchange is in flight."""
         return not self._is_complete and self._failure is None
 
     @property
     def headers(self) -> dict[bytes, bytes]:
-        """The answer's headers by lower-case name. Parsed when asked for: most never are."""
+        """The response's headers by lower-case name. Parsed on access: most are never needed."""
         return parse_fields(self._head)
 
     @property
     def body(self) -> bytes:
-        """What has come of the body so far; the whole of it where that was awaited."""
+        """The part of the body received so far; all of it if the whole response was awaited."""
         parts = self._parts
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def read(self) -> bytes:
-        """The body, whole."""
+        """Wait for the whole body."""
         while not self._is_complete:
             await self._more()
         return self.body
 
     async def forward(self, sink: Sink) -> None:
-        """Feed the body to `sink` from inside the read event; returns at its end.
+        """Feed the body to `sink` from within the read events, until it is complete.
 
-        No task wakes up per chunk: that would cost more than the chunk itself.
+        Waking a task per chunk would cost more than processing the chunk.
         """
         self._sink = sink
         if self._parts:
@@ -217,21 +229,24 @@ class UpstreamConnection(asyncio.Protocol):
             await self._more()
 
     def pause(self) -> None:
-        """Stop reading (the client is slower); the stall limit stops counting meanwhile."""
-        # Of an answer that is whole nothing is left to hold back, and the next exchange reads here.
+        """Stop reading, because the client is slower. The stall timeout is suspended."""
+        # After a complete response there is nothing to pause, and the next exchange must read.
         if self._transport is not None and not self._is_complete:
             self._transport.pause_reading()
             self._patience_s = math.inf
 
     def resume(self) -> None:
-        """Read again."""
+        """Continue to read."""
         if self._transport is not None:
             self._transport.resume_reading()
             self.since = self._time()
             self._patience_s = self._context.limits.stall_timeout_s
 
     def finish(self) -> None:
-        """End the exchange: back to the pool, or closed, which aborts the request there."""
+        """End the exchange: return the connection to its pool, or close it.
+
+        Closing it makes the instance abort the request.
+        """
         self._sink = None
         if self._is_complete and self.reusable and self._transport and not self._is_hung_up:
             self._parts = []
@@ -240,11 +255,12 @@ class UpstreamConnection(asyncio.Protocol):
             self.close()
 
     def hang_up(self, wait_s: float) -> bool:
-        """Half-close: tell the instance that the client is gone, but read for `wait_s` what is
-        already on its way.
+        """Half-close the connection, but keep reading for `wait_s` seconds.
 
-        The instance sees EOF and aborts what still runs. False where half-close does not exist
-        (TLS): then the connection is closed.
+        The instance sees EOF and aborts the request, unless its response is in flight already.
+
+        Returns:
+            False if half-close is not possible (TLS): then the connection is closed.
         """
         transport = self._transport
         if transport is None or not transport.can_write_eof():
@@ -256,13 +272,13 @@ class UpstreamConnection(asyncio.Protocol):
         return True
 
     def close(self) -> None:
-        """Drop the connection at once."""
+        """Close the connection immediately."""
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
 
     def fail(self, error: UpstreamError) -> None:
-        """Make the exchange end with `error`."""
+        """Fail the exchange with `error`, and close the connection."""
         if self._failure is None:
             self._failure = error
         self._wake()
@@ -274,7 +290,7 @@ class UpstreamConnection(asyncio.Protocol):
             waiter.set_result(None)
 
     async def _more(self) -> None:
-        """Until the answer is complete, or failed."""
+        """Wait until the response is complete. Raises the exchange's failure."""
         self._waits_for_whole = True
         if self.is_busy:
             self._waiter = self._context.loop.create_future()
@@ -282,7 +298,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._check_failure()
 
     def is_overdue(self, now: float) -> bool:
-        """Whether its exchange has lasted, or been silent, for too long."""
+        """Whether the exchange has passed its deadline, or been silent for too long."""
         if not self.is_busy:
             return False
         return now > self.deadline or now - self.since > self._patience_s
@@ -290,13 +306,13 @@ class UpstreamConnection(asyncio.Protocol):
     # ------------------------------------------------ transport events
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is open."""
+        """Store the transport."""
         # uvloop's transports have the methods but not the base class.
         self._transport = cast(asyncio.Transport, transport)
         self._context.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The instance closed, or died."""
+        """End or fail the exchange: the instance has closed the connection or died."""
         self._transport = None
         self._context.connections.discard(self)
         self._owner.forget(self)
@@ -310,7 +326,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.fail(ConnectionLost(self.name, detail if exc is None else f"{detail}: {exc}"))
 
     def data_received(self, data: bytes) -> None:
-        """Bytes from the instance."""
+        """Parse bytes from the instance, and feed the sink or wake the waiting task."""
         self.num_received += len(data)
         if not self._has_head:
             self._head = self._head + data if self._head else data
@@ -320,7 +336,7 @@ class UpstreamConnection(asyncio.Protocol):
             if not self._is_complete:
                 self.fail(MalformedAnswer(self.name, f"no HTTP answer: {exc}"))
                 return
-            self.reusable = False  # what nobody asked for, behind an answer that is whole
+            self.reusable = False  # unexpected bytes after a complete response
             self.close()
         if not self._is_complete:
             self.since = self._time()
@@ -331,7 +347,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._wake()
 
     def _flush(self, sink: Sink) -> None:
-        """All body bytes of one network read, in one piece."""
+        """Feed all body bytes of one network read to the sink, in one call."""
         parts, self._parts = self._parts, []
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         try:
@@ -342,20 +358,22 @@ class UpstreamConnection(asyncio.Protocol):
             self.fail(exc)
 
     def _ends_with_connection(self) -> bool:
-        """True for a body without length: closing ends it (RFC 9112 §6.3)."""
+        """Whether the body has no length and ends with the connection (RFC 9112 §6.3)."""
         return not (self.headers.keys() & {b"content-length", b"transfer-encoding"})
 
     # ------------------------------------------------ parser events
 
     def on_message_begin(self) -> None:
-        """An answer begins. One without a request is nobody's: its rest would be taken for the next
-        request's answer."""
+        """Close the connection if a response begins without a request.
+
+        Its rest would be mistaken for the response to the next request.
+        """
         if self._is_complete:
             self.reusable = False
             self.close()
 
     def on_headers_complete(self) -> None:
-        """The head is whole; 1xx heads are no answer yet."""
+        """Store the status; 1xx heads are skipped."""
         status = self._parser.get_status_code()
         if status < 200 or self._is_complete:
             return
@@ -364,12 +382,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._patience_s = self._context.limits.stall_timeout_s
 
     def on_body(self, data: bytes) -> None:
-        """A piece of the body."""
+        """Store a piece of the body."""
         if not self._is_complete:
             self._parts.append(data)
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
+        """Note that the response is complete."""
         if not self._has_head or self._is_complete:
             return
         self.reusable = self._parser.should_keep_alive() and self._transport is not None
