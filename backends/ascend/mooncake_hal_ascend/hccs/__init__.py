@@ -1,1 +1,1 @@
-"""The ``hccs`` transport: NPU memory to NPU memory, moved by Ascend's transfer engines."""
+"""The ``hccs`` transport: moves NPU memory to NPU memory with Ascend's transfer engines."""

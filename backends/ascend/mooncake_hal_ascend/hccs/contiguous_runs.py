@@ -1,8 +1,8 @@
-"""Many small pieces that are contiguous on one end, moved as whole runs. Pure.
+"""Plans transfers of many small pieces that are contiguous on one end, as whole runs; no I/O.
 
-Where prefill has more ranks than decode, a block of one of its ranks is contiguous in its memory,
-and a stripe per token in decode's. An engine's cost is per piece: whole runs are moved into a
-buffer on decode's side, whose NPU scatters them.
+If prefill has more ranks than decode, a block of one prefill rank is contiguous in its own memory,
+but a stripe per token in decode's memory. A transfer engine's cost is per piece. Therefore whole
+runs are moved to a buffer on decode's side, and the NPU there scatters them.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from mooncake_hal.transports.staging import packed_addresses
 from mooncake_hal.transports.strided_pieces import U64
 
 BUFFER_BYTES = 1 << 20
-"""A slice of small pieces is a few times as long, and goes through two of them in turns."""
+"""Size of a buffer. A slice of small pieces is a few times as long, and passes through two buffers
+alternately."""
 SMALL_BYTES = 16 << 10
-"""Of a piece, on average; larger ones are worth their own transfer."""
+"""Largest mean size of pieces that are moved as runs; larger pieces are transferred one by one."""
 LEAST_PIECES = 8
-"""Per run, on average."""
+"""Smallest mean number of pieces per run for which runs are used."""
 LEAST_ROW = 32
-"""Bytes that a device moves at once."""
+"""Smallest row that is scattered, in bytes: what a device moves at once."""
 ELEMENT_BYTES = 4
-"""Rows are copied as elements of this size."""
+"""Size of the elements as which rows are copied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunBatch:
-    """What fits into a buffer, one run behind the other.
+    """Runs that fit into a buffer together, back to back.
 
     Args:
-        starts, run_bytes: [runs] where the runs lie, and how long they are.
-        targets, sizes: [pieces] where their pieces go.
+        starts, run_bytes: [runs] addresses and lengths of the runs.
+        targets, sizes: [pieces] target addresses and lengths of their pieces.
     """
 
     starts: U64
@@ -43,16 +44,16 @@ class RunBatch:
     sizes: U64
 
     def in_buffer(self, address: int) -> U64:
-        """Where the runs lie in a buffer that begins at ``address``: [runs]."""
+        """Addresses of the runs in a buffer at ``address``: [runs]."""
         return packed_addresses(address, self.run_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContiguousRuns:
-    """Pieces in the order in which they lie in their runs.
+    """Pieces, in the order of their runs.
 
     Args:
-        sources, targets, sizes: [pieces] where they come from, where they go, how long they are.
+        sources, targets, sizes: [pieces] source addresses, target addresses and lengths.
     """
 
     sources: U64
@@ -60,7 +61,7 @@ class ContiguousRuns:
     sizes: U64
 
     def batches(self, most_bytes: int) -> Iterator[RunBatch]:
-        """Cut into what fits into a buffer, between pieces."""
+        """Divide the pieces into batches of at most ``most_bytes``, without dividing a piece."""
         first, ends = 0, np.cumsum(self.sizes)
         while first < len(ends):
             before = int(ends[first - 1]) if first else 0
@@ -78,12 +79,13 @@ class ContiguousRuns:
 def find_runs(
     sources: U64, targets: U64, sizes: U64, base: int, most_bytes: int
 ) -> ContiguousRuns | None:
-    """Whether pieces are better moved by whole runs.
+    """Group pieces into runs; None if transferring the pieces one by one is better.
 
     Args:
-        sources, targets, sizes: of the pieces, all of which go to one region.
-        base: that region's first byte.
-        most_bytes: of a buffer; a piece has to fit.
+        sources, targets, sizes: addresses and lengths of the pieces, all of whose targets are in
+            one region.
+        base: address of that region.
+        most_bytes: size of a buffer, which must hold any one piece.
     """
     mean_bytes = int(sizes.sum()) / len(sizes)
     num_runs = int(_is_run_start(sources, sizes).sum())
@@ -95,17 +97,17 @@ def find_runs(
 
 
 def is_row(nbytes: int) -> bool:
-    """Whether a device can scatter rows of this length, and efficiently."""
+    """Whether a device can scatter rows of this length efficiently."""
     return nbytes >= LEAST_ROW and nbytes % ELEMENT_BYTES == 0
 
 
 def row_bytes(targets: U64, sizes: U64, base: int) -> int:
-    """Return what all pieces, and their targets in the region, are multiples of."""
+    """The largest common divisor of all pieces' lengths and of their offsets in the region."""
     return int(np.gcd.reduce(np.concatenate((sizes, targets - np.uint64(base)))))
 
 
 def rows_of(targets: U64, sizes: U64, base: int, row: int) -> NDArray[np.int64]:
-    """Number the rows of ``row`` bytes that pieces go to, in their region: [n]."""
+    """Indices of the target rows, of ``row`` bytes each, in the region: [rows]."""
     counts = (sizes // np.uint64(row)).astype(np.int64)
     firsts = ((targets - np.uint64(base)) // np.uint64(row)).astype(np.int64)
     inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -114,7 +116,7 @@ def rows_of(targets: U64, sizes: U64, base: int, row: int) -> NDArray[np.int64]:
 
 
 def _is_run_start(sources: U64, sizes: U64) -> NDArray[np.bool_]:
-    """Which pieces do not follow the one before them: [n]."""
+    """Whether each piece is not contiguous with the one before it: [pieces]."""
     is_start = np.ones(len(sources), np.bool_)
     is_start[1:] = sources[1:] != sources[:-1] + sizes[:-1]
     return is_start

@@ -1,4 +1,5 @@
-"""Checks a host for what hccs needs, one item at a time; standard library only."""
+"""Checks whether a host is set up for ``hccs``, one item at a time; imports the standard library
+only."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def examine(
     Args:
         devices: physical numbers of the host's NPUs.
         vendor: the variables of HCCL and the engines that are set.
-        everywhere: the text of MOONCAKE_HAL_HCCS.
-        root: where the machine's files begin.
+        everywhere: value of MOONCAKE_HAL_HCCS.
+        root: root of the machine's file system.
     """
     return [
         *_addresses(devices, root),

@@ -1,7 +1,7 @@
-"""One vendor engine for all the agents of an endpoint, and an agent's share in it.
+"""A vendor engine that is shared by all agents of an endpoint, and the agents.
 
-An NPU has few links and an engine few regions, so agents do not get an engine each: they share
-one, and memory that several of them registered is registered once.
+An NPU has few links and an engine few regions. Agents therefore share one engine, and memory that
+several of them register is registered with it once.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REGIONS = 256
-"""HIXL takes no more per process; the memory of the workspaces is one of them."""
+"""HIXL's limit per process. The workspaces' memory counts as one region."""
 
 ALIGNMENT = 2 << 20
-"""A page of the NPU: HCCS maps whole ones."""
+"""Size of an NPU page, in bytes: HCCS maps whole pages."""
 
 WORKSPACE_BYTES = 2 << 20
 SLOT_BYTES = 512
-"""The NPU's own grain; a token is shorter."""
+"""Size of a slot: the NPU's allocation granularity, which exceeds the size of a token."""
 
 
 class SharedEngine:
-    """Starts an engine for the first agent, ends it with the last.
+    """A reference-counted engine: started for the first agent, closed with the last.
 
     Args:
-        start: starts it.
-        workspaces: the region that tokens and buffers lie in; registered while the engine runs.
-        device: of the memory that it takes, such as ``"npu:0"``.
+        start: starts the engine.
+        workspaces: region with the tokens and buffers; registered while the engine runs.
+        device: device whose memory can be registered, such as ``"npu:0"``.
         bind_thread: makes the NPU current in the calling thread.
-        needs_pages: whether regions must begin at a page of the NPU.
+        needs_pages: whether regions must be aligned to an NPU page.
         ended: called when the last agent has left.
     """
 
@@ -78,22 +78,22 @@ class SharedEngine:
         self._lock = threading.Lock()
 
     def join(self) -> VendorEngine:
-        """Return the engine for one more agent.
+        """Add an agent, and return the engine.
 
         Raises:
-            TransportUnavailable: it does not start.
+            TransportUnavailable: the engine does not start.
         """
         with self._lock:
             self._bind_thread()
             if self._vendor is None:
                 self._vendor = self._start()
-                self._register_first(self._workspaces)  # a link that is up would not know it
+                self._register_first(self._workspaces)  # must precede the engine's first link
                 self._counts[self._workspaces.address] = 1
             self._num_agents += 1
             return self._vendor
 
     def leave(self) -> None:
-        """Let an agent go, which has deregistered everything."""
+        """Remove an agent, which must have deregistered all of its regions."""
         with self._lock:
             self._num_agents -= 1
             if self._num_agents == 0 and self._vendor is not None:
@@ -104,10 +104,10 @@ class SharedEngine:
                     self._ended()
 
     def register(self, region: MemoryRegion) -> None:
-        """Register memory, once more.
+        """Add a registration of a region; the first one registers it with the engine.
 
         Raises:
-            TransportUnavailable: the engine can't take it; says why.
+            TransportUnavailable: the engine can't register the region; the message says why.
         """
         whole = self._whole(region)
         with self._lock:
@@ -117,13 +117,14 @@ class SharedEngine:
             self._counts[whole.address] += 1
 
     def deregister(self, region: MemoryRegion) -> None:
-        """Withdraw it once; the engine lets go of it with the last registration."""
+        """Remove a registration of a region; removing the last one unregisters it from the
+        engine."""
         whole = self._whole(region)
         with self._lock:
             self._withdraw(whole)
 
     def move(self, session: str, part: Slice) -> None:
-        """Several threads at once."""
+        """Move a slice and wait for it. Several threads may call this concurrently."""
         vendor = self._running()
         self._bind_thread()
         if part.is_read:
@@ -168,7 +169,7 @@ class SharedEngine:
         self._bind_thread()
         try:
             self._running().unregister(region.address)
-        except TransferError as exc:  # closing goes on
+        except TransferError as exc:  # closing continues
             logger.warning("%s: the engine keeps memory that was withdrawn: %s", NAME, exc)
 
     def _running(self) -> VendorEngine:
@@ -179,10 +180,10 @@ class SharedEngine:
 
 @dataclass(frozen=True, slots=True)
 class AgentStaging:
-    """How many small pieces go by contiguous runs; where it is None they go piece by piece.
+    """Moves many small pieces as contiguous runs; where a member is None, pieces move one by one.
 
     Args:
-        reader: for our reads.
+        reader: for our reads from the peer.
         writer: for our writes to the peer.
         lent: for peers' writes to us.
     """
@@ -193,14 +194,14 @@ class AgentStaging:
 
 
 class HccsAgent:
-    """One agent of an endpoint: it shares the endpoint's engine with the others.
+    """One agent of an endpoint, which shares the endpoint's engine with the others.
 
-    A slice can't be stopped, and takes no longer than the engine's own deadline. One that failed
-    has ended when the call returns: the engine drops its link with it.
+    A slice can't be cancelled, but never takes longer than the engine's own timeout. A slice that
+    failed moves no more bytes after the call has returned, because the engine closes its link.
 
     Args:
-        engine: which it has a share in.
-        buffers: for many small pieces.
+        engine: the shared engine.
+        buffers: staging for many small pieces.
 
     Raises:
         TransportUnavailable: the engine does not start.
@@ -216,7 +217,7 @@ class HccsAgent:
         self._is_open = True
 
     def description(self) -> bytes:
-        """The name by which other engines call this one."""
+        """The engine's session name, by which other engines address it."""
         return self._vendor.session().encode()
 
     def register(self, key: int, region: MemoryRegion) -> bytes:
@@ -229,11 +230,11 @@ class HccsAgent:
         self._engine.deregister(self._regions.pop(key))
 
     def meet(self, description: bytes) -> None:
-        """Links come up with the first transfer."""
+        """Store the peer's session name; the engine connects with the first transfer."""
         self._target = description.decode()
 
     def learn(self, key: int, attachment: bytes) -> None:
-        """The engines exchange what they need by themselves."""
+        """Store the info of a peer's region; the engines exchange registrations themselves."""
         self._learnt[key] = decode_message(attachment, HccsRegionInfo)
 
     def move(self, part: Slice, must_stop: Callable[[], bool]) -> None:
@@ -248,7 +249,8 @@ class HccsAgent:
             move(part.spans)
 
     def _read_runs(self, part: Slice, read: Callable[[Spans], None]) -> bool:
-        """Read many small pieces as whole runs; False, and nothing done, where that is no gain."""
+        """Read many small pieces as whole runs; returns False, without having read anything, if
+        that is not faster."""
         keys, reader = set(part.local_keys.tolist()), self._buffers.reader
         if reader is None or len(keys) > 1:
             return False
@@ -257,7 +259,8 @@ class HccsAgent:
     def _write_runs(
         self, part: Slice, write: Callable[[Spans], None], must_stop: Callable[[], bool]
     ) -> bool:
-        """Write many small pieces as whole runs; False, and nothing done, where that is no gain."""
+        """Write many small pieces as whole runs; returns False, without having written anything, if
+        that is not faster."""
         keys, writer = set(part.remote_keys.tolist()), self._buffers.writer
         if writer is None or len(keys) > 1:
             return False
@@ -276,8 +279,9 @@ class PooledWorkspace:
     """One slot of a workspace pool.
 
     Args:
-        memory: of the pool. No tensor is kept, which would keep the memory when it is freed.
-        begin, nbytes: of the slot in it.
+        memory: the pool's memory. No tensor is stored, since a tensor would keep freed memory
+            alive.
+        begin, nbytes: offset and length of the slot, in bytes.
     """
 
     def __init__(self, memory: Allocation, begin: int, nbytes: int) -> None:
@@ -291,7 +295,7 @@ class PooledWorkspace:
 
     @property
     def _slot(self) -> Tensor:
-        """Flat uint8, on the NPU."""
+        """The slot as a flat uint8 tensor on the NPU."""
         return self._memory.tensor[self._begin : self._begin + self._nbytes]
 
     def put(self, content: bytes) -> None:
@@ -303,11 +307,11 @@ class PooledWorkspace:
 
 
 class WorkspacePool:
-    """The slots of one allocation.
+    """Allocator of the slots of one allocation.
 
     Args:
-        memory: from the backend, aligned as its transports need it; freed with the workspaces.
-        nbytes: how much of its beginning is slots; the rest is used otherwise.
+        memory: allocation from the backend, aligned for its transports; freed by ``close``.
+        nbytes: length of the part at its beginning that is divided into slots.
     """
 
     def __init__(self, memory: Allocation, nbytes: int) -> None:
@@ -317,14 +321,14 @@ class WorkspacePool:
 
     @property
     def region(self) -> MemoryRegion:
-        """All of it."""
+        """The whole allocation."""
         return self._memory.region
 
     def workspace(self, nbytes: int) -> PooledWorkspace:
-        """Take a slot; it is free again when the workspace is dropped.
+        """Allocate a slot, which is released when the workspace is garbage collected.
 
         Raises:
-            TransportUnavailable: all are taken.
+            TransportUnavailable: all slots are in use, or a slot is too small.
         """
         with self._lock:
             if not self._free or nbytes > SLOT_BYTES:

@@ -1,4 +1,4 @@
-"""Offers ``hccs``, where an Ascend machine has a transfer engine. Standard library only."""
+"""Plugin entry point of the ``hccs`` transport; imports the standard library only."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 NAME = "hccs"
 
 PRIORITY = 60
-"""Above what goes through a host's NIC or memory."""
+"""Above the transports that go through a host's NIC or memory."""
 CONSTRAINTS = TransportConstraints(same_backend=True, same_generation=True, any_tp_ratio=False)
-"""The vendor's links join NPUs of one generation, and its engines move whole heads of a rank to one
-rank."""
+"""The vendor's links connect NPUs of one generation only, and its engines move whole heads of one
+rank to one rank."""
 
 DISTRIBUTIONS = {
     "mooncake": ("mooncake-transfer-engine-npu",),
     "memfabric_hybrid": ("memfabric-hybrid", "memfabric_hybrid"),
 }
-"""Which packages bring a module that the transport can use."""
+"""Names of the packages that contain each engine's module."""
 
 
 ENGINES = {"mooncake": "mooncake", "memfabric_hybrid": "memfabric"}
-"""What the transport calls the engine of a module."""
+"""The transport's name of each module's engine."""
 
 
 def probe() -> Availability:
-    """Look for NPUs as the backend does, then for an engine; whether one loads is seen later."""
+    """Look for NPUs as the backend does, then for an installed engine, without loading it."""
     machine = ascend_plugin.probe()
     if not machine.ok:
         return machine
@@ -57,10 +57,10 @@ def probe() -> Availability:
 
 
 def load() -> Transport:
-    """Load the backend and the engines.
+    """Load the backend and construct the transport.
 
     Raises:
-        TransportUnavailable: the backend does not load, or no engine does.
+        TransportUnavailable: the backend does not load.
     """
     from mooncake_hal_ascend.hccs.hccs_transport import load as load_hccs
 
@@ -68,7 +68,7 @@ def load() -> Transport:
 
 
 def examine() -> Sequence[Check]:
-    """Look at this host's NPUs, settings, ports and tools."""
+    """Check this host's NPUs, settings, ports and tools."""
     from mooncake_hal_ascend.hccs.hccs_checks import examine as examine_host
 
     return examine_host(
@@ -77,10 +77,10 @@ def examine() -> Sequence[Check]:
 
 
 def reserved_ports() -> Sequence[ReservedPorts]:
-    """The ports that engines may take on this host, in any of its processes, for its NPUs.
+    """The ports that engines may use on this host, in any process, for its NPUs.
 
     Raises:
-        HalError: a variable that sets them makes no sense.
+        HalError: a variable that configures them is invalid.
     """
     from mooncake_hal_ascend.hccs.hccs_settings import engine_ports, settings_of_endpoint
 
@@ -96,7 +96,7 @@ def _devices() -> list[int]:
 
 
 def _installed() -> dict[str, str]:
-    """The engines' modules that are here, and of which distribution."""
+    """The installed engines: module name to distribution."""
     return {
         module: name
         for module, names in DISTRIBUTIONS.items()
@@ -106,7 +106,7 @@ def _installed() -> dict[str, str]:
 
 @hookimpl
 def mooncake_hal_transport() -> TransportSpec:
-    """Offer NPU memory to NPU memory."""
+    """Register the transport that moves memory between NPUs."""
     return TransportSpec(
         NAME,
         API_VERSION,

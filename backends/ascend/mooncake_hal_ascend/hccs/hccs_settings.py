@@ -1,4 +1,4 @@
-"""What can be set about hccs, the engines' deadlines, and the TCP ports that they take. Pure."""
+"""Settings of ``hccs``, the engines' timeouts, and the TCP ports that they use; no I/O."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ ENGINES = ("auto", "mooncake", "memfabric")
 PROTOCOLS = ("auto", "hccs", "roce")
 
 RETRANSMISSION_UNIT_MS = 4.096e-3
-"""An unacknowledged RoCE packet is sent again after this, times two to the HCCL_RDMA_TIMEOUT."""
+"""Base of the retransmission timeout of a RoCE packet, which is this times
+2**HCCL_RDMA_TIMEOUT."""
 
 MARGIN_MS = 3000
-"""What a transfer may take beside retransmissions; the mooncake engine's own deadline."""
+"""Time for a transfer apart from retransmissions; equals the mooncake engine's default timeout."""
 
 CONNECT_MS = 10_000
-"""How long a link may take to come up where HCCL_CONNECT_TIMEOUT says nothing."""
+"""Timeout for a link to come up if HCCL_CONNECT_TIMEOUT is not set."""
 
 _RANGES = {
     "HCCL_CONNECT_TIMEOUT": (1, 7200),
@@ -33,7 +34,8 @@ _RANGES = {
 _RDMA_DEFAULTS = {"HCCL_RDMA_TIMEOUT": 20, "HCCL_RDMA_RETRY_CNT": 7}
 
 PORTS_PER_DEVICE = 1000
-"""Older engines take one of a thousand per NPU; 0.3.13 one of the first hundred."""
+"""Ports to reserve per NPU: older mooncake engines choose one of a thousand, 0.3.13 one of the
+first hundred."""
 DEFAULTS = {
     "mooncake": {
         "ASCEND_BASE_PORT": "20000",
@@ -42,18 +44,18 @@ DEFAULTS = {
     },
     "memfabric": {"MF_CONFIG_STORE_PORT_START": "17001", "MF_CONFIG_STORE_PORT_END": "19000"},
 }
-"""What the engines are set to where the operator sets nothing."""
+"""Values of the engines' variables that the operator did not set."""
 
 
 @dataclass(frozen=True, slots=True)
 class HccsSettings:
-    """Everything that can be set, by these names.
+    """Settings of an endpoint; the fields are the settings' names.
 
     Args:
         engine: ``mooncake`` (mooncake-transfer-engine-npu), ``memfabric`` (memfabric-hybrid), or
             ``auto``: the first of them that loads.
-        protocol: ``hccs`` keeps to the A2 server or A3 super-node; ``roce`` takes the NPUs' own
-            NICs, inside too; ``auto`` takes HCCS inside and RoCE beyond.
+        protocol: ``hccs`` stays within the A2 server or A3 super-node; ``roce`` always uses the
+            NPUs' own NICs; ``auto`` uses HCCS within the server or super-node and RoCE beyond it.
     """
 
     engine: str = "auto"
@@ -68,15 +70,15 @@ class HccsSettings:
 
 
 def settings_of_endpoint(extra: Mapping[str, str], everywhere: str) -> HccsSettings:
-    """Settings of an endpoint: what its options say, else what MOONCAKE_HAL_HCCS says.
+    """Settings of an endpoint: its options, which override MOONCAKE_HAL_HCCS.
 
     Args:
-        extra: the endpoint's, by name.
-        everywhere: the variable's text.
+        extra: the endpoint's options, by name.
+        everywhere: value of MOONCAKE_HAL_HCCS.
 
     Raises:
-        HalError: the variable can't be read.
-        ValueError: the options can't.
+        HalError: the variable is invalid.
+        ValueError: the options are invalid.
     """
     try:
         common = dict(word.split("=", 1) for word in everywhere.split())
@@ -95,13 +97,13 @@ def _read(named: Mapping[str, str]) -> HccsSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineDeadlines:
-    """How long the engine may take, in milliseconds, and why.
+    """The engine's timeouts, in milliseconds, and how they were derived.
 
     Args:
-        connect_ms: for a link to come up.
-        transfer_ms: for one transfer; longer than all retransmissions, or the engine would give
-            up on a NIC that is about to succeed.
-        why: for the log.
+        connect_ms: timeout for a link to come up.
+        transfer_ms: timeout of one transfer. It exceeds the time of all retransmissions, so that
+            the engine does not give up on a NIC that may still succeed.
+        why: derivation, for the log.
     """
 
     connect_ms: int
@@ -110,14 +112,14 @@ class EngineDeadlines:
 
 
 def deadlines(vendor: Mapping[str, str], protocol: str) -> EngineDeadlines:
-    """Derive the engine's deadlines from HCCL's settings; what is set for the engine itself wins.
+    """Derive the engine's timeouts from HCCL's settings, unless the engine's own variables are set.
 
     Args:
         vendor: the variables that are set.
-        protocol: HCCS alone retransmits nothing.
+        protocol: the endpoint's protocol; HCCS alone never retransmits.
 
     Raises:
-        HalError: a variable is no number of its range.
+        HalError: a variable is not a number, or out of range.
     """
     connect, connect_why = _connect_ms(vendor)
     transfer, transfer_why = _transfer_ms(vendor, protocol)
@@ -162,7 +164,7 @@ def _number(vendor: Mapping[str, str], name: str) -> int | None:
 def engine_ports(
     engine: str, vendor: Mapping[str, str], devices: Sequence[int]
 ) -> tuple[ReservedPorts, ...]:
-    """Return what an engine may take on this host.
+    """The ports that an engine may use on this host.
 
     Args:
         engine: ``mooncake`` or ``memfabric``.
@@ -170,7 +172,7 @@ def engine_ports(
         devices: physical numbers of the NPUs.
 
     Raises:
-        HalError: a variable is no port, or the ranges leave the ports that there are.
+        HalError: a variable is not a port, or a range exceeds port 65535.
     """
     named = {name: _port(name, vendor.get(name, text)) for name, text in DEFAULTS[engine].items()}
     if engine == "memfabric":
@@ -192,7 +194,7 @@ def engine_ports(
 
 
 def _range(what: str, named: Mapping[str, int]) -> ReservedPorts:
-    """What two variables, the first and the last port, say."""
+    """The range given by two variables, the first and the last port."""
     first, last = named.values()
     setting = " and ".join(named)
     try:

@@ -1,9 +1,9 @@
-"""Staging buffers: many small pieces move as contiguous runs, and a kernel scatters them.
+"""Staging buffers, through which many small pieces move as contiguous runs that a kernel scatters.
 
-Who reads many small pieces reads runs into two buffers of its own and scatters them from there,
-two for each peer that is read from at a time.
-Who writes many borrows two buffers of the receiver's, fills them with runs by its engine, and asks
-for each to be scattered. In both cases the engine fills one buffer while the other is scattered.
+A reader reads runs into two buffers of its own, and scatters them from there. It has two buffers
+for each peer that it reads from concurrently. A writer borrows two buffers of the receiver, has its
+engine fill them with runs, and asks the receiver to scatter each. In both cases the engine fills
+one buffer while the other is scattered.
 """
 
 from __future__ import annotations
@@ -43,34 +43,35 @@ logger = logging.getLogger(__name__)
 SLOTS = 2
 """Buffers that are lent together: one is filled while the other is scattered."""
 MAX_BORROWERS = 16
-"""Prefill ranks that push many small pieces to one of decode's; the others write piece by piece."""
+"""Prefill ranks that can borrow buffers of one decode rank; further ranks write piece by piece."""
 LENT_BYTES = SLOTS * BUFFER_BYTES
 MAX_READS = 8
-"""At a time, by runs; more of them wait a little for buffers, and go piece by piece then."""
+"""Concurrent reads by runs. Further reads wait for buffers up to BUFFERS_SECONDS, and are then made
+piece by piece."""
 READ_BYTES = SLOTS * BUFFER_BYTES
 BUFFERS_SECONDS = 0.25
-"""How long a read waits for buffers: what keeps them longer waits for a peer that does not answer,
-which is to hold up no other."""
+"""Timeout of a read's wait for buffers, in seconds. A read that holds buffers longer is waiting for
+a peer that does not answer, which must not block reads from other peers."""
 LIMITS = StagingLimits(NAME, SLOTS, BUFFER_BYTES)
 ELEMENT = torch.int32
-"""Of ELEMENT_BYTES."""
+"""The type of ELEMENT_BYTES as which rows are copied."""
 POLL_SECONDS = 0.05
-"""How often a wait looks whether its transfer was stopped."""
+"""Interval at which a wait checks whether its transfer was cancelled."""
 GRACE_SECONDS = 2.0
-"""How long a peer may take to answer after that; then it counts as lost."""
+"""Time that a peer has to answer after its transfer was cancelled; then it is considered lost."""
 
 TensorAt = Callable[[int], "Tensor | None"]
-"""The tensor, flat uint8, of the backend's allocation that begins at an address."""
+"""Returns the backend's allocation that begins at an address, as a flat uint8 tensor."""
 
 Wait = Callable[[], None]
 
 
 class HccsRegionInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an endpoint publishes of a region.
+    """Published info of a region.
 
     Args:
-        address: its first byte.
-        takes_runs: whether pieces of it may be written by way of borrowed buffers.
+        address: address of the region.
+        takes_runs: whether the region can be written through borrowed buffers.
     """
 
     address: int
@@ -78,21 +79,21 @@ class HccsRegionInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 class Borrow(msgspec.Struct, frozen=True, tag="borrow", forbid_unknown_fields=True):
-    """Call: lend this connection the buffers; it has the same ones until it ends."""
+    """Request: lend buffers to this connection, which keeps the same ones until it ends."""
 
 
 class Lent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Answer to Borrow: where the first buffer begins; the second one lies behind it."""
+    """Reply to Borrow: address of the first buffer, which is followed by the second."""
 
     address: int
 
 
 class ScatterBuffer(msgspec.Struct, frozen=True, tag="scatter", forbid_unknown_fields=True):
-    """Call: copy what a buffer holds to its targets; all of it is there when the answer comes.
+    """Request: scatter a buffer to its targets; the reply is sent when all copies have completed.
 
     Args:
-        slot: which buffer.
-        targets: of the pieces.
+        slot: index of the buffer.
+        targets: target addresses and lengths of the pieces.
     """
 
     slot: int
@@ -100,7 +101,7 @@ class ScatterBuffer(msgspec.Struct, frozen=True, tag="scatter", forbid_unknown_f
 
 
 def decode_call(payload: bytes) -> Borrow | ScatterBuffer:
-    """Read a call; raises TransferError if it is none."""
+    """Decode a request; raises TransferError if it is malformed."""
     try:
         return msgspec.msgpack.decode(payload, type=Borrow | ScatterBuffer)
     except UNREADABLE as exc:
@@ -108,19 +109,19 @@ def decode_call(payload: bytes) -> Borrow | ScatterBuffer:
 
 
 class SideStream(Protocol):
-    """A stream for copies: they do not wait for the model's work, and it does not for them."""
+    """A stream for copies, which runs independently of the model's stream."""
 
     def run(self, work: Callable[[], None], device: torch.device) -> Wait:
-        """Enqueue what ``work`` does; returns what waits until it is done."""
+        """Call ``work`` to enqueue copies; returns a function that waits for their completion."""
         ...
 
 
 class Scatterer:
-    """Scatters buffers over the backend's memory. Any thread.
+    """Scatters buffers over the backend's memory. Thread-safe.
 
     Args:
-        tensor_at: finds that memory.
-        stream: of the copies.
+        tensor_at: finds the backend's memory.
+        stream: runs the copies.
     """
 
     def __init__(self, tensor_at: TensorAt, stream: SideStream) -> None:
@@ -128,19 +129,20 @@ class Scatterer:
         self._stream = stream
 
     def can_scatter(self, address: int) -> bool:
-        """Whether a region that begins at ``address`` can be scattered over."""
+        """Whether data can be scattered over the region at ``address``."""
         return self._tensor_at(address) is not None
 
     def scatter(self, buffer: Tensor, targets: U64, sizes: U64, base: int) -> Wait:
-        """Begin to copy pieces to their targets.
+        """Start to copy pieces to their targets.
 
         Args:
-            buffer: flat uint8, the pieces one behind the other.
-            targets, sizes: [n] of the pieces, in rows as ``is_row`` has them.
-            base: first byte of the region that they lie in; ``can_scatter`` holds for it.
+            buffer: flat uint8, the pieces back to back.
+            targets, sizes: [pieces] addresses and lengths, in rows for which ``is_row`` holds.
+            base: address of the region of the targets, for which ``can_scatter`` holds.
 
         Returns:
-            What waits until all are there; the buffer must not change before that.
+            A function that waits until all copies have completed. The buffer must not change before
+            that.
         """
         region = self._tensor_at(base)
         assert region is not None, "can_scatter() was not asked"
@@ -156,18 +158,18 @@ class Scatterer:
 
 
 def as_rows(memory: Tensor, row: int) -> Tensor:
-    """Flat uint8 as rows: [n, row / 4] int32."""
+    """View flat uint8 memory as rows: [rows, row / 4] int32."""
     whole = memory.numel() // row * row
     return memory[:whole].view(ELEMENT).view(-1, row // ELEMENT.itemsize)
 
 
 class StagedReader:
-    """Reads contiguous runs into an endpoint's buffers, and scatters them from there. Any thread.
+    """Reads contiguous runs into an endpoint's buffers, and scatters them from there. Thread-safe.
 
     Args:
-        memory: of all buffers, flat uint8; registered with the engine.
-        scatterer: empties them.
-        num_reads: at a time; each has two buffers of equal size.
+        memory: memory of all buffers, flat uint8; registered with the engine.
+        scatterer: scatters the buffers.
+        num_reads: number of concurrent reads, each of which has two buffers of equal size.
     """
 
     def __init__(self, memory: Tensor, scatterer: Scatterer, num_reads: int) -> None:
@@ -178,19 +180,19 @@ class StagedReader:
             self._free.put(memory[SLOTS * self._half * number :][: SLOTS * self._half])
 
     def close(self) -> None:
-        """Let go of the memory; nothing is read any more."""
+        """Release the memory; no read may follow."""
         self._free = Queue()
 
     def read(self, region: MemoryRegion, spans: Spans, read: Callable[[Spans], None]) -> bool:
-        """Read by whole runs, if that is faster; all has arrived when this returns.
+        """Read pieces as whole runs, if that is faster, and wait until all have arrived.
 
         Args:
-            region: ours, that all pieces lie in.
+            region: our region that contains all pieces.
             spans: the pieces.
-            read: reads by the engine; returns when all has arrived.
+            read: reads spans with the engine, and returns when all have arrived.
 
         Returns:
-            Whether it was done so; if not, nothing has moved.
+            Whether the pieces were read; if not, nothing has moved.
         """
         runs = find_runs(spans.remote, spans.local, spans.nbytes, region.address, self._half)
         if runs is None or not self._scatterer.can_scatter(region.address):
@@ -217,7 +219,7 @@ class StagedReader:
                 in_buffer = batch.in_buffer(buffer.data_ptr())
                 read(Spans(in_buffer, batch.starts, batch.run_bytes))
                 is_free[slot] = self._scatterer.scatter(buffer, batch.targets, batch.sizes, base)
-        finally:  # on an error, too, no memory may change after this returns
+        finally:  # even after an error, no memory may change once this returns
             for wait in is_free:
                 wait()
 
@@ -226,25 +228,25 @@ class StagingBufferPool:
     """The buffers that an endpoint lends to peers that write to it.
 
     Args:
-        memory: of all buffers, flat uint8; registered with the engine.
-        scatterer: empties them.
+        memory: memory of all buffers, flat uint8; registered with the engine.
+        scatterer: scatters the buffers.
     """
 
     def __init__(self, memory: Tensor, scatterer: Scatterer) -> None:
         self._scatterer = scatterer
-        # What came back last is lent last: a peer that died may have begun a write into it.
+        # first in, first out: a peer that died may still be writing to the buffers it had borrowed
         self._free = deque(
             memory[begin : begin + LENT_BYTES] for begin in range(0, memory.numel(), LENT_BYTES)
         )
         self._lent: dict[Session, Tensor] = {}
 
     def close(self) -> None:
-        """Let go of the memory; nothing is lent any more."""
+        """Release the memory; no request may follow."""
         self._free.clear()
         self._lent.clear()
 
     def can_scatter(self, region: MemoryRegion) -> bool:
-        """Whether it can scatter over a region."""
+        """Whether data can be scattered over a region."""
         return self._scatterer.can_scatter(region.address)
 
     def handle_request(self, session: Session, payload: bytes, local: AttachedRegions) -> bytes:
@@ -255,7 +257,7 @@ class StagingBufferPool:
         return b""
 
     def session_ended(self, session: Session) -> None:
-        """What it had borrowed is free again."""
+        """Return the buffers that the session had borrowed to the pool."""
         if (buffers := self._lent.pop(session, None)) is not None:
             self._free.append(buffers)
 
@@ -269,7 +271,7 @@ class StagingBufferPool:
         return self._lent[session]
 
     def _scatter(self, session: Session, call: ScatterBuffer, local: AttachedRegions) -> None:
-        """Copy to regions that are live at this moment; all has arrived when this returns."""
+        """Scatter a buffer over a region that is live now, and wait for all copies."""
         if session not in self._lent:
             raise TransferError(f"{NAME}: buffers are borrowed first")
         targets, sizes = LIMITS.read_pieces(call.slot, call.targets)
@@ -284,10 +286,10 @@ class StagingBufferPool:
 
 
 class StagedWriter:
-    """Writes contiguous runs into buffers that a peer lends, and has the peer scatter them.
+    """Writes contiguous runs to buffers that a peer lends, and has the peer scatter them.
 
     Args:
-        session: to it.
+        session: session with the peer.
     """
 
     def __init__(self, session: Session) -> None:
@@ -302,23 +304,24 @@ class StagedWriter:
         write: Callable[[Spans], None],
         must_stop: Callable[[], bool],
     ) -> bool:
-        """Write by whole runs, if that is faster; all has arrived when this returns.
+        """Write pieces as whole runs, if that is faster, and wait until all have arrived.
 
-        However it ends, the peer scatters nothing of it afterwards. A peer that does not confirm
-        that in time, because it is stopped for example, is given up with its connection: it may
-        still scatter what it was asked for when it goes on.
+        After this has returned or raised, the peer scatters nothing of this write any more. A peer
+        that does not confirm this in time, for example because its process is stopped, is
+        considered lost, and its connection is closed: when it continues, it may still scatter what
+        it was asked for.
 
         Args:
-            spans: pieces that go to one region of the peer's.
-            base: that region's first byte.
-            write: writes by the engine; returns when all has arrived.
+            spans: pieces whose targets are in one region of the peer.
+            base: address of that region.
+            write: writes spans with the engine, and returns when all have arrived.
             must_stop: whether the transfer was cancelled or timed out.
 
         Returns:
-            Whether it was done so; if not, nothing has moved.
+            Whether the pieces were written; if not, nothing has moved.
 
         Raises:
-            TransferError: not all of it has arrived.
+            TransferError: not all pieces have arrived.
         """
         runs = find_runs(spans.local, spans.remote, spans.nbytes, base, BUFFER_BYTES)
         if runs is None or not self._borrowed(must_stop):
@@ -336,7 +339,7 @@ class StagedWriter:
         self,
         runs: ContiguousRuns,
         write: Callable[[Spans], None],
-        answers: list[Future[bytes]],  # that buffers are scattered, in turns
+        answers: list[Future[bytes]],  # replies to scatter requests, one per batch
         must_stop: Callable[[], bool],
     ) -> None:
         assert self._address is not None
@@ -352,7 +355,8 @@ class StagedWriter:
             answers.append(self._session.start_request(encode(call)))
 
     def _borrowed(self, must_stop: Callable[[], bool]) -> bool:
-        """Whether the peer lends buffers. Asked once: the reply changes only when a peer leaves."""
+        """Whether the peer lends buffers. It is asked once: its answer would only change if another
+        peer left."""
         if self._address is None and not self._is_refused:
             answer = self._session.start_request(encode(Borrow()))
             self._await([answer], must_stop)
@@ -366,11 +370,11 @@ class StagedWriter:
         return self._address is not None
 
     def _await(self, answers: Iterable[Future[bytes]], must_stop: Callable[[], bool]) -> None:
-        """Wait until the peer has answered, or is lost."""
+        """Wait until the peer has answered, or is considered lost."""
         missing, given_up = set(answers), float("inf")
         while missing:
             missing = wait(missing, POLL_SECONDS).not_done
             if must_stop() and given_up == float("inf"):
                 given_up = time.monotonic() + GRACE_SECONDS
             if time.monotonic() >= given_up:
-                self._session.hang_up()  # which fails the requests that are still open
+                self._session.hang_up()  # which fails the pending requests

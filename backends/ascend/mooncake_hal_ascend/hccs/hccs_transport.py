@@ -1,4 +1,4 @@
-"""Loads the vendors' engines and puts the transport together."""
+"""Loads a vendor's engine and assembles the ``hccs`` transport."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ MODULES = {"mooncake": "mooncake.engine", "memfabric": "memfabric_hybrid"}
 
 MAX_PIECES = 4096
 MAX_BYTES = 256 << 20
-"""A few milliseconds over HCCS; a cancelled transfer waits for as much to end."""
+"""Largest slice, in bytes: a few milliseconds over HCCS. A cancelled transfer still waits for the
+slice in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,11 @@ class HccsResources:
     """What an endpoint is opened with.
 
     Args:
-        runtime: of the backend whose memory is moved.
-        memory: that memory.
-        import_engine: imports an engine's module. Only the one that is used: both bring copies
-            of the same libraries.
-        scatterer: for many small pieces, which then go by contiguous runs; None where no kernel
+        runtime: runtime of the backend whose memory is moved.
+        memory: allocator of that backend.
+        import_engine: imports an engine's module. It is called only for the engine that is used,
+            since both contain copies of the same libraries.
+        scatterer: scatters many small pieces, which then move as contiguous runs; None if no kernel
             can scatter them.
     """
 
@@ -83,7 +84,8 @@ class HccsResources:
 
 
 def load() -> AdapterTransport:
-    """Load the backend; which engine it takes, and whether that loads, is seen when it is opened.
+    """Load the backend and construct the transport; an engine is only loaded when an endpoint is
+    opened.
 
     Raises:
         TransportUnavailable: the backend does not load.
@@ -111,8 +113,8 @@ def configure(resources: HccsResources, options: EndpointOptions) -> AdaptedEngi
 
     Raises:
         ValueError: a setting is unknown or out of range.
-        TransportUnavailable: the engine that is asked for does not load, a port is the engine's,
-            or the NPU's location is not known.
+        TransportUnavailable: the requested engine does not load, a port of ours is reserved for the
+            engine, or the NPU's location is unknown.
     """
     settings = settings_of_endpoint(options.extra, ascend_env.transport_settings())
     engine = _import_engine(resources, settings)
@@ -132,14 +134,14 @@ def configure(resources: HccsResources, options: EndpointOptions) -> AdaptedEngi
 
 @dataclass(frozen=True, slots=True)
 class ImportedEngine:
-    """A vendor's engine: what the transport calls it, and its module."""
+    """A vendor's engine: its name in the settings, and its module."""
 
     name: str
     module: ModuleType
 
 
 def _import_engine(resources: HccsResources, settings: HccsSettings) -> ImportedEngine:
-    """Import the engine that is asked for, or the first that loads."""
+    """Import the requested engine, or with ``auto`` the first one that loads."""
     refusals = []
     for name in MODULES if settings.engine == "auto" else (settings.engine,):
         try:
@@ -150,12 +152,12 @@ def _import_engine(resources: HccsResources, settings: HccsSettings) -> Imported
 
 
 def _device_index(runtime: Runtime, device: str) -> int:
-    """Return the number in ``"npu:1"``; a deployment that moves host memory has none."""
+    """The device index in a name such as ``"npu:1"``; refuses ``"cpu"``."""
     name, _, number = device.partition(":")
     if name == "cpu":
         raise TransportUnavailable(NAME, "it moves NPU memory only, not the host's; use tcp")
     index = int(number or 0)
-    runtime.device(index)  # refuses what is not there
+    runtime.device(index)  # raises if there is no such device
     return index
 
 
@@ -166,10 +168,10 @@ def _prepare(
     device: int,
     options: EndpointOptions,
 ) -> None:
-    """Derive the engine's variables, check our ports against its own, and set the variables.
+    """Derive the engine's variables, check our ports against the engine's, and set the variables.
 
     Raises:
-        HalError: a variable makes no sense, or a port of ours is one of the engine's.
+        HalError: a variable is invalid, or a port of ours is reserved for the engine.
     """
     limits = deadlines(vendor, settings.protocol)
     ranges = engine_ports(engine, vendor, [physical_device(device, vendor)])
@@ -229,7 +231,7 @@ def _assemble(
         )
 
     serving = share(serves=True)
-    # an engine of memfabric either is dialled or dials; one of mooncake does both
+    # a memfabric engine either accepts or opens connections; a mooncake engine does both
     driving = serving if engine.name == "mooncake" else share(serves=False)
 
     def open_agent(session: Session | None) -> Agent:
@@ -252,14 +254,15 @@ def _assemble(
 
 @dataclass(frozen=True, slots=True)
 class _EndpointBuffers:
-    """NPU memory of an endpoint: for tokens, for its own reads, and for its peers' writes."""
+    """NPU memory of an endpoint: for tokens, for its own reads, and for writes of its peers."""
 
     workspaces: WorkspacePool
     reader: StagedReader | None = None
     lent: StagingBufferPool | None = None
 
     def close(self) -> None:
-        """Free all of it, although the endpoint may be part of a cycle that is still to collect."""
+        """Free all memory now: the endpoint may be part of a reference cycle that has not been
+        collected yet."""
         for part in (self.reader, self.lent, self.workspaces):
             if part is not None:
                 part.close()
@@ -271,7 +274,7 @@ def _allocate_buffers(resources: HccsResources, device: int) -> _EndpointBuffers
         return _EndpointBuffers(
             WorkspacePool(memory.allocate(WORKSPACE_BYTES, device), WORKSPACE_BYTES)
         )
-    # one allocation, since an engine takes few regions
+    # one allocation, since an engine can register few regions
     lent_from = WORKSPACE_BYTES + MAX_READS * READ_BYTES
     allocation = memory.allocate(lent_from + MAX_BORROWERS * LENT_BYTES, device)
     return _EndpointBuffers(

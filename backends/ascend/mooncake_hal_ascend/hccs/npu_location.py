@@ -19,20 +19,20 @@ HCCN_CONF = "etc/hccn.conf"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TOOL_SECONDS = 10.0
 RunTool = Callable[[Sequence[str]], str]
-"""Runs a tool; returns what it printed, empty if it is not there or refuses."""
+"""Runs a tool and returns its output, which is empty if the tool is missing or fails."""
 
 
 class NpuLocation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an endpoint publishes of its NPU.
+    """Published info of an endpoint's NPU.
 
     Args:
         generation: ``A2`` or ``A3``.
         server: identity of the running kernel, the same in all containers of a server.
-        super_pod: the A3 super-node; empty on an A2.
-        super_device: the NPU's number (SDID) in it; empty on an A2.
+        super_pod: id of the A3 super-node; empty on an A2.
+        super_device: the NPU's number (SDID) in the super-node; empty on an A2.
         device: the NPU's physical number in its server.
         device_address: IP address of the NPU's own NIC; empty if /etc/hccn.conf has none.
-        protocol: ``auto``, ``hccs`` or ``roce``: what this end is set to.
+        protocol: this end's protocol setting: ``auto``, ``hccs`` or ``roce``.
     """
 
     generation: str
@@ -45,18 +45,18 @@ class NpuLocation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def domain(self) -> str:
-        """How far HCCS goes from here, in words."""
+        """The NPU's HCCS domain, in words."""
         if self.super_pod:
             return f"the super-node {self.super_pod}"
         return f"the server {self.server}"
 
     def encode(self) -> bytes:
-        """The bytes that an adapter publishes."""
+        """Encode the info for publication."""
         return encode(self)
 
 
 def decode_location(data: bytes) -> NpuLocation:
-    """Read what an endpoint published; raises TransferError if it is something else."""
+    """Decode an endpoint's published info; raises TransferError if it is malformed."""
     try:
         return msgspec.msgpack.decode(data, type=NpuLocation)
     except UNREADABLE as exc:
@@ -64,10 +64,10 @@ def decode_location(data: bytes) -> NpuLocation:
 
 
 def why_unreachable(ours: bytes, theirs: bytes) -> str | None:
-    """Say why two NPUs can't reach each other, with what could be used instead; None if they can.
+    """The reason why two NPUs can't reach each other, and what to use instead; None if they can.
 
     Raises:
-        TransferError: the bytes are no location.
+        TransferError: the bytes are not a location.
     """
     here, there = decode_location(ours), decode_location(theirs)
     return (
@@ -92,7 +92,8 @@ def _why_strangers(here: NpuLocation, there: NpuLocation) -> str | None:
 
 
 def _why_one_number(here: NpuLocation, there: NpuLocation) -> str | None:
-    """Two different NPUs that claim one identity, as after a server's parts were replaced."""
+    """The reason if two different NPUs claim the same identity, as after parts of a server were
+    replaced."""
     if (here.server, here.device) == (there.server, there.device):
         return None
     numbers = (here.super_pod, here.super_device), (there.super_pod, there.super_device)
@@ -153,14 +154,14 @@ def locate(
 
     Args:
         generation: ``A2`` or ``A3``.
-        device: its logical number in this process.
-        protocol: what the transport is set to.
+        device: the NPU's logical number in this process.
+        protocol: the transport's protocol setting.
         vendor: the variables that are set.
-        root: where the machine's files begin; by default what ``ascend_env.root`` says.
+        root: root of the machine's file system; by default ``ascend_env.root()``.
         ask: runs a tool.
 
     Raises:
-        TransportUnavailable: it is in a super-node, and its tools do not say in which.
+        TransportUnavailable: the NPU is in a super-node, but its tools do not report which one.
     """
     physical = physical_device(device, vendor)
     addresses = device_addresses(ascend_env.root() if root is None else root)
@@ -177,7 +178,7 @@ def locate(
 
 
 def physical_device(device: int, vendor: Mapping[str, str]) -> int:
-    """Return the server's number of an NPU that this process sees as ``device``.
+    """The physical number in its server of the NPU with logical number ``device``.
 
     Raises:
         TransportUnavailable: ASCEND_RT_VISIBLE_DEVICES has no such entry.
@@ -194,7 +195,7 @@ def physical_device(device: int, vendor: Mapping[str, str]) -> int:
 
 
 def device_addresses(root: Path) -> dict[int, str]:
-    """Return the addresses of the NPUs' NICs by physical number; empty without /etc/hccn.conf."""
+    """Addresses of the NPUs' NICs, by physical number; empty without /etc/hccn.conf."""
     try:
         text = (root / HCCN_CONF).read_text()
     except FileNotFoundError:
@@ -206,7 +207,11 @@ def device_addresses(root: Path) -> dict[int, str]:
 def _super_pod(
     generation: str, physical: int, vendor: Mapping[str, str], ask: RunTool
 ) -> dict[str, str]:
-    """Return what ``npu-smi info -t spod-info`` says of an NPU in a super-node; a card has two."""
+    """The output of ``npu-smi info -t spod-info`` for an NPU, parsed; empty if the family has no
+    super-nodes.
+
+    A card has two NPUs.
+    """
     soc = next(soc for soc in SOCS if soc.generation == generation)
     if soc.hccs_domain is not HccsDomain.SUPER_NODE:
         return {}

@@ -1,8 +1,8 @@
-"""The vendors' engines behind one surface: calls that raise instead of returning numbers.
+"""The vendors' transfer engines behind one interface, whose calls raise instead of returning codes.
 
-Written against mooncake-transfer-engine-npu 0.3.13 and memfabric-hybrid 1.3, whose signatures
-tests/contract/ascend holds. mooncake's return codes are those of its error.h and HIXL's, which it
-hands through; memfabric's those of its smem.h, which has words beside them.
+Written for mooncake-transfer-engine-npu 0.3.13 and memfabric-hybrid 1.3, whose signatures
+tests/contract/ascend checks. mooncake's return codes are those of its error.h and those of HIXL,
+which it passes on. memfabric's are those of its smem.h, and come with a message.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ _MEMFABRIC: Meanings = {
     -2015: (TransferError, "a buffer is too small"),
 }
 MEANINGS: dict[str, Meanings] = {"mooncake": _MOONCAKE, "memfabric": _MEMFABRIC}
-"""By engine."""
+"""Exception and meaning of each return code, by engine."""
 
 SERVER, CLIENT = "Prefill", "Decode"
-"""What memfabric calls the end that is dialled and the end that dials."""
+"""memfabric's names of the end that accepts connections and the end that opens them."""
 
 
 def failure(engine: str, what: str, code: int, words: str = "") -> TransferError:
-    """Make the error of a return code that is not 0.
+    """Make the exception for a return code that is not 0.
 
     Args:
-        engine: which engine returned it.
-        what: was asked of it.
-        code: as it came.
-        words: what the engine says beside it.
+        engine: name of the engine.
+        what: the requested operation.
+        code: the return code.
+        words: the engine's message, if any.
     """
     kind, meaning = MEANINGS[engine].get(code, (TransferError, "a code that is not documented"))
     said = f": {words}" if words else ""
@@ -80,50 +80,50 @@ def failure(engine: str, what: str, code: int, words: str = "") -> TransferError
 
 
 class VendorEngine(Protocol):
-    """One engine of this process. Its calls may come from any thread whose NPU is set."""
+    """One engine of this process. Any thread whose current NPU is set may call it."""
 
     def session(self) -> str:
-        """How other engines call this one."""
+        """The name by which other engines address this one."""
         ...
 
     def register(self, address: int, nbytes: int) -> None:
-        """Let peers reach memory of the NPU, and this engine use it.
+        """Register NPU memory for access by peers and by this engine.
 
         Raises:
-            TransferError: it is refused.
+            TransferError: the engine refuses.
         """
         ...
 
     def unregister(self, address: int) -> None:
-        """Withdraw it; raises TransferError."""
+        """Unregister the memory at ``address``; raises TransferError."""
         ...
 
     def read(self, session: str, spans: Spans) -> None:
-        """Copy from that engine's memory; all has arrived when this returns.
+        """Copy from the memory of the engine ``session``, and wait until all has arrived.
 
         Raises:
-            TransferError: not all of it has.
+            TransferError: not all has arrived.
         """
         ...
 
     def write(self, session: str, spans: Spans) -> None:
-        """Copy to that engine's memory; see ``read``."""
+        """Copy to the memory of the engine ``session``; see ``read``."""
         ...
 
     def close(self) -> None:
-        """End it, and its links."""
+        """Close the engine and its links."""
         ...
 
 
 class MooncakeVendor:
-    """Mooncake's Ascend protocol, over CANN's HIXL.
+    """Mooncake's transfer engine with the Ascend protocol, over CANN's HIXL.
 
     Args:
-        module: mooncake.engine.
-        host: address that peers reach this process by.
+        module: the module mooncake.engine.
+        host: address at which peers reach this process.
 
     Raises:
-        TransportUnavailable: it does not start.
+        TransportUnavailable: the engine does not start.
     """
 
     def __init__(self, module: ModuleType, host: str) -> None:
@@ -151,22 +151,22 @@ class MooncakeVendor:
         _require(f"write {len(spans)} pieces", "mooncake", code)
 
     def close(self) -> None:
-        """It ends with its last reference."""
+        """Drop the last reference, which ends the engine."""
         self._engine = None
 
 
 class MemfabricVendor:
-    """Memfabric. An engine of it either is dialled, or dials.
+    """A memfabric engine, which either accepts or opens connections.
 
     Args:
-        module: memfabric_hybrid.
-        host: address that peers reach this process by, an IP address.
+        module: the module memfabric_hybrid.
+        host: IP address at which peers reach this process.
         device: the NPU's logical number.
-        serves: which of the two; one that serves moves nothing by itself.
-        over_roce: whether the NPUs' NICs carry the bytes, or HCCS.
+        serves: whether the engine accepts connections; such an engine starts no transfers itself.
+        over_roce: whether bytes move over the NPUs' NICs rather than over HCCS.
 
     Raises:
-        TransportUnavailable: it does not start.
+        TransportUnavailable: the engine does not start.
     """
 
     def __init__(
