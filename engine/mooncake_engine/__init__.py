@@ -1,6 +1,6 @@
-"""Continuous-batching LLM engine with prefill and decode apart.
+"""Continuous-batching LLM engine with disaggregated prefill and decode.
 
-``LLM`` generates offline; ``mooncake-engine serve`` serves OpenAI's API.
+``LLM`` generates offline; ``mooncake-engine serve`` serves the OpenAI API.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["LLM", "LLMEngine", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name at its first use: importing the package costs nothing."""
+    """Import a public name at its first use, so that importing the package is cheap."""
     if name == "LLM":
         from mooncake_engine.llm import LLM
 

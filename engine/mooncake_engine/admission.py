@@ -1,4 +1,4 @@
-"""Whether a request can be served at all, decided before it reaches the core."""
+"""Rejects requests that the engine can't serve, before they reach the core."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from mooncake_kv.params import TransferMode
 
 
 def check_request(request: EngineRequest, info: EngineInfo, mode: TransferMode) -> None:
-    """Check a request against what the engine can do.
+    """Check a request against the engine's limits and its KV connector.
+
+    Args:
+        request: the request.
+        info: static facts about the engine.
+        mode: transfer mode of the engine's connector; NONE without a connector.
 
     Raises:
-        InvalidRequest: says what is wrong.
-        PromptTooLong: the prompt leaves no room for an answer.
+        InvalidRequest: the engine can't serve the request.
+        PromptTooLong: the prompt leaves no room for output in the model's context.
     """
     check_prompt(request.prompt_token_ids, info, param="prompt")
     _check_named_tokens(request.sampling, info)
@@ -47,7 +52,7 @@ def check_request(request: EngineRequest, info: EngineInfo, mode: TransferMode) 
 
 
 def _check_named_tokens(sampling: SamplingParams, info: EngineInfo) -> None:
-    """Refuse ids outside the vocabulary: on a device they would end the engine, not the request."""
+    """Reject token ids outside the vocabulary: on a device they would crash the engine."""
     named = {
         "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
         "stop_token_ids": sampling.stop_token_ids,

@@ -83,10 +83,10 @@ class Command:
     """One command of the program.
 
     Args:
-        name, help: as they are typed and listed.
-        run: takes the parsed arguments, returns the exit status.
-        options: that it takes.
-        add_arguments: adds what is no option of ours.
+        name, help: its name and its line in the list of commands.
+        run: runs the command with the parsed arguments; returns the exit status.
+        options: its options.
+        add_arguments: adds further arguments to its parser, such as positional ones.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Let a parser take its arguments."""
+        """Add its arguments to a parser."""
         if self.add_arguments is not None:
             self.add_arguments(parser)
         add_to_parser(parser, self.options)
@@ -104,9 +104,13 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status: 0, 1 for a failure, 2 for a wrong command line or config."""
-    # Until there is something to leave in order, Ctrl-C ends the process as SIGTERM does: at once.
-    # KeyboardInterrupt would get lost when it meets a foreign import or a finaliser.
+    """Run a command.
+
+    Returns:
+        The exit status: 0, 1 for a failure, 2 for a wrong command line or configuration.
+    """
+    # Until there is something to clean up, Ctrl-C ends the process at once, as SIGTERM does: a
+    # KeyboardInterrupt would get lost in the import of a foreign module or in a finaliser.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         argv = with_model_flag(sys.argv[1:] if argv is None else argv, ("serve", "up"))
@@ -123,14 +127,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.run in (_serve, _up):
             unknown = without_vllm_flags(unknown)
         if unknown and args.run in (_bench, _bench_serve):
-            load_development_module(_REPLAY_COMMAND)  # where it is missing, so are its options
+            load_development_module(_REPLAY_COMMAND)  # if it is missing, so are its options
         if unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return int(args.run(args))
     except EngineStuck as exc:
         _refuse(exc)
         logging.shutdown()
-        os._exit(1)  # an interpreter that ends waits for its threads, and one of them won't
+        os._exit(1)  # a normal exit would wait for the thread that hangs
     except (EngineError, HalError) as exc:
         return _refuse(exc)
 
@@ -141,11 +145,11 @@ def _refuse(exc: Exception) -> int:
 
 
 def build_parser(words: Collection[str] | None = None) -> argparse.ArgumentParser:
-    """The command line of all commands.
+    """Returns the parser of all commands.
 
     Args:
-        words: of the command line; a command that is not among them is only listed, and modules
-            that its options come from are not imported. None gives all of them their options.
+        words: words of the command line. Commands that are not among them are listed without their
+            options, so that the modules of these options are not imported; None adds all options.
     """
     parser = CommandParser(prog="mooncake-engine", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
@@ -184,7 +188,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _start_engine(config: EngineConfig) -> EngineClient:
-    """Only here is torch imported, if at all: what can be refused without it is refused at once."""
+    """Start the engine. Torch is imported only here, if at all, so that errors which don't need it
+    are reported at once."""
     from mooncake_engine.async_engine import AsyncEngine, is_core_apart
     from mooncake_engine.process.progress_bar import ProgressBar
     from mooncake_engine.text.tokenizer import let_torch_in
@@ -213,7 +218,7 @@ def _generate(args: argparse.Namespace) -> int:
 def _up(args: argparse.Namespace) -> int:
     from mooncake_engine.process.local_deployment import LocalDeployment, up
 
-    config = engine_config(args, None)  # refuse what every instance would refuse
+    config = engine_config(args, None)  # reject now what every instance would reject
     options = from_arguments(ServerOptions, args)
     deployment = LocalDeployment(
         host=args.host,
@@ -243,7 +248,7 @@ def _up(args: argparse.Namespace) -> int:
 
 def _development_options(module: str) -> Callable[[argparse.ArgumentParser], None]:
     def add(parser: argparse.ArgumentParser) -> None:
-        with suppress(DevelopmentToolsMissing):  # only who runs the command needs to know
+        with suppress(DevelopmentToolsMissing):  # reported when the command is run
             load_development_module(module).add_options(parser)
 
     return add

@@ -1,4 +1,4 @@
-"""``--config FILE``: options of a command line, written down.
+"""``--config FILE``: reads command-line options from a YAML or JSON file.
 
 model: /models/Qwen3-0.6B
 kv-cache-bytes: 8G
@@ -40,15 +40,17 @@ def with_config(
     commands: Mapping[str, Sequence[Option]],
     sections: Mapping[str, Sequence[Option]] = NO_SECTIONS,
 ) -> list[str]:
-    """A command line with the options of its files, each before those that were written by hand.
+    """Returns a command line with the options of its ``--config`` files, which precede those typed
+    on the command line, so that the latter override them.
 
     Args:
-        argv: the command and its options.
+        argv: the command and its arguments.
         commands: the options of each command.
-        sections: names of options whose value is a command line of its own, and what it may hold.
+        sections: options whose value is a command line of its own, by name, and the options that
+            are allowed in it.
 
     Raises:
-        ConfigError: a file can't be read, or holds what is no option of the command.
+        ConfigError: a file can't be read, or contains something that is no option of the command.
     """
     options = commands.get(argv[0], ()) if argv else ()
     if CONFIG_FILE not in options:
@@ -57,7 +59,7 @@ def with_config(
     finder.add_argument(CONFIG_FILE.flag, type=Path, action="append", default=[])
     try:
         found, _ = finder.parse_known_args(argv[1:])
-    except SystemExit:  # --config without a file: the command's own parser says so
+    except SystemExit:  # --config without a file: the command's parser reports it
         return list(argv)
     by_name = _by_name(option for option in options if option is not CONFIG_FILE)
     written: list[str] = []
@@ -85,7 +87,7 @@ def _read(path: Path) -> dict[str, Any]:
         values = decode(text, type=dict[str, Any])
     except (OSError, ValueError) as exc:  # msgspec's errors are ValueErrors, too
         raise ConfigError(f"can't read --config {path}: {exc}") from exc
-    # Decoders keep the last one of equal keys; which one was meant is not theirs to say.
+    # The decoders silently keep the last of several equal keys.
     for name in _repeated_in_json(text) if is_json else _repeated_in_yaml(text):
         raise ConfigError(f"--config {path}: {name!r} is there more than once; keep one of them")
     return values
@@ -130,8 +132,8 @@ def _words_of(
 
 
 def _words(option: Option, value: Any, path: Path) -> Iterator[str]:
-    """An option as it would be on the command line; null is as if it were not there, and so is
-    false where it is the default."""
+    """Yields the words of an option as on the command line; none for null, or for a switch that is
+    false by default and set to false."""
     if value is None:
         return
     name = option.flag.removeprefix("--")

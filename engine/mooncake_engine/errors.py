@@ -1,30 +1,31 @@
-"""Every error of the engine; those of moving KV are in ``mooncake_kv.errors``.
+"""Every error of the engine; errors of KV transfer are in ``mooncake_kv.errors``.
 
 EngineError
-├── ConfigError            the engine can't be set up as asked; nothing was loaded
+├── ConfigError            the engine can't be set up as configured; nothing was loaded
 │   └── PortTaken
 ├── CheckpointError        a model directory that is missing, incomplete or unsupported
-├── DownloadFailed         a model that a hub has, and that can't be fetched now
-├── InvalidRequest         the client's request is wrong; carries the field and an HTTP status
+├── DownloadFailed         a model of a hub that can't be fetched now
+├── InvalidRequest         the client's request is invalid; carries the field and an HTTP status
 │   └── PromptTooLong
 ├── Overloaded             the engine's queue is full; try again later
-├── RequestFailed          a request that was accepted and could not be finished
-│   ├── DeadlineExceeded   it was not finished within its own time limit
-│   └── GrammarFailed      its own grammar can't be followed any further
-├── EngineStalled          a step takes so long that nobody should wait for this instance
-└── EngineDead             a background task died; every request fails, health turns red
-    └── EngineStuck        by a step that does not return, in a thread that can't be ended
+├── RequestFailed          a request that was accepted but could not be finished
+│   ├── DeadlineExceeded   it was not finished within its own timeout
+│   └── GrammarFailed      its own grammar allows no further token
+├── EngineStalled          a step takes so long that requests should go to another instance
+└── EngineDead             a background task died; all requests fail, health checks fail
+    └── EngineStuck        a step hangs in a thread that can't be ended
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of everything that mooncake_engine raises on purpose."""
+    """Base class of all errors that mooncake_engine raises deliberately."""
 
 
 class ConfigError(EngineError):
-    """The engine can't be set up as asked: what was wanted, what was found, what to do."""
+    """The engine can't be set up as configured. The message says what was wanted, what was found,
+    and what to change."""
 
 
 class PortTaken(ConfigError):
@@ -32,19 +33,19 @@ class PortTaken(ConfigError):
 
 
 class CheckpointError(EngineError):
-    """A model directory that is missing, incomplete, or of an unsupported kind."""
+    """A model directory is missing, incomplete, or of an unsupported kind."""
 
 
 class DownloadFailed(EngineError):
-    """A model that a hub has can't be fetched: what keeps it, and what to do."""
+    """A model of a hub can't be fetched. The message says why, and what to do."""
 
 
 class InvalidRequest(EngineError):
-    """A request that can't be served as it is.
+    """A request is invalid.
 
     Args:
-        message: what was wanted, found, and what to do.
-        param: the request's field at fault, if there is one.
+        message: what was wanted, what was found, and what to do.
+        param: the field at fault; None if there is no single one.
         status: HTTP status of the response.
     """
 
@@ -63,26 +64,26 @@ class Overloaded(EngineError):
 
 
 class RequestFailed(EngineError):
-    """A request that was accepted and could not be finished."""
+    """A request was accepted but could not be finished."""
 
 
 class DeadlineExceeded(RequestFailed):
-    """A request that was not finished within its own time limit."""
+    """A request was not finished within its own timeout."""
 
 
 class GrammarFailed(RequestFailed):
-    """The request's own grammar can't be followed any further; carries the field at fault."""
+    """A request's own grammar allows no further token; carries the field at fault."""
 
     param = "response_format"
 
 
 class EngineStalled(EngineError):
-    """A step takes so long that nobody should wait for this instance; it may go on yet."""
+    """A step takes so long that requests should go to another instance; it may still complete."""
 
 
 class EngineDead(EngineError):
-    """A background task of the engine died; the first cause is chained."""
+    """A background task of the engine died; its first cause is chained."""
 
 
 class EngineStuck(EngineDead):
-    """A step does not return, and its thread can't be ended: the process has to be."""
+    """A step hangs in a thread that can't be ended, so the process must exit."""

@@ -1,5 +1,5 @@
-"""An instance's part of a command line: its options, what they come to, and the same in words again
-for the instances that ``up`` starts."""
+"""The options of an instance on a command line: parses them into configurations, and turns them
+back into command lines for the instances that ``mooncake-engine up`` starts."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ INSTANCE_OPTIONS = (
     *LOGGING,
     *options_of(ServerOptions, without=OF_ONE_INSTANCE),
 )
-"""What every instance of a deployment is given alike, unless ``--prefill-args`` or
-``--decode-args`` say otherwise for a role."""
+"""Options that apply to every instance of a deployment, unless ``--prefill-args`` or
+``--decode-args`` override them for one role."""
 ROLE_OPTIONS = (
     *INSTANCE_OPTIONS,
     *options_of(KVTransferConfig, without=("connector", "transports", "secret")),
 )
-"""What may differ between the roles of a deployment."""
+"""Options that may differ between the roles of a deployment."""
 
 
 def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None) -> EngineConfig:
-    """The engine's part of a command line; a model by name is fetched.
+    """Returns the engine's configuration; fetches the model if it is given by name.
 
     Raises:
-        ConfigError: a value that can't be, or no such model.
-        DownloadFailed: it can't be fetched.
+        ConfigError: a value is invalid, or the model does not exist.
+        DownloadFailed: the model can't be fetched.
     """
     find_models(args)
     from mooncake_engine.kv_connector import engine_errors
@@ -74,8 +74,8 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
 
 
 def find_models(args: argparse.Namespace) -> None:
-    """Put directories of this host in the place of models' names, and the model's name where it is
-    served under none.
+    """Replace the names of models by directories on this host. If no ``--served-model-name`` is
+    given, the name of the model becomes that.
 
     Raises:
         ConfigError, DownloadFailed, CheckpointError: see ``find_model``.
@@ -90,7 +90,7 @@ def find_models(args: argparse.Namespace) -> None:
 
 
 def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
-    """How tokens are drafted; None for not at all.
+    """Returns the configuration of speculative decoding; None if it is off.
 
     Raises:
         ConfigError: the options contradict each other.
@@ -115,8 +115,8 @@ def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
 
 
 def engine_argv(args: argparse.Namespace) -> tuple[str, ...]:
-    """The instances' part of a command line again, as far as it differs from the defaults. Without
-    ``--threads``, the instances of a deployment share the CPUs evenly."""
+    """Returns the options for all instances of a deployment that differ from their defaults.
+    Without ``--threads``, the instances share the CPUs evenly."""
     wanted = vars(args)
     if not args.threads:
         num_instances = args.prefill + args.decode
@@ -129,10 +129,10 @@ def engine_argv(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def role_argv(args: argparse.Namespace, role: Role) -> tuple[str, ...]:
-    """What the instances of one role are given beside ``engine_argv``, and after it.
+    """Returns the options of one role's instances, which follow those of ``engine_argv``.
 
     Raises:
-        ConfigError: with the option of ``serve`` that can't be.
+        ConfigError: ``serve`` would reject them; the message names the option.
     """
     from mooncake_engine.kv_connector import engine_errors
 
@@ -149,7 +149,7 @@ def role_argv(args: argparse.Namespace, role: Role) -> tuple[str, ...]:
 
 
 def _role_arguments(args: argparse.Namespace, role: Role) -> tuple[list[str], argparse.Namespace]:
-    """The words of a role's option, and all options of its instances."""
+    """Returns the words of a role's ``--ROLE-args``, and all parsed options of its instances."""
     flag = f"--{role.value}-args"
     try:
         words = shlex.split(getattr(args, f"{role.value}_args"))
@@ -161,10 +161,10 @@ def _role_arguments(args: argparse.Namespace, role: Role) -> tuple[list[str], ar
 
 
 def device_argv(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
-    """What each instance of a deployment is told of its devices, prefill first.
+    """Returns the device options of each instance of a deployment, prefill instances first.
 
     Raises:
-        ConfigError: there are too few for one of them.
+        ConfigError: the host has too few devices for an instance.
     """
     instances = []
     for role, count in ((Role.PREFILL, args.prefill), (Role.DECODE, args.decode)):
@@ -181,7 +181,7 @@ def device_argv(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
 
 
 class _RoleParser(argparse.ArgumentParser):
-    """Raises where others end the process."""
+    """A parser that raises ConfigError instead of exiting."""
 
     def __init__(self, flag: str) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -192,10 +192,10 @@ class _RoleParser(argparse.ArgumentParser):
 
 
 def kv_transfer_config(args: argparse.Namespace) -> KVTransferConfig | None:
-    """How KV moves; None for an instance that works alone.
+    """Returns the configuration of KV transfer; None without disaggregation.
 
     Raises:
-        ConfigError: the secret can't be read, or there is no such connector.
+        ConfigError: the secret can't be read, or the connector does not exist.
     """
     from mooncake_engine.kv_connector import engine_errors, find_connector
 

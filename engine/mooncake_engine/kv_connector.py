@@ -1,7 +1,7 @@
 """Adapts ``mooncake_kv`` connectors to the engine's scheduler and workers.
 
-``SchedulerConnector`` is what the scheduler and the core hold; ``ConnectorExtension`` lives beside
-each rank's KV pool. Everything else about moving KV is in ``mooncake_kv``, which knows neither.
+The scheduler and the core hold a ``SchedulerConnector``; each rank holds a ``ConnectorExtension``
+beside its KV pool. The rest of KV transfer is in ``mooncake_kv``, which depends on neither.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from mooncake_kv.params import (
 )
 
 EXTENSION = "mooncake_engine.kv_connector:ConnectorExtension"
-"""As an executor takes it."""
+"""Import path of the worker extension, as executors take it."""
 
 
 @contextmanager
 def engine_errors() -> Iterator[None]:
-    """Raises the engine's error where mooncake_kv raises its own."""
+    """Converts errors of mooncake_kv to the engine's own."""
     try:
         yield
     except SideChannelPortTaken as exc:
@@ -48,30 +48,30 @@ def engine_errors() -> Iterator[None]:
 
 
 def find_connector(name: str) -> kv.ConnectorType:
-    """The connector of that name.
+    """Returns the connector of that name.
 
     Raises:
-        ConfigError: there is none, or its module can't be loaded; lists those there are.
+        ConfigError: there is none, or its module can't be loaded; the message lists all names.
     """
     with engine_errors():
         return kv.find_connector(name)
 
 
 def settle_addresses(config: KVTransferConfig) -> KVTransferConfig:
-    """Resolve host names, and choose the address for peers where it was left open.
+    """Resolve host names, and choose the address for peers if none is configured.
 
     Raises:
-        ConfigError: a name has no address, or there is none to choose.
+        ConfigError: a name can't be resolved, or this host has no suitable address.
     """
     with engine_errors():
         return addresses.settle_addresses(config)
 
 
 def resolve(host: str, option: str) -> str:
-    """The address of a host; ``option`` names what it was given by.
+    """Returns the address of a host; ``option`` is the option that named it.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the name can't be resolved.
     """
     with engine_errors():
         return addresses.resolve(host, option)
@@ -80,25 +80,25 @@ def resolve(host: str, option: str) -> str:
 def read_kv_transfer_params(
     params: KVTransferDict | None, prompt_token_ids: Sequence[int], cache_salt: str = ""
 ) -> KVTransferParams:
-    """A request's ``kv_transfer_params``, where it enters the engine.
+    """Parses a request's ``kv_transfer_params`` when it enters the engine.
 
     Raises:
-        InvalidRequest: a field is missing or of the wrong kind, or they contradict the prompt.
+        InvalidRequest: a field is missing or has the wrong type, or contradicts the prompt.
     """
     with engine_errors():
         return parse_kv_transfer_params(params, prompt_token_ids, cache_salt)
 
 
 class SchedulerConnector:
-    """A connector, as the scheduler and the core hold it.
+    """The connector of one data-parallel rank; implements the scheduler's ``KVConnector``.
 
     Args:
-        config: of the instance, with ``kv_transfer`` set.
-        dp_rank: whose connector it is. Peers see an instance of its own in it, whose side channel
-            has the port that many above the first one's.
+        config: the instance's config, with ``kv_transfer`` set.
+        dp_rank: data-parallel rank. Peers see each rank as an instance of its own, whose side
+            channel is at the configured port plus ``dp_rank``.
 
     Raises:
-        ConfigError: the connector can't be found.
+        ConfigError: the connector does not exist.
     """
 
     def __init__(self, config: EngineConfig, dp_rank: int = 0) -> None:
@@ -124,17 +124,18 @@ class SchedulerConnector:
         post: kv.PostEvent,
         has_stalled: kv.HasStalled = kv.never_stalls,
     ) -> None:
-        """Wait for the ranks, bind the ports, begin to serve peers.
+        """Wait for the ranks, bind the ports, and start to serve peers.
 
         Args:
-            instance: what is served.
-            send: carries a message to a rank, as ``Executor.send``.
-            post: takes the connector's events.
-            has_stalled: whether the core does not step; peers are kept waiting no longer then.
+            instance: metadata for the handshake with peers.
+            send: sends a message to a rank; see ``Executor.send``.
+            post: receives the connector's events.
+            has_stalled: whether the core has stopped stepping; leases and reservations of peers
+                are then no longer kept alive.
 
         Raises:
             PortTaken: a port is in use.
-            ConfigError: a rank did not come up.
+            ConfigError: a rank did not start.
         """
         with engine_errors():
             self._connector.start(
@@ -180,7 +181,7 @@ class SchedulerConnector:
 
 
 def rank_context(context: ExtensionContext, network: KVTransferConfig) -> RankContext:
-    """What a rank's half of a connector, or of the KVCache pool, works with."""
+    """Returns the context for a rank's part of a connector or of the KVCache pool."""
     pool, runtime = context.pool, context.backend.runtime
     has_latents = pool.geometry.kind is AttentionKind.MLA
     memory = RankMemory(
@@ -205,7 +206,7 @@ def rank_context(context: ExtensionContext, network: KVTransferConfig) -> RankCo
 
 
 class ConnectorExtension:
-    """A connector's worker, as an extension beside a rank's KV pool; see ``WorkerExtension``."""
+    """A connector's worker part as a rank's extension; see ``WorkerExtension``."""
 
     def __init__(self, context: ExtensionContext) -> None:
         config = context.config.kv_transfer
@@ -221,14 +222,14 @@ class ConnectorExtension:
         self.close = self._worker.close
 
     def begin_step(self, plan: StepPlan) -> LayerDone | None:
-        """The last step is over for the worker when the next one begins: its kernels are all
-        enqueued by then."""
+        """End the last step for the connector's worker, since all its kernels have been enqueued,
+        and begin the next one."""
         self._worker.end_step()
         return self._worker.begin_step(self._push_steps(plan))
 
     def _push_steps(self, plan: StepPlan) -> list[PushStep]:
-        """What the step computes of the requests whose KV is sent."""
-        self._sending.difference_update(plan.removed)  # first: one step may remove and add a name
+        """Returns the step's progress of the requests whose KV is sent to a peer."""
+        self._sending.difference_update(plan.removed)  # first: a step may remove and re-add an id
         for new in plan.new_requests:
             if new.sends_kv:
                 self._sending.add(new.request_id)

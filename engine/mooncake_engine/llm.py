@@ -1,4 +1,4 @@
-"""Offline generation: ``LLM`` over the engine's own steps."""
+"""Offline generation: ``LLM`` runs the engine in the caller's thread."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One output.
+    """One output of a prompt.
 
     Args:
-        index: which of ``n``.
-        text, token_ids: the output, without its stop string; a stop token is among the ids.
-        logprobs: one per token, if asked for.
+        index: index among the ``n`` outputs.
+        text, token_ids: the output, without its stop string; the ids include a stop token.
+        logprobs: one per token, if requested.
         finish_reason: why it ended.
-        stop_reason: the stop string or stop token that ended it, if one was asked for and did.
+        stop_reason: the requested stop string or stop token that ended it, if one did.
     """
 
     index: int
@@ -46,11 +46,11 @@ class RequestOutput:
     """A prompt's outputs.
 
     Args:
-        prompt: as text; None where token ids were given.
-        prompt_token_ids: as the model saw it.
-        outputs: ``n`` of them.
-        num_cached_tokens: prompt tokens that needed no computing.
-        prompt_logprobs: one per prompt token from the second one on, if asked for.
+        prompt: text of the prompt; None if token ids were given.
+        prompt_token_ids: token ids of the prompt.
+        outputs: the ``n`` outputs.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        prompt_logprobs: one per prompt token from the second one on, if requested.
     """
 
     prompt: str | None
@@ -61,16 +61,16 @@ class RequestOutput:
 
 
 class LLM:
-    """Generates text with a model from a Hugging Face directory, or from a hub by its name.
+    """Generates text with a model from a Hugging Face directory, or from a hub by name.
 
     ``with LLM("models/llama") as llm: llm.generate("Once upon a time")``
 
     Args:
-        model: the directory, a GGUF file, or ``ORG/NAME[@REVISION]``.
+        model: a directory, a GGUF file, or ``ORG/NAME[@REVISION]``.
         options: fields of ``EngineConfig``.
 
     Raises:
-        ConfigError, CheckpointError: the engine can't be set up like that.
+        ConfigError, CheckpointError: the engine can't be set up as configured.
         DownloadFailed: the model can't be fetched.
     """
 
@@ -81,12 +81,12 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
-        """An LLM for a complete configuration; raises like the constructor."""
+        """Returns an LLM for a complete configuration; raises like the constructor."""
         return cls.from_engine(LLMEngine.from_config(config))
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> LLM:
-        """An LLM over an engine that does nothing else, and that it will close."""
+        """Returns an LLM over an engine, which it owns and closes."""
         llm = cls.__new__(cls)
         llm._engine = engine
         llm._num_prompts = 0
@@ -94,7 +94,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's."""
+        """The model's tokenizer."""
         return self._engine.tokenizer
 
     def generate(
@@ -104,16 +104,16 @@ class LLM:
         *,
         shows_progress: bool = False,
     ) -> list[RequestOutput]:
-        """Continue prompts, all at once; the outputs are in the prompts' order.
+        """Generate outputs for prompts, in one batch; returns them in the prompts' order.
 
         Args:
-            prompts: a text, texts, or lists of token ids.
-            sampling_params: for all prompts, or one per prompt; the model's own by default.
-            shows_progress: draw a bar on standard error.
+            prompts: a text, several texts, or lists of token ids.
+            sampling_params: for all prompts, or one per prompt; default: the model's own.
+            shows_progress: whether to draw a progress bar on standard error.
 
         Raises:
-            InvalidRequest: a prompt or its sampling can't be served; nothing has run.
-            RequestFailed, EngineDead: the engine could not finish; every request is aborted.
+            InvalidRequest: a prompt or its sampling parameters are invalid; nothing has run.
+            RequestFailed, EngineDead: the engine failed; all requests are aborted.
         """
         listed: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         return self._generate(listed, sampling_params, ProgressBar() if shows_progress else None)
@@ -125,10 +125,11 @@ class LLM:
         *,
         shows_progress: bool = False,
     ) -> list[RequestOutput]:
-        """Continue one conversation, or several, laid out by the model's chat template.
+        """Generate outputs for one conversation or several, rendered by the model's chat template.
+        Arguments and errors are those of ``generate``.
 
         Raises:
-            InvalidRequest: also where the template refuses the messages.
+            InvalidRequest: also if the template rejects the messages.
         """
         conversations: Sequence[Any] = messages
         if messages and isinstance(messages[0], Mapping):
@@ -140,11 +141,11 @@ class LLM:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the KV of earlier prompts; refused, with False, while requests use any."""
+        """Drop all cached prefixes. Returns False, and drops nothing, while requests use blocks."""
         return self._engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """End the engine; idempotent."""
+        """Close the engine. Idempotent."""
         self._engine.close()
 
     def __enter__(self) -> LLM:
@@ -174,7 +175,7 @@ class LLM:
                 text = prompt if isinstance(prompt, str) else None
                 running[request_id] = _PromptOutputs(text, ids, wanted)
             self._finish(running, bar)
-        finally:  # whatever ends it early, Ctrl-C too
+        finally:  # also after an error or Ctrl-C
             for request_id in running:
                 self._engine.abort_request(request_id)
         return [outputs.output() for outputs in running.values()]
@@ -201,7 +202,7 @@ class _PromptOutputs:
         self.outputs = [ChoiceOutput() for _ in range(self.sampling.num_candidates)]
 
     def add(self, update: OutputUpdate) -> bool:
-        """Take an update in; whether it was the prompt's last."""
+        """Add an update; returns whether it was the prompt's last."""
         if update.error is not None:
             raise update.error
         self.outputs[update.index].add(update.update)

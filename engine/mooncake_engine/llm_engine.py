@@ -1,4 +1,4 @@
-"""The engine without threads: add requests, step, and look at what came of them."""
+"""The synchronous interface of the engine: the caller adds requests and runs the steps."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from mooncake_kv.params import TransferMode
 
 @dataclass(frozen=True, slots=True)
 class OutputUpdate:
-    """What a step did for one output.
+    """The outcome of a step for one output.
 
     Args:
-        request_id: as the request was added.
-        index: which of its outputs, those included that ``best_of`` will leave out.
-        update: what became certain; with ``finish`` the output is complete.
-        error: why the engine could not finish it; nothing more comes.
+        request_id: id with which the request was added.
+        index: index of the output, among all candidates of ``best_of``.
+        update: new text and tokens; with ``finish`` the output is complete.
+        error: why the engine could not finish the output; set on its last update only.
     """
 
     request_id: str
@@ -43,13 +43,13 @@ class OutputUpdate:
 
 
 class LLMEngine:
-    """Continuous batching under the caller's control; everything happens in ``step``.
+    """Continuous batching under the caller's control: all work happens in ``step``.
 
-    Not for several threads at once, and for no other work on the same core.
+    Not thread-safe; it must be the only user of its core.
 
     Args:
-        engine: what ``build_engine`` made, without a connector; ``close`` closes it.
-        tokenizer: the model's.
+        engine: result of ``build_engine``, without a connector; ``close`` closes it.
+        tokenizer: the model's tokenizer.
         defaults: the model's own sampling parameters.
     """
 
@@ -63,15 +63,15 @@ class LLMEngine:
         self._core = engine.core
         self._info = engine.info
         self._tokenizer = tokenizer
-        self._live: dict[str, list[str]] = {}  # the core's names of a request's live outputs
-        self._outputs: dict[str, _LiveOutput] = {}  # by the core's name
+        self._live: dict[str, list[str]] = {}  # the core's request ids of live outputs, by request
+        self._outputs: dict[str, _LiveOutput] = {}  # by the core's request id
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLMEngine:
         """Load a model; blocks until that is done.
 
         Raises:
-            ConfigError, CheckpointError: the engine can't be set up like that.
+            ConfigError, CheckpointError: the engine can't be set up as configured.
         """
         defaults = read_sampling_defaults(config)
         tokenizer, bar = Tokenizer.load(config.model, config.chat_template), ProgressBar()
@@ -83,17 +83,17 @@ class LLMEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What is known about the engine."""
+        """Static facts about the engine."""
         return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's."""
+        """The model's tokenizer."""
         return self._tokenizer
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` has something to do."""
+        """Whether any request is live, so that ``step`` has work to do."""
         return bool(self._live)
 
     def add_request(
@@ -105,20 +105,20 @@ class LLMEngine:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
-        """Take a request in; it runs with the next steps.
+        """Add a request, which runs in the next steps.
 
         Args:
-            request_id: of no live request; its updates carry it.
-            prompt: a text or token ids.
+            request_id: id that no live request has; the request's updates carry it.
+            prompt: text or token ids.
             sampling_params: default: ``SamplingParams()``.
-            priority: lower is sooner.
-            timeout_s: it fails if it takes longer.
+            priority: lower runs sooner.
+            timeout_s: seconds after which the request fails; None for no limit.
 
         Returns:
             The prompt's token ids.
 
         Raises:
-            InvalidRequest: it can't be served; nothing has changed.
+            InvalidRequest: the request is invalid; it was not added.
         """
         if request_id in self._live:
             raise InvalidRequest(f"a request {request_id!r} runs already", param="request_id")
@@ -139,21 +139,22 @@ class LLMEngine:
         return ids
 
     def abort_request(self, request_id: str) -> None:
-        """Forget a request: nothing more comes of it, its memory is free with the next step.
-        Unknown ids are normal."""
+        """Abort a request: no more updates follow, and the next step frees its blocks. Unknown ids
+        are ignored."""
         for name in list(self._live.get(request_id, ())):
             self._core.post(AbortRequest(name))
             self._forget(name)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the KV of finished prompts; refused, with False, while requests use any."""
+        """Drop all cached prefixes. Returns False, and drops nothing, while requests use blocks."""
         return self._core.reset_prefix_cache()
 
     def step(self) -> list[OutputUpdate]:
-        """Run one step; what it did for whom. Its cost depends on the batch alone.
+        """Run one step; returns the updates of outputs. Its cost depends on the batch alone, not on
+        the number of waiting requests.
 
         Raises:
-            EngineDead: nothing can be run any more.
+            EngineDead: the engine died.
         """
         return [
             self._advance(self._outputs[update.request_id], update)
@@ -162,7 +163,7 @@ class LLMEngine:
         ]
 
     def close(self) -> None:
-        """Free everything. Idempotent."""
+        """Close the core and release its resources. Idempotent."""
         self._core.close()
 
     def _check_grammar(self, sampling: SamplingParams) -> None:
@@ -172,7 +173,7 @@ class LLMEngine:
             tokens.matcher(sampling.grammar)
 
     def _command(self, common: EngineRequest, index: int) -> AddRequest:
-        """To the core, for one output."""
+        """Returns the core's command for one output."""
         num_prompt_tokens = len(common.prompt_token_ids)
         spec = replace(
             common,
@@ -195,7 +196,7 @@ class LLMEngine:
         except RequestFailed as exc:
             text_update, error = TextUpdate("", finish=update.finish), exc
         if text_update.finish is not None:
-            if update.finish is None:  # by a stop string, which the core does not know of
+            if update.finish is None:  # ended by a stop string, which the core does not know
                 self._core.post(AbortRequest(update.request_id))
             self._forget(update.request_id)
         return OutputUpdate(output.request_id, output.index, text_update, error)
@@ -210,7 +211,7 @@ class LLMEngine:
 
 @dataclass(frozen=True, slots=True)
 class _LiveOutput:
-    """A live output: whose it is, and its text so far."""
+    """A live output: its request, its index, and its text so far."""
 
     request_id: str
     index: int

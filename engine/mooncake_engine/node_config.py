@@ -1,4 +1,4 @@
-"""NodeConfig: an instance whose ranks run on several hosts, without a cluster manager."""
+"""NodeConfig: options of an instance whose ranks run on several hosts, without cluster manager."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mooncake_hal.options import option, positive_int, read_secret_file
 
 
 def read_node_secret(path: Path) -> str:
-    """What the nodes of an instance prove themselves with, from a file.
+    """Reads the secret with which the nodes of an instance authenticate each other.
 
     Raises:
         ConfigError: the file can't be read, or is empty.
@@ -23,8 +23,8 @@ def read_node_secret(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """On which hosts an instance's ranks run: each of ``nnodes`` has as many, in order. Node 0 has
-    the API and the scheduler, too; the others join it.
+    """The hosts (nodes) of an instance's ranks: each of ``nnodes`` runs the same number of ranks,
+    in order. Node 0 also runs the API and the scheduler; the others join it.
 
     Raises:
         ConfigError: the values contradict each other.
@@ -82,14 +82,14 @@ class NodeConfig:
             )
 
     def check(self, num_ranks: int, others: Mapping[str, bool]) -> None:
-        """Whether that many ranks can be divided so.
+        """Check that the ranks can be divided over the nodes.
 
         Args:
-            num_ranks: in all.
-            others: options that don't go together with several nodes, and whether they are set.
+            num_ranks: number of ranks in all.
+            others: options that exclude several nodes, and whether they are set.
 
         Raises:
-            ConfigError: says which of them to change.
+            ConfigError: the number can't be divided, or an option excludes several nodes.
         """
         if self.nnodes == 1:
             return
@@ -106,6 +106,6 @@ class NodeConfig:
                 )
 
     def ranks_of(self, node: int, num_ranks: int) -> range:
-        """The ranks, of ``num_ranks`` in all, that a node runs."""
+        """Returns the ranks of a node, of ``num_ranks`` in all."""
         per_node = num_ranks // self.nnodes
         return range(node * per_node, (node + 1) * per_node)

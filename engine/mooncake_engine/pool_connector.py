@@ -1,7 +1,7 @@
 """Adapts the KVCache pool of ``mooncake_kv.pool`` to the engine's scheduler and workers.
 
-``SchedulerPool`` is what the scheduler and the core hold; ``PoolExtension`` lives beside each
-rank's KV memory.
+The scheduler and the core hold a ``SchedulerPool``; each rank holds a ``PoolExtension`` beside its
+KV memory.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mooncake_kv.store.chunk_keys import KVIdentity, completes_chunks, extend_ke
 from mooncake_kv.store.chunk_store import StoreStats
 
 EXTENSION = "mooncake_engine.pool_connector:PoolExtension"
-"""As an executor takes it."""
+"""Import path of the worker extension, as executors take it."""
 
 
 def check_pool(config: KVPoolConfig, block_size: int) -> None:
-    """Refuse chunks that are no whole blocks.
+    """Check that a chunk consists of whole blocks.
 
     Raises:
-        ConfigError: says both sizes.
+        ConfigError: the chunk size is no multiple of the block size.
     """
     if config.chunk_tokens % block_size:
         raise ConfigError(
@@ -49,25 +49,31 @@ def check_pool(config: KVPoolConfig, block_size: int) -> None:
 def open_stores(
     config: KVPoolConfig, registry: Registry, name: str, kv_events: KVEventsConfig | None
 ) -> PoolStores:
-    """The stores of an instance of that name; its own one publishes KV events as told.
+    """Opens the stores of an instance.
+
+    Args:
+        config: the pool's config.
+        registry: backends and transports.
+        name: the instance's name at the stores.
+        kv_events: config of the KV events of its own store; None publishes none.
 
     Raises:
-        ConfigError: a store can't be had as asked.
+        ConfigError: a store can't be opened or reached as configured.
     """
     with engine_errors():
         return PoolStores(config, registry, name, kv_events)
 
 
 class SchedulerPool:
-    """The pool, as the scheduler and the core hold it; see ``ChunkPool``.
+    """The KVCache pool of one data-parallel rank; implements ``ChunkPool``.
 
     Args:
-        config: of the pool.
-        stores: of the instance, opened; data-parallel ranks share them. They are closed with the
-            first of these, when all ranks have ended.
-        identity: of this model's KV.
-        geometry: the same.
-        num_ranks: of the data-parallel rank whose pool it is.
+        config: the pool's config.
+        stores: the instance's open stores, which its data-parallel ranks share. The first rank
+            that is closed closes them, after all ranks have ended.
+        identity: identity of the model's KV.
+        geometry: geometry of the model's KV.
+        num_ranks: number of ranks of the data-parallel rank.
     """
 
     def __init__(
@@ -121,14 +127,14 @@ class SchedulerPool:
         send: Callable[[bytes, int], None],
         post: Callable[[PoolEvent | ConnectorFailed], None],
     ) -> None:
-        """Wait for the ranks, and begin.
+        """Wait for the ranks, and start.
 
         Args:
-            send: carries a message to a rank, as ``Executor.send``.
-            post: takes events.
+            send: sends a message to a rank; see ``Executor.send``.
+            post: receives the pool's events.
 
         Raises:
-            ConfigError: a rank did not come up.
+            ConfigError: a rank did not start.
         """
         with engine_errors():
             self._client.start(
@@ -148,7 +154,7 @@ class SchedulerPool:
 
 
 class PoolExtension:
-    """A rank's half of the pool, as an extension beside its KV memory; see ``WorkerExtension``."""
+    """The pool's worker part as a rank's extension; see ``WorkerExtension``."""
 
     def __init__(self, context: ExtensionContext) -> None:
         pool = context.config.kv_pool
@@ -161,8 +167,8 @@ class PoolExtension:
         self.close = self._worker.close
 
     def begin_step(self, plan: StepPlan) -> LayerDone | None:
-        """Before a layer reads KV, the step waits for the loads of the requests that it runs; once
-        a layer is written, what the step completes of it is saved."""
+        """Begin a step. Before each layer reads KV, the step waits for the loads of its requests;
+        after each layer is written, the chunks that the step completes are saved."""
         completes = self._completes_chunks(plan)
         if not completes and not self._worker.has_loads:
             return None
@@ -171,7 +177,7 @@ class PoolExtension:
 
     def _completes_chunks(self, plan: StepPlan) -> bool:
         for sequence in reversed(plan.sequences):
-            if sequence.count == 1:  # so are all before it
+            if sequence.count == 1:  # all before it have one, too
                 return False
             stop = sequence.start + sequence.count
             if completes_chunks(sequence.start, stop, self._chunk_tokens):

@@ -1,6 +1,6 @@
-"""A model's own sampling parameters, for requests that leave them out: ``generation_config.json``.
+"""A model's default sampling parameters, from ``generation_config.json``.
 
-vLLM takes the same fields (``--generation-config``), so that a model answers alike on both.
+vLLM uses the same fields (``--generation-config``), so that a model behaves the same on both.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ _LIMIT = "max_new_tokens"
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What a request's sampling starts from.
+    """Defaults for the sampling parameters that a request leaves out.
 
     Args:
-        values: by the names of ``SamplingParams``.
-        max_tokens: no answer gets longer; None for no limit.
+        values: default values, by field of ``SamplingParams``.
+        max_tokens: maximum length of every output, in tokens; None for no limit.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
     max_tokens: int | None = None
 
     def limit(self, wanted: int | None) -> int | None:
-        """The length limit of a request that wants that one."""
+        """Returns the maximum length for a request that asks for ``wanted``; None if it asks for
+        none."""
         if self.max_tokens is None or wanted is None:
             return self.max_tokens if wanted is None else wanted
         return min(self.max_tokens, wanted)
 
     def params(self) -> SamplingParams:
-        """The sampling of a request that says nothing."""
+        """Returns the sampling parameters of a request that sets none."""
         limit = self.limit(SamplingParams().max_tokens)
         return SamplingParams(**self.values, max_tokens=limit)  # type: ignore[arg-type]  # checked
 
@@ -52,10 +53,10 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 def read_sampling_defaults(config: EngineConfig) -> SamplingDefaults:
-    """The defaults that the configuration asks for: the model's, another directory's, or none.
+    """Reads the configured defaults: the model's, those of another directory, or none.
 
     Raises:
-        CheckpointError: the file can't be read, or holds a value that can't be.
+        CheckpointError: the file can't be read, or contains an invalid value.
     """
     if config.generation_config in ("none", "vllm"):
         return NO_DEFAULTS

@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen, and when it ends."""
+"""SamplingParams: how a request's tokens are sampled, and when it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mooncake_engine.errors import InvalidRequest
 
 
 class GrammarKind(str, Enum):
-    """How a grammar is written."""
+    """The language of a grammar."""
 
     JSON_SCHEMA = "JSON schema"
     REGEX = "regular expression"
@@ -19,7 +19,7 @@ class GrammarKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must look like; see text.grammars.
+    """A grammar that an output must match; see ``text.grammars``.
 
     Args:
         kind: the language of ``source``.
@@ -35,29 +35,31 @@ class SamplingParams:
     """Sampling and stopping, with the names and meanings of vLLM's and OpenAI's APIs.
 
     Args:
-        n: choices per prompt.
-        best_of: number of choices to generate; the ``n`` of highest cumulative log probability are
-            returned; None generates ``n``.
+        n: number of choices per prompt.
+        best_of: number of choices to generate, of which the ``n`` with the highest cumulative log
+            probability are returned; None generates ``n``.
         temperature: 0 is greedy.
-        top_p: smallest set of tokens whose probability reaches this; 1 is off.
-        top_k: the k most probable tokens; 0 is off.
-        min_p: tokens at least this probable relative to the most probable one; 0 is off.
-        seed: makes the output repeatable, whatever else runs and wherever it continues.
+        top_p: cumulative probability of the most probable tokens to sample from; 1 is off.
+        top_k: number of most probable tokens to sample from; 0 is off.
+        min_p: minimum probability of a token, relative to that of the most probable one; 0 is off.
+        seed: makes the output reproducible, whatever else runs and on whichever instance the
+            request continues.
         repetition_penalty: > 1 makes tokens of prompt and output less likely (Keskar et al. 2019).
-        presence_penalty, frequency_penalty: OpenAI's, over the output's tokens.
+        presence_penalty, frequency_penalty: OpenAI's penalties, over the output's tokens.
         stop: strings that end the output and are left out of it.
-        stop_token_ids: tokens that end it.
-        ignore_eos: go on after the end-of-sequence token.
-        max_tokens: length limit of the output; None means up to the context's end.
-        min_tokens: EOS and stop tokens are ignored until this many tokens were generated.
-        logprobs: None is off; k returns the chosen token's and the k most probable ones.
-        prompt_logprobs: the same for every prompt token but the first; such a prompt is computed
-            afresh, because cached KV has no probabilities.
-        skip_special_tokens: leave special tokens out of the text.
-        include_stop_str_in_output: keep the stop string.
-        logit_bias: added to the logits of these tokens.
-        grammar: what the output must look like; it decides when the output may end, and when it
-            has to.
+        stop_token_ids: tokens that end the output.
+        ignore_eos: whether to continue after the end-of-sequence token.
+        max_tokens: maximum length of the output; None means up to the end of the context.
+        min_tokens: EOS and stop tokens are ignored until this many tokens have been generated.
+        logprobs: None is off; k returns log probabilities of the chosen and the k most probable
+            tokens.
+        prompt_logprobs: the same for every prompt token except the first. Such a prompt does not
+            use the prefix cache, because cached KV has no probabilities.
+        skip_special_tokens: whether to leave special tokens out of the text.
+        include_stop_str_in_output: whether to keep the stop string in the text.
+        logit_bias: ``(token id, value)`` pairs; the values are added to the tokens' logits.
+        grammar: grammar that the output must match; it decides when the output may end, and when
+            it must.
     """
 
     n: int = 1
@@ -90,7 +92,7 @@ class SamplingParams:
         _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_range("top_k", self.top_k, -1, 2**31)
         _check_range("min_p", self.min_p, 0.0, 1.0)
-        # Logits are divided by it: the quotient must stay finite in float32.
+        # Logits are divided by the penalty, and the quotient must stay finite in float32.
         _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -128,7 +130,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
+        """Whether the most probable token is always chosen."""
         return self.temperature == 0.0
 
     @property

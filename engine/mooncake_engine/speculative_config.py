@@ -11,20 +11,21 @@ from mooncake_hal.options import option
 
 
 class SpeculativeMethod(str, Enum):
-    """What proposes draft tokens."""
+    """The source of draft tokens."""
 
     NGRAM = "ngram"
-    """What followed the same n-gram earlier in prompt and output."""
+    """The tokens that followed the same n-gram earlier in prompt and output."""
     DRAFT = "draft"
-    """A smaller model."""
+    """A smaller draft model."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Speculative decoding: draft tokens, so that one step of the model may bring several.
+    """Configuration of speculative decoding: draft tokens, so that one step of the model may yield
+    several tokens.
 
-    The draft model's vocabulary is the model's. Without ``prompt_lookup_min`` and
-    ``prompt_lookup_max`` these are 2 and 5; if one of them is given, the other is equal.
+    A draft model must have the model's vocabulary. ``prompt_lookup_min`` and ``prompt_lookup_max``
+    are 2 and 5 by default; if only one of them is given, the other one is equal to it.
     """
 
     method: SpeculativeMethod = field(

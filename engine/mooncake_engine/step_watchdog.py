@@ -1,9 +1,9 @@
-"""Notices a step that does not return: a device that hangs, a rank that was stopped, a peer of a
-collective that is gone without a word.
+"""Detects a step that hangs: because of a hung device, a stopped rank, or a peer of a collective
+that vanished silently.
 
-Nothing else does: requests' own limits are looked at between steps, and a connector's I/O goes on
-without the core. Loading, compiling and capturing graphs come before the first step, and are not
-watched; neither is a caller of ``LLMEngine``, who steps when it pleases.
+Nothing else would detect it: the requests' own timeouts are checked between steps, and the
+connector's I/O continues without the core. Loading, compiling and capturing graphs precede the
+first step and are not watched; neither are callers of ``LLMEngine``, which step when they like.
 """
 
 from __future__ import annotations
@@ -14,31 +14,36 @@ from collections.abc import Callable
 from mmap import mmap
 
 STATE_BYTES = 16
-"""Of the memory in which processes share a ``StepWatch``."""
+"""Size of the memory in which processes share a ``StepWatch``."""
 
 STALLED_SHARE = 0.5
-"""Of the time that a step may take, after which the instance takes no requests, and keeps none of
-its peers' KV alive."""
+"""Fraction of the step timeout after which the instance accepts no requests and stops renewing
+leases and reservations of its peers."""
 
 LOOKS_PER_TIMEOUT = 20
+"""Number of checks within the timeout."""
 LONGEST_PAUSE_S = 1.0
+"""Maximum time between two checks, in seconds."""
 
 
 class StepWatch:
-    """How long the current step has been running, as far as anybody looked. The core's thread
-    begins and ends steps, one other looks, any reads.
+    """Measures how long the current step has been running, by periodic checks. The core's thread
+    begins and ends steps, one other thread checks (``look``), and any thread may read.
 
-    Time in which the whole process stood still (a debugger, a frozen container) does not count: a
-    look adds no more than two pauses, however long ago the last one was.
+    Time during which the whole process was stopped (by a debugger, in a frozen container) does not
+    count: a check adds at most two pauses, however long ago the last one was.
 
     Args:
-        timeout_s: how long a step may take; 0 is for ever.
-        state: zeros, ``STATE_BYTES`` of them; memory that processes share if one steps and
-            another looks.
+        timeout_s: timeout of a step, in seconds; 0 for none.
+        state: ``STATE_BYTES`` zero bytes, in shared memory if another process checks or reads; None
+            allocates them.
+
+    Attributes:
+        pause_s: seconds between two checks.
     """
 
     def __init__(self, timeout_s: float, state: mmap | None = None) -> None:
-        # how many steps have begun, and whether one runs
+        # the number of steps begun so far, and whether one is running
         self._state = memoryview(bytearray(STATE_BYTES) if state is None else state).cast("Q")
         self.timeout_s = timeout_s
         self.pause_s = min(timeout_s / LOOKS_PER_TIMEOUT, LONGEST_PAUSE_S)
@@ -47,19 +52,19 @@ class StepWatch:
         self._watched_s = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Record that a step begins."""
         self._state[0] += 1
         self._state[1] = True
 
     def end(self) -> None:
-        """It is over."""
+        """Record that the step has returned."""
         self._state[1] = False
 
     def look(self, now: float) -> bool:
-        """Another look; returns whether the step has taken too long.
+        """Check the current step; returns whether it has timed out.
 
         Args:
-            now: in seconds, monotonic.
+            now: reading of a monotonic clock, in seconds.
         """
         passed_s, self._last_look = now - self._last_look, now
         if self._is_seen_to_run:
@@ -70,29 +75,29 @@ class StepWatch:
 
     @property
     def watched_s(self) -> float:
-        """For how long the current step has been seen to run."""
+        """Seconds for which the current step is known to have been running."""
         return self._watched_s if self._is_seen_to_run else 0.0
 
     @property
     def _is_seen_to_run(self) -> bool:
-        """Whether the step that the last look found runs yet."""
+        """Whether the step that the last check found is still running."""
         return bool(self._state[1]) and self._state[0] == self._seen
 
     def has_stalled(self) -> bool:
-        """Whether the step takes so long that nobody should wait for this instance. Any thread."""
+        """Whether the step takes so long that requests should go elsewhere. Any thread."""
         return bool(self.timeout_s) and self.watched_s > self.timeout_s * STALLED_SHARE
 
     def why_stuck(self) -> str:
-        """In words, what ``look`` found."""
+        """Returns the error message for a step that has timed out."""
         return f"a step did not return within {self.timeout_s:g} s (--step-timeout-seconds)"
 
 
 class StepWatchdog:
-    """A thread that looks at a ``StepWatch``.
+    """A thread that checks a ``StepWatch`` periodically; none is started if there is no timeout.
 
     Args:
-        watch: to look at.
-        on_stuck: called once, in the watchdog's thread, when a step has taken too long.
+        watch: the state to check.
+        on_stuck: called once, on the watchdog's thread, when a step has timed out.
     """
 
     def __init__(self, watch: StepWatch, on_stuck: Callable[[], None]) -> None:
@@ -104,7 +109,7 @@ class StepWatchdog:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop looking. Idempotent; any thread."""
+        """Stop the checks. Idempotent; any thread."""
         self._closing.set()
 
     def _run(self) -> None:

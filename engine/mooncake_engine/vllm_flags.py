@@ -1,7 +1,7 @@
-"""Flags of ``vllm serve`` that are no options here: left out with a warning, or answered with what
-to use instead.
+"""Flags of ``vllm serve`` that are no options here: ignored with a warning, or rejected with the
+option to use instead.
 
-Those with the same meaning are aliases of our options (``Option.aliases``).
+Flags with the same meaning are aliases of our options (``Option.aliases``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = {
     "--headless": "nodes other than the first have no API anyway",
     "--enable-server-load-tracking": "see /metrics",
 }
-"""Switches."""
+"""Switches to ignore, and the reason."""
 _WITHOUT_EFFECT_OF_VALUE = {
     "--limit-mm-per-prompt": "only text is served",
     "--mm-processor-cache-gb": "only text is served",
@@ -48,7 +48,7 @@ _WITHOUT_EFFECT_OF_VALUE = {
     "--compilation-config": "see --enforce-eager",
     "-O": "see --enforce-eager",
 }
-"""With a value after them."""
+"""Flags with a value to ignore, and the reason."""
 _INSTEAD = {
     "--kv-transfer-config": "--role prefill (kv_producer) or --role decode (kv_consumer), "
     "--kv-connector MooncakeConnector (pull) or MooncakeLayerwiseConnector (push), "
@@ -76,24 +76,26 @@ _INSTEAD = {
     "--ssl-certfile": "TLS in front, as docs/deployment.md has it",
     "--root-path": "a path in the reverse proxy",
 }
+"""Flags to reject, and what to use instead."""
 
 
 def with_model_flag(argv: Sequence[str], commands: Sequence[str]) -> list[str]:
-    """A command line whose model may follow the command, as in ``vllm serve MODEL``.
+    """Returns a command line with ``--model`` before a model that directly follows the command, as
+    in ``vllm serve MODEL``.
 
     Args:
         argv: the command and its arguments.
-        commands: that take a model so.
+        commands: commands that accept this.
     """
     has_model = len(argv) > 1 and argv[0] in commands and not argv[1].startswith("-")
     return [argv[0], "--model", *argv[1:]] if has_model else list(argv)
 
 
 def without_vllm_flags(unknown: Sequence[str]) -> list[str]:
-    """What is left of unknown arguments when vLLM's are out.
+    """Returns the unknown arguments without vLLM's flags.
 
     Raises:
-        ConfigError: for one that would change what is served; it says what to use instead.
+        ConfigError: a flag would change what is served; the message says what to use instead.
     """
     left: list[str] = []
     words = iter(unknown)
