@@ -1,4 +1,4 @@
-"""The flags of `mooncake-proxy`, and the configuration that they describe."""
+"""The command line options of `mooncake-proxy`, and their conversion to a `ProxyConfig`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from mooncake_proxy.pool.instances import InstanceSpec, Role
 
 
 class DefaultsInHelp(argparse.HelpFormatter):
-    """Appends the default to an option's help, unless the text states it in words or there is none.
+    """Appends an option's default to its help, unless it has none or the text states it already.
 
-    Units are given by metavars: `--timeout SECONDS ... (default: 25)`.
+    Metavars give the unit: `--timeout SECONDS ... (default: 25)`.
     """
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -57,7 +57,7 @@ def _shown(default: object) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All flags, in the groups they belong to."""
+    """The parser of all options, in groups."""
     parser = argparse.ArgumentParser(
         prog="mooncake-proxy",
         usage="%(prog)s [options]",
@@ -415,7 +415,7 @@ def _add_objectives(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from(args: argparse.Namespace) -> ProxyConfig:
-    """The configuration that the flags describe; ConfigError names the bad one."""
+    """Build the configuration. Raises ConfigError, which names the invalid option."""
     key_file = read_key_file(args.api_key_file)
     return ProxyConfig(
         host=args.host,
@@ -466,7 +466,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
 
 
 def _conductor_from(args: argparse.Namespace, key_file: KeyFile) -> ConductorConfig | None:
-    """What places requests, None where the proxy's own policies do."""
+    """The conductor's configuration; None if the proxy's own policies choose instances."""
     policy = args.prefill_policy or args.policy
     if policy not in CONDUCTOR_POLICIES and args.admission == "none":
         role_changes = args.role_changes != "off"
@@ -498,7 +498,7 @@ def _conductor_from(args: argparse.Namespace, key_file: KeyFile) -> ConductorCon
 
 
 def _read_secret(flag: str, path: str | None) -> str:
-    """Of a file, empty for none; ConfigError where there is nothing in it."""
+    """Read a secret from a file; empty if `path` is None. Raises ConfigError for an empty file."""
     if path is None:
         return ""
     try:
@@ -511,7 +511,7 @@ def _read_secret(flag: str, path: str | None) -> str:
 
 
 def _classes(given: list[str], key_file: KeyFile) -> tuple[RequestClass, ...]:
-    """Of flags and of the keys file."""
+    """Request classes from options and from the keys file."""
     classes = [RequestClass.parse(text) for text in given]
     for name, each in key_file.classes.items():
         classes.append(RequestClass(name, str(each.ttft), str(each.tbt), each.best_effort))
@@ -527,7 +527,7 @@ def _multiples(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _by_model(flag: str, given: list[str]) -> dict[str, str]:
-    """`MODEL=VALUE`, or a value alone for instances without a model name."""
+    """Parse `MODEL=VALUE` options; a plain value is for instances without a model name."""
     found: dict[str, str] = {}
     for text in given:
         model, equals, value = text.rpartition("=")
@@ -540,7 +540,7 @@ def _by_model(flag: str, given: list[str]) -> dict[str, str]:
 
 
 def _named_url(flag: str, text: str) -> tuple[tuple[str, ...], Origin]:
-    """`MODEL,ALIAS=URL`, or a URL alone."""
+    """Parse `MODEL,ALIAS=URL` or a plain URL."""
     before, equals, url = text.partition("=") if "=http" in text else ("", "", text)
     names = tuple(name.strip() for name in before.split(",")) if equals else ()
     if not all(names):
@@ -553,7 +553,7 @@ def _tokens_or_auto(text: str) -> int | None:
 
 
 def _in_seconds(flag: str, text: str | None) -> float | None:
-    """Of milliseconds; None for a multiple, which depends on the request."""
+    """Convert milliseconds to seconds; None for a multiple, which depends on the request."""
     if text is None or text.endswith("x"):
         return None
     try:
@@ -563,7 +563,7 @@ def _in_seconds(flag: str, text: str | None) -> float | None:
 
 
 def check_can_serve(config: ProxyConfig) -> None:
-    """ConfigError for a proxy without decode instances that could not get one later either."""
+    """Raise ConfigError if there are no decode instances and none can be added later."""
     may_grow = (
         *(config.pool_file, config.kubernetes, config.admin_keys),
         config.register_secret,

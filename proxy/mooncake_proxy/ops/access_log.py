@@ -11,12 +11,12 @@ from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.errors import ProxyError
 from mooncake_proxy.http1.http_request import HttpRequest
 
-# Logged as status where the client left before its response was complete (nginx's 499).
+# Logged as the status if the client disconnected before its response was complete (as nginx).
 CLIENT_LEFT = 499
 
 
 class AccessLog:
-    """One JSON line per request on stderr: `off`, `errors` only, or `all`. Written in batches."""
+    """Writes one JSON line per request, in batches. `level` is `off`, `errors` or `all`."""
 
     def __init__(self, level: str, out: TextIO | None = None) -> None:
         self._level = level
@@ -31,7 +31,7 @@ class AccessLog:
         elapsed_s: float,
         error: ProxyError | None,
     ) -> None:
-        """Queue a line; `flush` writes it."""
+        """Queue the line of a request; `flush` writes it."""
         if self._level == "off" or (self._level == "errors" and error is None):
             return
         fields: dict[str, object] = {

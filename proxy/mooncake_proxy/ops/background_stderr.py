@@ -1,7 +1,7 @@
-"""Standard error that neither ends nor freezes the proxy, whatever is at its other end.
+"""Non-blocking standard error, and the log format.
 
-A disk may be full and a log reader may stop reading. A thread writes, from a bounded queue; what
-does not fit, or cannot be written, is dropped and counted.
+Logging must neither block nor end the proxy if a disk is full or a log reader stops reading. A
+thread writes from a bounded queue; what does not fit or can't be written is dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from typing import Any
 LOG_FORMATS = ("text", "json")
 _TEXT_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MAX_QUEUED_BYTES = 1 << 20
-# For what is queued when the process ends.
+# Seconds to write queued lines when the process ends.
 DRAIN_S = 1.0
 
 
 class JsonLogLines(logging.Formatter):
-    """A line of JSON per record, with the fields that instances log: `time` in seconds since 1970,
-    `level`, `logger`, `message` and, of an error with a traceback, `exception`."""
+    """Formats a record as a line of JSON, with the same fields as instances.
+
+    They are `time` in seconds since 1970, `level`, `logger`, `message` and, if there is a
+    traceback, `exception`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        import json  # only where lines are JSON
+        import json  # imported late to start faster
 
         line: dict[str, Any] = {
             "time": round(record.created, 3),
@@ -42,7 +45,7 @@ class JsonLogLines(logging.Formatter):
 
 
 def begin_log(level: str, log_format: str) -> None:
-    """Log to standard error from now on; Python's own warnings are lines of JSON, too."""
+    """Set up logging to standard error. With JSON, Python's warnings are logged as JSON too."""
     handler = logging.StreamHandler(sys.stderr)
     is_json = log_format == "json"
     handler.setFormatter(JsonLogLines() if is_json else logging.Formatter(_TEXT_LINE))
@@ -52,7 +55,7 @@ def begin_log(level: str, log_format: str) -> None:
 
 
 class BackgroundStderr(io.TextIOBase):
-    """A text stream whose writes return at once. `flush` does nothing; `drain` waits."""
+    """A text stream whose writes don't block. `flush` does nothing; `drain` waits."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -60,13 +63,13 @@ class BackgroundStderr(io.TextIOBase):
         self._num_bytes = 0
         self._is_closed = False
         self._changed = threading.Condition()
-        # Lines since the latest that was written.
+        # Lines dropped since the latest successful write.
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._run, name="stderr", daemon=True)
         self._thread.start()
 
     def write(self, text: str) -> int:
-        """Queue it, or drop it where the queue is full."""
+        """Queue `text`, or drop it if the queue is full."""
         data = text.encode("utf-8", "backslashreplace")
         with self._changed:
             if self._num_bytes + len(data) > MAX_QUEUED_BYTES:
@@ -78,11 +81,11 @@ class BackgroundStderr(io.TextIOBase):
         return len(text)
 
     def fileno(self) -> int:
-        """The descriptor that is written to."""
+        """The descriptor of standard error."""
         return self._fd
 
     def drain(self, timeout_s: float) -> None:
-        """End the thread, once all is written or after `timeout_s`."""
+        """Wait until everything is written, at most `timeout_s`, and end the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -114,7 +117,7 @@ class BackgroundStderr(io.TextIOBase):
 
 @contextmanager
 def background_stderr() -> Iterator[BackgroundStderr]:
-    """Put one in the place of `sys.stderr`, for logging too, while the block runs."""
+    """Replace `sys.stderr` and the logging handlers' streams by one while the block runs."""
     plain, stream = sys.stderr, BackgroundStderr(2)
     handlers = [
         handler

@@ -1,4 +1,4 @@
-"""What the charts of the live page show: the counters of the last minutes, a sample per second."""
+"""History of the live page's charts: one sample per second of the last ten minutes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mooncake_proxy.ops.proxy_metrics import SECONDS, Histogram, ProxyMetrics
 
 SAMPLE_S = 1.0
 NUM_SAMPLES = 600
-# How long the rate of a pair's KV is taken over: instances report about once a second.
+# Samples over which a pair's KV rate is averaged: instances report about once per second.
 PAIR_SAMPLES = 10
-# What is full, or not there, and may be tried again: refusals, beside errors.
+# Statuses that are shown as refusals rather than errors: the client may retry.
 REFUSALS = frozenset({"429", "503"})
 _NO_COUNTS = (0.0,) * (len(SECONDS) + 1)
 
-# Sender and receiver, by name.
+# (sender, receiver), by name.
 Pair = tuple[str, str]
 
 
 class Totals(Struct, frozen=True):
-    """What there has been until now: counters since the start, and what is going on."""
+    """The proxy's counters since its start, and its current load."""
 
     time: float
     running: int
@@ -37,7 +37,7 @@ class Totals(Struct, frozen=True):
     tbt_met: float = 0.0
     prompt_tokens: float = 0.0
     cached_tokens: float = 0.0
-    # Counts of one observation each, by bucket.
+    # Observations per bucket.
     first_token: Sequence[float] = _NO_COUNTS
     between_tokens: Sequence[float] = _NO_COUNTS
     # Bytes of KV by pair, since the receiver's start.
@@ -47,7 +47,7 @@ class Totals(Struct, frozen=True):
     def of(
         cls, metrics: ProxyMetrics, now: float, load: tuple[int, int], kv: Mapping[Pair, int]
     ) -> Totals:
-        """What the counters say at `now`, in seconds of the epoch. `load`: running and waiting."""
+        """Read the counters. `now` is in seconds since 1970; `load` is (running, waiting)."""
         requests, objectives = metrics.requests.values, metrics.slo_requests.values
         met = {"ttft": 0.0, "tbt": 0.0}
         for (_, objective, is_met), count in objectives.items():
@@ -72,13 +72,15 @@ class Totals(Struct, frozen=True):
 
 
 def _counts(histogram: Histogram) -> Sequence[float]:
-    """Of a histogram without labels, by bucket; its last number is the sum."""
+    """Observations per bucket of a histogram without labels, without the trailing sum."""
     return tuple(histogram.series.get((), (*_NO_COUNTS, 0.0))[:-1])
 
 
 class Sample(Struct, frozen=True):
-    """What happened between two looks, per second where it is a rate; None where there was
-    nothing to tell it by. Times in seconds."""
+    """One point of the charts: the difference between two `Totals`, as rates per second.
+
+    Latencies are in seconds. None: there were no observations.
+    """
 
     time: float
     running: int
@@ -97,20 +99,20 @@ class Sample(Struct, frozen=True):
 
 
 class LiveHistory:
-    """The latest samples, as many as the charts are wide. Its memory is bounded, whatever comes."""
+    """The latest NUM_SAMPLES samples; its memory is bounded."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque(maxlen=NUM_SAMPLES)
         self._latest: deque[Totals] = deque(maxlen=PAIR_SAMPLES + 1)
 
     def add(self, now: Totals) -> None:
-        """One more look. The first has nothing to be compared with."""
+        """Add the current totals. The first call yields no sample, as there is no difference."""
         if self._latest and now.time > self._latest[-1].time:
             self._samples.append(_compare(self._latest[-1], now))
         self._latest.append(now)
 
     def columns(self, since: float = 0.0) -> dict[str, list[Any]]:
-        """The samples that are later than `since`, as one list per figure."""
+        """The samples later than `since` (seconds since 1970), as one list per field."""
         first = bisect_right(self._samples, since, key=lambda sample: sample.time)
         rows = [astuple(sample) for sample in list(self._samples)[first:]]
         columns: Iterable[Sequence[Any]] = zip(*rows, strict=True) if rows else ()
@@ -120,7 +122,7 @@ class LiveHistory:
         }
 
     def pairs(self) -> list[dict[str, Any]]:
-        """KV by sender and receiver: bytes in all, and bytes per second of late."""
+        """Bytes of KV per pair: in total, and per second over the latest samples."""
         if not self._latest:
             return []
         first, last = self._latest[0], self._latest[-1]
@@ -164,13 +166,15 @@ def _compare(before: Totals, now: Totals) -> Sample:
 
 
 def _grown(before: int, now: int) -> int:
-    """By how much; a receiver that was started again counts from zero."""
+    """Growth of a counter, which restarts from zero with its receiver."""
     return now - before if now >= before else now
 
 
 def quantile(counts: Sequence[float], share: float) -> float | None:
-    """Seconds that this share of the observations does not exceed, from their counts by bucket, as
-    Prometheus' histogram_quantile has it; None without any."""
+    """The quantile `share` in seconds, from observations per bucket; None without observations.
+
+    Interpolates like Prometheus' `histogram_quantile`.
+    """
     wanted = share * sum(counts)
     if wanted <= 0:
         return None

@@ -1,4 +1,7 @@
-"""Counters and histograms in Prometheus text form, cheap enough for the hot path (0.15 µs each)."""
+"""The proxy's metrics: counters and histograms in Prometheus text format.
+
+An observation costs 0.15 µs, cheap enough for the hot path.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ SECONDS = (
 _bucket_of = partial(bisect_left, SECONDS)
 Labels = tuple[str, ...]
 FORGET_S = 300.0
-# Metric name -> its rows of (label values, numbers), to be sent and added up.
+# Metric name -> rows of (label values, numbers), to send to other workers and to sum up.
 MetricsSnapshot = dict[str, list[tuple[list[str], list[float]]]]
 
 
 class Counter:
-    """A number per label values that only grows."""
+    """A monotonic number per combination of label values."""
 
     def __init__(self, name: str, text: str, labels: Labels = ()) -> None:
         self.name = name
@@ -31,23 +34,23 @@ class Counter:
             self.values[()] = 0.0
 
     def add(self, *values: str) -> None:
-        """Count one more for these label values."""
+        """Add 1 for these label values."""
         self.values[values] += 1.0
 
     def rows(self) -> list[tuple[list[str], list[float]]]:
-        """All values, to be added up elsewhere."""
+        """All values, as plain data."""
         return [(list(values), [number]) for values, number in self.values.items()]
 
     def instances(self) -> set[str]:
-        """The instances that something was counted for."""
+        """Names of the instances among the label values."""
         return _instances(self.labels, self.values)
 
     def forget(self, instance: str) -> None:
-        """Drop what was counted for an instance."""
+        """Drop the values of an instance."""
         _forget(self.labels, self.values, instance)
 
     def absorb(self, values: Labels, row: list[float]) -> None:
-        """Add what another process counted."""
+        """Add a row of another process."""
         self.values[values] += row[0]
 
     def lines(self) -> Iterator[str]:
@@ -59,7 +62,7 @@ class Counter:
 
 
 class Histogram:
-    """Observations in fixed buckets per label values."""
+    """Observations in fixed buckets per combination of label values."""
 
     def __init__(self, name: str, text: str, labels: Labels = ()) -> None:
         self.name = name
@@ -70,20 +73,20 @@ class Histogram:
         self._series: dict[Labels, list[float]] = {}
 
     def observe(self, value: float, *values: str) -> None:
-        """Add one observation, in seconds. Sorted into its bucket later."""
+        """Add an observation in seconds. `settle` sorts it into its bucket later."""
         self._new[values].append(value)
 
     def recorder(self, *values: str) -> Callable[[float], None]:
-        """`observe` for one series, for loops that can't afford a call per observation."""
+        """A fast `observe` for one series: appends to its list of new observations."""
         return self._new[values].append
 
     def settle(self) -> None:
-        """Sort new observations into their buckets; a few times a second, or they pile up."""
+        """Sort new observations into buckets. Called a few times per second to bound the list."""
         for values, new in self._new.items():
             row = self._series.get(values)
             if row is None:
                 row = self._series[values] = [0.0] * (len(SECONDS) + 2)
-            # Counted in C: streams bring an observation per token.
+            # Tally counts in C: streams add an observation per token.
             for bucket, count in Tally(map(_bucket_of, new)).items():
                 row[bucket] += count
             row[-1] += sum(new)
@@ -91,31 +94,31 @@ class Histogram:
 
     @property
     def series(self) -> dict[Labels, list[float]]:
-        """Per label values: one count per bucket, one for +Inf, then the sum."""
+        """Rows by label values: one count per bucket, one for +Inf, then the sum."""
         self.settle()
         return self._series
 
     def rows(self) -> list[tuple[list[str], list[float]]]:
-        """All series, to be added up elsewhere."""
+        """All series, as plain data."""
         return [(list(values), row) for values, row in self.series.items()]
 
     def instances(self) -> set[str]:
-        """The instances that something was observed of."""
+        """Names of the instances among the label values."""
         return _instances(self.labels, self.series)
 
     def forget(self, instance: str) -> None:
-        """Drop what was observed of an instance."""
+        """Drop the series of an instance."""
         _forget(self.labels, self._new, instance)
         _forget(self.labels, self._series, instance)
 
     def absorb(self, values: Labels, row: list[float]) -> None:
-        """Add what another process observed."""
+        """Add a row of another process."""
         mine = self.series.setdefault(values, [0.0] * len(row))
         for position, number in enumerate(row):
             mine[position] += number
 
     def lines(self) -> Iterator[str]:
-        """Exposition lines; bucket counts are cumulative there."""
+        """Exposition lines, where bucket counts are cumulative."""
         yield f"# HELP {self.name} {self.text}"
         yield f"# TYPE {self.name} histogram"
         for values, row in self.series.items():
@@ -144,7 +147,7 @@ def _forget(labels: Labels, rows: MutableMapping[Labels, Any], instance: str) ->
 
 
 def label_text(names: Labels, values: Labels) -> str:
-    """`{a="x",b="y"}` with the values escaped, or nothing."""
+    """`{a="x",b="y"}` with escaped values; empty without labels."""
     if not names:
         return ""
     pairs = ",".join(f'{n}="{_escape(v)}"' for n, v in zip(names, values, strict=True))
@@ -154,7 +157,7 @@ def label_text(names: Labels, values: Labels) -> str:
 def gauge_lines(
     name: str, text: str, rows: Iterable[tuple[Mapping[str, str], float]]
 ) -> Iterator[str]:
-    """Exposition lines of gauges, read at the time of the scrape."""
+    """Exposition lines of a gauge."""
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} gauge"
     for labels, number in rows:
@@ -163,7 +166,7 @@ def gauge_lines(
 
 
 def number_text(number: float) -> str:
-    """All digits: a rounded counter would seem to stand still, with a rate of 0."""
+    """The number with all digits: a rounded large counter would seem to have a rate of 0."""
     return str(int(number)) if number == int(number) else repr(float(number))
 
 
@@ -172,11 +175,11 @@ def _escape(value: str) -> str:
 
 
 class ProxyMetrics:
-    """Everything the proxy counts. `role` is prefill, decode or both."""
+    """All metrics of one proxy process. The label `role` is prefill, decode or both."""
 
     def __init__(self) -> None:
         prefix = "mooncake_proxy_"
-        # Instances that are not in the pool any more -> loop time since when.
+        # Names of instances that have left the pool -> loop time since when.
         self._gone_since: dict[str, float] = {}
         self.requests = Counter(
             f"{prefix}requests_total", "Requests by endpoint and status.", ("endpoint", "status")
@@ -234,7 +237,7 @@ class ProxyMetrics:
         self._time(prefix)
 
     def _time(self, prefix: str) -> None:
-        """What is measured in seconds."""
+        """Create the histograms of times."""
         self.stage_seconds = Histogram(
             f"{prefix}stage_seconds",
             "prefill: until P's answer; decode: until D's first event or whole answer.",
@@ -257,8 +260,10 @@ class ProxyMetrics:
         yield from (value for name, value in vars(self).items() if not name.startswith("_"))
 
     def forget_instances(self, known: Collection[str], now: float) -> None:
-        """Drop what was counted for instances that have not been in the pool for FORGET_S: pods
-        come back under new addresses, and labels would gather for ever."""
+        """Drop the rows of instances that left the pool more than FORGET_S ago.
+
+        Restarted pods have new addresses, so label values would accumulate without bound.
+        """
         gone = {name for metric in self.all() for name in metric.instances()} - set(known)
         self._gone_since = {name: self._gone_since.get(name, now) for name in gone}
         for name, since in self._gone_since.items():
@@ -267,7 +272,7 @@ class ProxyMetrics:
                     metric.forget(name)
 
     def settle(self) -> None:
-        """Sort new observations into their buckets."""
+        """Sort new observations of all histograms into their buckets."""
         for metric in self.all():
             if isinstance(metric, Histogram):
                 metric.settle()
@@ -278,7 +283,7 @@ class ProxyMetrics:
             yield from metric.lines()
 
     def charted(self) -> MetricsSnapshot:
-        """What the live page's history is made of, as plain data."""
+        """The metrics that the live page's history needs, as plain data."""
         metrics = (
             self.requests,
             self.slo_requests,
@@ -290,12 +295,12 @@ class ProxyMetrics:
         return {metric.name: metric.rows() for metric in metrics}
 
     def snapshot(self) -> MetricsSnapshot:
-        """Everything counted so far, as plain data."""
+        """All metrics, as plain data."""
         return {metric.name: metric.rows() for metric in self.all()}
 
     @classmethod
     def sum_of(cls, snapshots: Iterable[MetricsSnapshot]) -> ProxyMetrics:
-        """What several processes counted together."""
+        """The sum of several processes' metrics."""
         total = cls()
         by_name = {metric.name: metric for metric in total.all()}
         for snapshot in snapshots:

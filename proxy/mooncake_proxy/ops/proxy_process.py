@@ -1,4 +1,4 @@
-"""What one proxy process is made of, when it stops, and the numbers that its live page shows."""
+"""The state of one proxy process, its shutdown signals, and the data of the live page."""
 
 from __future__ import annotations
 
@@ -25,20 +25,26 @@ from mooncake_proxy.pool.registrations import Registrations
 from mooncake_proxy.routing.model_routers import ModelRouters
 
 logger = logging.getLogger(__name__)
-# Sender of KV that is not in the pool any more, or was started again.
+# Shown for a sender of KV that has left the pool or was restarted.
 GONE = "(gone)"
 MAX_REFUSALS = 20
 
 
 class ProxyProcess:
-    """One proxy process without its listener. `share` where it is one of several workers."""
+    """Everything in one proxy process except its listeners.
+
+    Args:
+        config: the checked configuration.
+        client: shared state of the connections to instances.
+        link: connects this process with the proxy's other workers; None: a single process.
+    """
 
     def __init__(self, config: ProxyConfig, client: ClientContext, link: WorkerLink | None) -> None:
         self.config = config
         self.link = link
         self.routers = ModelRouters(config, client)
         self.pools = self.routers.pools
-        # Of instances without a model name; has what the others share with it.
+        # Router of instances without a model name; owns what all routers share.
         self.router = self.routers.first
         self.admission = AdmissionQueue(config.admission)
         self.tenants = Tenants(config.tenants, client, self.router.metrics)
@@ -52,14 +58,14 @@ class ProxyProcess:
             link.on_registration = self.registrations.follow
 
     def change(self, change: MembershipChange) -> Instance | None:
-        """A change of the instance pool from the admin API; the other workers make it too."""
+        """Apply a change of the pool, and publish it to the other workers."""
         instance = apply_change(self.pools, change)
         if self.link is not None:
             self.link.broadcast(change)
         return instance
 
     def change_roles(self) -> None:
-        """Make the changes of roles that the conductors want, if this process is the one to."""
+        """Make the role switches that the conductors want. Only the leading worker does so."""
         if self.link is not None and not self.link.leads:
             return
         for router in self.routers:
@@ -78,7 +84,7 @@ class ProxyProcess:
 
     @property
     def num_running(self) -> int:
-        """Requests that all workers serve."""
+        """Requests being served by all workers."""
         elsewhere = 0 if self.link is None else self.link.running_elsewhere()
         return self.admission.num_running + elsewhere
 
@@ -89,19 +95,19 @@ class ProxyProcess:
         return self.admission.num_waiting + elsewhere
 
     def all_metrics(self) -> ProxyMetrics:
-        """What all workers have counted."""
+        """The metrics of all workers, summed up."""
         if self.link is None:
             return self.router.metrics
         return ProxyMetrics.sum_of([self.router.metrics.snapshot(), *self.link.counts_of_others()])
 
     async def keep_history(self) -> None:
-        """A sample of the counters every second, until cancelled."""
+        """Take a sample of the counters every SAMPLE_S, until cancelled."""
         while True:
             self.take_sample()
             await asyncio.sleep(SAMPLE_S)
 
     def take_sample(self) -> None:
-        """What has been counted until now, by all workers."""
+        """Add a sample of all workers' counters to the history."""
         metrics = self.router.metrics
         if self.link is not None:
             names = (own := metrics.charted()).keys()
@@ -113,14 +119,13 @@ class ProxyProcess:
         self.history.add(Totals.of(metrics, time.time(), load, kv_by_pair(self.pools)))
 
 
-# Signals so close together are one stop: terminals and service managers reach several processes,
-# and the workers' parent passes on what it got.
+# Signals within this time count as one: terminals and service managers signal several processes,
+# and the workers' parent forwards what it gets.
 SAME_STOP_S = 1.0
 
 
 class ShutdownSignals:
-    """What SIGINT and SIGTERM have asked for. The first one ends what runs in good order, a second
-    one at once."""
+    """Shutdown requested by SIGINT and SIGTERM: the first one drains, a second one ends that."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -128,7 +133,7 @@ class ShutdownSignals:
         self._first_at = 0.0
 
     def signal(self, now: float) -> None:
-        """One came at `now`, in seconds of the loop's clock."""
+        """Process a signal received at loop time `now`, in seconds."""
         if not self.asked.is_set():
             self.asked.set()
             self._first_at = now
@@ -137,18 +142,18 @@ class ShutdownSignals:
 
 
 def live_page() -> bytes:
-    """The page."""
+    """The HTML of the live page."""
     return Path(__file__).with_name("live_page.html").read_bytes()
 
 
 def kv_by_pair(instances: Iterable[Instance]) -> dict[Pair, int]:
-    """Bytes of KV that instances say they have received, by sender and receiver."""
+    """Bytes of KV that instances have received, by (sender, receiver)."""
     receivers = list(instances)
     names = {i.compatibility.engine_id: i.name for i in receivers if i.compatibility.engine_id}
     moved: dict[Pair, int] = {}
     for receiver in receivers:
         for engine_id, nbytes in receiver.bytes_received.items():
-            # A data-parallel rank is called after its instance: ID-dpN.
+            # The engine id of a data-parallel rank is that of its instance plus `-dpN`.
             of_rank = names.get(engine_id.rpartition("-dp")[0], GONE)
             pair = (names.get(engine_id, of_rank), receiver.name)
             moved[pair] = moved.get(pair, 0) + nbytes
@@ -158,7 +163,7 @@ def kv_by_pair(instances: Iterable[Instance]) -> dict[Pair, int]:
 def live_view(
     process: ProxyProcess, instances: list[dict[str, Any]], since: float
 ) -> dict[str, Any]:
-    """What the page shows, counted over all workers; of the history what is later than `since`."""
+    """The live page's data, of all workers, with the history samples later than `since`."""
     metrics, config = process.all_metrics(), process.config
     return {
         "time": time.time(),
@@ -181,7 +186,7 @@ def live_view(
 
 
 def refusals(metrics: ProxyMetrics) -> list[dict[str, Any]]:
-    """What was not answered as asked, the most frequent first."""
+    """Errors, failed attempts and fallbacks with their counts, the most frequent first."""
     counts = Counter[str]()
     for (endpoint, status), count in metrics.requests.values.items():
         if status >= "400":

@@ -1,13 +1,13 @@
-"""OpenTelemetry spans of requests; only where `--otlp-endpoint` asks for them.
+"""OpenTelemetry spans of requests, enabled by `--otlp-endpoint`.
 
-    chat m              the client's request (server span), under the client's own if it has one
-    ├── queue           the wait in the admission queue, if there was one
+    chat m              the client's request (server span), child of the client's span if sent
+    ├── queue           the wait in the admission queue, if any
     ├── prefill         P's leg with all its attempts
-    │   └── attempt     one exchange with one instance (client span; the instance gets its context)
-    └── decode          D's leg; in the push flow beside that of P
+    │   └── attempt     one exchange with one instance (client span; its context is propagated)
+    └── decode          D's leg; in the push flow concurrent with P's
 
-Names follow the semantic conventions for GenAI and HTTP where these have one. Parents are
-passed explicitly: an attempt's header lines need its span anyway.
+Names follow the semantic conventions for GenAI and HTTP where these define one. Parent spans are
+passed explicitly, because an attempt's header lines need its span anyway.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ OPERATIONS = {OpenAIEndpoint.COMPLETION: "text_completion", OpenAIEndpoint.CHAT:
 
 
 def load_tracing(endpoint: str) -> RequestTracing:
-    """Spans go to the collector at `endpoint` as OTLP over HTTP, from a thread of their own.
-    ConfigError where OpenTelemetry is not installed."""
+    """Create the tracer, which exports to `endpoint` as OTLP over HTTP from a thread of its own.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -55,7 +58,7 @@ def load_tracing(endpoint: str) -> RequestTracing:
 
 
 class RequestTracing:
-    """Makes the spans of one proxy process."""
+    """Creates the spans of one proxy process."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -68,7 +71,7 @@ class RequestTracing:
         request_id: str,
         headers: Mapping[bytes, bytes],
     ) -> RequestTrace:
-        """The span of a request, under the client's own where it sent one."""
+        """Start the span of a request, as a child of the client's span if it sent one."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -96,7 +99,7 @@ class RequestTracing:
         return RequestTrace(self._tracer, span)
 
     def close(self) -> None:
-        """Send what is left; may take as long as the collector does not answer."""
+        """Export the remaining spans. Blocks until the collector answers or times out."""
         self._provider.shutdown()
 
 
@@ -110,12 +113,12 @@ class RequestTrace:
         self._span = span
 
     def note_decision(self, record: Mapping[str, Any]) -> None:
-        """What the conductor decided: its numbers and words, by path."""
+        """Add the conductor's decision as attributes, named by their path in the record."""
         for name, value in _leaves("mooncake.decision", record):
             self._span.set_attribute(name, value)
 
     def end(self, status: int, error: BaseException | None) -> None:
-        """The request is answered; or its client is gone, `status` 499."""
+        """End the span of a request; `status` is 499 if the client has disconnected."""
         self._span.set_attribute("http.response.status_code", status)
         if error is not None:
             _mark_failed(self._span, error)
@@ -123,13 +126,13 @@ class RequestTrace:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Span]:
-        """A part of the request: its wait, or a leg."""
+        """Span of a part of the request: its wait in the queue, or a leg."""
         with self._child(self._span, name) as span:
             yield span
 
     @contextmanager
     def attempt(self, leg: Span, origin: Origin, number: int) -> Iterator[bytes]:
-        """One exchange with one instance; gives the header lines that name its span."""
+        """Span of one exchange with one instance. Yields the header lines with its context."""
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -145,7 +148,7 @@ class RequestTrace:
 
     @contextmanager
     def _child(self, parent: Span, name: str, **described: Any) -> Iterator[Span]:
-        """A span that its end closes; ``described``: what ``Tracer.start_span`` takes besides."""
+        """A child span that ends with the block. `described` are arguments of `start_span`."""
         from opentelemetry.trace import set_span_in_context
 
         span = self._tracer.start_span(name, set_span_in_context(parent), **described)
@@ -159,7 +162,7 @@ class RequestTrace:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, str | int | float | bool]]:
-    """A path and a value for everything inside that a span can have as an attribute."""
+    """Yield (path, value) for all values inside that are valid span attributes."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(f"{path}.{name}", inner)

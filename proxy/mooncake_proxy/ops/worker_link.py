@@ -1,9 +1,9 @@
-"""Messages between the worker processes of one proxy: loads, counters, changes of the pool.
+"""The worker link: messages between the worker processes of one proxy.
 
-Each worker has the whole view: its own numbers exactly, those of the others at most PUBLISH_S old
-(power-of-two choice keeps them from all choosing the same idle instance meanwhile). Messages go
-through the parent, one datagram each, in order. A worker that does not read in time misses some;
-so loads, counters and what is reserved are told again and again.
+Every worker knows the load of the whole proxy: its own exactly, that of the others at most
+PUBLISH_S old (with power-of-two choice they don't all choose the same idle instance in that time).
+Messages are datagrams that the parent relays in order. A worker that reads too slowly loses some,
+so loads, counters and reservations are published periodically.
 """
 
 from __future__ import annotations
@@ -37,17 +37,19 @@ PUBLISH_S = 0.02
 COUNTS_EVERY = 25
 SNAPSHOT_EVERY = 100
 MAX_MESSAGE_BYTES = 200_000
-# Rows of metrics in one message: with long labels and all numbers of a histogram they fit.
+# Rows of metrics per message; even histograms with long labels fit into MAX_MESSAGE_BYTES.
 ROWS_PER_MESSAGE = 200
-# All changes that are kept have to fit into the ten messages that a socket holds for its reader.
+# Changes per message. All MAX_CHANGED_URLS must fit into the ten messages that a socket buffers.
 CHANGES_PER_MESSAGE = 500
 MAX_CHANGED_URLS = 1000
 
 
 class WorkerLoads(Struct, tag="loads"):
-    """In-flight work of one worker: name of an instance, or of a data-parallel rank of one ->
-    (running, prompt tokens), and the numbers of requests that it serves and that wait in its
-    queue."""
+    """Work in flight of one worker.
+
+    `loads` maps names of instances and data-parallel ranks to (running requests, prompt tokens).
+    `running` and `waiting` are the requests that the worker serves and that wait in its queue.
+    """
 
     worker: int
     loads: dict[str, tuple[int, int]]
@@ -56,7 +58,7 @@ class WorkerLoads(Struct, tag="loads"):
 
 
 class WorkerCounts(Struct, tag="counts"):
-    """Counters of one worker since its start, in as many messages as they need, from part 0."""
+    """Counters of one worker since its start, in numbered parts from 0."""
 
     worker: int
     counts: MetricsSnapshot
@@ -65,36 +67,36 @@ class WorkerCounts(Struct, tag="counts"):
 
 
 class ChangeMessage(Struct, tag="change"):
-    """A change of the instance pool that one worker has made and the others repeat."""
+    """A change of the instance pool that one worker has made and the others apply too."""
 
     change: MembershipChange
 
 
 class ChangeHistory(Struct, tag="changes"):
-    """What has been changed so far, for a worker that starts later."""
+    """Past changes of the instance pool, for a worker that starts later or missed some."""
 
     changes: list[MembershipChange]
 
 
 class LossMessage(Struct, tag="loss"):
-    """An instance was lost while it worked on a body with this hash, or one was answered."""
+    """An instance was lost while it worked on a body with this hash, or the body was answered."""
 
     key: bytes
     # Empty: a request with this body was answered.
     instance: str = ""
-    # In seconds of the monotonic clock that all workers share.
+    # Times in seconds of the monotonic clock, which all workers share.
     began: float = 0.0
     now: float = 0.0
 
 
 class UsageMessage(Struct, tag="usage"):
-    """What one worker let through, by name of API key: requests and tokens."""
+    """Requests and tokens that one worker has admitted, by API key name."""
 
     usage: Usage
 
 
 class ReservationMessage(Struct, tag="reservations"):
-    """What one worker has reserved: `ReservationReport`, unread."""
+    """A `ReservationReport` of one worker, as JSON."""
 
     worker: int
     owner: str
@@ -102,13 +104,13 @@ class ReservationMessage(Struct, tag="reservations"):
 
 
 class PeerNews(Struct, tag="peer"):
-    """What a proxy on another host has told one worker of its reservations, unread."""
+    """A reservation message that one worker has received from a proxy on another host."""
 
     body: Raw
 
 
 class WorkerGone(Struct, tag="gone"):
-    """A worker ended: its load is gone, its counters stay."""
+    """A worker has ended: its load is dropped, its counters are kept."""
 
     worker: int
 
@@ -129,11 +131,16 @@ encode_message = msgspec.json.Encoder().encode
 
 
 def _ignore(news: object) -> None:
-    """There are no proxies on other hosts, and no instances that announce themselves."""
+    """Default callback: there are no proxies on other hosts, and no instances that register."""
 
 
 class WorkerLink:
-    """One worker's end of the link."""
+    """One worker's end of the link.
+
+    Args:
+        worker: number of the worker, increasing with every start.
+        link: datagram socket to the parent.
+    """
 
     def __init__(self, worker: int, link: socket.socket) -> None:
         self.worker = worker
@@ -144,24 +151,24 @@ class WorkerLink:
         self._limits: RateLimits | None = None
         self._sharing: ReservationSharing | None = None
         self._reports: WorkerReports | None = None
-        # Takes what other workers were told by proxies on other hosts.
+        # Called with messages that other workers received from proxies on other hosts.
         self.on_peer_news: Callable[[bytes], None] = _ignore
-        # Takes what instances have announced to other workers.
+        # Called with registrations that other workers received.
         self.on_registration: Callable[[MembershipChange], object] = _ignore
-        # Changes of the pool that the parent had no room for yet, in order.
+        # Changes of the pool that did not fit into the parent's socket buffer yet, in order.
         self._unsent: deque[ChangeMessage] = deque(maxlen=MAX_CHANGED_URLS)
-        # Of the other workers' reservations.
+        # Owners of the other workers' reservations, by worker.
         self._owners: dict[int, str] = {}
         self._suspects: SuspectBodies | None = None
         self._parent = os.getppid()
         self._loads: dict[int, WorkerLoads] = {}
         self._counts: dict[int, MetricsSnapshot] = {}
-        # Of which the last message has not come yet, and how many have.
+        # Counters of which some parts are still missing, and the number of parts received.
         self._partial_counts: dict[int, tuple[MetricsSnapshot, int]] = {}
         self._published = WorkerLoads(worker, {}, 0, 0)
 
     def open(self, routers: ModelRouters, admission: AdmissionQueue, limits: RateLimits) -> None:
-        """Begin to receive messages of the others."""
+        """Start to receive the other workers' messages."""
         self._pools = routers.pools
         self._metrics = routers.first.metrics
         self._suspects = routers.first.suspects
@@ -173,7 +180,7 @@ class WorkerLink:
             self._reports = self._sharing.report_to(self._send_report)
         self._link.setblocking(False)
         asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
-        self._read()  # what was changed before this worker started
+        self._read()  # changes from before this worker started
 
     def close(self) -> None:
         """Stop receiving."""
@@ -181,7 +188,7 @@ class WorkerLink:
         self._link.close()
 
     async def run(self) -> None:
-        """Publish loads when they change, and all that counts now and then."""
+        """Publish loads whenever they change, and loads, counters and reservations periodically."""
         for turn in range(2**62):
             await asyncio.sleep(PUBLISH_S)
             self._send_changes()
@@ -201,11 +208,11 @@ class WorkerLink:
         self._send(ReservationMessage(self.worker, owner, Raw(report)))
 
     def send_peer_news(self, body: bytes) -> None:
-        """Have the other workers take what a proxy on another host has told this one."""
+        """Forward a message of a proxy on another host to the other workers."""
         self._send(PeerNews(Raw(body)))
 
     def _check_parent(self) -> None:
-        """A worker that nothing starts again, and that hears no other one, must not serve on."""
+        """Stop this worker if the parent is gone: nothing would restart it or relay messages."""
         if os.getppid() != self._parent:
             logger.error("the parent of this worker is gone: it stops")
             self._parent = os.getppid()
@@ -215,26 +222,26 @@ class WorkerLink:
         self._send(LossMessage(key, instance, began, now))
 
     def broadcast(self, change: MembershipChange) -> None:
-        """Have the other workers repeat this change."""
+        """Publish a change to the other workers, which apply it too."""
         self._unsent.append(ChangeMessage(change))
         self._send_changes()
 
     def _send_changes(self) -> None:
-        """Until all are sent: nothing else tells the others of them."""
+        """Send queued changes. They are kept until sent, because they are published only once."""
         while self._unsent and self._send(self._unsent[0]):
             self._unsent.popleft()
 
     @property
     def leads(self) -> bool:
-        """Whether this worker does what one of them should do: the oldest that is known."""
+        """Whether this worker does what only one must do: the oldest worker leads."""
         return self.worker < min(self._loads, default=self.worker + 1)
 
     def counts_of_others(self) -> list[MetricsSnapshot]:
-        """What the other workers have counted, living or gone."""
+        """Counters of the other workers, including those that have ended."""
         return list(self._counts.values())
 
     def running_elsewhere(self) -> int:
-        """Requests that the other workers serve."""
+        """Requests being served by the other workers."""
         return sum(loads.running for loads in self._loads.values())
 
     def waiting_elsewhere(self) -> int:
@@ -255,7 +262,7 @@ class WorkerLink:
             self._send(loads)
 
     def _send(self, message: WorkerMessage) -> bool:
-        """False where there is no room for it."""
+        """Send a message to the parent. Returns False if the socket's buffer is full."""
         data = encode_message(message)
         if len(data) > MAX_MESSAGE_BYTES:
             logger.warning("message of %d bytes to other workers is too long, dropped", len(data))
@@ -280,7 +287,7 @@ class WorkerLink:
             self._take(decode_message(data))
 
     def _take(self, message: WorkerMessage) -> None:
-        """Of another worker, or of the parent."""
+        """Process a message of another worker or of the parent."""
         if isinstance(message, WorkerCounts):
             self._take_counts(message)
         elif isinstance(message, ChangeMessage):
@@ -297,7 +304,7 @@ class WorkerLink:
             self._share(message)
 
     def _share(self, message: LossMessage | UsageMessage | ReservationMessage | PeerNews) -> None:
-        """What requests of another worker mean for those of this one."""
+        """Apply losses, usage and reservations of another worker."""
         if isinstance(message, LossMessage):
             assert self._suspects is not None
             self._suspects.follow(message.key, message.instance, message.began, message.now)
@@ -311,7 +318,7 @@ class WorkerLink:
             self._sharing.take(message.report)
 
     def _forget(self, worker: int) -> None:
-        """Its load is gone, and what it had reserved; its counters stay."""
+        """Drop the load and the reservations of an ended worker. Its counters are kept."""
         self._loads.pop(worker, None)
         self._sum_up()
         owner = self._owners.pop(worker, None)
@@ -323,7 +330,7 @@ class WorkerLink:
         if message.part == 0:
             found = {}
         elif message.part != num_parts:
-            return  # one was lost: the next ones have all
+            return  # a part was lost: wait for the next complete snapshot
         for name, rows in message.counts.items():
             found.setdefault(name, []).extend(rows)
         if message.is_last:
@@ -349,13 +356,13 @@ class WorkerLink:
                 rank.num_elsewhere = self._load_of(rank.name)
 
     def _load_of(self, name: str) -> tuple[int, int]:
-        """What the other workers have on an instance, or on one of its data-parallel ranks."""
+        """The other workers' load on an instance or a data-parallel rank."""
         rows = [one.loads.get(name, (0, 0)) for one in self._loads.values()]
         return sum(row[0] for row in rows), sum(row[1] for row in rows)
 
 
 def split_snapshot(snapshot: MetricsSnapshot) -> Iterator[tuple[MetricsSnapshot, bool]]:
-    """The same rows in parts that fit into messages, and whether each is the last."""
+    """Split a snapshot into parts that fit into messages, with a flag for the last one."""
     rows = [(name, row) for name, rows in snapshot.items() for row in rows]
     for start in range(0, max(len(rows), 1), ROWS_PER_MESSAGE):
         part: MetricsSnapshot = {}
@@ -365,13 +372,13 @@ def split_snapshot(snapshot: MetricsSnapshot) -> Iterator[tuple[MetricsSnapshot,
 
 
 class ChangeLog:
-    """Changes of the instance pool: as few as give the same pool once more."""
+    """The changes of the instance pool, reduced to those that lead to the same pool."""
 
     def __init__(self) -> None:
         self._by_url: OrderedDict[str, list[MembershipChange]] = OrderedDict()
 
     def note(self, change: MembershipChange) -> None:
-        """One more. It replaces those of its instance that it makes meaningless."""
+        """Add a change. It replaces earlier changes of its instance that it supersedes."""
         earlier = self._by_url.pop(change.url, [])
         replaced = {change.operation}
         if change.operation in (ChangeOperation.ADD, ChangeOperation.REMOVE):
@@ -384,7 +391,7 @@ class ChangeLog:
             self._by_url.popitem(last=False)
 
     def messages(self) -> list[ChangeHistory]:
-        """For a worker that starts."""
+        """The messages for a worker that starts."""
         changes = [change for of_url in self._by_url.values() for change in of_url]
         starts = range(0, len(changes), CHANGES_PER_MESSAGE)
         return [ChangeHistory(changes[start : start + CHANGES_PER_MESSAGE]) for start in starts]

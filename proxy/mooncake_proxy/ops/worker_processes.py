@@ -1,7 +1,7 @@
-"""Starts and supervises the proxy's worker processes (``--workers N``).
+"""Starts and supervises the proxy's worker processes (`--workers N`).
 
-The parent starts them, forwards their messages to each other, restarts dead ones and passes
-signals on.
+The parent forks them, relays their messages, restarts those that die and forwards signals. It
+serves no requests itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mooncake_proxy.ops.worker_link import (
 
 
 def describe_exit(status: int) -> str:
-    """What a return code of a process means; a negative one is a signal's number."""
+    """Describe a process's return code; a negative one is a signal's number."""
     if status >= 0:
         return f"exited with status {status}"
     if -status == signal.SIGKILL:
@@ -49,10 +49,10 @@ def _signal_name(number: int) -> str:
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.2
-# A worker that dies sooner than this after its start is not started again at once.
+# Pause before a worker that has died is restarted.
 RESTART_PAUSE_S = 1.0
 STOPS = (signal.SIGINT, signal.SIGTERM)
-# How a worker ends that can't serve what is configured, and the proxy's own status for it.
+# Exit statuses of a worker that can't serve as configured -> the proxy's own exit status.
 UNUSABLE = {os.EX_CONFIG: 2, os.EX_UNAVAILABLE: 1}
 BUFFER_BYTES = 4 * 1024 * 1024
 
@@ -61,11 +61,16 @@ RunWorker = Callable[[ProxyConfig, WorkerLink], None]
 
 
 class WorkerSupervisor:
-    """Starts and restarts the workers. Serves no request itself."""
+    """Starts, restarts and stops the workers, and relays their messages.
+
+    Args:
+        config: the checked configuration of the proxy.
+        run_worker: runs one worker to its end, in the forked process.
+    """
 
     def __init__(self, config: ProxyConfig, run_worker: RunWorker) -> None:
         self._run_worker = run_worker
-        # Bound but not listening: the port stays ours while workers come and go.
+        # Bound but not listening: reserves the port while workers are restarted.
         self._reserved = _reserve(config.host, config.port)
         running = math.ceil(config.admission.max_running / config.workers)
         self.config = replace(
@@ -76,17 +81,22 @@ class WorkerSupervisor:
         self._links: dict[int, socket.socket] = {}
         self._pids: dict[int, int] = {}
         self._num_started = 0
-        # For workers that are started later, or have missed something.
+        # Changes of the pool, for workers that start later or missed some.
         self._changes = ChangeLog()
-        # Workers that did not read in time, and who has ended since.
+        # Workers that missed messages, and for each the workers that have ended since.
         self._behind: dict[int, set[int]] = {}
         self._is_stopping = False
         self._status = 0
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """Until SIGINT or SIGTERM: 0. Until one of the first workers can't serve as configured,
-        which none can then: 1 for a port that is taken, else 2."""
+        """Run the workers until SIGINT or SIGTERM, or until one can't serve as configured.
+
+        The latter counts only for the first workers: then none could serve.
+
+        Returns:
+            The exit status: 0 after a signal, 1 if a port is taken, 2 for another bad setting.
+        """
         for number in STOPS:
             signal.signal(number, self._stop)
         for _ in range(self.config.workers):
@@ -100,8 +110,10 @@ class WorkerSupervisor:
         return self._status
 
     def _start(self) -> None:
-        """Start a worker unless the proxy stops. Stop signals are held until its pid is known, so
-        that it gets them too."""
+        """Start a worker unless the proxy is stopping.
+
+        Stop signals are blocked until its pid is known, so that they are forwarded to it.
+        """
         held = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
             if not self._is_stopping:
@@ -130,7 +142,7 @@ class WorkerSupervisor:
         self._selector.register(ours, selectors.EVENT_READ, worker)
 
     def _run_child(self, worker: int, link: socket.socket, parents: socket.socket) -> None:
-        """The child's whole life; never returns."""
+        """Run the forked child process; never returns."""
         status = 1
         try:
             for number in STOPS:
@@ -139,18 +151,18 @@ class WorkerSupervisor:
             parents.close()
             for other in self._links.values():
                 other.close()
-            with background_stderr():  # of its own: threads end where a process forks
+            with background_stderr():  # a new one: threads do not survive a fork
                 status = self._serve(worker, WorkerLink(worker, link))
         finally:
             logging.shutdown()
             os._exit(status)
 
     def _serve(self, worker: int, link: WorkerLink) -> int:
-        """Run the child's part; its exit status."""
+        """Run the worker and return its exit status."""
         try:
             self._run_worker(self.config, link)
         except ConfigError as exc:
-            logger.error("worker %d can't serve: %s", worker, exc)  # noqa: TRY400  # that says all
+            logger.error("worker %d can't serve: %s", worker, exc)  # noqa: TRY400  # no traceback
             return os.EX_UNAVAILABLE if isinstance(exc, AddressTaken) else os.EX_CONFIG
         except BaseException:
             logger.exception("worker %d failed", worker)
@@ -158,7 +170,7 @@ class WorkerSupervisor:
         return 0
 
     def _relay(self, sender: int) -> None:
-        """Forward one message of a worker to all others."""
+        """Forward a worker's message to all others."""
         try:
             data = self._links[sender].recv(MAX_MESSAGE_BYTES + 1)
         except (BlockingIOError, ConnectionError):
@@ -171,7 +183,7 @@ class WorkerSupervisor:
                 self._behind.setdefault(worker, set())
 
     def _send_to_others(self, sender: int, data: bytes) -> list[int]:
-        """Returns who misses it."""
+        """Send a message to all other workers. Returns those that missed it."""
         missed_by = []
         for worker, link in self._links.items():
             if worker == sender:
@@ -188,18 +200,18 @@ class WorkerSupervisor:
             self._behind.setdefault(worker, set()).add(ended)
 
     def _catch_up(self) -> None:
-        """Tell who has missed changes of the pool, or that a worker ended: nothing else does."""
+        """Resend pool changes and ended workers to those that missed them: nobody else would."""
         for worker, ended in tuple(self._behind.items()):
             messages = [*self._changes.messages(), *map(WorkerGone, ended)]
             try:
                 for message in messages:
                     self._links[worker].send(encode_message(message))
             except OSError:
-                continue  # it does not read yet
+                continue  # its socket buffer is still full
             del self._behind[worker]
 
     def _reap_workers(self) -> None:
-        """Reap ended workers; start new ones unless the proxy stops."""
+        """Reap ended workers, and start new ones unless the proxy is stopping."""
         for worker, pid in tuple(self._pids.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
             if not done:
@@ -211,7 +223,8 @@ class WorkerSupervisor:
             self._behind.pop(worker, None)
             self._tell_gone(worker)
             code = os.waitstatus_to_exitcode(status)
-            is_first = worker < self.config.workers  # later ones find files that may come back
+            # A later worker may fail because a file is missing for a while: keep restarting it.
+            is_first = worker < self.config.workers
             if is_first and code in UNUSABLE and not self._is_stopping:
                 self._status = UNUSABLE[code]
                 self._stop(signal.SIGTERM, None)
@@ -232,7 +245,7 @@ def _reserve(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reserved = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Without REUSEPORT first: another program on this port must be noticed.
+        # Probe without REUSEPORT first, to notice another program on this port.
         probe = socket.socket(family, socket.SOCK_STREAM)
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
