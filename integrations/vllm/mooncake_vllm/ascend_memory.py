@@ -1,8 +1,9 @@
-"""What vLLM-Ascend's KV cache tensors say of a rank's memory: a tuple per layer, by strides.
+"""Derives a rank's geometry, shard and layout from vLLM-Ascend's KV cache tensors, a tuple per
+layer.
 
-vLLM-Ascend hands over K and V, or latent and rope, as tensors of their own: ``[blocks, tokens,
-heads, dim]``, or heads before tokens where ``VLLM_KV_CACHE_LAYOUT`` is LBHNC. They may lie in
-allocations of their own or share one. Facts of 0.30: ``tests/contract/vllm_ascend``.
+vLLM-Ascend passes K and V, or latent and rope, as separate tensors: ``[blocks, tokens, heads,
+dim]``, or heads before tokens if ``VLLM_KV_CACHE_LAYOUT`` is LBHNC. They may be in separate
+allocations or share one. This holds for 0.30: see ``tests/contract/vllm_ascend``.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ def view_ascend_caches(
 
     Args:
         caches: the tensors of each layer that the rank holds, by the layer's name.
-        model: what a token's KV is.
-        position: of the rank.
-        num_blocks: that vLLM's scheduler counts.
-        heads_first: which axis comes second.
+        model: the model's KV.
+        position: the rank's position.
+        num_blocks: number of blocks that vLLM's scheduler counts.
+        heads_first: whether heads come before tokens.
 
     Raises:
-        UnsupportedByVllmConnector: the tensors are others than the model's K and V.
+        UnsupportedByVllmConnector: the tensors are not the model's K and V.
     """
     start, layers = row_of_layers(caches)
     first = layers[0]
@@ -79,7 +80,8 @@ def view_ascend_caches(
 
 
 def _check_planes(planes: Sequence[CacheTensor], model: ModelKV, num_blocks: int) -> None:
-    """One tensor for each of the model's planes, linear, of as many blocks."""
+    """Check that there is one linear tensor for each of the model's planes, with equal numbers of
+    blocks, tokens and heads."""
     shapes = [tuple(plane.shape) for plane in planes]
     if [shape[-1] for shape in shapes] != [*model.plane_dims] or {len(s) for s in shapes} != {4}:
         raise UnsupportedByVllmConnector(
@@ -96,7 +98,7 @@ def _check_planes(planes: Sequence[CacheTensor], model: ModelKV, num_blocks: int
 
 
 def _regions(tensors: Iterable[CacheTensor], device: str) -> tuple[MemoryRegion, ...]:
-    """The allocations that the tensors lie in, those that touch as one."""
+    """The allocations of the tensors; adjacent ones are merged."""
     storages = {
         (storage.data_ptr(), storage.nbytes())
         for storage in (tensor.untyped_storage() for tensor in tensors)
@@ -111,14 +113,14 @@ def _regions(tensors: Iterable[CacheTensor], device: str) -> tuple[MemoryRegion,
 
 
 def check_ascend(additional_config: object, formats: Iterable[int]) -> None:
-    """Refuse what stores KV in tiles.
+    """Refuse configurations and formats that store KV in tiles.
 
     Args:
-        additional_config: of vLLM's configuration.
-        formats: of the tensors, as ``torch_npu.get_npu_format`` names them.
+        additional_config: ``additional_config`` of vLLM's configuration.
+        formats: formats of the tensors, as ``torch_npu.get_npu_format`` returns them.
 
     Raises:
-        UnsupportedByVllmConnector: names it.
+        UnsupportedByVllmConnector: names the option or format.
     """
     settings = additional_config if isinstance(additional_config, Mapping) else {}
     if settings.get("enable_kv_nz"):

@@ -1,4 +1,4 @@
-"""What a connector counts, as vLLM collects, logs and publishes it."""
+"""A connector's metrics, in the form in which vLLM collects, logs and publishes them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 PREFIX = "vllm:mooncake_hal_"
 POOL = "pool_"
-"""How the pool's figures begin: its connector may be beside one for P and D in a MultiConnector,
-and Prometheus takes each name once."""
+"""Prefix of the pool's metrics. In a MultiConnector its connector is combined with one for P and D,
+and Prometheus accepts each name only once."""
 GAUGES = {
     "leases_held": "Finished prompts whose blocks are kept for a peer.",
     "reservations": "Requests whose blocks are reserved for a peer's writes.",
     "pool_saves_under_way": "Requests whose blocks are kept until they are stored.",
 }
 ONE_SERVERS = {"multiprocess_mode": "mostrecent"}
-"""vLLM tells one of its API servers of a step, any of them, and publishes all servers' figures as
-one: counters are added, but a gauge is what the server has that was told last."""
+"""vLLM sends the metrics of a step to any one of its API servers, and publishes the metrics of all
+servers as one. Counters are added; of a gauge, the value of the most recently updated server is
+taken."""
 COUNTERS = {
     "leases_expired": "Prompts that were kept for a peer that did not read them in time.",
     "loads": "Prompts whose KV was to come from a peer.",
@@ -55,13 +56,13 @@ COUNTERS = {
 
 
 class Differences:
-    """Turns figures since the start into what came since the last time."""
+    """Converts metrics since the start to changes since the last call."""
 
     def __init__(self) -> None:
         self._seen: dict[str, float] = {}
 
     def take(self, figures: dict[str, float]) -> dict[str, float]:
-        """Counters by what they grew, gauges as they are; empty if nothing has changed."""
+        """Return increments of counters, and values of gauges; empty if nothing has changed."""
         changed = {name: value for name, value in figures.items() if self._seen.get(name) != value}
         grown = {
             name: value if name in GAUGES else value - self._seen.get(name, 0.0)
@@ -72,7 +73,7 @@ class Differences:
 
 
 class HalStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are
-    """Figures of one interval: ``data`` is name to number."""
+    """Metrics of one interval; ``data`` maps names to numbers."""
 
     def reset(self) -> None:
         self.data: dict[str, float] = {}
@@ -90,11 +91,11 @@ class HalStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed
 
 
 class HalPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
-    """The same for Prometheus, per engine.
+    """Publishes the metrics to Prometheus, per engine.
 
     Args:
-        vllm_config, metric_types, labelnames, per_engine_labelvalues: vLLM's.
-        of_pool: whether the pool's figures are published, or the others.
+        vllm_config, metric_types, labelnames, per_engine_labelvalues: as vLLM passes them.
+        of_pool: whether to publish the pool's metrics, or those of the transfer connectors.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""What vLLM's configuration says of an instance; what can't be handed over is refused by name."""
+"""Describes an instance from vLLM's configuration, and refuses what the connectors don't
+support."""
 
 from __future__ import annotations
 
@@ -39,16 +40,16 @@ KINDS = {
     "AscendMLAAttentionSpec": AttentionKind.MLA,
     "SlidingWindowSpec": AttentionKind.GQA,
 }
-"""Kinds of KV cache that can be handed over, by the name of vLLM's class."""
+"""Kinds of KV cache that can be transferred, by the name of vLLM's class."""
 _OF_THE_LOADER = ("_name_or_path", "transformers_version")
-"""Fields of a configuration that say where it is from, and who has read it."""
+"""Fields of a configuration that record where and by which version it was loaded."""
 
 
 def describe_instance(vllm_config: Any) -> Instance:
-    """What the scheduler side needs to know."""
+    """The properties of the instance that the scheduler side needs."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     return Instance(
-        f"{transfer.engine_id}-{uuid.uuid4().hex[:8]}",  # users fix the first part, over restarts
+        f"{transfer.engine_id}-{uuid.uuid4().hex[:8]}",  # users may fix engine_id across restarts
         fingerprint(vllm_config.model_config, vllm_config.load_config.download_dir),
         parallel.pipeline_parallel_size * parallel.tensor_parallel_size,
         vllm_config.model_config.max_model_len,
@@ -59,14 +60,14 @@ def describe_instance(vllm_config: Any) -> Instance:
 
 
 def worker_sockets(vllm_config: Any, connector: str) -> list[Path]:
-    """Where the workers listen, by rank: stage after stage, and within one by TP rank.
+    """The Unix sockets of the workers, by rank: stage after stage, and by TP rank within a stage.
 
     Args:
-        vllm_config: of the instance.
-        connector: whose workers: an instance may have several connectors.
+        vllm_config: vLLM's configuration.
+        connector: name of the connector's class, as an instance may have several connectors.
 
     Raises:
-        KVConfigError: the folder for them belongs to somebody else.
+        KVConfigError: the folder for them belongs to another user.
     """
     parallel = vllm_config.parallel_config
     names = (vllm_config.kv_transfer_config.engine_id, vllm_config.instance_id, connector)
@@ -74,10 +75,10 @@ def worker_sockets(vllm_config: Any, connector: str) -> list[Path]:
 
 
 def steps_may_wait(vllm_config: Any) -> bool:
-    """Whether a step that computes nothing holds up nobody while it waits a little.
+    """Whether a step that computes nothing may wait briefly without delaying other steps.
 
-    Data-parallel ranks of a model with experts take their steps together, and with pipeline stages
-    such a step lies between two that compute something.
+    Not for data-parallel ranks of a model with experts, which run their steps together, and not
+    with pipeline stages, where such a step lies between two that compute something.
     """
     parallel, model_config = vllm_config.parallel_config, vllm_config.model_config
     shares_experts = model_config.is_moe and parallel.data_parallel_size > 1
@@ -85,20 +86,21 @@ def steps_may_wait(vllm_config: Any) -> bool:
 
 
 def fingerprint(model_config: Any, download_dir: str | None = None) -> ModelFingerprint:
-    """What tells the model from others: as mooncake-engine does it, where its files are here.
+    """The model's fingerprint: computed as mooncake-engine does if its files are on this host,
+    otherwise from its name and configuration.
 
     Args:
-        model_config: of vLLM.
-        download_dir: where vLLM keeps weights from the hub, if not in the hub's own cache.
+        model_config: vLLM's model configuration.
+        download_dir: folder for weights from the hub, if not in the hub's own cache.
     """
     dtype = str(model_config.dtype).removeprefix("torch.")
     changed = _longrope(model_config)
     try:
-        folder = _checkpoint_folder(model_config)  # vLLM has the configuration there in any case
+        folder = _checkpoint_folder(model_config)  # vLLM always keeps the configuration there
         weights = _checkpoint_folder(model_config, download_dir) if download_dir else folder
         found = model_fingerprint(weights, dtype, folder)
         changed["overrides by vLLM"] = _overrides(model_config, folder)
-    except (KVConfigError, OSError, ValueError) as exc:  # ValueError: no name of the hub's
+    except (KVConfigError, OSError, ValueError) as exc:  # ValueError: not a valid name for the hub
         logger.warning(
             "peers tell the model by its name and configuration alone, not by its weights: %s", exc
         )
@@ -113,8 +115,8 @@ def fingerprint(model_config: Any, download_dir: str | None = None) -> ModelFing
 
 
 def _overrides(model_config: Any, folder: Path) -> str:
-    """What vLLM has in place of what the checkpoint's config.json says, such as another rope; empty
-    where it computes what is written there."""
+    """The fields in which vLLM overrides the checkpoint's config.json, such as another rope; empty
+    if there are none."""
     overrides, other_path = model_config.hf_overrides, model_config.hf_config_path
     if callable(overrides) or other_path not in (None, model_config.model):
         whole = json.loads(model_config.hf_config.to_json_string())
@@ -126,8 +128,8 @@ def _overrides(model_config: Any, folder: Path) -> str:
 
 
 def _longrope(model_config: Any) -> dict[str, str]:
-    """Which of a LongRoPE's factors vLLM takes, by --max-model-len, which by default is that of the
-    short ones."""
+    """The settings for the LongRoPE factors that vLLM uses, which depend on --max-model-len; by
+    default they are the short ones."""
     text = model_config.hf_text_config
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
@@ -142,15 +144,15 @@ def _canonical(value: Mapping[str, Any]) -> str:
 
 
 def _checkpoint_folder(model_config: Any, cache_dir: str | None = None) -> Path:
-    """Where the model's files are that vLLM has loaded.
+    """The folder of the model's files that vLLM has loaded.
 
     Args:
-        model_config: of vLLM.
-        cache_dir: of files from the hub; None: the hub's own.
+        model_config: vLLM's model configuration.
+        cache_dir: cache of files from the hub; None is the hub's default.
 
     Raises:
-        OSError: not in a folder, nor among those that were fetched from the hub.
-        ValueError: of a name that the hub can't have, such as a bucket's address.
+        OSError: the model is neither a folder nor in the cache.
+        ValueError: the name is not valid for the hub, such as a bucket's address.
     """
     folder = Path(model_config.model)
     if folder.is_dir():
@@ -168,10 +170,10 @@ def _checkpoint_folder(model_config: Any, cache_dir: str | None = None) -> Path:
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse what can't be handed over yet.
+    """Refuse configurations that the connectors don't support yet.
 
     Raises:
-        UnsupportedByVllmConnector: names it.
+        UnsupportedByVllmConnector: names all problems.
     """
     parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
     problems = list(_parallel_problems(parallel))
@@ -225,11 +227,11 @@ def _spec_problems(spec: Any) -> Iterator[str]:
 
 
 def model_kv(model_config: Any, groups: Sequence[Any]) -> ModelKV:
-    """What the model keeps of each token.
+    """The model's KV per token.
 
     Args:
-        model_config: of vLLM.
-        groups: its KV-cache groups.
+        model_config: vLLM's model configuration.
+        groups: vLLM's KV-cache groups.
     """
     spec = groups[0].kv_cache_spec
     kind = KINDS[type(spec).__name__]
@@ -251,18 +253,19 @@ def _kv_group(group: Any) -> KVGroup:
 
 
 def _window(spec: Any) -> int:
-    """Beyond which vLLM drops blocks; 0: it keeps them. Where its hybrid manager is off, full
-    attention may have a window, too, and keeps them."""
+    """The sliding window beyond which vLLM drops blocks, in tokens; 0 if it keeps all blocks. With
+    the hybrid manager off, full attention may have a window, too, and vLLM keeps all blocks."""
     sliding = spec if type(spec).__name__ == "SlidingWindowSpec" else None
     return 0 if sliding is None else int(sliding.sliding_window)
 
 
 def rope_turner(caches: Mapping[str, torch.Tensor], kv: ModelKV) -> TurnRope | None:
-    """Turns the rope rows of latents in a rank's caches; None where the model has none.
+    """Return the function that converts the rope rows of latents in a rank's caches; None if the
+    model has no latents.
 
     Args:
-        caches: as ``view_caches`` takes them.
-        kv: what a token's KV is.
+        caches: as in ``view_caches``.
+        kv: the model's KV.
     """
     if kv.kind is not AttentionKind.MLA:
         return None
@@ -272,7 +275,7 @@ def rope_turner(caches: Mapping[str, torch.Tensor], kv: ModelKV) -> TurnRope | N
 
 
 def npu_formats(caches: Mapping[str, Sequence[torch.Tensor]]) -> set[int]:
-    """How the NPU stores these; nothing where there is none."""
+    """The NPU's formats of these tensors; empty without torch_npu."""
     try:
         import torch_npu
     except ModuleNotFoundError:
@@ -281,7 +284,7 @@ def npu_formats(caches: Mapping[str, Sequence[torch.Tensor]]) -> set[int]:
 
 
 class _Now:
-    """An event where work is done when the call returns."""
+    """An event for devices on which work is complete when the call returns."""
 
     def record(self) -> None:
         pass
@@ -294,11 +297,11 @@ class _Now:
 
 
 def describe_device(platform_of_vllm: Any, index: int | None) -> Device:
-    """What a rank runs on.
+    """Describe the device of a rank.
 
     Args:
         platform_of_vllm: ``vllm.platforms.current_platform``.
-        index: of the device; None for the host's memory.
+        index: index of the device; None for host memory.
     """
     kind = platform_of_vllm.device_type
     if index is None:
@@ -314,11 +317,11 @@ def describe_device(platform_of_vllm: Any, index: int | None) -> Device:
 
 
 def rank_position(tp_rank: int, tp_size: int, device: Device, index: int | None) -> RankPosition:
-    """Which rank this is, and where its memory is."""
+    """The position of a rank, and the device of its memory."""
     return RankPosition(
         tp_rank, tp_size, device.kind if index is None else f"{device.kind}:{index}"
     )
 
 
 def _bind_nothing() -> None:
-    """The host is current in every thread."""
+    """Nothing to bind: the host is current on every thread."""

@@ -1,6 +1,6 @@
-"""What is read of vLLM's objects, and nothing else of them is.
+"""Protocols for the parts of vLLM's objects that the connectors use; they use nothing else of them.
 
-``tests/contract/vllm`` holds these against the sources of every release that is supported.
+``tests/contract/vllm`` checks them against the sources of every supported release.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class RequestStatus(Protocol):
 class Request(Protocol):
     """``vllm.v1.request.Request``.
 
-    ``num_computed_tokens`` has, from when a step is scheduled, what that step will compute, and
-    what a load under way will bring. ``num_in_flight_tokens`` are those of steps that have yet to
-    end, also of such as were scheduled before a preemption.
+    ``num_computed_tokens`` includes the tokens of scheduled steps that have not run yet, and of a
+    load in flight. ``num_in_flight_tokens`` counts the tokens of steps that have not ended,
+    including steps that were scheduled before a preemption.
     """
 
     request_id: str
@@ -40,17 +40,17 @@ class Request(Protocol):
 
     @property
     def status(self) -> RequestStatus:
-        """Where it stands."""
+        """The request's status."""
         ...
 
     @property
     def output_token_ids(self) -> Sequence[int]:
-        """What has been sampled."""
+        """The tokens sampled so far."""
         ...
 
 
 class NewRequest(Protocol):
-    """``vllm.v1.core.sched.output.NewRequestData``: runs for the first time."""
+    """``vllm.v1.core.sched.output.NewRequestData``: a request that runs for the first time."""
 
     req_id: str
     block_ids: tuple[list[int], ...]
@@ -58,9 +58,9 @@ class NewRequest(Protocol):
 
 
 class CachedRequests(Protocol):
-    """``vllm.v1.core.sched.output.CachedRequestData``: the workers know these already.
+    """``vllm.v1.core.sched.output.CachedRequestData``: requests that the workers know already.
 
-    Of those in ``resumed_req_ids``, which start over, ``new_block_ids`` is the whole table.
+    For those in ``resumed_req_ids``, which restart, ``new_block_ids`` is the whole block table.
     """
 
     req_ids: list[str]
@@ -77,7 +77,7 @@ class SchedulerOutput(Protocol):
 
     @property
     def scheduled_new_reqs(self) -> Sequence[NewRequest]:
-        """Those that run for the first time."""
+        """Requests that run for the first time."""
         ...
 
 
@@ -94,5 +94,6 @@ class BlockPool(Protocol):
 
     @property
     def cached_block_hash_to_block(self) -> object:
-        """Another object from each reset of its prefix cache on, which tells no connector."""
+        """The blocks by hash. Each reset of the prefix cache, of which vLLM does not notify
+        connectors, replaces it by another object."""
         ...

@@ -1,7 +1,8 @@
-"""What vLLM's KV cache tensors say of a rank's memory: geometry, shard and layout, by strides.
+"""Derives a rank's geometry, shard and layout from the shapes and strides of vLLM's KV cache
+tensors.
 
-Since 0.29 vLLM hands over one view ``[blocks, heads, tokens, content]`` per layer, all of them in
-one allocation, in one of six orders in memory. Nothing here knows the orders: the strides say it.
+Since 0.29 vLLM passes one view ``[blocks, heads, tokens, content]`` per layer, all of them in one
+allocation, in one of six memory orders. Nothing here depends on the order: the strides define it.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ TRANSPORTS = {
     "cuda": ("cuda_ipc", "rdma", "staged"),
     "npu": ("hccs", "rdma", "staged"),
 }
-"""What moves a device's memory, best first."""
+"""The transports that can move a device's memory, best first."""
 
 LINEAR = "linear"
 Cache = TypeVar("Cache")
-"""A layer's: a tensor, or several."""
+"""The KV cache of a layer: a tensor, or several."""
 
 
 class Storage(Protocol):
-    """What is read of a tensor's allocation."""
+    """The part of a tensor's allocation that is used here."""
 
     def data_ptr(self) -> int:
-        """Its first byte."""
+        """Address of its first byte."""
         ...
 
     def nbytes(self) -> int:
-        """Its length."""
+        """Its length in bytes."""
         ...
 
 
 class CacheTensor(Protocol):
-    """What is read of a layer's KV cache, ``[blocks, heads, tokens, content]``."""
+    """The part of a layer's KV cache that is used here, ``[blocks, heads, tokens, content]``."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -49,7 +50,7 @@ class CacheTensor(Protocol):
         ...
 
     def stride(self) -> Sequence[int]:
-        """Elements from one to the next, along each axis."""
+        """Distance between neighbours along each axis, in elements."""
         ...
 
     def data_ptr(self) -> int:
@@ -57,7 +58,7 @@ class CacheTensor(Protocol):
         ...
 
     def element_size(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         ...
 
     def untyped_storage(self) -> Storage:
@@ -67,15 +68,15 @@ class CacheTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelKV:
-    """What a model keeps of each token, whole.
+    """The KV of a whole model, per token.
 
     Args:
         kind: GQA or MLA.
-        layers: decoder layers of the whole model.
-        kv_heads: of the whole model; 1 for MLA.
+        layers: number of decoder layers of the whole model.
+        kv_heads: number of KV heads of the whole model; 1 for MLA.
         plane_dims: elements per token and head, of K and V or of latent and rope.
         dtype: name of the element type.
-        groups: KV-cache groups, in vLLM's order; none where there is one.
+        groups: KV-cache groups, in vLLM's order; empty if there is only one, without a window.
     """
 
     kind: AttentionKind
@@ -88,7 +89,7 @@ class ModelKV:
     def geometry(
         self, dims: tuple[int, ...], element_bytes: int, unit: int, format: str
     ) -> KVGeometry:
-        """As peers are told; arguments as in ``KVGeometry``."""
+        """The geometry that is published to peers; arguments as in ``KVGeometry``."""
         return KVGeometry(
             self.kind,
             self.layers,
@@ -104,11 +105,11 @@ class ModelKV:
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """Which rank this is.
+    """The position of a rank in its instance.
 
     Args:
-        tp_rank, tp_size: of its pipeline stage.
-        device: where its memory is, such as ``"cuda:0"``.
+        tp_rank, tp_size: tensor-parallel rank and size in its pipeline stage.
+        device: the device of its memory, such as ``"cuda:0"``.
     """
 
     tp_rank: int
@@ -118,11 +119,11 @@ class RankPosition:
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """What a rank's tensors turned out to be.
+    """The description of a rank's KV cache tensors.
 
     Args:
-        geometry, shard, layout, regions: as ``RankMemory`` takes them.
-        blocks_per_page: blocks of the layout in one of the blocks that vLLM's scheduler counts.
+        geometry, shard, layout, regions: as in ``RankMemory``.
+        blocks_per_page: blocks of the layout per block that vLLM's scheduler counts.
     """
 
     geometry: KVGeometry
@@ -143,13 +144,14 @@ def view_caches(
 
     Args:
         caches: the tensor of each layer that the rank holds, by the layer's name.
-        model: what a token's KV is.
-        position: of the rank.
-        num_blocks: that vLLM's scheduler counts.
-        format: of a block's content, if it is not token after token; such a block is moved whole.
+        model: the model's KV.
+        position: the rank's position.
+        num_blocks: number of blocks that vLLM's scheduler counts.
+        format: format of a block's content. Unless it is LINEAR, token after token, blocks are
+            moved whole.
 
     Raises:
-        UnsupportedByVllmConnector: the tensors are not such views, or of another shape than the
+        UnsupportedByVllmConnector: the tensors are not such views, or do not have the shape of the
             model's KV.
     """
     start, tensors = row_of_layers(caches)
@@ -190,7 +192,7 @@ def layer_index(name: str) -> int:
     """The number in a layer's name, such as 3 in ``model.layers.3.self_attn.attn``.
 
     Raises:
-        UnsupportedByVllmConnector: there is none, or more than one.
+        UnsupportedByVllmConnector: the name has no number, or more than one.
     """
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", name)
     if len(numbers) != 1:
@@ -201,17 +203,18 @@ def layer_index(name: str) -> int:
 
 
 def expand_blocks(pages: Sequence[int], blocks_per_page: int) -> list[int]:
-    """The blocks of the layout that vLLM's blocks are made of, in order."""
+    """The blocks of the layout that make up vLLM's blocks, in order."""
     if blocks_per_page == 1:
         return list(pages)
     return [page * blocks_per_page + part for page in pages for part in range(blocks_per_page)]
 
 
 def join_tables(tables: Sequence[Sequence[int]], blocks_per_page: int) -> list[int]:
-    """A request's block table as ``KVGeometry.groups`` wants it, of vLLM's, one for each group.
+    """Join a request's block tables, one per KV-cache group, into one as ``KVGeometry.groups``
+    defines it.
 
     Raises:
-        ValueError: they are not of one length.
+        ValueError: the tables have different lengths.
     """
     expanded = [expand_blocks(table, blocks_per_page) for table in tables]
     if len(expanded) == 1:
@@ -223,7 +226,7 @@ def row_of_layers(caches: Mapping[str, Cache]) -> tuple[int, list[Cache]]:
     """The first layer's number, and the caches in the order of their layers.
 
     Raises:
-        UnsupportedByVllmConnector: they are not those of a row of layers, one each.
+        UnsupportedByVllmConnector: the layers are not consecutive, or don't have one cache each.
     """
     layers = {layer_index(name): tensor for name, tensor in caches.items()}
     order = sorted(layers)
@@ -250,10 +253,10 @@ def _check_alike(tensors: Sequence[CacheTensor]) -> None:
 
 
 def shard_of(model: ModelKV, position: RankPosition, layers: Sequence[int], heads: int) -> KVShard:
-    """The part of the model's KV that a rank with these layers and so many heads holds.
+    """The shard of a rank with these layers and this number of heads.
 
     Raises:
-        UnsupportedByVllmConnector: the model has no such part.
+        UnsupportedByVllmConnector: the model has no such shard.
     """
     if layers[-1] >= model.layers:
         raise UnsupportedByVllmConnector(
@@ -282,7 +285,7 @@ def _check_content(model: ModelKV, content: int) -> None:
 
 
 def _check_dense_page(tensor: CacheTensor) -> None:
-    """Tokens and content of a head must be one run, since nobody knows what lies where in it."""
+    """Check that the tokens of a head are contiguous: an opaque page can only be moved whole."""
     _, _, tokens, content = tensor.shape
     if tokens > 1 and tensor.stride()[2] != content:
         raise UnsupportedByVllmConnector(

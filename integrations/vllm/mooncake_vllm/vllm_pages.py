@@ -1,10 +1,10 @@
-"""How a page of vLLM's KV cache is ordered: token after token, or packed for some instructions.
+"""Determines the format of a page of vLLM's KV cache: linear, token after token, or packed for
+particular CPU instructions.
 
-The views ``[blocks, heads, tokens, content]`` that vLLM hands over say where a page is, and not
-what an attention puts there: vLLM's own one for CPUs packs K, and shapes and strides are the same.
-vLLM's other ones keep K and V of a token side by side, or its latent and rope, on CPUs, too. One
-from elsewhere, which has come by vLLM's registry of backends, is tried: it writes a page, and what
-then is in the view decides.
+The views ``[blocks, heads, tokens, content]`` that vLLM passes define where a page is, but not how
+an attention backend fills it: vLLM's CPU attention packs K, with the same shapes and strides. All
+other backends of vLLM keep a token's K and V, or its latent and rope, side by side, on CPUs, too. A
+third-party backend, from vLLM's registry, is probed: it writes one page, and the result decides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mooncake_vllm.errors import UnsupportedByVllmConnector
 from mooncake_vllm.vllm_memory import LINEAR
 
 PACKING_DEVICES = ("cpu",)
-"""Where vLLM's own attention over heads packs."""
+"""Devices on which vLLM's own attention packs pages, except for MLA."""
 
 
 def page_format(
@@ -27,21 +27,21 @@ def page_format(
     caches: Mapping[str, Any],
     plane_dims: Sequence[int],
 ) -> str:
-    """The name of a page's order: ``LINEAR``, or one that only pages of the same name share.
+    """The name of the page format: ``LINEAR``, or one that is compatible only with itself.
 
     Args:
-        device_kind: what the caches are on.
+        device_kind: kind of the caches' device.
         layers: vLLM's attention layers, by name.
-        caches: the view of each, ``[blocks, heads, tokens, content]``; what is tried writes into
-            one page, whose content is put back.
+        caches: the view of each layer, ``[blocks, heads, tokens, content]``. A probed backend
+            writes into one page, whose content is restored.
         plane_dims: elements of K and of V, per token and head.
 
     Raises:
-        UnsupportedByVllmConnector: an attention's order can't be told, or is not linear and has no
-            name.
+        UnsupportedByVllmConnector: a backend's format can't be determined, or it is neither linear
+            nor known.
     """
     packed: list[Any] = []
-    others: dict[Any, str] = {}  # by backend, a layer that has it
+    others: dict[Any, str] = {}  # third-party backends, and a layer that uses each
     for name, layer in layers.items():
         backend = layer.get_attn_backend()
         if str(backend.__module__).partition(".")[0] == "vllm":
@@ -67,7 +67,7 @@ def _packing(layers: Iterable[Any], block_size: int) -> str:
 
 
 def _check_linear(backend: Any, layer: Any, cache: torch.Tensor, plane_dims: Sequence[int]) -> None:
-    """An attention that is not vLLM's keeps K and V of a token side by side."""
+    """Check, by a write, that a third-party backend keeps a token's K and V side by side."""
     impl = getattr(layer, "impl", None)
     update = getattr(impl, "do_kv_cache_update", None)
     if update is None or getattr(backend, "forward_includes_kv_cache_update", True):
@@ -80,7 +80,7 @@ def _check_linear(backend: Any, layer: Any, cache: torch.Tensor, plane_dims: Seq
     before = page.clone()
     try:
         found, wanted = _write_page(update, layer, page, plane_dims)
-    except Exception as exc:  # other people's code, whatever it lets out
+    except Exception as exc:  # third-party code may raise anything
         raise UnsupportedByVllmConnector(
             f"how the attention {_title(backend)} orders a page of KV can't be told: its "
             f"do_kv_cache_update failed when it was tried: {exc!r}"
@@ -98,10 +98,10 @@ def _check_linear(backend: Any, layer: Any, cache: torch.Tensor, plane_dims: Seq
 def _write_page(
     update: Any, layer: Any, page: torch.Tensor, plane_dims: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:  # both [heads, tokens, content]
-    """Fill a page out of order; what is in it, and what was written."""
+    """Fill a page, tokens out of order; returns its content, and what was written."""
     _, heads, tokens, content = page.shape
     generator = torch.Generator().manual_seed(0)
-    # whole numbers, that every type of KV has
+    # Integers, which every KV dtype can represent.
     drawn = torch.randint(1, 100, (tokens, heads, content), generator=generator)
     written = drawn.to(page.device, page.dtype)
     key, value = written[..., : plane_dims[0]], written[..., plane_dims[0] :]

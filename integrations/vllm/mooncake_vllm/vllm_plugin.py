@@ -1,4 +1,5 @@
-"""What vLLM calls in each of its processes: names the connectors, without loading them."""
+"""The entry point that vLLM calls in each of its processes: registers the connectors, without
+importing them."""
 
 from __future__ import annotations
 
@@ -9,17 +10,18 @@ from importlib.metadata import version
 logger = logging.getLogger(__name__)
 
 OLDEST = (0, 30)
-"""The first vLLM whose interface has all that the connectors need."""
+"""The first release of vLLM whose interface has everything that the connectors need."""
 NEWEST = (0, 33)
-"""The last one that they were checked against, by ``tests/contract/vllm``."""
+"""The latest release that they were checked against, by ``tests/contract/vllm``."""
 MODULE = "mooncake_vllm.vllm_connectors"
 CONNECTORS = ("HalPullConnector", "HalPushConnector", "HalPoolConnector")
 
 
 def register() -> None:
-    """Name the connectors for ``--kv-transfer-config``. Entry point of ``vllm.general_plugins``.
+    """Register the connectors for ``--kv-transfer-config``. Entry point of
+    ``vllm.general_plugins``.
 
-    An older vLLM goes on without them, because an exception here would end it for everybody.
+    With an older vLLM it only logs a warning, because an exception here would end vLLM.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

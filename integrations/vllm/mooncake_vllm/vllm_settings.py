@@ -1,9 +1,9 @@
-"""Reads ``kv_connector_extra_config``: what ``mooncake-engine serve`` takes on its command line.
+"""Reads ``kv_connector_extra_config``, whose keys are options of ``mooncake-engine serve``.
 
 A key is the option without ``--`` and ``kv-``, with underscores: ``host``, ``advertise_host``,
 ``port``, ``port_range``, ``transport`` (a list), ``secret_file``, ``allow_no_secret``,
-``lease_seconds``, ``transfer_timeout_seconds``. vLLM logs the whole configuration, so that a
-secret is named by file.
+``lease_seconds``, ``transfer_timeout_seconds``. vLLM logs the whole configuration, so a secret is
+given as a file.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from mooncake_kv.errors import KVConfigError
 from mooncake_kv.pool.pool_config import KVPoolConfig, read_kv_pool
 
 VLLM_DECIDES = ("connector", "load_failure")
-"""Fields that vLLM's own configuration has: ``kv_connector`` and ``kv_load_failure_policy``."""
+"""Fields that vLLM's own configuration sets: ``kv_connector`` and ``kv_load_failure_policy``."""
 POOL = "pool"
-"""Key of the stores, for the pool's connector: what ``--kv-pool`` takes."""
+"""Key of the pool connector's stores; the value is that of ``--kv-pool``."""
 LAYOUT = "layout"
-"""Key of the KV cache layout that vLLM is asked for."""
+"""Key of the KV cache layout to request of vLLM."""
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where a command line would end the process."""
+    """A parser that raises on errors, instead of exiting the process."""
 
     def error(self, message: str) -> NoReturn:
         raise KVConfigError(f"kv_connector_extra_config: {message}")
@@ -38,16 +38,16 @@ class _Parser(argparse.ArgumentParser):
 def read_settings(
     extra: Mapping[str, object], connector: str, port_offset: int = 0
 ) -> KVTransferConfig:
-    """The connector's configuration.
+    """Read the connector's configuration.
 
     Args:
         extra: ``kv_connector_extra_config``.
-        connector: name of the connector of ``mooncake_kv``.
-        port_offset: added to ``port``: instances that share a configuration, as data-parallel
-            ranks do, take neighbouring ones.
+        connector: name of the connector in ``mooncake_kv``.
+        port_offset: added to ``port``, so that instances that share a configuration, as
+            data-parallel ranks do, use consecutive ports.
 
     Raises:
-        KVConfigError: a key is not known, or its value makes no sense.
+        KVConfigError: a key is unknown, or its value is invalid.
     """
     options = {
         _key(option): option for option in options_of(KVTransferConfig, without=VLLM_DECIDES)
@@ -70,10 +70,10 @@ def read_settings(
 def read_pool_settings(
     extra: Mapping[str, object], connector: str, port_offset: int = 0
 ) -> KVPoolConfig:
-    """The pool, and its network. Arguments as ``read_settings`` takes them.
+    """Read the configuration of the pool and its network. Arguments as in ``read_settings``.
 
     Raises:
-        KVConfigError: ``pool`` is missing or makes no sense, or another key.
+        KVConfigError: ``pool`` is missing or invalid, or another key is.
     """
     pool = extra.get(POOL)
     if not isinstance(pool, str):
@@ -86,16 +86,16 @@ def read_pool_settings(
 
 
 def of_data_parallel_rank(pool: KVPoolConfig, rank: int) -> KVPoolConfig:
-    """The pool, with a port and directories that the store in this rank has for itself. What ranks
-    have in common, they are told once, and each is an instance of its own.
+    """Give the store of a data-parallel rank its own port and directories. All ranks share one
+    configuration, but each is an instance of its own.
 
     Args:
-        pool: as all of them are told.
-        rank: which one. The first one takes what is there, as an instance without others does: of a
-            model without experts vLLM does not tell it that there are others.
+        pool: the configuration that all ranks share.
+        rank: the data-parallel rank. Rank 0 uses the configuration unchanged, like an instance
+            without other ranks: without experts, vLLM does not tell it that there are others.
 
     Raises:
-        KVConfigError: a directory for it can't be made.
+        KVConfigError: a directory can't be created.
     """
     if not rank:
         return pool
@@ -111,14 +111,14 @@ def of_data_parallel_rank(pool: KVPoolConfig, rank: int) -> KVPoolConfig:
 
 
 def wanted_layout(extra: Mapping[str, object], otherwise: str | None = None) -> str | None:
-    """The KV cache layout to ask vLLM for; None leaves the choice to vLLM.
+    """The KV cache layout to request of vLLM; None leaves the choice to vLLM.
 
     Args:
         extra: ``kv_connector_extra_config``.
-        otherwise: what to ask for where that names none.
+        otherwise: the layout if the configuration names none.
 
     Raises:
-        KVConfigError: there is none of that name.
+        KVConfigError: the layout is unknown.
     """
     layout = extra.get(LAYOUT, otherwise)
     if layout is not None and layout not in LAYOUTS:
