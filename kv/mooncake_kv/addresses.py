@@ -1,4 +1,4 @@
-"""Where an instance listens for peers, and the address that it advertises to them."""
+"""The address on which an instance listens for peers, and the one that it advertises to them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from mooncake_kv.errors import KVConfigError
 logger = logging.getLogger(__name__)
 
 _SOMEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Documentation addresses (RFC 5737, RFC 3849): the kernel says from which of ours it would reach
-them."""
+"""Documentation addresses (RFC 5737, RFC 3849), used to ask the kernel for our address on the
+default route."""
 
 
 def settle_addresses(config: KVTransferConfig) -> KVTransferConfig:
-    """Resolve both, and choose the advertised one where it was left open.
+    """Resolve the listening and the advertised address, and choose the latter if it is not
+    configured.
 
     Raises:
-        KVConfigError: a name has no address; or the instance listens on all addresses, which peers
-            can't connect to, and there is no default route to choose one by; or others than this
-            host reach it, and there is no secret that keeps strangers out.
+        KVConfigError: a name has no address; or the instance listens on all addresses, and there is
+            no default route by which to choose the advertised one; or it is reachable from other
+            hosts without a secret.
     """
     host = resolve(config.host, "--kv-host")
     if not config.secret:
@@ -50,7 +51,7 @@ def settle_addresses(config: KVTransferConfig) -> KVTransferConfig:
 
 
 def _check_open(host: str, *, is_allowed: bool) -> None:
-    """Raises KVConfigError where an instance without a secret would be reached from elsewhere."""
+    """Raise KVConfigError if an instance without a secret would be reachable from other hosts."""
     if is_loopback(host):
         who = "every user of this host"
     elif is_allowed:
@@ -68,7 +69,7 @@ def resolve(host: str, option: str) -> str:
     """The address of a host, which may be a name, or an address with or without brackets.
 
     Raises:
-        KVConfigError: it has none.
+        KVConfigError: the host has no address.
     """
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
@@ -79,7 +80,7 @@ def resolve(host: str, option: str) -> str:
 
 
 def _facing_the_world(host: str) -> str:
-    """Our address on the default route; nothing is sent."""
+    """Our address on the default route. Sends no packet."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -93,7 +94,7 @@ def _facing_the_world(host: str) -> str:
 
 
 async def is_own_address(host: str) -> bool:
-    """Whether a connection to that host ends in this kernel, with nothing in between."""
+    """Whether the host is this one: all of its addresses can be bound here."""
     try:
         kind = socket.SOCK_STREAM
         found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=kind)
@@ -106,7 +107,7 @@ async def is_own_address(host: str) -> bool:
 
 
 async def addresses_of(host: str) -> list[str]:
-    """All addresses of a host; raises OSError or ValueError if it has none."""
+    """All addresses of a host; raises OSError or ValueError if it can't be resolved."""
     kind = socket.SOCK_STREAM
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=kind)
     return [str(address[0]) for *_, address in found]

@@ -1,4 +1,4 @@
-"""Which hosts an operator lets others have an instance connect to."""
+"""The hosts that an operator allows requests to make an instance connect to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from mooncake_kv.errors import KVConfigError
 
 
 def plain_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """An address without its zone, and IPv4 as such; None for what is none."""
+    """Parse an address, without its zone, and with IPv4-mapped addresses as IPv4; None if the text
+    is not an address."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -18,14 +19,14 @@ def plain_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class AllowedHosts:
-    """Hosts that an operator allows requests to name. False if there are none.
+    """Hosts that an operator allows requests to name. Falsy if the list is empty.
 
     Args:
         allowed: hosts, addresses and networks, or ``*``.
-        option: that lists them.
+        option: the option that lists them, for error messages.
 
     Raises:
-        KVConfigError: one of them can be neither.
+        KVConfigError: an entry is not a host, address or network.
     """
 
     def __init__(self, allowed: Sequence[str], option: str) -> None:
@@ -37,15 +38,15 @@ class AllowedHosts:
         return bool(self._networks or self._hosts)
 
     def names(self, host: str) -> bool:
-        """Whether a host may be connected to wherever it is."""
+        """Whether a host may be connected to at any address."""
         return host.lower() in self._hosts or "*" in self._hosts
 
     def permits(self, host: str, address: str) -> bool:
-        """Whether this address of a host may be connected to.
+        """Whether an address of a host may be connected to.
 
         Args:
-            host: as it was named.
-            address: of that host.
+            host: the host, as it was named.
+            address: an address of that host.
         """
         found = plain_address(address)
         is_inside = found is not None and any(found in network for network in self._networks)

@@ -65,7 +65,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """What ``mooncake-kv store`` takes beside the options of the network."""
+    """Options of ``mooncake-kv store``, apart from those of the network."""
 
     dram: int = field(
         metadata=option(parse=byte_count, metavar="BYTES", help="memory for chunks, such as 64GiB")
@@ -159,7 +159,7 @@ class StoreOptions:
     )
 
     def store_config(self) -> NodeStoreConfig:
-        """The store that is asked for."""
+        """The configuration of the store."""
         directories = tuple(
             SsdDirectoryConfig(path, size, self.ssd_segment_bytes, self.ssd_min_free_bytes)
             for path, size in self.ssd
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT  # as shells have it; what was being done needs no traceback
+        return 128 + signal.SIGINT  # the shells' convention; no traceback
     except (HalError, KVError, OSError) as exc:
         if isinstance(exc, BrokenPipeError):  # as `head` does; the interpreter flushes at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -231,18 +231,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def store_options() -> list[Option]:
-    """What ``mooncake-kv store`` takes."""
+    """All options of ``mooncake-kv store``."""
     return [*options_of(StoreOptions), *options_of(KVTransferConfig, only=NETWORK_FIELDS)]
 
 
 def show_options(_: argparse.Namespace) -> int:
-    """Print them in Markdown."""
+    """Print the options of ``store`` in Markdown."""
     print(markdown_table(store_options()))
     return 0
 
 
 def run_store(args: argparse.Namespace) -> int:
-    """Serve until a signal; prints where it listens once it does."""
+    """Run a store until a signal; prints its address once it listens."""
     options = from_arguments(StoreOptions, args)
     LogSettings(logging.INFO, options.log_format).apply()
     network = settle_addresses(from_arguments(KVTransferConfig, args))
@@ -296,7 +296,7 @@ def show_chunks(args: argparse.Namespace) -> int:
 
 
 def verify_ssds(args: argparse.Namespace) -> int:
-    """Check every record; the status is 1 if one was damaged."""
+    """Check every record on the SSDs; the exit status is 1 if one was damaged."""
     with _Connected(args) as store:
         num_right, num_wrong = _require(store.verify().result(), args)
     print(f"{num_right} records are right, {num_wrong} were damaged and are forgotten")
@@ -304,7 +304,7 @@ def verify_ssds(args: argparse.Namespace) -> int:
 
 
 def drop_chunks(args: argparse.Namespace) -> int:
-    """Forget what was named."""
+    """Drop the named chunks."""
     try:
         keys = [bytes.fromhex(key) for key in args.key or ()]
     except ValueError as exc:
@@ -346,7 +346,7 @@ def _serve(service: StoreService, store: NodeStore, host: str) -> None:
 
 
 class _Metrics:
-    """Metrics of a store, if a port was asked for."""
+    """The metrics server of a store, if a port is configured."""
 
     def __init__(self, store: NodeStore, host: str, port: int | None) -> None:
         self._server = None
@@ -356,7 +356,7 @@ class _Metrics:
             logger.info("metrics are at http://%s/metrics", found)
 
     def __enter__(self) -> None:
-        """They are there already."""
+        """Nothing to do: the server is already running."""
 
     def __exit__(self, *_: object) -> None:
         if self._server is not None:

@@ -1,4 +1,4 @@
-"""KVTransferConfig: every option of KV transfer, and the address that peers are told."""
+"""KVTransferConfig: every option of KV transfer, the address advertised to peers included."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mooncake_kv.errors import KVConfigError
 
 
 class LoadFailurePolicy(str, Enum):
-    """What a decode instance does when KV does not come across."""
+    """What a decode instance does with a request whose KV could not be loaded."""
 
     RECOMPUTE = "recompute"
     FAIL = "fail"
 
 
 def read_secret(path: Path) -> str:
-    """A deployment's secret, from a file.
+    """Read a deployment's secret from a file.
 
     Raises:
         KVConfigError: the file can't be read, or is empty.
@@ -30,9 +30,9 @@ def read_secret(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KVTransferConfig:
-    """How KV moves between instances. Each field's option says what it means.
+    """How KV moves between instances. The help text of each field's option documents the field.
 
-    ``api_port`` is the port of the instance's own API, which transports leave alone; 0: none.
+    ``api_port`` is the port of the instance's own API, which transports must not use; 0: none.
     """
 
     connector: str = field(

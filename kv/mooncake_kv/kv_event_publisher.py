@@ -1,14 +1,14 @@
-"""Publishes KV events over ZeroMQ, and tells latecomers what they have missed.
+"""Publishes KV events over ZeroMQ, and sends replays and snapshots to subscribers that missed some.
 
 A PUB socket sends three frames: topic, sequence number (8 bytes, big-endian), batch. A ROUTER
-socket answers two questions, each of 8 bytes, with frames of the same kind and an end mark:
+socket answers two kinds of requests, each of 8 bytes, with frames of the same form and an end mark:
 
-    a sequence number   the last batches from there on, again
-    b"snapshot"         all that is held: batches that begin with AllBlocksCleared; each has the
-                        sequence number of the next live batch (vLLM's pull request 50134)
+    a sequence number   a replay of the kept batches from that number on
+    b"snapshot"         everything that is held: batches that begin with AllBlocksCleared; each has
+                        the sequence number of the next live batch (vLLM's pull request 50134)
 
-To vLLM's own publisher the second is a sequence number that no batch has reached, and its answer is
-empty. Each data-parallel rank has both sockets for itself, at ports that its number is added to.
+vLLM's own publisher takes the second for a sequence number that no batch has reached, so its answer
+is empty. Each data-parallel rank has both sockets for itself; its number is added to their ports.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ SNAPSHOT_QUESTION = b"snapshot"
 
 _POLL_S = 0.05
 _BATCH_BYTES = 128
-"""What a batch that is kept takes besides its payload: its pair, its number, its place."""
+"""Memory of a kept batch besides its payload: the tuple, the number, the deque's slot."""
 _SNAPSHOT_EVENTS = 64
-"""Of one message; each event tells of many blocks where prompts are long."""
+"""Events per message of a snapshot; if prompts are long, each event has many blocks."""
 _REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -49,11 +49,11 @@ class _Batch(NamedTuple):
 
 
 class ReplayBuffer:
-    """The last batches, the oldest dropped first.
+    """The most recent batches; the oldest are dropped first.
 
     Args:
-        max_batches: how many there are at most.
-        max_bytes: what all of them take in memory at most; what is larger alone is not kept.
+        max_batches: maximum number of batches.
+        max_bytes: maximum memory of all batches, in bytes; a batch that is larger is not kept.
     """
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
@@ -63,28 +63,29 @@ class ReplayBuffer:
         self.num_bytes = 0
 
     def append(self, sequence: int, payload: bytes) -> None:
-        """Keep a batch; each comes with a higher number than the one before."""
+        """Add a batch; sequence numbers are ascending."""
         self._batches.append((sequence, payload))
         self.num_bytes += _kept_bytes(payload)
         while len(self._batches) > self._max_batches or self.num_bytes > self._max_bytes:
             self.num_bytes -= _kept_bytes(self._batches.popleft()[1])
 
     def since(self, first: int) -> Iterator[tuple[int, bytes]]:
-        """What is there of a number and those above."""
+        """The kept batches from a sequence number on."""
         return (sent for sent in self._batches if sent[0] >= first)
 
 
 class KVEventPublisher:
     """A thread with a PUB and a ROUTER socket.
 
-    Events are never waited for: a full queue drops a batch, whose sequence number is then missing.
-    What is held is not known any more from then on: no snapshot is sent.
+    Publishing never blocks: if the queue is full, a batch is dropped, and its sequence number is
+    missing for subscribers. From then on the published state is unknown, so no snapshot is sent.
 
     Args:
-        config: where to publish.
-        clock: seconds since the epoch, for the batches' time stamps; these stay where they are
-            while it is set back, as subscribers take older ones for those of an earlier start.
-        dp_rank: the data-parallel rank whose blocks they are.
+        config: the addresses and limits.
+        clock: seconds since the Unix epoch, for the batches' timestamps. If the clock is set back,
+            the timestamp stays constant until it has caught up, because subscribers attribute older
+            timestamps to an earlier start.
+        dp_rank: the data-parallel rank that holds the blocks.
 
     Raises:
         KVConfigError: an address can't be used.
@@ -101,7 +102,7 @@ class KVEventPublisher:
         self._queue: queue.Queue[_Batch] = queue.Queue(config.max_queue_size)
         self._buffer = ReplayBuffer(config.buffer_steps, config.buffer_bytes)
         self._sequence = 0
-        # of the thread: what subscribers know that is held, and which number comes next
+        # Used by the thread only: the state that subscribers know, and the next sequence number.
         self._held = PublishedState()
         self._next_sequence = 0
         self._last_published = self._time_stamp = clock()
@@ -125,15 +126,15 @@ class KVEventPublisher:
             self._pub.getsockopt_string(zmq.LAST_ENDPOINT),
             None if replay is None else replay.getsockopt_string(zmq.LAST_ENDPOINT),
         )
-        """Where the sockets listen, with the ports that wildcards got."""
+        """Addresses of the sockets, with the ports that were chosen for wildcards."""
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
     def publish(self, events: list[KVEvent]) -> None:
-        """Send a batch soon. From one thread at a time.
+        """Queue a batch. Called by one thread at a time.
 
         Raises:
-            KVConfigError: the publisher's thread has died; says of what.
+            KVConfigError: the publisher's thread has died; has the cause.
         """
         if self._failure is not None:
             raise KVConfigError(f"KV events can't be published: {self._failure}")
@@ -147,14 +148,15 @@ class KVEventPublisher:
                 logger.warning("KV events are dropped: %d batches wait", self._queue.maxsize)
 
     def await_sent(self, num_left: int, timeout: float) -> bool:
-        """Block until no more than so many batches wait for the thread: for who publishes much at
-        once, as events take many times the memory of what they tell of. False: not in time."""
+        """Block until at most ``num_left`` batches are queued, for callers that publish many
+        batches at once: queued events take many times the memory of the chunks' own records.
+        Returns False on timeout."""
         queued = self._queue
-        with queued.not_full:  # told of each batch that is taken
+        with queued.not_full:  # notified whenever a batch is taken
             return queued.not_full.wait_for(lambda: len(queued.queue) <= num_left, timeout)
 
     def close(self) -> None:
-        """Send what is queued, then stop. Idempotent."""
+        """Send the queued batches, then stop. Idempotent."""
         self._stop.set()
         self._thread.join(timeout=5.0)
 
@@ -191,7 +193,7 @@ class KVEventPublisher:
             self._context.destroy(linger=200)
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Frames of a question: client, empty, first sequence number that is wanted."""
+        """Answer one request, whose frames are: client, empty, first wanted sequence number."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
             logger.warning("a question for KV events that is none: %d frames", len(frames))
@@ -206,8 +208,8 @@ class KVEventPublisher:
         replay.send_multipart((client, b"", b"", _REPLAY_END, b""))
 
     def _snapshot(self) -> Iterator[tuple[int, bytes]]:
-        """All that is held, in batches under the number that comes next and of the time of the one
-        before; none if it is not known."""
+        """The published state, in batches with the next sequence number and the timestamp of the
+        last live batch; empty if the state is unknown."""
         if self.num_dropped:
             return
         held = self._held.snapshot()

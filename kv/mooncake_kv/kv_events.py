@@ -1,4 +1,5 @@
-"""KV events: instances and stores tell routers which blocks they hold, in vLLM's format.
+"""KV events, by which instances and stores notify routers of the blocks that they hold, in vLLM's
+format.
 
 A batch is msgpack of ``[ts, events, data_parallel_rank]``, each event a map with a ``type`` (vLLM
 since 0.24; read by Dynamo, llm-d and mooncake-conductor). ``kv_event_publisher`` sends them.
@@ -12,30 +13,30 @@ import msgspec
 
 _KEY_MASK = (1 << 64) - 1
 MEDIUM_GPU = "GPU"
-"""The device's memory, whatever device it is: the field's word."""
+"""The memory of any device; other systems use this name for every vendor."""
 MEDIUM_CPU, MEDIUM_STORAGE = "CPU", "STORAGE"
-"""Of node stores: host memory and SSDs, as vLLM calls them (0.30 to 0.33). SGLang, and releases of
-ours before, say DISK of the latter."""
+"""Media of node stores: host memory and SSDs, named as in vLLM (0.30 to 0.33). SGLang, and earlier
+releases of ours, call the latter DISK."""
 
 
 class _Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True, frozen=True):
-    """As vLLM writes it: a map that begins with its type."""
+    """Encoded as in vLLM: a map that begins with its type."""
 
 
 class BlockStored(_Event, frozen=True):
-    """Full blocks that can be reused from now on, one behind the other.
+    """Consecutive full blocks that can be reused from now on.
 
     Args:
-        block_hashes: the low 64 bits of each block's name.
-        parent_block_hash: of the block before the first; None at the beginning of a prompt.
-        token_ids: of all these blocks; empty where the publisher does not know them, or has said
-            them before.
+        block_hashes: the low 64 bits of each block's hash.
+        parent_block_hash: hash of the block before the first; None at the beginning of a prompt.
+        token_ids: tokens of all these blocks; empty if the publisher does not know them, or has
+            published them before.
         block_size: tokens per block.
-        lora_id, lora_name: adapter.
-        medium: where they lie.
-        extra_keys: what each block depends on besides; the first of a prompt on its cache salt.
-        namespace: of a store that several models use: whose KV it is, see ``KVIdentity.root``;
-            readers that don't know it leave it alone.
+        lora_id, lora_name: the adapter.
+        medium: the medium that holds the blocks.
+        extra_keys: what else each block depends on; the first block of a prompt, on its cache salt.
+        namespace: in a store that several models use, the model whose KV it is: see
+            ``KVIdentity.root``. Subscribers that don't know the field ignore it.
     """
 
     block_hashes: list[int]
@@ -64,13 +65,14 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventEndpoints(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where an instance publishes, as its health says it; a wildcard means the instance's host.
+    """The addresses on which an instance publishes, as reported by its health endpoint; a wildcard
+    means the instance's host.
 
     Args:
-        endpoint: of the PUB socket.
-        replay_endpoint: of the ROUTER socket, if there is one.
-        other_dp_ranks: of data-parallel ranks from the second one on.
-        namespace: of a store: which of its events are of the instance's model.
+        endpoint: address of the PUB socket.
+        replay_endpoint: address of the ROUTER socket, if there is one.
+        other_dp_ranks: endpoints of the data-parallel ranks from the second one on.
+        namespace: of a store: the namespace of the instance's model in its events.
     """
 
     endpoint: str
@@ -80,24 +82,24 @@ class KVEventEndpoints(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def event_key(digest: bytes) -> int:
-    """A block's name as events carry it: the low 64 bits."""
+    """A block's hash in events: the low 64 bits of its digest."""
     return int.from_bytes(digest, "big") & _KEY_MASK
 
 
 def encode_batch(events: Sequence[KVEvent], published_at: float, dp_rank: int = 0) -> bytes:
-    """The third frame."""
+    """Encode a batch: the third frame of a message."""
     return msgspec.msgpack.encode([published_at, events, dp_rank])
 
 
 class KVEventLog:
-    """Collects a step's events and hands them to the publisher in one batch; what an engine's pool
-    of blocks reports to.
+    """Collects the events of a step, which an engine's block pool reports, and passes them to the
+    publisher in one batch.
 
     Args:
-        publish: takes a batch.
+        publish: publishes a batch.
         block_size: tokens per block.
-        on_close: ends what publishes.
-        endpoints: where subscribers find what is published.
+        on_close: closes the publisher.
+        endpoints: the publisher's endpoints.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class KVEventLog:
 
     @property
     def endpoints(self) -> KVEventEndpoints | None:
-        """Where subscribers find what is published."""
+        """The publisher's endpoints, for subscribers."""
         return self._endpoints
 
     def stored(
@@ -126,7 +128,7 @@ class KVEventLog:
         token_ids: Sequence[int],
         cache_salt: str = "",
     ) -> None:
-        """These blocks, one behind the other, can be found from now on."""
+        """Record that consecutive blocks were added to the prefix cache."""
         extra_keys: list[list[str] | None] | None = None
         if cache_salt and parent is None:
             extra_keys = [[cache_salt], *[None] * (len(digests) - 1)]
@@ -144,23 +146,23 @@ class KVEventLog:
         self._events.append(stored)
 
     def removed(self, digest: bytes) -> None:
-        """This block is found no more."""
+        """Record that a block was removed from the prefix cache."""
         self._removed.append(event_key(digest))
 
     def cleared(self) -> None:
-        """No block is found any more."""
+        """Record that the prefix cache was cleared."""
         self._removed.clear()
         self._events = [AllBlocksCleared()]
 
     def flush(self) -> None:
-        """The step is over: publish what happened in it, if anything did."""
+        """Publish the events of the step, if there are any."""
         self._end_removals()
         if self._events:
             events, self._events = self._events, []
             self._publish(events)
 
     def close(self) -> None:
-        """Publish what is left, and end what publishes. Idempotent."""
+        """Publish the remaining events, and close the publisher. Idempotent."""
         self.flush()
         if self._on_close is not None:
             self._on_close()

@@ -1,6 +1,6 @@
-"""What an instance publishes as KV events, and where: vLLM's ``--kv-events-config``.
+"""The configuration of KV events: vLLM's ``--kv-events-config``.
 
-Apart from the publisher, as a command line is read without ZeroMQ.
+Separate from the publisher, so that parsing a command line does not import ZeroMQ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NUMBERED = re.compile(r"(tcp://.*:)(\d+)$")
 
 
 class EventPublisherKind(str, Enum):
-    """Where events go."""
+    """The kind of publisher."""
 
     NULL = "null"
     ZMQ = "zmq"
@@ -25,20 +25,21 @@ class EventPublisherKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """What is published, and where; fields and defaults are vLLM's, but for ``buffer_bytes``.
+    """What is published, and where. Fields and defaults are vLLM's, except ``buffer_bytes``.
 
     Args:
-        enable_kv_cache_events: whether there are events at all.
-        publisher: where they go; None means ``zmq`` if they are enabled.
-        endpoint: of the PUB socket; it is bound if it has a ``*``, ``::`` or is ipc or inproc.
-        replay_endpoint: of the ROUTER socket, always bound; None for no replay.
-        buffer_steps: batches that are kept for a replay.
-        hwm: batches that wait for a slow subscriber before it loses some.
-        max_queue_size: batches that wait for the publisher's thread before some are dropped, which
-            subscribers see as a gap.
-        topic: of the first frame.
-        buffer_bytes: what the batches that are kept for a replay take in memory at most: those of a
-            store that restarts with a million chunks on its SSDs are a gigabyte.
+        enable_kv_cache_events: whether events are published at all.
+        publisher: the kind of publisher; None means ``zmq`` if events are enabled.
+        endpoint: address of the PUB socket; it is bound if it has a ``*``, ``::`` or is ipc or
+            inproc.
+        replay_endpoint: address of the ROUTER socket, always bound; None disables replay.
+        buffer_steps: number of batches kept for replay.
+        hwm: batches queued for a slow subscriber before it loses some.
+        max_queue_size: batches queued for the publisher's thread before some are dropped, which
+            subscribers see as a gap in sequence numbers.
+        topic: content of the first frame.
+        buffer_bytes: maximum memory of the batches kept for replay, in bytes. The batches of a
+            store that restarts with a million chunks on its SSDs take a gigabyte.
     """
 
     enable_kv_cache_events: bool = False
@@ -58,12 +59,12 @@ class KVEventsConfig:
 
     @property
     def is_published(self) -> bool:
-        """Whether anything is sent."""
+        """Whether events are published."""
         return self.enable_kv_cache_events and self.publisher is not EventPublisherKind.NULL
 
     def of_dp_rank(self, dp_rank: int) -> KVEventsConfig:
-        """The same for a data-parallel rank, with addresses of its own, as vLLM numbers them; the
-        store in an instance comes behind the last rank."""
+        """The configuration of a data-parallel rank, with addresses of its own, numbered as in
+        vLLM. An instance's own store counts as the rank after the last one."""
         replay = self.replay_endpoint
         return replace(
             self,
@@ -72,7 +73,8 @@ class KVEventsConfig:
         )
 
     def why_crowded(self, num_publishers: int) -> str | None:
-        """What is wrong with ports that two of so many would take; None if none are."""
+        """The error message if two of ``num_publishers`` publishers would use the same port;
+        otherwise None."""
         first, second = _port(self.endpoint), _port(self.replay_endpoint or "")
         if first is None or second is None or abs(int(first) - int(second)) >= num_publishers:
             return None
@@ -84,10 +86,10 @@ class KVEventsConfig:
 
 
 def read_kv_events_config(text: str) -> KVEventsConfig:
-    """``--kv-events-config``: JSON with vLLM's field names.
+    """Parse ``--kv-events-config``, which is JSON with vLLM's field names.
 
     Raises:
-        KVConfigError: it is no such JSON; says which field is wrong.
+        KVConfigError: the JSON is invalid; names the wrong field.
     """
     try:
         known = msgspec.json.decode(text, type=dict[str, object])
@@ -110,6 +112,6 @@ def _of_dp_rank(address: str, dp_rank: int) -> str:
 
 
 def _port(address: str) -> str | None:
-    """Of a TCP address; None if the system chooses it, or there is none."""
+    """The port of a TCP address; None if it has none, or the system chooses it."""
     found = _NUMBERED.match(address)
     return None if found is None or found[2] == "0" else found[2]

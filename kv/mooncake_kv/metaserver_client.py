@@ -1,7 +1,8 @@
-"""Asks the proxy's metaserver for a prefill: one short HTTP POST, whose status is checked.
+"""Client of the proxy's metaserver: asks for a prefill by one short HTTP POST, and checks its
+status.
 
-A request names the URL, so that whoever may send requests could have this instance post anywhere:
-only addresses that the operator allows are connected to, or the one that the request came from.
+The URL comes from a request, so any client could make this instance post to any address. Therefore
+it connects only to addresses that the operator allows, or to the one that the request came from.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class Metaserver:
-    """Where a request has us post.
+    """The metaserver of a request.
 
     Args:
         url: ``http://`` or ``https://``, as the request named it.
-        requester: the address that the request came from; None for one of this process, which may
-            name any.
-        tokenizer: the fingerprint of what made the prompt from a text: whoever is asked for the
-            prefill gets its ids, and need not make them again. Empty: the client sent ids.
+        requester: the address that the request came from; None for a request of this process, which
+            may name any metaserver.
+        tokenizer: fingerprint of the tokenizer that made the prompt from text. The prefill instance
+            is then sent the token ids, and need not tokenize again. Empty: the client sent ids.
     """
 
     url: str
@@ -45,24 +46,24 @@ class Metaserver:
 
 
 class MetaserverRule:
-    """Which metaservers a request may name.
+    """The rule for which metaservers a request may name.
 
     Args:
-        allowed: see ``AllowedHosts``; empty allows where the request came from.
+        allowed: see ``AllowedHosts``; if empty, only the host that the request came from.
 
     Raises:
-        KVConfigError: one of them can be neither.
+        KVConfigError: an entry is not a host, address or network.
     """
 
     def __init__(self, allowed: Sequence[str]) -> None:
         self._allowed = AllowedHosts(allowed, "--metaserver-allow")
 
     async def permits(self, host: str, address: str, requester: str | None) -> bool:
-        """Whether to connect.
+        """Whether to connect to an address.
 
         Args:
-            host: as the URL names it.
-            address: of that host.
+            host: the host, as the URL names it.
+            address: an address of that host.
             requester: the address that the request came from.
         """
         if self._allowed:
@@ -73,15 +74,16 @@ class MetaserverRule:
 
 
 async def post_params(metaserver: Metaserver, params: KVTransferDict, rule: MetaserverRule) -> None:
-    """Hand our blocks to the metaserver; it answers at once, before the prefill.
+    """Post reserved blocks to the metaserver, which answers immediately, before the prefill.
 
     Args:
-        metaserver: where.
+        metaserver: the metaserver.
         params: see ``build_reservation_params``.
-        rule: what may be connected to.
+        rule: decides which addresses may be connected to.
 
     Raises:
-        KVTransferError: it is not allowed, unreachable or silent, or did not answer 200 or 202.
+        KVTransferError: the metaserver is not allowed, unreachable or silent, or did not answer 200
+            or 202.
     """
     url = metaserver.url
     try:
@@ -127,11 +129,11 @@ async def _exchange(
 
 
 async def _permitted(parts: SplitResult, requester: str | None, rule: MetaserverRule) -> str:
-    """The address to connect to: what was looked at is what is connected to, whatever a name server
-    says next.
+    """Resolve the host to a permitted address. The caller connects to that address rather than to
+    the name, which a name server might resolve differently the next time.
 
     Raises:
-        KVTransferError: it is not allowed.
+        KVTransferError: no address of the host is allowed.
     """
     host = parts.hostname or ""
     addresses = await addresses_of(host)
@@ -157,10 +159,10 @@ def _request(parts: SplitResult, body: bytes) -> bytes:
 
 
 def _status_of(head: bytes) -> int:
-    """The status code of an answer's head.
+    """The status code of an HTTP response head.
 
     Raises:
-        ValueError: it is no HTTP.
+        ValueError: it is not HTTP.
     """
     fields = head.split(b"\r\n", 1)[0].split(b" ")
     if not fields[0].startswith(b"HTTP/1.") or len(fields) < 2 or not fields[1].isdigit():

@@ -1,9 +1,11 @@
-"""A checkpoint's fingerprint: samples of every tensor, and the settings that its KV depends on.
+"""A checkpoint's fingerprint: a hash of samples of every tensor, and the settings that its KV
+depends on.
 
 Equal tokens get equal KV only from equal weights, computed in the same way. A hash of all weights
-would read the checkpoint a second time; samples of some files miss whole tensors, and with them an
-adapter that was merged into ``q_proj`` and ``v_proj``. So every tensor is sampled, by its entry in
-the header of its safetensors file: the first bytes, the middle, the last, and more of large ones.
+would read the checkpoint a second time. Samples of some files would miss whole tensors, and so an
+adapter that was merged into ``q_proj`` and ``v_proj``. Therefore every tensor is sampled, by its
+entry in the header of its safetensors file: its first, middle and last bytes, and more positions in
+large tensors.
 """
 
 from __future__ import annotations
@@ -23,25 +25,25 @@ from mooncake_kv.errors import KVConfigError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 GGUF_INDEX_NAME = "model.gguf.index.json"
-"""Of a model directory that the engine made of a GGUF file."""
+"""Index file of a model directory that the engine created from a GGUF file."""
 SAMPLE_BYTES = 4096
 BYTES_PER_PAIR = 32 << 20
-"""A tensor has three samples, and two more for each of these."""
+"""A tensor has three samples, plus two for each of these many bytes."""
 _MAX_HEADER_BYTES = 100_000_000
-"""The limit of safetensors itself."""
+"""The limit of the safetensors library."""
 _NUM_READERS = 8
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 _COSMETIC = ("_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype")
-"""Fields that KV does not depend on; the types of the weights are in their headers."""
+"""Fields that KV does not depend on; the weights' dtypes are in the headers of their files."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFingerprint:
-    """A checkpoint, as two instances compare it.
+    """A checkpoint's fingerprint, which instances compare.
 
     Args:
-        weights: hash over the samples of every tensor.
-        settings: what else must be equal, by name, in words that a person can compare.
+        weights: hash of the samples of every tensor.
+        settings: other properties that must be equal, by name, in human-readable form.
     """
 
     weights: str
@@ -61,14 +63,15 @@ class _Tensor:
 def model_fingerprint(
     directory: Path, dtype: str, config_directory: Path | None = None
 ) -> ModelFingerprint:
-    """Read the fingerprint of a Hugging Face model directory: megabytes per thousand tensors.
+    """Compute the fingerprint of a Hugging Face model directory. Reads megabytes per thousand
+    tensors.
 
-    How the tensors are spread over files does not matter, nor what the files are called.
+    The distribution of tensors over files, and the names of the files, don't matter.
 
     Args:
-        directory: with ``config.json`` and safetensors, or an index of GGUF files.
-        dtype: in which the weights are used.
-        config_directory: with ``config.json``, where that is not beside the weights.
+        directory: folder with ``config.json`` and safetensors, or an index of GGUF files.
+        dtype: the dtype in which the weights are used.
+        config_directory: folder with ``config.json``, if it is not in ``directory``.
 
     Raises:
         KVConfigError: a file can't be read, or is damaged.
@@ -102,20 +105,20 @@ def model_fingerprint(
 
 
 def longrope_settings(longest: int, original: int, max_positions: int) -> dict[str, str]:
-    """What tells a LongRoPE's short factors from its long ones, which config.json alone stands for:
-    the setting of the short ones, or none.
+    """The setting that tells an instance with LongRoPE's short factors from one with the long ones;
+    empty for the long ones, for which config.json is sufficient.
 
     Args:
-        longest: sequence that the instance serves, in tokens.
-        original: context of the pre-training, for which the short ones are.
-        max_positions: context of the model.
+        longest: longest sequence that the instance serves, in tokens.
+        original: context length of the pre-training, up to which the short factors apply.
+        max_positions: context length of the model.
     """
     return {"LongRoPE": "short factors"} if longest <= original < max_positions else {}
 
 
 def sample_offsets(num_bytes: int) -> list[int]:
-    """Where the samples of a tensor of that size begin; one that is hardly larger than its samples
-    is read whole, in pieces."""
+    """The offsets of a tensor's samples. A tensor that is no larger than its samples is read
+    whole, in pieces."""
     count = 3 + 2 * (num_bytes // BYTES_PER_PAIR)
     if num_bytes <= count * SAMPLE_BYTES:
         return list(range(0, num_bytes, SAMPLE_BYTES))
@@ -123,11 +126,10 @@ def sample_offsets(num_bytes: int) -> list[int]:
 
 
 def _files(directory: Path) -> tuple[list[Path], list[frozenset[str] | None]]:
-    """The files that hold the model's weights, and which of their tensors are the model's (None:
-    all of them)."""
+    """The files that hold the model's weights, and the tensors of the model in each (None: all)."""
     index = directory / INDEX_NAME
     if not index.exists():
-        single = directory / SINGLE_NAME  # which is the model then, whatever lies beside it
+        single = directory / SINGLE_NAME  # if it exists, other files don't belong to the model
         paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
         if not paths:
             raise KVConfigError(f"{directory} holds no *.safetensors to tell the model by")

@@ -1,9 +1,10 @@
-"""What the numbers of an instance's KV mean, and how they were rounded: facts that peers compare.
+"""Numerics of an instance's KV, which peers compare: what its numbers mean, and how they are
+rounded.
 
-Two engines may keep the same model's KV in memory of the same shape and mean something else by it:
-rotated pairs here, rotated halves there. What differs in meaning is refused. What differs in
-rounding is right on both sides and not the same to the last bit: it is said, and counted, and no
-more; what it may do to answers is in ``docs/mixed.md``.
+Two engines may keep the same model's KV in memory of the same shape, but with different meanings,
+such as rotated pairs in one and rotated halves in the other. A difference in meaning is refused. A
+difference in rounding is correct on both sides, but not bit-identical: it is only logged and
+counted. Its effect on answers is described in ``docs/mixed.md``.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROPE_ORDER = "rope order"
-"""The fact by that name: whether rotated elements lie as pairs, or as halves."""
+"""Name of the property for the order of rotated elements: as pairs, or as halves."""
 MAX_NOTED = 256
-"""Peers that are remembered as said."""
+"""Peers that are remembered, so that each is logged once."""
 
 
 class Numerics(msgspec.Struct, frozen=True):
-    """Facts by name, in words that a person can compare. A fact that only one side states is not
+    """Properties by name, in human-readable form. A property that only one side states is not
     compared.
 
     Args:
-        meaning: what has to be equal: the order of rotated elements, the scale of scores, the form
-            of narrow types.
-        rounding: what may differ: kernels, the type of intermediate values, ranks that sum up.
+        meaning: properties that must be equal: the order of rotated elements, the scale of scores,
+            the format of narrow types.
+        rounding: properties that may differ: kernels, the dtype of intermediate values, the ranks
+            over which sums are reduced.
     """
 
     meaning: dict[str, str] = {}
@@ -40,23 +42,23 @@ class Numerics(msgspec.Struct, frozen=True):
 
 
 def differences(ours: dict[str, str], theirs: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Facts that both state, and state otherwise: our value and theirs, by name."""
+    """The properties that both sides state with different values: ours and theirs, by name."""
     common = sorted(ours.keys() & theirs.keys())
     return {name: (ours[name], theirs[name]) for name in common if ours[name] != theirs[name]}
 
 
 def foreign_rope_order(own: Numerics, peer: Numerics) -> str:
-    """The order in which a peer keeps the rope rows of latents, if it is known and not ours; else
-    empty."""
+    """The order in which a peer keeps the rope rows of latents, if it is known to differ from ours;
+    otherwise empty."""
     _, theirs = differences(own.meaning, peer.meaning).get(ROPE_ORDER, ("", ""))
     return theirs
 
 
 class RoundingDifferences:
-    """Peers whose KV is rounded otherwise than this instance's. Noted on the loop's thread.
+    """Peers whose KV is rounded differently from this instance's. Written on the loop's thread.
 
     Attributes:
-        num_peers: how many there were.
+        num_peers: number of such peers so far.
     """
 
     def __init__(self) -> None:
@@ -64,7 +66,7 @@ class RoundingDifferences:
         self._noted: OrderedDict[str, None] = OrderedDict()
 
     def noting(self, check: CompatibilityCheck) -> CompatibilityCheck:
-        """The same check, which notes the peers that it accepts."""
+        """Wrap a compatibility check so that it also notes the peers that it accepts."""
 
         def checked(own: InstanceMetadata, peer: InstanceMetadata) -> tuple[str, ...]:
             transports = check(own, peer)
@@ -74,7 +76,7 @@ class RoundingDifferences:
         return checked
 
     def note(self, own: InstanceMetadata, peer: InstanceMetadata) -> None:
-        """Say once per peer what differs, if anything does."""
+        """Log the differences to a peer, if any, once."""
         found = differences(own.numerics.rounding, peer.numerics.rounding)
         if not found or peer.engine_id in self._noted:
             return

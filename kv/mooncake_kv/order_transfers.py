@@ -1,5 +1,5 @@
-"""The transfers that carry out one order of a rank's worker: they have one deadline, are cancelled
-together, and leave nothing behind that may still move."""
+"""The transfers of one order of a rank's worker. They share a deadline, are cancelled together, and
+are all drained when the order ends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mooncake_kv.errors import ConnectorDead, Fatal
 
 
 class OrderTransfers:
-    """Transfers of one order, which end together.
+    """The transfers of one order.
 
     Args:
-        deadline: of all of them, the wait for a thread included, by ``time.monotonic``.
+        deadline: deadline of all transfers, by ``time.monotonic``; includes the wait for a thread.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -28,10 +28,10 @@ class OrderTransfers:
         self._is_claimed = False
 
     def claim(self) -> bool:
-        """Whether the caller is the first one: only who is carries the order out or reports it.
+        """Returns True to the first caller only, which executes the order, or reports it.
 
-        A pool that can't start a thread raises, and keeps what was submitted nevertheless: a thread
-        that it has, or gets later, would move what is long reported.
+        A thread pool that can't start a thread raises from ``submit``, but keeps the task: another
+        of its threads, or a later one, would execute an order that has already been reported.
         """
         with self._lock:
             is_first, self._is_claimed = not self._is_claimed, True
@@ -41,7 +41,7 @@ class OrderTransfers:
         """Seconds until the deadline.
 
         Raises:
-            TransferCancelled: there are none, which is no fault of a connection.
+            TransferCancelled: the deadline has passed, which is no fault of the connection.
         """
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
@@ -51,7 +51,7 @@ class OrderTransfers:
         return left_s
 
     def add(self, transfer: Transfer, nbytes: int) -> None:
-        """Note one in flight; ends it at once if the order is cancelled."""
+        """Add a transfer in flight; it is cancelled immediately if the order is cancelled."""
         with self._lock:
             self._transfers.append(transfer)
             self.nbytes += nbytes
@@ -60,10 +60,10 @@ class OrderTransfers:
             transfer.cancel()
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Block until these are done.
+        """Block until these transfers are complete.
 
         Raises:
-            TransferError: the first failure.
+            TransferError: the first failure, or the order was cancelled.
         """
         for transfer in transfers:
             transfer.wait()
@@ -71,7 +71,7 @@ class OrderTransfers:
             raise TransferCancelled("nobody wants it any more")
 
     def cancel(self) -> None:
-        """End and drain what is in flight, and whatever is started later."""
+        """Cancel and drain the transfers in flight, and any that are added later."""
         with self._lock:
             self._is_cancelled = True
             transfers = list(self._transfers)
@@ -79,10 +79,10 @@ class OrderTransfers:
             transfer.cancel()
 
     def drain(self) -> None:
-        """``cancel``, where nothing less will do.
+        """Cancel and drain the transfers, or end the instance.
 
         Raises:
-            ConnectorDead: a transfer may still write.
+            ConnectorDead: a transfer could not be drained, and may still write.
         """
         try:
             self.cancel()

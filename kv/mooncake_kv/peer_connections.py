@@ -1,9 +1,9 @@
-"""Which of a rank's connections to a peer, an instance or a store, an order moves over. Orders of
-the same use share one: a store's loads have one, its saves another.
+"""Chooses the connection to a peer, which is an instance or a store, that an order of a rank uses.
+Orders of the same use share a connection: loads from a store use one, saves to it another.
 
-An order that fails over a connection may have been unlucky, late, or the first to find it dead. So
-nothing is given to that connection any more, and the orders that move over it keep it: the last of
-them closes it. None is taken along by another one's failure.
+An order that fails on a connection may have been unlucky, late, or the first to find the connection
+dead. So new orders don't use that connection any more, but the orders in flight keep it, and the
+last of them closes it. No order fails because of another one's failure.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from itertools import count
 from mooncake_hal.errors import TransferCancelled, TransferError
 
 LOADING, SAVING = "loading", "saving"
-"""What a peer's connections are for."""
+"""The uses of a peer's connections."""
 
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """One connection to all ranks of a peer, made or not.
+    """One connection to all ranks of a peer, established or not.
 
     Args:
-        epoch: of the peer.
+        epoch: the peer's epoch.
         use: LOADING or SAVING.
-        number: unique.
-        num_orders: that move over it.
+        number: unique number.
+        num_orders: number of orders in flight that use it.
     """
 
     epoch: str
@@ -38,7 +38,7 @@ class _Connection:
 
 
 class PeerConnections:
-    """Says which connection an order uses. Any thread.
+    """Assigns connections to orders. Any thread.
 
     Args:
         close: closes a connection, by the peer's epoch and its number. Idempotent.
@@ -52,8 +52,8 @@ class PeerConnections:
 
     @contextmanager
     def used(self, epochs: Collection[str], use: str) -> Iterator[dict[str, int]]:
-        """The connections of one order, for as long as it moves: their numbers, by epoch. Orders
-        that begin after it has failed get others, unless it was cancelled."""
+        """Assign connections to one order, for the duration of the context; yields their numbers by
+        epoch. If the order fails, other than by cancellation, later orders get new connections."""
         with self._lock:
             connections = [self._connection(epoch, use) for epoch in epochs]
             for connection in connections:
@@ -68,7 +68,7 @@ class PeerConnections:
             self._leave(connections, has_failed=has_failed)
 
     def forget(self, epoch: str) -> None:
-        """That peer is gone: what is in use of its connections is closed when its order ends."""
+        """Drop a peer that is gone. Its connections in use are closed when their orders end."""
         with self._lock:
             for use in (LOADING, SAVING):
                 self._current.pop((epoch, use), None)

@@ -1,4 +1,4 @@
-"""What a publisher of KV events has said that it holds, to be said again at once. Pure."""
+"""The state that a publisher of KV events has announced, for snapshots to new subscribers. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 from mooncake_kv.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 MAX_EVENT_BLOCKS = 512
-"""Of one event of a snapshot."""
+"""Maximum number of blocks in one event of a snapshot."""
 
 
 class _Kind(NamedTuple):
-    """What the blocks of one event have in common; fields as in ``BlockStored``."""
+    """Properties that the blocks of one event share; fields as in ``BlockStored``."""
 
     block_size: int
     lora_id: int | None
@@ -24,7 +24,8 @@ class _Kind(NamedTuple):
 
 @dataclass(slots=True)
 class _Block:
-    """Fields as in ``BlockStored``, for one block; ``mediums`` are all where it lies."""
+    """One block; fields as in ``BlockStored``, except that ``mediums`` has all media that hold
+    it."""
 
     kind: _Kind
     parent: int | None
@@ -34,7 +35,7 @@ class _Block:
 
 
 class PublishedState:
-    """By the events that were published so far."""
+    """The blocks that are held, according to the events published so far."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
@@ -43,7 +44,7 @@ class PublishedState:
         return len(self._blocks)
 
     def apply(self, events: Iterable[KVEvent]) -> None:
-        """These have been published."""
+        """Apply published events."""
         for event in events:
             match event:
                 case BlockStored():
@@ -54,8 +55,8 @@ class PublishedState:
                     self._blocks.clear()
 
     def snapshot(self) -> Iterator[KVEvent]:
-        """Events that say what is held to somebody who knows nothing: each block behind its parent,
-        in the first medium where it lies, and then without tokens in the others."""
+        """Events that describe the whole state: each block after its parent, in its first medium;
+        then, without tokens, the blocks in their other media."""
         yield AllBlocksCleared()
         elsewhere: dict[tuple[_Kind, str | None], list[int]] = {}
         for hashes in self._runs():
@@ -107,7 +108,7 @@ class PublishedState:
                 del self._blocks[block_hash]
 
     def _runs(self) -> Iterator[list[int]]:
-        """All blocks, parents first, in runs of which one event can tell."""
+        """All blocks, parents first, in runs that fit into one event each."""
         run: list[int] = []
         for block_hash in self._parents_first():
             if run and (len(run) == MAX_EVENT_BLOCKS or not self._follows(run[-1], block_hash)):
