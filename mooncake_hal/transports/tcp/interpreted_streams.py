@@ -1,7 +1,8 @@
-"""The byte mover for connections that stream.c can't drive: TLS, and hosts without a compiler.
+"""The tcp transport's byte streams in Python, where stream.c can't be used: for TLS, and on hosts
+without a compiler.
 
-Speaks the frames of stream.c. Bytes go through a staging buffer, one more copy than stream.c makes;
-there is still no Python per piece.
+Implements the protocol of stream.c. Bytes go through a staging buffer, which is one copy more than
+in stream.c; still no Python code runs per piece.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _NOTHING_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class _Ended(Exception):
-    """What moves is over before all of it moved."""
+    """Ends an operation or a served connection early, with a StreamOutcome or an errno."""
 
     def __init__(self, outcome: int) -> None:
         super().__init__(outcome)
@@ -54,7 +55,7 @@ class _Ended(Exception):
 
 
 class _Pipe:
-    """A connection whose sends and receives end when ``check`` says so."""
+    """A connection whose sends and receives call ``check`` repeatedly, which raises to end them."""
 
     def __init__(self, connection: socket.socket, check: Callable[[], None]) -> None:
         self._connection = connection
@@ -91,7 +92,7 @@ class _Pipe:
         return bytes(data)
 
     def wait_for_request(self) -> None:
-        """Sleep until there is something to receive."""
+        """Block until there are bytes to receive."""
         if isinstance(self._connection, ssl.SSLSocket) and self._connection.pending():
             return
         poll = select.poll()
@@ -118,12 +119,13 @@ class _Pipe:
 
 @dataclass(slots=True, eq=False)
 class _Serving:
-    """A connection being served.
+    """A connection that is being served.
 
     Args:
-        table: what its operation may touch: [n, 2], or None.
-        touching: held while it copies to or from that.
-        is_aborted: the memory has been revoked.
+        table: address and length of the pieces that its current operation may access, [n, 2]; None:
+            it has no operation.
+        touching: lock that is held while it copies to or from these pieces.
+        is_aborted: whether the memory has been revoked.
     """
 
     table: NDArray[np.uint64] | None = None
@@ -143,7 +145,7 @@ class _Serving:
 
 
 class _Server:
-    """Regions and connections of one endpoint; see the server's half of stream.c."""
+    """Regions and connections of one endpoint; see the server part of stream.c."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -151,14 +153,15 @@ class _Server:
         self.connections: set[_Serving] = set()
 
     def admit(self, serving: _Serving, table: NDArray[np.uint64], total: int) -> ReplyStatus:
-        """Check an operation, and let ``fence`` know of it, in one step."""
+        """Check an operation and record it for ``fence``, atomically."""
         with self.lock:
             status = self._judge(table, total)
             serving.table, serving.is_aborted = table, False
             return status
 
     def fence(self, start: int, end: int) -> None:
-        """Keep what touches [start, end) from copying; returns when nothing copies any more."""
+        """Abort all operations that touch [start, end); returns once none of them copies any
+        more."""
         with self.lock:
             for serving in self.connections:
                 if _touches(serving.table, start, end):
@@ -181,7 +184,7 @@ class _Server:
 
 
 class InterpretedStreams:
-    """The byte mover in plain Python: for TLS, and for hosts without a compiler."""
+    """``Streams`` in plain Python, for TLS and for hosts without a compiler."""
 
     runs_inline = False
 
@@ -194,7 +197,7 @@ class InterpretedStreams:
         operation.status = ReplyStatus.OK
 
     def run(self, operation: Operation, connection: socket.socket, seconds: float) -> int:
-        """Runs to the end whatever ``seconds`` is."""
+        """Always runs the operation to its end; ``seconds`` is ignored."""
 
         def check() -> None:
             if operation.stop:
@@ -213,7 +216,7 @@ class InterpretedStreams:
     def run_one(
         self, operation: Operation, local: int, remote: int, nbytes: int, timeout: float
     ) -> int:
-        """Never called: see ``runs_inline``."""
+        """Never called, since ``runs_inline`` is False."""
         raise NotImplementedError("InterpretedStreams does not run in the caller's thread")
 
     def new_server(self) -> int:
@@ -254,7 +257,7 @@ class InterpretedStreams:
 
 
 def _carry_out(operation: Operation, pipe: _Pipe) -> None:
-    """Do an operation as the client."""
+    """Run an operation as the client."""
     spans = operation.keep[0]
     pipe.send(operation.request())
     if operation.write:
@@ -333,7 +336,7 @@ def _serve_read(serving: _Serving, pipe: _Pipe, table: NDArray[np.uint64]) -> No
 
 
 def _cut_at_chunk(vector: NDArray[np.uint64], moved: int) -> list[NDArray[np.uint64]]:
-    """Cut a vector that crosses a chunk's end, ``moved`` bytes into the stream, in two."""
+    """Cut a vector in two if it crosses the end of the chunk at ``moved`` bytes into the stream."""
     room = CHUNK_BYTES - moved % CHUNK_BYTES
     size = int(vector[:, 1].sum())
     if size <= room:

@@ -1,4 +1,5 @@
-"""The byte mover of the tcp transport: stream.c, called through ctypes."""
+"""The tcp transport's byte streams in C: stream.c, called through ctypes; and the ``Streams``
+interface."""
 
 from __future__ import annotations
 
@@ -34,17 +35,18 @@ REQUEST = struct.Struct("<IHHQQ")
 REPLY = struct.Struct("<IIQ")
 TRAILER = struct.Struct("<II")
 READ, WRITE = 1, 2
-"""Constants and frames of stream.c, where they are described."""
+"""Constants and frames of the protocol; described in stream.c."""
 
 INLINE_SECONDS = 0.001
-"""How long the caller of a small transfer waits for its end before a thread takes over."""
+"""How long a small transfer runs in its caller's thread before the connection's thread takes
+over."""
 
 MAX_SPANS = 1 << 20
-"""The most pieces of one request; the server refuses more."""
+"""Maximum number of spans in one request; the server rejects more."""
 
 
 class StreamOutcome(IntEnum):
-    """How a run over an operation ended; positive values are errno numbers."""
+    """How a call that runs an operation ended; positive values are errno numbers."""
 
     DONE = 0
     AGAIN = -1
@@ -55,7 +57,7 @@ class StreamOutcome(IntEnum):
 
 
 class ReplyStatus(IntEnum):
-    """The server's reply."""
+    """Status in the server's reply."""
 
     OK = 0
     UNKNOWN = 1
@@ -66,7 +68,8 @@ class ReplyStatus(IntEnum):
 
 
 class Operation(ctypes.Structure):
-    """A read or write on one connection; laid out as in stream.c, which has private fields more."""
+    """A read or write on one connection. The layout is that of ``struct operation`` in stream.c,
+    whose private fields are left opaque here."""
 
     _fields_ = (
         ("local", ctypes.c_uint64),
@@ -89,26 +92,26 @@ class Operation(ctypes.Structure):
     keep: tuple[Spans, NDArray[np.uint8]]
 
     def request(self) -> memoryview:
-        """The whole request, with its rows."""
+        """Fill in and return the complete request frame, rows included."""
         frame = self.keep[1].data
         kind = WRITE if self.write else READ
         REQUEST.pack_into(frame, 0, MAGIC, kind, self.levels, self.rows, self.total)
         return frame
 
     def remote_span(self, index: int) -> tuple[int, int]:
-        """Return address and length of one of the remote pieces."""
+        """Return the address and length of one of the remote spans."""
         at = 8 * min(index, self.count - 1)
         word = ctypes.c_uint64.from_address
         return word(self.remote + at).value, word(self.nbytes + at).value
 
 
 def make_operation(spans: Spans, *, write: bool, deadline: float) -> Operation:
-    """Describe an operation of at least one span; it keeps the arrays alive.
+    """Create an operation, which keeps its arrays alive.
 
     Args:
-        spans: what to move.
-        write: whether the bytes go to the peer.
-        deadline: of ``time.monotonic``.
+        spans: the spans to move, at least one.
+        write: whether the bytes are written to the peer; otherwise they are read.
+        deadline: ``time.monotonic`` value by which it must be done.
     """
     rows = pack_strides(spans.remote, spans.nbytes)
     frame = np.empty(REQUEST.size + rows.nbytes, np.uint8)
@@ -130,45 +133,47 @@ def make_operation(spans: Spans, *, write: bool, deadline: float) -> Operation:
 
 
 class Streams(Protocol):
-    """Something that moves the bytes of operations, and serves those of others."""
+    """An implementation of the protocol: runs operations as the client, and serves peers'
+    operations."""
 
     @property
     def runs_inline(self) -> bool:
-        """Whether ``run`` can stop after some seconds and be continued."""
+        """Whether ``run`` can return early and be continued later."""
         ...
 
     def begin(self, operation: Operation, connection: socket.socket) -> None:
-        """Prepare an operation's request, to go over that connection."""
+        """Prepare an operation's request for a connection."""
         ...
 
     def run(self, operation: Operation, connection: socket.socket, seconds: float) -> int:
-        """Work on it until it is over or, if ``seconds`` is not 0, that time has passed.
+        """Run an operation until it is over or, if ``seconds`` is not 0, that time has passed.
 
         Returns:
-            a StreamOutcome or an errno; DONE with ``operation.status`` from the server.
+            A StreamOutcome or an errno. After DONE, ``operation.status`` is the server's status;
+            after AGAIN, the operation can be continued.
         """
         ...
 
     def run_one(
         self, operation: Operation, local: int, remote: int, nbytes: int, timeout: float
     ) -> int:
-        """Begin an operation of one span and run it for INLINE_SECONDS; see ``run``."""
+        """Begin an operation of one span and run it for up to INLINE_SECONDS; see ``run``."""
         ...
 
     def new_server(self) -> int:
-        """Return the handle of a new table of regions and connections."""
+        """Create a server's table of regions and connections; returns its handle."""
         ...
 
     def free_server(self, handle: int) -> None:
-        """Free it; no connection may be served any more."""
+        """Free a server; none of its connections may be served any more."""
         ...
 
     def set_regions(self, handle: int, table: RegionTable) -> None:
-        """Serve the regions of ``table`` as it is now, and no others."""
+        """Serve exactly the regions that ``table`` has now."""
         ...
 
     def fence(self, handle: int, start: int, end: int) -> None:
-        """Break off what touches [start, end); returns when nothing does."""
+        """Abort all served operations that touch [start, end); returns once none does any more."""
         ...
 
     def serve(self, handle: int, connection: socket.socket, stop: ctypes.c_int32) -> int:
@@ -177,10 +182,10 @@ class Streams(Protocol):
 
 
 class NativeStreams:
-    """stream.c; see ``Streams``.
+    """``Streams`` implemented by stream.c.
 
     Raises:
-        NativeUnavailable: it can't be compiled here.
+        NativeUnavailable: stream.c can't be compiled here.
     """
 
     runs_inline = True
@@ -245,7 +250,8 @@ class NativeStreams:
 
 
 def failure(operation: Operation, outcome: int) -> TransferError | None:
-    """Return what the end of an operation means; None is success. LATE is the caller's to word."""
+    """Return the error for an operation's outcome, None for success. Callers handle LATE
+    themselves."""
     if outcome == StreamOutcome.DONE:
         return _refusal(operation)
     if outcome == StreamOutcome.STOPPED:

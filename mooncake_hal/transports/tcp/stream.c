@@ -1,13 +1,14 @@
-/* One-sided reads and writes over TCP streams: the client's operation, resumable, and the loop that
- * serves a connection. Frames are little endian, as is every machine this runs on.
+/* One-sided reads and writes over TCP streams: the client's operations, which can be resumed, and
+ * the loop that serves a connection. Frames are little endian, as is every supported machine.
  *
  *   request   magic u32, operation u16, levels u16, rows u64, total u64, then rows of u64: address,
  *             nbytes, and count and step of each level (strided_pieces.py); a write's bytes follow
- *   reply     magic u32, status u32, index u64 of the first refused span
- *   a read's bytes follow an accepting reply in chunks, each with a trailer: magic u32, status u32
+ *   reply     magic u32, status u32, index u64 of the first rejected span
+ *   a read's bytes follow a reply with status OK, in chunks, each with a trailer: magic u32,
+ *             status u32
  *
- * A read that has to be broken off fills its chunk up with zeros and says why in the trailer, so the
- * connection stays usable. */
+ * A server that has to abort a read fills the chunk up with zeros and gives the reason in the
+ * trailer, so that the connection stays usable. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <poll.h>
@@ -25,7 +26,7 @@
 #define MAX_PIECES 1024 /* IOV_MAX */
 #define MAX_SPANS (1u << 20)
 #define MAX_LEVELS 3
-#define SPIN_NS 30000 /* an answer that comes sooner is not worth a sleep and a wake-up */
+#define SPIN_NS 30000 /* poll this long before sleeping: a wake-up costs more than a fast reply */
 
 enum { READ = 1, WRITE = 2 };
 enum { OK = 0, UNKNOWN = 1, REVOKED = 2, OUT_OF_BOUNDS = 3, MALFORMED = 4, FAULT = 5 };
@@ -54,7 +55,7 @@ static int64_t now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Bytes on their way: a head, a body scattered over pieces, a tail. */
+/* Bytes in flight: a head, a body that is scattered over pieces, and a tail. */
 struct flow {
     char *head, *tail;
     uint64_t head_left, body_left, tail_left;
@@ -109,9 +110,9 @@ static void advance(struct flow *f, uint64_t moved) {
     f->tail += used;
 }
 
-/* Move what one system call moves. The socket's own timeouts (tens of milliseconds) bound it, so
- * that stop flags and deadlines are looked at often enough. Returns bytes, 0 at the end of the
- * stream, -EAGAIN when nothing moved in time, or another -errno. */
+/* Make one system call. The socket's own timeouts (tens of milliseconds) bound it, so that stop
+ * flags and deadlines are checked often enough. Returns the bytes that moved, 0 at the end of the
+ * stream, -EAGAIN if none moved in time, or another -errno. */
 static int64_t step(int fd, struct flow *f, int is_send, int flags) {
     struct iovec iov[MAX_PIECES];
     struct msghdr message = {.msg_iov = iov, .msg_iovlen = gather(f, iov)};
@@ -134,7 +135,7 @@ static int is_over(const struct flow *f) {
 struct operation {
     const uint64_t *local, *remote, *nbytes; /* [count] */
     uint64_t count, total;
-    char *frame; /* room for the request, then its rows */
+    char *frame; /* buffer with the request, then its rows */
     uint64_t rows;
     int64_t deadline_ns;
     int32_t fd, write;
@@ -144,7 +145,7 @@ struct operation {
     struct flow flow;
     struct reply reply;
     struct trailer trailer;
-    uint64_t left; /* of a read: bytes of the chunks after this one */
+    uint64_t left; /* of a read: bytes of the chunks after the current one */
     uint64_t one[3]; /* of mooncake_one: local, remote, nbytes */
     char one_frame[sizeof(struct request) + 16];
 };
@@ -153,7 +154,7 @@ enum { SENDING = 0, RECEIVING = 1 };
 
 uint64_t mooncake_operation_size(void) { return sizeof(struct operation); }
 
-/* Fill in the request; its rows, and the fields up to `write`, are the caller's. */
+/* Fill in the request. The caller has set its rows and the fields up to `write`. */
 void mooncake_begin(struct operation *op) {
     struct request request = {MAGIC, op->write ? WRITE : READ, op->levels, op->rows, op->total};
     memcpy(op->frame, &request, sizeof request);
@@ -186,7 +187,7 @@ static void expect_reply(struct operation *op) {
     expect_chunk(op);
 }
 
-/* Look at what has come in; returns RUN_AGAIN while more is to come. */
+/* Process received bytes; returns RUN_AGAIN if more are expected. */
 static int digest(struct operation *op) {
     struct flow *f = &op->flow;
     if (f->head_left) return RUN_AGAIN;
@@ -216,7 +217,7 @@ static int has_answer(int fd, int64_t until_ns) {
     return ppoll(&wanted, 1, &timeout, NULL) != 0;
 }
 
-/* Receive what comes soon without sleeping; -EAGAIN if nothing does. */
+/* Poll for bytes for up to SPIN_NS without sleeping; -EAGAIN if none arrive. */
 static int64_t step_soon(int fd, struct flow *f) {
     int64_t end = now_ns() + SPIN_NS, moved;
     do {
@@ -227,7 +228,7 @@ static int64_t step_soon(int fd, struct flow *f) {
     return -EAGAIN;
 }
 
-/* One system call's worth of an operation; RUN_AGAIN as `*moved` if it would outlast `until_ns`. */
+/* Make an operation's next system call; -EAGAIN if the reply does not arrive before `until_ns`. */
 static int64_t advance_operation(struct operation *op, int64_t until_ns) {
     struct flow *f = &op->flow;
     if (op->phase == SENDING) return step(op->fd, f, 1, 0);
@@ -239,8 +240,8 @@ static int64_t advance_operation(struct operation *op, int64_t until_ns) {
     return step(op->fd, f, 0, 0);
 }
 
-/* Work on the operation until it is over, or until `until_ns` (0: its own deadline) has passed:
- * then RUN_AGAIN, and it can be continued. Positive results are errno numbers. */
+/* Run the operation until it is over or `until_ns` (0: its own deadline) has passed. Then returns
+ * RUN_AGAIN, and the operation can be continued. Positive results are errno numbers. */
 int mooncake_run(struct operation *op, int64_t until_ns) {
     for (;;) {
         if (__atomic_load_n(&op->stop, __ATOMIC_ACQUIRE)) return RUN_STOPPED;
@@ -258,7 +259,7 @@ int mooncake_run(struct operation *op, int64_t until_ns) {
     }
 }
 
-/* Begin and run an operation of one span, whose arrays are in the operation itself. */
+/* Begin and run an operation of one span, whose arrays are stored in the operation itself. */
 int mooncake_one(struct operation *op, uint64_t local, uint64_t remote, uint64_t nbytes,
                  double timeout, double patience) {
     int64_t now = now_ns();
@@ -283,16 +284,16 @@ int mooncake_one(struct operation *op, uint64_t local, uint64_t remote, uint64_t
 
 struct connection {
     struct connection *next;
-    const uint64_t *table; /* (address, nbytes) x count of the operation under way, or NULL */
+    const uint64_t *table; /* (address, nbytes) x count of the current operation, or NULL */
     uint64_t count;
-    int abort; /* its memory was revoked: touch it no more */
+    int abort; /* its memory was revoked: it must not be accessed any more */
 };
 
 struct server {
     pthread_mutex_t lock;
     pthread_cond_t released;
-    uint64_t live, dead; /* how many */
-    uint64_t *regions;   /* (start, end) of the live, sorted, then of the revoked */
+    uint64_t live, dead; /* numbers of registered and of revoked regions */
+    uint64_t *regions;   /* (start, end) of the registered ones, sorted, then of the revoked */
     struct connection *connections;
 };
 
@@ -304,7 +305,7 @@ struct server *mooncake_server_new(void) {
     return s;
 }
 
-/* No connection may be served any more. */
+/* The caller must have ended all connections. */
 void mooncake_server_free(struct server *s) {
     free(s->regions);
     pthread_cond_destroy(&s->released);
@@ -312,7 +313,7 @@ void mooncake_server_free(struct server *s) {
     free(s);
 }
 
-/* Replace the tables of regions; returns 0, or -1 without memory. */
+/* Replace the tables of regions; returns 0, or -1 if out of memory. */
 int mooncake_server_set(struct server *s, const uint64_t *regions, uint64_t live, uint64_t dead) {
     uint64_t *copy = malloc(16 * (live + dead) + 1);
     if (!copy) return -1;
@@ -335,7 +336,7 @@ static int touches(const struct connection *c, uint64_t start, uint64_t end) {
     return 0;
 }
 
-/* Break off whatever touches [start, end), and return when nothing does any more. */
+/* Abort all operations that touch [start, end); return once none does any more. */
 void mooncake_server_fence(struct server *s, uint64_t start, uint64_t end) {
     pthread_mutex_lock(&s->lock);
     for (;;) {
@@ -378,7 +379,7 @@ struct pieces {
     uint64_t count, room;
 };
 
-/* How many pieces rows describe; 0 if that is none, or too many. */
+/* The number of pieces that rows describe; 0 if they are invalid or too many. */
 static uint64_t count_pieces(const uint64_t *row, const struct request *r) {
     uint64_t count = 0;
     for (uint64_t i = 0; i < r->rows; i++, row += 2 + 2 * r->levels) {
@@ -394,7 +395,7 @@ static uint64_t count_pieces(const uint64_t *row, const struct request *r) {
     return count;
 }
 
-/* Write the pieces of one row, the innermost level first; returns where the next row's go. */
+/* Write the pieces of one row, the innermost level first; returns the position after them. */
 static uint64_t *expand_row(const uint64_t *row, int levels, uint64_t *to) {
     uint64_t count = 1;
     to[0] = row[0];
@@ -410,7 +411,7 @@ static uint64_t *expand_row(const uint64_t *row, int levels, uint64_t *to) {
     return to + 2 * count;
 }
 
-/* Turn a request's rows into pieces; RUN_BROKEN if they are none, or ENOMEM. */
+/* Expand a request's rows to pieces; returns RUN_BROKEN if they are invalid, or ENOMEM. */
 static int expand(const uint64_t *rows, const struct request *r, struct pieces *pieces) {
     uint64_t count = count_pieces(rows, r);
     if (!count) return RUN_BROKEN;
@@ -427,7 +428,8 @@ static int expand(const uint64_t *rows, const struct request *r, struct pieces *
     return RUN_DONE;
 }
 
-/* Check every span against the regions and, if all hold, pin them: under one lock with revoking. */
+/* Check every span against the regions and, if all are valid, record the operation for `fence`.
+ * Both happen under the lock that revoking takes. */
 static struct reply admit(struct server *s, struct connection *c, const struct pieces *pieces,
                           const struct request *request) {
     struct reply reply = {MAGIC, OK, 0};
@@ -521,7 +523,7 @@ static int send_zeros(int fd, uint64_t size, const int32_t *stop) {
     return RUN_DONE;
 }
 
-/* Move one flow; breaks off with *status set when its memory is revoked or not there. */
+/* Move one flow; returns early with *status set if its memory was revoked or is not mapped. */
 static int pump(int fd, struct flow *f, int is_send, const struct connection *c, uint32_t *status,
                 const int32_t *stop) {
     while (!is_over(f)) {
@@ -558,7 +560,7 @@ static int serve_read(struct server *s, struct connection *c, int fd, struct rep
         f.tail_left = sizeof trailer;
         left -= f.body_left;
         result = pump(fd, &f, 1, c, &status, stop);
-        if (status != OK) { /* the pieces are touched no more: let whoever waits for that go on */
+        if (status != OK) { /* the pieces are not accessed any more: wake a waiting `fence` */
             release(s, c);
             trailer.status = status;
             if (f.head_left) result = send_all(fd, f.head, f.head_left, stop);
@@ -613,8 +615,8 @@ static void leave(struct server *s, struct connection *c) {
     pthread_mutex_unlock(&s->lock);
 }
 
-/* Serve one connection until it ends: RUN_CLOSED when the peer has gone, RUN_STOPPED when *stop is
- * set, RUN_BROKEN when it sends what is no request, or an errno. */
+/* Serve one connection until it ends: returns RUN_CLOSED if the peer closed it, RUN_STOPPED if
+ * *stop is set, RUN_BROKEN if the peer sent an invalid request, or an errno. */
 int mooncake_serve(struct server *s, int fd, const int32_t *stop) {
     struct connection c = {0};
     struct {

@@ -1,4 +1,5 @@
-"""The client's side of tcp: transfers cut into parts, and the connections that move them."""
+"""The client's side of the tcp transport: transfers are divided into parts, which several
+connections move."""
 
 from __future__ import annotations
 
@@ -35,11 +36,11 @@ from mooncake_hal.transports.transfers import (
 )
 
 Dial = Callable[[float], socket.socket]
-"""Opens and authenticates a connection before a deadline; raises TransferError."""
+"""Opens and authenticates a connection within the given number of seconds; raises TransferError."""
 
 
 class TransferPart:
-    """What one connection moves of a transfer."""
+    """The part of a transfer that one connection moves."""
 
     def __init__(self, transfer: RunningTransfer, operation: Operation) -> None:
         self.operation = operation
@@ -49,20 +50,20 @@ class TransferPart:
         self._lock = threading.Lock()
 
     def enter(self, connection: PeerConnection) -> bool:
-        """Say that a connection begins to move it; False if it has been stopped before."""
+        """Mark the part as started by a connection; returns False if it was stopped before."""
         with self._lock:
             self._connection = connection
             return not self._is_over
 
     def end(self, error: TransferError | None) -> None:
-        """Say that no more of it moves."""
+        """Mark the part as ended: no more of its bytes move."""
         with self._lock:
             over, self._is_over = self._is_over, True
         if not over:
             self.transfer.part_ended(error)
 
     def stop(self) -> None:
-        """Make its connection break it off; if none has begun, it ends here."""
+        """Make its connection abort the part; a part that has not been started ends here."""
         self.operation.stop = 1
         with self._lock:
             connection = self._connection
@@ -73,13 +74,13 @@ class TransferPart:
 
 
 class PeerConnection:
-    """A connection that is opened when it is needed, and again after it was broken.
+    """A connection and its thread. It is opened on demand and reopened after it broke.
 
     Args:
-        streams: what moves the bytes.
-        dial: see ``Dial``.
-        connection: its socket, if it is open already.
-        name: of the thread.
+        streams: moves the bytes.
+        dial: opens the connection; see ``Dial``.
+        sock: its socket if it is open already.
+        name: name of the thread.
     """
 
     def __init__(self, streams: Streams, dial: Dial, sock: socket.socket | None, name: str) -> None:
@@ -92,7 +93,7 @@ class PeerConnection:
         self._sock = sock
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._turn = threading.Lock()  # held while the connection is used
-        self._guard = threading.Lock()  # of `pending`, `_connection` and `_current`
+        self._guard = threading.Lock()  # guards `pending`, `_sock` and `_current`
         self._current: TransferPart | None = None
         self._unfinished: TransferPart | None = None
         self._is_closed = False
@@ -100,13 +101,13 @@ class PeerConnection:
         self._thread.start()
 
     def submit(self, part: TransferPart) -> None:
-        """Let the thread move a part."""
+        """Queue a part for the thread."""
         with self._guard:
             self.pending += 1
         self._tasks.put(lambda: self._move(part, 0.0))
 
     def claim(self) -> bool:
-        """Take the connection for the caller's thread, if the connection is idle and connected."""
+        """Claim the connection for the caller's thread if it is open and idle."""
         if not self._streams.runs_inline or self.pending or self._sock is None:
             return False
         if not self._turn.acquire(blocking=False):
@@ -116,16 +117,16 @@ class PeerConnection:
         return True
 
     def unclaim(self) -> None:
-        """Give a claimed connection back."""
+        """Release a claimed connection."""
         with self._guard:
             self.pending -= 1
         self.claimed_key = None
         self._turn.release()
 
     def move_claimed(self, part: TransferPart) -> None:
-        """Move a part over the claimed connection and give that back.
+        """Move a part over the claimed connection and release the connection.
 
-        What takes longer than INLINE_SECONDS is left to the connection's thread.
+        After INLINE_SECONDS, the connection's thread takes over the rest.
         """
         try:
             self._move(part, INLINE_SECONDS)
@@ -135,7 +136,7 @@ class PeerConnection:
     def move_one(self, write: bool, local: int, remote: int, nbytes: int, timeout: float) -> int:
         """Move one piece over the claimed connection, which stays claimed; returns a StreamOutcome.
 
-        What becomes of AGAIN is the caller's to say: see ``leave_unfinished``.
+        On AGAIN, the caller continues with ``leave_unfinished``.
         """
         sock = self._sock
         if sock is None:
@@ -146,7 +147,7 @@ class PeerConnection:
         return self._streams.run_one(operation, local, remote, nbytes, timeout)
 
     def leave_unfinished(self, part: TransferPart) -> None:
-        """Let the thread finish what ``move_one`` began; gives the claimed connection back."""
+        """Release the claimed connection and let its thread finish what ``move_one`` started."""
         self.operation = Operation()
         part.enter(self)
         with self._guard:
@@ -157,19 +158,19 @@ class PeerConnection:
         self._turn.release()
 
     def fail_claimed(self, outcome: int) -> None:
-        """Give a claimed connection back after an outcome that it can't be used after."""
+        """Release a claimed connection after a failure; drops it unless ``outcome`` is DONE."""
         if outcome != StreamOutcome.DONE:
             self._drop()
         self.unclaim()
 
     def interrupt(self, part: TransferPart | None) -> None:
-        """Break the connection under a part, if it is the one that moves; None means any."""
+        """Shut the connection down if it is moving ``part``; None: whatever it is moving."""
         with self._guard:
             if self._sock is not None and part in (None, self._current):
                 hang_up(self._sock)
 
     def close(self) -> None:
-        """Break off what moves, fail what waits, and join the thread. Idempotent."""
+        """Abort the current part, fail the queued ones, and join the thread. Idempotent."""
         self._is_closed = True
         self.interrupt(None)
         self._tasks.put(None)
@@ -189,7 +190,7 @@ class PeerConnection:
             self._resume()
 
     def _resume(self) -> None:
-        """Finish what a caller began and left; it has the connection."""
+        """Finish the part, if any, that a caller's thread started and left on the connection."""
         part, self._unfinished = self._unfinished, None
         if part is not None:
             self._run(part, 0.0)
@@ -209,7 +210,8 @@ class PeerConnection:
         self._run(part, seconds)
 
     def _run(self, part: TransferPart, seconds: float) -> None:
-        """Move a part, or as much of it as ``seconds`` allow (0: all); then it is unfinished."""
+        """Move a part for up to ``seconds`` (0: until it is done); the rest, if any, is left to the
+        connection's thread."""
         sock = self._sock
         assert sock is not None
         outcome = self._streams.run(part.operation, sock, seconds)
@@ -251,10 +253,10 @@ def _nothing() -> None:
 
 
 INLINE_BYTES = 64 * 1024
-"""Up to how much the caller's own thread moves, if a connection is idle."""
+"""Transfers of up to this many bytes are moved in the caller's thread if a connection is idle."""
 
 SPLIT_BYTES = 1024 * 1024
-"""From how much on a transfer is cut among the connections."""
+"""Transfers of at least this many bytes are divided over the connections."""
 
 _UINT64 = np.dtype(np.uint64)
 
@@ -263,9 +265,9 @@ class TcpPeer:
     """Moves spans over several connections to one endpoint.
 
     Args:
-        connections: the connections; the first one is open.
-        local: the regions of this side.
-        on_close: called once, when it has been closed.
+        connections: the connections; the first one is open. Closed with the peer.
+        local: this side's regions.
+        on_close: called once, when the peer has been closed.
     """
 
     def __init__(
@@ -300,13 +302,13 @@ class TcpPeer:
         self._on_close(self)
 
     def forget_local(self, key: int) -> None:
-        """End the transfers that use a region which this side has just revoked."""
+        """Fail and drain the transfers of a region that this side has just revoked."""
         with self._lock:
             using = [transfer for transfer, keys in self._running.items() if key in keys]
         for transfer in using:
             transfer.abort(RegionRevoked("this side revoked the local region"))
         while any(connection.claimed_key == key for connection in self._connections):
-            time.sleep(INLINE_SECONDS / 2)  # a caller's thread holds it for INLINE_SECONDS at most
+            time.sleep(INLINE_SECONDS / 2)  # it stays claimed for at most INLINE_SECONDS
 
     def _move(
         self, spans: Spans, timeout: float, *, write: bool
@@ -359,7 +361,8 @@ class TcpPeer:
         return FinishedTransfer(error)
 
     def _leave(self, connection: PeerConnection, key: int) -> RunningTransfer | FinishedTransfer:
-        """Turn what the caller's thread has begun into a transfer that the connection finishes."""
+        """Turn the operation that the caller's thread started into a transfer that the connection's
+        thread finishes."""
         deadline = connection.operation.deadline_ns / 1e9
         transfer = RunningTransfer(1, deadline, lambda: part.stop(), self._forget)
         part = TransferPart(transfer, connection.operation)
@@ -367,7 +370,7 @@ class TcpPeer:
             error = self._error
             if error is None:
                 self._running[transfer] = frozenset((key,))
-        if error is not None:  # closed meanwhile: the connection's thread takes nothing on any more
+        if error is not None:  # closed meanwhile: the connection's thread accepts no more work
             connection.fail_claimed(StreamOutcome.STOPPED)
             return FinishedTransfer(error)
         connection.leave_unfinished(part)
@@ -393,7 +396,7 @@ class TcpPeer:
         return transfer
 
     def _admit(self, transfer: RunningTransfer, spans: Spans) -> None:
-        """Check the local side, and let ``forget_local`` know of the transfer, in one step."""
+        """Check the local spans and record the transfer for ``forget_local``, atomically."""
         with self._lock:
             if self._error is not None:
                 raise self._error

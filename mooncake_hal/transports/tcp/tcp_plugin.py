@@ -1,4 +1,4 @@
-"""Offers ``tcp``: any two hosts with a route between them."""
+"""Offers the ``tcp`` transport, which connects any two hosts with a route between them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from mooncake_hal.transport import Transport
 
 PRIORITY = 10
-"""The default: what is left when nothing faster reaches the peer."""
+"""The lowest priority that ``auto`` selects: tcp is used if nothing faster reaches the peer."""
 
 
 def probe() -> Availability:
-    """Say whether this host can do it."""
+    """Check whether this host supports the transport."""
     if not sys.platform.startswith("linux") or sys.byteorder != "little":
         return Availability(False, f"needs little-endian Linux, this is {sys.platform}")
     return Availability(True)
 
 
 def load() -> Transport:
-    """Import and construct it."""
+    """Import and construct the transport."""
     from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
 
     return load_tcp()

@@ -1,4 +1,4 @@
-"""Addresses and sockets of the tcp transport, TLS included. See stream.c for what follows."""
+"""Addresses, socket options and TLS of the tcp transport. See stream.c for its protocol."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ logger = logging.getLogger(__name__)
 NAME = "tcp"
 VERSION = 4
 SLICE_SECONDS = 0.05
-"""How long one system call on a connection may block: how soon stop flags are seen."""
+"""Longest time that a system call on a connection may block: stop flags are checked this often."""
 
 LOOPBACK_CONGESTION_CONTROL = b"reno"
-"""Within a host nothing is congested; pacing and probing halve the speed (2.5 against 5 GB/s)."""
+"""Congestion control within a host, where nothing is congested: algorithms that pace and probe
+halve the speed (2.5 instead of 5 GB/s)."""
 LOOPBACK_SEND_BUFFER = 384 << 10
-"""Bytes under way within a host. The kernel lets megabytes wait where the receiver falls behind; on
-cores with 2 MiB of their own cache they are read from behind it: 3.7 against 6.5 GB/s, for as long
-as the connection lasts. Half as much makes pieces of 4 KiB a sixth slower."""
+"""Send buffer in bytes for connections within a host. By default, the kernel queues megabytes when
+the receiver falls behind. On cores with 2 MiB of private cache, these are then read from outside
+the cache: 3.7 instead of 6.5 GB/s, for as long as the connection lasts. Half this size makes pieces
+of 4 KiB a sixth slower."""
 
 
 class TcpAddress(msgspec.Struct, frozen=True, tag="tcp", forbid_unknown_fields=True):
-    """What an endpoint publishes.
+    """The published address of an endpoint.
 
     Args:
-        version: of the protocol.
+        version: version of the protocol.
         epoch: random identity of this endpoint; a restarted one has another.
-        host, port: where it listens.
-        machine: the running kernel's identity, by which a loopback address means something.
-        tls: whether it speaks TLS.
+        host, port: address that it listens on.
+        machine: identity of the host, which tells whether a loopback address is reachable.
+        tls: whether it uses TLS.
     """
 
     version: int
@@ -50,7 +52,7 @@ class TcpAddress(msgspec.Struct, frozen=True, tag="tcp", forbid_unknown_fields=T
 
 
 def limit_calls(connection: socket.socket) -> None:
-    """Have system calls on a connection return after SLICE_SECONDS at most. Raises OSError."""
+    """Make system calls on a connection return after SLICE_SECONDS at most. Raises OSError."""
     connection.settimeout(None)
     slice_ = struct.pack("ll", 0, int(SLICE_SECONDS * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, slice_)
@@ -58,11 +60,12 @@ def limit_calls(connection: socket.socket) -> None:
 
 
 def tune_within_host(connection: socket.socket) -> None:
-    """Within a host, neither pace nor run far ahead; connections to others stay as they are."""
+    """Set congestion control and send buffer of a connection within a host; connections to other
+    hosts are left unchanged."""
     if connection.getpeername()[0] != connection.getsockname()[0]:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_SEND_BUFFER)
-    with contextlib.suppress(OSError):  # not built in or not allowed: slower, still right
+    with contextlib.suppress(OSError):  # not built in or not permitted: slower, but still correct
         connection.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_CONGESTION, LOOPBACK_CONGESTION_CONTROL
         )
@@ -73,10 +76,11 @@ SETTINGS = ("tls_certificate", "tls_key", "tls_authority")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Contexts for both directions; each side shows a certificate that the authority signed.
+    """TLS contexts for mutual authentication: each side needs a certificate that the authority
+    signed.
 
     Args:
-        server, client: contexts of the accepting and of the connecting side.
+        server, client: contexts for accepted and for outgoing connections.
     """
 
     server: ssl.SSLContext
@@ -84,13 +88,14 @@ class Tls:
 
     @classmethod
     def from_settings(cls, extra: Mapping[str, str]) -> Tls | None:
-        """Build it from ``tls_certificate``, ``tls_key`` and ``tls_authority``, paths of PEM files.
+        """Create the contexts from ``tls_certificate``, ``tls_key`` and ``tls_authority``, which
+        are paths of PEM files.
 
         Returns:
             None if none of them is set.
 
         Raises:
-            ValueError: some are set and some are not, or a file can't be used.
+            ValueError: only some of them are set, or a file can't be used.
         """
         given = [name for name in SETTINGS if name in extra]
         if not given:
@@ -105,9 +110,9 @@ class Tls:
             raise ValueError(f"can't use the TLS files {extra}: {exc}") from exc
 
     def wrap_client(self, connection: socket.socket, host: str) -> ssl.SSLSocket:
-        """Shake hands as the connecting side; ``host`` must be in the server's certificate.
+        """Run the TLS handshake as the client; ``host`` must be in the server's certificate.
 
-        Takes the connection over; its timeout bounds the handshake.
+        Takes ownership of the connection, whose timeout applies to the handshake.
 
         Raises:
             AccessDenied, TransferTimeout, PeerLost: see ``shake_hands_tls``.

@@ -1,4 +1,4 @@
-"""The tcp transport: its endpoints, and the server that lets peers read and write their regions."""
+"""The tcp transport: its endpoints, and the server through which peers read and write regions."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ BACKLOG = 256
 
 
 class StreamServer:
-    """Serves the connections of those who know the secret.
+    """Accepts connections and serves reads and writes of authenticated peers.
 
     Args:
         sock: a listening socket; closed with the server.
-        streams: what moves the bytes.
-        credentials, epoch: what the handshake is about.
-        tls: how to wrap connections, or None.
+        streams: moves the bytes.
+        credentials, epoch: credentials of the handshake, and this endpoint's epoch.
+        tls: TLS contexts, or None.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class StreamServer:
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the listening thread, if anything did."""
+        """The exception that ended the listening thread, if any."""
         return self._listener.error
 
     def set_regions(self, table: RegionTable) -> None:
-        """Serve the regions of ``table`` as it is now, and no others."""
+        """Serve exactly the regions that ``table`` has now."""
         self._streams.set_regions(self._handle, table)
 
     def fence(self, start: int, end: int) -> None:
-        """Break off what touches [start, end); returns when nothing does any more."""
+        """Abort all requests that touch [start, end); returns once none does any more."""
         self._streams.fence(self._handle, start, end)
 
     def close(self) -> None:
-        """End every connection and thread."""
+        """Close every connection and join every thread."""
         self._stop.value = 1
         with self._lock:
             for connection in self._served:
@@ -115,7 +115,7 @@ class StreamServer:
 
 
 class TcpEndpoint:
-    """What one process registered for tcp, the server of it, and the peers it connected to."""
+    """A tcp endpoint: its registered regions, the server for them, and its peers."""
 
     def __init__(self, options: EndpointOptions, streams: Streams, tls: Tls | None) -> None:
         self._options = options
@@ -177,7 +177,8 @@ class TcpEndpoint:
         def dial(seconds: float) -> socket.socket:
             return self._dial(wanted, seconds)
 
-        # The first is opened here, which tells whether the peer is reached; the others when needed.
+        # The first connection is opened here, to find out whether the peer is reachable; the others
+        # are opened when they are needed.
         socks: list[socket.socket | None] = [dial(timeout)]
         socks += [None] * (self._options.connections - 1)
         peer = TcpPeer(self._connections(dial, socks), self._table, self._peers.discard)
@@ -207,10 +208,10 @@ class TcpEndpoint:
     def _connections(
         self, dial: Dial, socks: Sequence[socket.socket | None]
     ) -> list[PeerConnection]:
-        """One connection for each, open or not yet; with their threads, or none at all.
+        """Create a connection with its thread for each socket; None is opened later.
 
         Raises:
-            TransferError: the host has no thread left; the sockets are closed then.
+            TransferError: a thread could not be started; all sockets are closed then.
         """
         connections: list[PeerConnection] = []
         with ExitStack() as undo:
@@ -229,7 +230,7 @@ class TcpEndpoint:
         return connections
 
     def _dial(self, address: TcpAddress, seconds: float) -> socket.socket:
-        """Open one connection and prove who we are. Raises TransferError."""
+        """Open and authenticate one connection. Raises TransferError."""
 
         def open_socket(timeout: float) -> socket.socket:
             connection = socket.create_connection((address.host, address.port), timeout)
@@ -249,7 +250,7 @@ class TcpEndpoint:
 
 
 def out_of_reach(address: TcpAddress, *, tls: bool) -> str | None:
-    """Say why an address can't be reached from this process, or None."""
+    """Return why an address can't be reached from this process, or None if it can."""
     if address.version != VERSION:
         raise VersionMismatch(
             f"tcp: we speak version {VERSION}, the peer {address.version}; "
@@ -279,24 +280,24 @@ def _own_address(
 
 
 class TcpTransport:
-    """Reads and writes over TCP connections: the default, and what reaches any host.
+    """Reads and writes over TCP connections: the default transport, which reaches any host.
 
     Args:
-        streams: what moves the bytes; None chooses.
+        streams: moves the bytes; None: NativeStreams if they can be compiled.
     """
 
     name = NAME
     can_revoke = True
-    ends_writes = False  # what the sockets of both ends hold is still received
+    ends_writes = False  # bytes in both ends' socket buffers are still received
 
     def __init__(self, streams: Streams | None = None) -> None:
         self._given = streams
 
     def open(self, options: EndpointOptions) -> TcpEndpoint:
-        """``options.extra`` takes the TLS files; see ``Tls.from_settings``.
+        """``options.extra`` may have the TLS files; see ``Tls.from_settings``.
 
         Raises:
-            ValueError: settings that are unknown, incomplete or out of range.
+            ValueError: a setting is unknown, missing or out of range.
         """
         unknown = sorted(set(options.extra) - set(SETTINGS))
         if unknown:
@@ -333,10 +334,10 @@ class TcpTransport:
 
 
 def load() -> TcpTransport:
-    """Construct the transport."""
+    """Construct the transport, with compiled code if possible."""
     return TcpTransport()
 
 
 def load_interpreted() -> TcpTransport:
-    """Construct it without compiled code, as it is on a host that has no compiler."""
+    """Construct the transport without compiled code, as on a host without a compiler."""
     return TcpTransport(InterpretedStreams())
