@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mooncake_hal.kv.geometry import KVGeometry
@@ -44,8 +44,6 @@ from mooncake_kv.pool.pool_events import (
 from mooncake_kv.pool.pool_messages import (
     CancelRuns,
     ChunkRun,
-    ConnectStore,
-    ForgetStore,
     LayersArrived,
     LayersLoaded,
     LoadRuns,
@@ -53,17 +51,15 @@ from mooncake_kv.pool.pool_messages import (
     PoolRankReady,
     RunsEnded,
     SaveRuns,
-    ToRank,
     consecutive_runs,
     decode_from_rank,
-    encode,
 )
 from mooncake_kv.pool.pool_stores import PoolStores
+from mooncake_kv.pool.rank_orders import RankOrders
 from mooncake_kv.ranks import SendToRank
 from mooncake_kv.store.chunk_keys import KVIdentity
 from mooncake_kv.store.chunk_layout import chunk_bytes
 from mooncake_kv.store.chunk_store import (
-    ArenaInfo,
     ChunkStore,
     Residence,
     Tier,
@@ -81,16 +77,6 @@ MAX_SAVES = 512
 """Saves under way or queued, which cost a few numbers each; what comes beyond is refused."""
 SAVES_AT_ONCE = 2
 """That copy; those that are copied, and wait for the core, are in nobody's way."""
-
-
-@dataclass(slots=True, eq=False)
-class _Order:
-    """What all ranks are to carry out."""
-
-    ended: asyncio.Future[list[RunsEnded]]
-    reports: dict[int, RunsEnded] = field(default_factory=dict)
-    num_released: int = 0
-    on_release: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +122,16 @@ class PoolClient:
         self._num_ranks = num_ranks
         self._rank_processes: list[ProcessName] = []
         self._ranks_ready = threading.Event()
-        self._orders: dict[str, _Order] = {}
+        self._ranks = RankOrders(num_ranks, identity.chunk_tokens)
         self._verdicts: dict[str, asyncio.Future[bool]] = {}
         self._active: set[str] = set()  # loads
         self._cancelled: set[str] = set()  # of these
-        self._known_epochs: dict[int, str] = {}
         self._hinted = HintedStores(
             stores.all, stores.connect, stores.hint_rule, self._count_hint, self._leave_hinted
         )
         self._loading: set[str] = set()  # added to by the core's thread, taken from by the loop's
         self._saving: set[str] = set()  # the same
         self._save_slots = asyncio.Semaphore(SAVES_AT_ONCE)
-        self._send: SendToRank | None = None
 
     def start(
         self, send: SendToRank, post: PostPoolEvent, fail: Callable[[ConnectorDead], None]
@@ -168,7 +152,8 @@ class PoolClient:
                 f"for the pool within {START_TIMEOUT_S:g} s"
             )
         self._stores.name_writers(self._rank_processes)
-        self._send, self._post = send, post
+        self._ranks.open(send)
+        self._post = post
         self._loop = IoLoop("kv-pool", self._give_up, fail)
         self._loop.call("", lambda: self._loop.spawn_housekeeping(self._hinted.tidy()))
 
@@ -180,14 +165,14 @@ class PoolClient:
             if len(self._rank_processes) == self._num_ranks:
                 self._ranks_ready.set()
         elif isinstance(decoded, RunsEnded):
-            self._loop.call(decoded.order_id, self._take_report, rank, decoded)
+            self._loop.call(decoded.order_id, self._ranks.take_report, rank, decoded)
         elif isinstance(decoded, LayersLoaded):
-            self._loop.call(decoded.load_id, self._take_release, decoded)
+            self._loop.call(decoded.load_id, self._ranks.take_release, decoded)
 
     def stop(self) -> None:
         """Begin nothing any more; before the ranks are closed. Idempotent."""
-        if self._send is not None:
-            self._send = None
+        if self._ranks.is_open:
+            self._ranks.close()
             self._loop.close()
 
     def close(self) -> None:
@@ -340,11 +325,11 @@ class PoolClient:
             num_layers = num_bytes // self._layer_bytes
             if num_layers > num_told:
                 num_told = num_layers
-                self._broadcast(LayersArrived(load_id, num_layers))
+                self._ranks.broadcast(LayersArrived(load_id, num_layers))
 
         do_come = await pinned.follow(self.chunk_bytes, arrived)
         if not do_come:
-            self._broadcast(CancelRuns(load_id))
+            self._ranks.broadcast(CancelRuns(load_id))
         return do_come
 
     async def _read(
@@ -370,7 +355,7 @@ class PoolClient:
             load.release_layers,
             are_arriving,
         )
-        reports = await self._order(
+        reports = await self._ranks.run(
             load.load_id, order, None if load.release_layers is None else released
         )
         failure = next((r.error for r in reports if r.error is not None), None)
@@ -439,7 +424,7 @@ class PoolClient:
         """Have all ranks write; why it failed, None if it did not."""
         blocks = tuple(save.block_ids)
         order = SaveRuns(save.save_id, runs, blocks, self._timeout_s, save.step)
-        reports = await self._order(save.save_id, order)
+        reports = await self._ranks.run(save.save_id, order)
         return next((report.error for report in reports if report.error is not None), None)
 
     def _count_under_way(self) -> None:
@@ -518,54 +503,13 @@ class PoolClient:
     def _cancel(self, load_id: str) -> None:
         if load_id in self._active:
             self._cancelled.add(load_id)
-        if load_id in self._orders:
-            self._broadcast(CancelRuns(load_id))
-
-    async def _order(
-        self, order_id: str, message: ToRank, on_release: Callable[[], None] | None = None
-    ) -> list[RunsEnded]:
-        """Have every rank carry an order out; their reports, once all are drained."""
-        order = _Order(asyncio.get_running_loop().create_future(), on_release=on_release)
-        self._orders[order_id] = order
-        try:
-            self._broadcast(message)
-            return await order.ended
-        finally:
-            del self._orders[order_id]
-
-    def _take_report(self, rank: int, report: RunsEnded) -> None:
-        order = self._orders.get(report.order_id)
-        if order is None:
-            return
-        order.reports[rank] = report
-        if len(order.reports) == self._num_ranks and not order.ended.done():
-            order.ended.set_result(list(order.reports.values()))
-
-    def _take_release(self, message: LayersLoaded) -> None:
-        order = self._orders.get(message.load_id)
-        if order is None:
-            return
-        order.num_released += 1
-        if order.num_released == self._num_ranks and order.on_release is not None:
-            order.on_release()
+        self._ranks.cancel(load_id)
 
     def _introduce(self, number: int) -> str | None:
         """The epoch of a store that the ranks know; None if it can't be reached."""
         store = self._store(number)
         arena = None if store is None else store.arena
-        if arena is None:
-            return None
-        if self._known_epochs.get(number) != arena.epoch:
-            self._forget_epoch(number)
-            self._known_epochs[number] = arena.epoch
-            self._broadcast(self._description(arena))
-        return arena.epoch
-
-    def _forget_epoch(self, number: int) -> None:
-        """Ranks leave the store that had this number, unless it has another one, too."""
-        known = self._known_epochs.pop(number, None)
-        if known is not None and known not in self._known_epochs.values():
-            self._broadcast(ForgetStore(known))
+        return None if arena is None else self._ranks.introduce(number, arena)
 
     def _store(self, number: int) -> ChunkStore | None:
         """One of the configuration, or one that a request has named; None if it was left."""
@@ -573,25 +517,13 @@ class PoolClient:
         return own[number] if number < len(own) else self._hinted.use(number)
 
     def _leave_hinted(self, number: int) -> None:
-        self._forget_epoch(number)
+        self._ranks.forget(number)
         for tier in Tier:
             self.load_costs.forget(ChunkSource(number, tier))
 
     def _count_hint(self, outcome: str) -> None:
         hints = self.stats.num_prefix_hints
         hints[outcome] = hints.get(outcome, 0) + 1
-
-    def _description(self, arena: ArenaInfo) -> ConnectStore:
-        return ConnectStore(
-            arena.epoch, arena.address, arena.nbytes, dict(arena.endpoints), self._chunk_tokens
-        )
-
-    def _broadcast(self, message: ToRank) -> None:
-        if self._send is None:
-            return  # it closes
-        encoded = encode(message)
-        for rank in range(self._num_ranks):
-            self._send(rank, encoded)
 
     def _refuse(self, reason: str, count: int) -> None:
         if count:

@@ -235,4 +235,4 @@ def test_named_stores_are_left_when_nobody_names_them(model, core, store, monkey
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert client.load_costs._models.keys() <= {(0, "dram"), (0, "ssd")}
-    assert client._known_epochs.keys() <= {0}
+    assert client._ranks._known_epochs.keys() <= {0}
