@@ -1,12 +1,12 @@
-"""An instance's use of the pool, beside its scheduler: look-ups, loads and saves over all ranks.
+"""An instance's client of the pool, beside its scheduler: look-ups, loads and saves of all ranks.
 
-    look-up   probe every store                                     -> ChunksFound
-    load      pin, have all ranks read, release: was it right?      -> LoadReleased, PoolLoadEnded
-    save      reserve, have all ranks write                         -> ChunksCopied
-              were the blocks what they are said to be? commit or abort
+    look-up   probe every store                                       -> ChunksFound
+    load      pin, all ranks read, release: still in force?           -> LoadReleased, PoolLoadEnded
+    save      reserve, all ranks write                                -> ChunksCopied
+              the core says whether the blocks were unchanged: commit or abort
 
-Its calls return at once; what takes time is on its own thread. Whatever goes wrong there is a miss:
-a load that ends with fewer chunks, a save that is not stored.
+Calls return at once; the work runs on an asyncio loop in the client's own thread. All failures are
+misses: a load ends with fewer chunks, a save is not stored.
 """
 
 from __future__ import annotations
@@ -69,19 +69,20 @@ from mooncake_kv.store.chunk_store import (
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
+"""Seconds that ``start`` waits for the ranks."""
 LEASE_MARGIN_S = 5.0
-"""Handles last so much longer than what moves under them."""
+"""Seconds by which the lease of a handle exceeds the timeout of its transfers."""
 VERDICT_TIMEOUT_S = 30.0
-"""How long a save waits for the engine's core."""
+"""Seconds that a copied save waits for ``end_save``; it is aborted after that."""
 MAX_SAVES = 512
-"""Saves under way or queued, which cost a few numbers each; what comes beyond is refused."""
+"""Upper bound of the saves queued or in flight, which take a few numbers each. More are refused."""
 SAVES_AT_ONCE = 2
-"""That copy; those that are copied, and wait for the core, are in nobody's way."""
+"""Saves whose ranks copy at the same time. Saves that wait for ``end_save`` don't count."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LookUp:
-    """A look-up whose answer takes a while; fields as in ``PoolClient.lookup``."""
+    """A look-up that can't be answered at once; fields as in ``PoolClient.lookup``."""
 
     load_id: str
     keys: Sequence[bytes]
@@ -91,15 +92,16 @@ class _LookUp:
 
 
 class PoolClient:
-    """See the module. ``lookup``, ``start_load``, ``cancel_load``, ``save`` and ``end_save`` are
-    called by one thread, the others by any.
+    """The pool client of one instance, owned by its pool connector. ``lookup``, ``start_load``,
+    ``cancel_load``, ``save`` and ``end_save`` must be called on one thread; the others are
+    thread-safe.
 
     Args:
-        stores: what to use; closed with this object.
-        geometry: of the model's KV.
-        identity: of the same.
-        transfer_timeout_s: of one load or save.
-        num_ranks: of the instance.
+        stores: the stores to use; closed with this object.
+        geometry: geometry of the model's KV.
+        identity: identity of the model's KV.
+        transfer_timeout_s: timeout of one load or save in seconds.
+        num_ranks: ranks of the instance.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class PoolClient:
         self._stores = stores
         self._chunk_tokens = identity.chunk_tokens
         self.namespace = identity.root()
-        """Whose KV is saved, see ``ChunkContent``; may change."""
+        """Namespace of the saved KV, see ``ChunkContent``; may change."""
         self.chunk_bytes = chunk_bytes(geometry, identity.chunk_tokens)
         self._layer_bytes = self.chunk_bytes // geometry.layers
         self._timeout_s = transfer_timeout_s
@@ -124,27 +126,27 @@ class PoolClient:
         self._ranks_ready = threading.Event()
         self._ranks = RankOrders(num_ranks, identity.chunk_tokens)
         self._verdicts: dict[str, asyncio.Future[bool]] = {}
-        self._active: set[str] = set()  # loads
-        self._cancelled: set[str] = set()  # of these
+        self._active: set[str] = set()  # loads that the loop has started
+        self._cancelled: set[str] = set()  # the cancelled ones of them
         self._hinted = HintedStores(
             stores.all, stores.connect, stores.hint_rule, self._count_hint, self._leave_hinted
         )
-        self._loading: set[str] = set()  # added to by the core's thread, taken from by the loop's
+        self._loading: set[str] = set()  # the core's thread adds, the loop's removes
         self._saving: set[str] = set()  # the same
         self._save_slots = asyncio.Semaphore(SAVES_AT_ONCE)
 
     def start(
         self, send: SendToRank, post: PostPoolEvent, fail: Callable[[ConnectorDead], None]
     ) -> None:
-        """Wait for the ranks, and begin.
+        """Wait for the ranks, and start the client's thread.
 
         Args:
-            send: carries a message to a rank's worker.
-            post: takes events, from any thread.
-            fail: takes what ends the engine.
+            send: sends a message to a rank's worker.
+            post: receives events, on any thread.
+            fail: receives a failure that must end the engine.
 
         Raises:
-            KVConfigError: a rank did not come up.
+            KVConfigError: a rank did not become ready in time.
         """
         if not self._ranks_ready.wait(START_TIMEOUT_S):
             raise KVConfigError(
@@ -158,7 +160,7 @@ class PoolClient:
         self._loop.call("", lambda: self._loop.spawn_housekeeping(self._hinted.tidy()))
 
     def on_rank_message(self, rank: int, message: bytes) -> None:
-        """A rank's worker sent this, maybe before ``start``. Any thread."""
+        """Process a message of a rank's worker. Thread-safe; may be called before ``start``."""
         decoded = decode_from_rank(message)
         if isinstance(decoded, PoolRankReady):
             self._rank_processes.append(decoded.process)
@@ -170,13 +172,15 @@ class PoolClient:
             self._loop.call(decoded.load_id, self._ranks.take_release, decoded)
 
     def stop(self) -> None:
-        """Begin nothing any more; before the ranks are closed. Idempotent."""
+        """Stop the client's thread and send no more orders. Call it before the ranks are closed.
+        Idempotent."""
         if self._ranks.is_open:
             self._ranks.close()
             self._loop.close()
 
     def close(self) -> None:
-        """Give the stores back; after the ranks, which read and write them. Idempotent."""
+        """Close the stores. Call it after the ranks are closed, which read and write them.
+        Idempotent."""
         self.stop()
         self._hinted.close()
         self._stores.close()
@@ -190,12 +194,16 @@ class PoolClient:
         hints: Sequence[PrefixSource] = (),
         patience_s: float = 0.0,
     ) -> Sequence[ChunkSource] | None:
-        """Where the leading ones of these chunks are; None: ``ChunksFound`` follows.
+        """Find out where the leading chunks of a prompt can be loaded from.
 
         Args:
-            load_id: of the look-up.
-            keys: to be found.
-            hints: other stores to ask, for ``patience_s`` at most.
+            load_id: id of the look-up.
+            keys: keys of all chunks of the prompt.
+            hints: additional stores to probe.
+            patience_s: timeout in seconds of these stores' answers.
+
+        Returns:
+            The sources, if they are known at once. None: a ``ChunksFound`` event follows.
         """
         self.stats.num_lookups += 1
         self.stats.num_queried_chunks += len(keys)
@@ -207,24 +215,28 @@ class PoolClient:
         return None
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """A prompt was served from the device: these chunks were of use."""
+        """Count a use of chunks that were served from the device's prefix cache."""
         if keys:
             self._stores.home.touch(keys)
 
     def start_load(self, load: LoadRequest) -> None:
-        """Load; ``PoolLoadEnded`` follows, whatever happens."""
+        """Start a load; a ``PoolLoadEnded`` event follows in any case."""
         self.stats.num_loads += 1
         self._loading.add(load.load_id)
         self._count_under_way()
         self._loop.call(load.load_id, self._begin_load, load)
 
     def cancel_load(self, load_id: str) -> None:
-        """A load is no longer wanted; ``PoolLoadEnded`` follows when it is drained. Idempotent."""
+        """Cancel a load; ``PoolLoadEnded`` follows once it is drained. Idempotent."""
         self._loop.call(load_id, self._cancel, load_id)
 
     def save(self, save: SaveRequest) -> bool:
-        """Save; ``ChunksCopied`` follows. False: it does not, as too much is under way, or there is
-        no store; which is counted."""
+        """Start a save; a ``ChunksCopied`` event follows.
+
+        Returns:
+            False, and no event follows, if too many saves are in flight or the store can't be
+            reached. The refusal is counted.
+        """
         is_busy = len(self._saving) >= MAX_SAVES
         if is_busy or self._stores.home.arena is None:
             num_new = len(save.keys) - save.first_chunk - save.num_refused
@@ -236,7 +248,7 @@ class PoolClient:
         return True
 
     def end_save(self, save_id: str, *, is_right: bool) -> None:
-        """What was copied is, or is not, the KV of the chunks' tokens."""
+        """Answer ``ChunksCopied``: whether the copied blocks hold the KV of the chunks' tokens."""
         self._loop.call(save_id, self._judge, save_id, is_right)
 
     # -- loop thread ----------------------------------------------------------------------------
@@ -252,7 +264,7 @@ class PoolClient:
         self._loop.spawn(self._load(load), load.load_id)
 
     def _give_up(self, order_id: str, exc: Exception) -> None:
-        """Something was raised that nobody thought of. Loads and saves report all the same."""
+        """Log an unexpected exception of the loop. Loads and saves post their events anyway."""
         logger.warning("the pool failed in %s: %r", order_id, exc)
 
     async def _look_up(self, asked: _LookUp) -> None:
@@ -303,7 +315,7 @@ class PoolClient:
             self._post(PoolLoadEnded(load.load_id, num_right, error or None))
 
     def _runs(self, load: LoadRequest, pinned: PinnedChunks) -> list[ChunkRun]:
-        """The leading ones of the chunks, as many as there still are."""
+        """The runs of the leading chunks that are pinned in reachable stores."""
         chunks = []
         for position in range(load.first_chunk, len(load.keys)):
             if position not in pinned.handles:
@@ -316,8 +328,8 @@ class PoolClient:
         return consecutive_runs(chunks, load.skipped_tokens)
 
     async def _follow(self, load_id: str, pinned: PinnedChunks) -> bool:
-        """Tell the ranks which layers stores have brought from SSDs, as they come; False: the rest
-        does not come."""
+        """Send the ranks ``LayersArrived`` as stores read layers from SSDs. If some will not
+        arrive, cancels the ranks' order and returns False."""
         num_told = 0
 
         def arrived(num_bytes: int) -> None:
@@ -335,7 +347,7 @@ class PoolClient:
     async def _read(
         self, load: LoadRequest, runs: Sequence[ChunkRun], began: float, *, are_arriving: bool
     ) -> str | None:
-        """Have all ranks read; why it failed, None if it did not."""
+        """Have all ranks read; returns the error, or None on success."""
         num_chunks = load.first_chunk + sum(len(run.offsets) for run in runs)
         if load.load_id in self._cancelled:
             self._learn(load, num_chunks, began, ())
@@ -372,9 +384,12 @@ class PoolClient:
     def _learn(
         self, load: LoadRequest, num_chunks: int, began: float, reports: Sequence[RunsEnded]
     ) -> None:
-        """What a load from one place took says what that place costs; so does what it would have
-        taken, had it been given more time. Other failures say nothing, nor does one that had no
-        thread for most of its time: others had them, from wherever they load."""
+        """Update the cost model of a source with the duration of a load that had a single source.
+
+        A load that timed out counts too, with a lower bound of its duration, unless it was queued
+        for most of its time: then other loads, maybe of other sources, had all threads. Other
+        failures tell nothing about the cost.
+        """
         sources = set(load.sources[load.first_chunk : num_chunks])
         now, is_right = time.monotonic(), bool(reports) and all(r.error is None for r in reports)
         moving_s = max((report.seconds for report in reports), default=load.timeout_s)
@@ -382,7 +397,7 @@ class PoolClient:
         if len(sources) != 1 or not (is_right or is_late):
             return
         num_tokens = (num_chunks - load.first_chunk) * self._chunk_tokens - load.skipped_tokens
-        nbytes = self.chunk_bytes * num_tokens // self._chunk_tokens  # once, not by each rank
+        nbytes = self.chunk_bytes * num_tokens // self._chunk_tokens  # not multiplied by the ranks
         if is_right:
             self.load_costs.learn(sources.pop(), nbytes, now - began, now)
         else:
@@ -410,8 +425,8 @@ class PoolClient:
             if not was_asked:
                 self._post(ChunksCopied(save.save_id, is_complete=False))
             try:
-                # Ranks that have not reported may write yet: their memory is the store's again when
-                # the instance leaves it, which it does behind its ranks.
+                # Ranks that have not reported may still write. The store gets their memory back
+                # when the instance disconnects from it, after its ranks are closed.
                 if handles and not is_moving:
                     await self._end_writes(
                         handles, is_right=is_right, is_copy=save.copy is not None
@@ -421,7 +436,7 @@ class PoolClient:
                 self._count_under_way()
 
     async def _write(self, save: SaveRequest, runs: tuple[ChunkRun, ...]) -> str | None:
-        """Have all ranks write; why it failed, None if it did not."""
+        """Have all ranks write; returns the error, or None on success."""
         blocks = tuple(save.block_ids)
         order = SaveRuns(save.save_id, runs, blocks, self._timeout_s, save.step)
         reports = await self._ranks.run(save.save_id, order)
@@ -445,7 +460,8 @@ class PoolClient:
             self._refuse("late", len(handles) - num_stored)
 
     async def _reserve(self, save: SaveRequest) -> tuple[list[WriteHandle], tuple[ChunkRun, ...]]:
-        """Memory for those chunks that no store has; none where the ones before it found none."""
+        """Reserve memory for the chunks to save. Chunks that another store has are left out, unless
+        the save is a copy; those that are refused are counted."""
         keys, positions = save.keys, range(save.first_chunk, len(save.keys))
         elsewhere = await self._held_elsewhere([keys[position] for position in positions])
         copy, missing = save.copy, list(positions)
@@ -465,7 +481,7 @@ class PoolClient:
         grants = await asyncio.wrap_future(future)
         epoch = self._introduce(0)
         if arena is None or epoch != arena.epoch:
-            epoch = None  # restarted meanwhile: whose memory the handles are on is not known
+            epoch = None  # the store has restarted: the handles' epoch is unknown, so write nothing
         handles, placed = [], []
         for position, grant in zip(missing, grants, strict=True):
             if isinstance(grant, WriteHandle):
@@ -477,7 +493,7 @@ class PoolClient:
         return handles, tuple(consecutive_runs(placed))
 
     async def _held_elsewhere(self, keys: Sequence[bytes]) -> Counter[bytes]:
-        """How many other stores have each, or are being given it."""
+        """How many other stores have each chunk, or are receiving it."""
         probes = [store.probe(keys) for store in self._stores.all[1:]]
         found: Counter[bytes] = Counter()
         for probe in probes:
@@ -486,7 +502,7 @@ class PoolClient:
         return found
 
     async def _ask_core(self, save_id: str) -> bool:
-        """Whether the blocks that were copied are what they were."""
+        """Post ``ChunksCopied`` and wait for the core's answer; False if there is none in time."""
         verdict = self._verdicts[save_id] = asyncio.get_running_loop().create_future()
         self._post(ChunksCopied(save_id))
         try:
@@ -506,13 +522,13 @@ class PoolClient:
         self._ranks.cancel(load_id)
 
     def _introduce(self, number: int) -> str | None:
-        """The epoch of a store that the ranks know; None if it can't be reached."""
+        """Introduce a store to the ranks; returns its epoch, or None if it can't be reached."""
         store = self._store(number)
         arena = None if store is None else store.arena
         return None if arena is None else self._ranks.introduce(number, arena)
 
     def _store(self, number: int) -> ChunkStore | None:
-        """One of the configuration, or one that a request has named; None if it was left."""
+        """The configured or hinted store of a number; None if a hinted one was disconnected."""
         own = self._stores.all
         return own[number] if number < len(own) else self._hinted.use(number)
 

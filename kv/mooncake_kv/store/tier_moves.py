@@ -185,7 +185,6 @@ class TierMoves:
         return request.future, begin
 
     def await_bytes(self, handles: Sequence[ReadHandle], beyond: int) -> Future[int]:
-        """See ``ChunkStore.await_bytes``."""
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         deadline = self._clock() + self._load_timeout_s
