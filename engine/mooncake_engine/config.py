@@ -1,6 +1,6 @@
-"""EngineConfig: every engine option with its flag.
+"""EngineConfig: all options of the engine, with their flags and checks.
 
-A config is complete when constructed; derive with ``replace``.
+A config is complete and immutable once constructed; derive others with ``replace``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mooncake_kv.pool.pool_config import KVPoolConfig, read_kv_pool
 
 
 class Role(str, Enum):
-    """Which half of the work an instance does."""
+    """The work that an instance does."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -34,16 +34,16 @@ class ExecutorKind(str, Enum):
 
 
 def read_dtype(name: str) -> str:
-    """A data type by torch's name, or by vLLM's short one."""
+    """Returns torch's name of a data type, given that or vLLM's short name."""
     return {"half": "float16", "float": "float32"}.get(name, name)
 
 
 def read_chat_template(given: str | None) -> str | None:
-    """The template that ``--chat-template`` names; one that is written out has a ``{``, which file
-    names don't.
+    """Returns the template that ``--chat-template`` gives, either as a file name or as the template
+    itself, which contains a ``{``.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file can't be read.
     """
     if given is None or "{" in given:
         return given
@@ -54,7 +54,7 @@ def read_chat_template(given: str | None) -> str | None:
 
 
 KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
-"""Narrower types that KV may be kept in, as vLLM calls them."""
+"""Narrower data types of the KV cache, by vLLM's names."""
 _CHOICES = {"kv_cache_dtype": ("auto", *KV_CACHE_DTYPES), "quantization": (None, "fp8")}
 
 _POSITIVE = (
@@ -66,11 +66,11 @@ _POSITIVE = (
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that an instance needs to know before it loads anything.
+    """The complete configuration of an instance.
 
-    ``kv_transfer`` says how KV moves; None for an instance that works alone. With
-    ``speculative_config`` tokens are drafted; a prefill instance, which samples one token per
-    request, leaves that to its decode instances. ``nodes`` says on which hosts the ranks run.
+    ``kv_transfer`` configures KV transfer; None without disaggregation. ``speculative_config``
+    enables draft tokens, except on a prefill instance, which samples one token per request.
+    ``nodes`` says on which hosts the ranks run.
     """
 
     model: Path = field(
@@ -538,49 +538,49 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How this very instance proposes draft tokens; None if it does not."""
+        """Speculative decoding of this instance; None on a prefill instance, or if it is off."""
         return None if self.role is Role.PREFILL else self.speculative_config
 
     @property
     def has_peers(self) -> bool:
-        """Whether others than its own steps read and write its KV."""
+        """Whether KV transfer or a KVCache pool accesses its KV, in addition to its own steps."""
         return self.kv_transfer is not None or self.kv_pool is not None
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of a data-parallel rank: of all its stages together."""
+        """Number of ranks of one data-parallel rank, in all its stages."""
         return self.tp_size * self.pp_size
 
     @property
     def num_all_ranks(self) -> int:
-        """Ranks of all data-parallel ranks together."""
+        """Number of ranks of all data-parallel ranks."""
         return self.dp_size * self.num_ranks
 
     @property
     def num_ranks_per_node(self) -> int:
-        """Of all ranks, those of each host that ``nodes`` names."""
+        """Number of ranks on each host of ``nodes``."""
         return self.num_all_ranks // self.nodes.nnodes
 
     @property
     def has_expert_rounds(self) -> bool:
-        """Whether data-parallel ranks share experts, and so step together."""
+        """Whether data-parallel ranks share experts, and therefore step together."""
         return self.dp_size > 1 and self.ep_size > 1
 
     @property
     def allows_async_scheduling(self) -> bool:
-        """Whether a request could be scheduled again before its last token is known: the ranks that
-        sample it must be those that run it next, which they are not with several stages."""
+        """Whether async scheduling is possible: the ranks that sample a token must be those that
+        run it next, which is not the case with several stages."""
         return self.pp_size == 1
 
     @property
     def uses_async_scheduling(self) -> bool:
-        """Whether a request is scheduled again before its last token is known."""
+        """Whether a request may be scheduled again before its last token is known."""
         return bool(self.async_scheduling) and self.allows_async_scheduling
 
     @property
     def steps_in_flight(self) -> int:
-        """How many steps may be under way at once: with several stages, one in each and one that
-        waits before the first; with async scheduling, one and the next."""
+        """Maximum number of steps in flight: with several stages, one in each and one that waits
+        for the first; with async scheduling, one and the next."""
         if self.pp_size > 1:
             return self.pp_size + 1
         return 2 if self.uses_async_scheduling else 1
@@ -592,7 +592,8 @@ class EngineConfig:
 
 
 def _check_step_timeout(seconds: float) -> None:
-    """Idle steps wait half a second for requests: less would end an instance that has none."""
+    """Check the timeout. An idle step waits up to half a second for requests, so a shorter timeout
+    would end an idle instance."""
     if not (seconds == 0 or 1 <= seconds <= 86_400):
         raise ConfigError(
             f"step_timeout_s must be 0, which is no limit, or 1 to 86400 seconds, got {seconds:g}"

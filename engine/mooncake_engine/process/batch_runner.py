@@ -1,7 +1,7 @@
-"""``mooncake-engine run-batch``: a file of requests, served in what interactive requests leave.
+"""``mooncake-engine run-batch``: sends a file of requests, as batch work.
 
-The files are OpenAI's batch files: a line of JSON per request, a line per result. A run that was
-ended is continued by the same command: what the result file has is not asked again.
+The files have the format of OpenAI's batch files: one line of JSON per request, one per result. The
+same command resumes a run that was interrupted: requests that the result file answers are skipped.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from mooncake_engine.messages import BATCH_PRIORITY
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 _REFUSALS = (429, 503)
-"""The server takes nothing now; it may take it later."""
+"""Statuses with which a server rejects requests for the time being; these are retried."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+"""Bounds of the pause between two attempts, which doubles each time, in seconds."""
 
 
 class BatchFailed(EngineError):
-    """Some requests of a batch have no answer; the result file says why."""
+    """Some requests of a batch failed; the result file says why."""
 
 
 class _Line(msgspec.Struct):
-    """A request, as OpenAI's batch files have it."""
+    """A line of the input file: one request, in the format of OpenAI's batch files."""
 
     custom_id: str
     url: str
@@ -45,7 +46,7 @@ class _Line(msgspec.Struct):
 
 
 class _Result(msgspec.Struct):
-    """What a result file is read for."""
+    """The fields of a result that are read back to resume a run."""
 
     custom_id: str
     response: dict[str, Any] | None = None
@@ -57,15 +58,16 @@ class _Result(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What to run.
+    """A batch to run.
 
     Args:
-        url: of the endpoint, with or without ``/v1``.
-        input_file, output_file: requests, and where results are appended.
-        concurrency: requests under way at once.
-        max_attempts: how often one is sent that fails without being refused.
-        headers: for every request.
-        pause: between attempts; takes seconds.
+        url: URL of the server, with or without ``/v1``.
+        input_file, output_file: file of requests, and file to which results are appended.
+        concurrency: maximum number of requests in flight.
+        max_attempts: maximum number of attempts per request, not counting those that the server
+            rejects for the time being.
+        headers: HTTP headers of every request.
+        pause: sleeps for a number of seconds between attempts.
     """
 
     url: str
@@ -89,10 +91,10 @@ class Batch:
 
 
 def run_batch(batch: Batch, on_progress: Callable[[str, float], None]) -> str:
-    """Serve what has no answer yet; returns what was done, in words.
+    """Send the requests that have no answer yet; returns a summary for the user.
 
     Raises:
-        ConfigError: the files can't be used; nothing was sent.
+        ConfigError: a file is invalid or can't be accessed; nothing was sent.
         BatchFailed: some requests failed.
     """
     lines = _read_requests(batch.input_file)
@@ -107,7 +109,7 @@ def run_batch(batch: Batch, on_progress: Callable[[str, float], None]) -> str:
             result = _serve(batch, line)
             with lock:
                 results.write(msgspec.json.encode(result) + b"\n")
-                results.flush()  # what is written is done, whatever comes
+                results.flush()  # keeps the result if the run is interrupted
                 num_done += 1
                 num_failed += not _is_answered(result)
                 on_progress("running the batch", num_done / len(left))
@@ -131,7 +133,11 @@ def _is_answered(result: dict[str, Any]) -> bool:
 
 
 def _read_requests(path: Path) -> list[_Line]:
-    """All requests; the first line that can't be served refuses the file."""
+    """Reads all requests.
+
+    Raises:
+        ConfigError: the file can't be read, or a line is no valid request.
+    """
     try:
         content = path.read_bytes()
     except OSError as exc:
@@ -162,7 +168,12 @@ def _problems(line: _Line, known: dict[str, _Line]) -> Iterator[str]:
 
 
 def _continue_results(path: Path) -> set[str]:
-    """Who is answered already. A line that was cut off as a run ended is taken away."""
+    """Returns the ids of requests that have an answer. Removes a last line that is incomplete
+    because the run was interrupted.
+
+    Raises:
+        ConfigError: the file can't be accessed, or a line is no result.
+    """
     try:
         content = path.read_bytes() if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
@@ -180,7 +191,7 @@ def _continue_results(path: Path) -> set[str]:
 
 
 def _serve(batch: Batch, line: _Line) -> dict[str, Any]:
-    """A request's line of the result file, after as many attempts as it takes."""
+    """Send a request, with retries; returns its line of the result file."""
     priority = max(line.body.get("priority") or 0, BATCH_PRIORITY)
     body = msgspec.json.encode({**line.body, "priority": priority})
     num_failures, pause_s = 0, _FIRST_PAUSE_S
@@ -216,7 +227,7 @@ def _ask(batch: Batch, path: str, body: bytes) -> _Answer:
     url = batch.url.rstrip("/").removesuffix("/v1") + path
     headers = {"Content-Type": "application/json", **batch.headers}
     request = urllib.request.Request(url, body, headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not by http_proxy
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignore http_proxy
     try:
         try:
             with opener.open(request) as response:
@@ -241,6 +252,6 @@ def _understood(status: int, headers: Any, content: bytes) -> _Answer:
 
 
 def authorization() -> dict[str, str]:
-    """The header for the API key in OPENAI_API_KEY, if there is one."""
+    """Returns the header with the API key in OPENAI_API_KEY; empty if that is not set."""
     key = os.environ.get("OPENAI_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -1,10 +1,10 @@
-"""Child processes: restarts, stop signals, and a group of children that
-ends with its parent.
+"""Supervises child processes: restarts, stop signals, and a group of children that ends with its
+parent.
 
-A child that dies once it has been ready may be started again, at the address that it had; else it
-takes the parent along. One that the others can do without is always started again. Every child
-leads a process group of its own, so that a terminal's Ctrl-C reaches the parent only and stopping
-a child stops what it has started. The kernel tells it to end if the parent is killed.
+A child that dies after it has been ready may be restarted, at the same address; otherwise the
+parent ends, too. A child that the others don't depend on is always restarted. Each child leads a
+process group of its own, so that a terminal's Ctrl-C reaches the parent only, and stopping a child
+also stops the processes that it has started. The kernel terminates it if the parent is killed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from mooncake_engine.errors import EngineError
 from mooncake_hal.command_line import describe_exit
 
 _FIRST_DELAY_S = 1.0
+"""Delay before the first restart, in seconds; it doubles with each further one."""
 _LONGEST_DELAY_S = 30.0
+"""Maximum delay before a restart, in seconds."""
 _STEADY_S = 60.0
-"""A program that ran this long gets all its restarts again."""
+"""Seconds after which a running program gets back its full number of restarts."""
 
 
 class RestartPolicy:
-    """How often, and after which delay, one program is restarted; pure.
+    """Decides how often, and after which delay, one program is restarted; pure.
 
     Args:
-        most: restarts in a row; None: any number.
+        most: maximum number of consecutive restarts; None for no limit.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -47,11 +49,11 @@ class RestartPolicy:
         self.num_in_a_row = 0
 
     def next_delay_s(self, ran_s: float) -> float | None:
-        """How long to wait before the next start of a program that has died, each time twice as
-        long as before; None if no restart is left.
+        """Returns the delay before the next restart of a program that has died, in seconds; None if
+        no restart is left. The delay doubles with each consecutive restart.
 
         Args:
-            ran_s: how long it had run, in seconds.
+            ran_s: seconds that the program had been running.
         """
         if ran_s >= _STEADY_S:
             self.num_in_a_row = 0
@@ -62,24 +64,31 @@ class RestartPolicy:
         return float(min(_FIRST_DELAY_S * 2.0**doublings, _LONGEST_DELAY_S))
 
     def __str__(self) -> str:
-        """Which restart this is."""
+        """Returns the number of the current restart, for log lines."""
         return f"time {self.num_in_a_row}" + ("" if self.most is None else f" of {self.most}")
 
 
 _SAME_STOP_S = 1.0
-"""Signals this close together are one request to stop: terminals and service managers signal
-several processes, and some of these pass the signal on."""
+"""Signals within this many seconds count as a single one: terminals and service managers signal
+several processes, and some of these forward the signal."""
 
 
 class StopSignals:
-    """What SIGINT and SIGTERM have asked for so far."""
+    """Interprets SIGINT and SIGTERM: the first signal requests a graceful stop, a later one an
+    immediate stop.
+
+    Attributes:
+        asked_at: time of the first signal, in seconds; None before it.
+        is_hurried: whether a later signal has arrived.
+    """
 
     def __init__(self) -> None:
         self.asked_at: float | None = None
         self.is_hurried = False
 
     def note(self, now: float) -> bool:
-        """A signal came at ``now``, in seconds of a steady clock. Whether it is the first one."""
+        """Process a signal at ``now``, in seconds of a steady clock; returns whether it is the
+        first one."""
         if self.asked_at is None:
             self.asked_at = now
             return True
@@ -95,19 +104,22 @@ Result = TypeVar("Result")
 _URL = re.compile(r"(?:https?|tcp)://\S+")
 _PR_SET_PDEATHSIG = 1
 _HURRY_S = 5.0
-"""From the second SIGTERM to SIGKILL."""
+"""Seconds from the second SIGTERM to SIGKILL."""
 _LONGEST_LINE = 1 << 20
+"""Maximum length of a child's line, in bytes."""
 _LAST_WORDS = 3
+"""Number of last lines that are kept of a child's standard error."""
 _NAMES_ERROR = re.compile(r"\b(ERROR|CRITICAL)\b|\berror:|^[\w.]*(Error|Exception)\b")
-"""A log line of that level, a program's own refusal, or the end of a traceback."""
+"""Matches a log line of level ERROR or CRITICAL, a command's error message, or the last line of a
+traceback."""
 
 
 class ChildDied(EngineError):
-    """A child ended that should run; the message holds its last lines on standard error."""
+    """A child has died; the message contains its last lines on standard error."""
 
 
 class StderrTail:
-    """What a program said last on standard error: its errors, and its lines of any kind."""
+    """Keeps a program's last lines on standard error, and its last errors."""
 
     def __init__(self) -> None:
         self._errors: deque[str] = deque(maxlen=_LAST_WORDS)
@@ -115,7 +127,7 @@ class StderrTail:
         self._is_in_traceback = False
 
     def note(self, line: str) -> None:
-        """One more line."""
+        """Add a line."""
         if not line:
             return
         self._lines.append(line)
@@ -133,12 +145,17 @@ class StderrTail:
 
 
 class Child:
-    """One running program. ``ready`` becomes the URL that it prints on standard output.
+    """One running program, whose output is relayed to a log.
 
     Args:
-        name, process: what it is called, and what runs.
-        log: takes its lines.
-        layout: how they look there, from its name and the line.
+        name: its name in logs and errors.
+        process: its process.
+        log: stream for its output lines.
+        layout: formats a log line from the program's name and an output line.
+
+    Attributes:
+        ready: resolves to the URL that the program prints on standard output once it is ready.
+        ended: completes when the program has exited and its output has been relayed.
     """
 
     def __init__(
@@ -157,17 +174,18 @@ class Child:
         self._last_words = StderrTail()
 
     def death(self) -> ChildDied:
-        """The error that stops everything else."""
+        """Returns the error to raise for a program that has died."""
         status = self.process.returncode
         assert status is not None
         return ChildDied(f"{self.name} died, {describe_exit(status)}: {self._last_words}")
 
     async def stop(self, patience_s: float, hurried: asyncio.Event) -> None:
-        """End it, with everything that it started: SIGTERM, SIGTERM again, SIGKILL.
+        """Stop the program and all processes that it has started: by SIGTERM, a second SIGTERM, and
+        SIGKILL.
 
         Args:
-            patience_s: how long it may take.
-            hurried: set when it shall end at once.
+            patience_s: seconds from the first to the second SIGTERM.
+            hurried: set to send the second SIGTERM at once.
         """
         self._signal_group(signal.SIGTERM)
         hurry = asyncio.ensure_future(hurried.wait())
@@ -176,14 +194,14 @@ class Child:
         )
         hurry.cancel()
         if not self.ended.done():
-            self._signal_group(signal.SIGTERM)  # a second one: not to wait for running requests
+            self._signal_group(signal.SIGTERM)  # the second: don't wait for running requests
             await asyncio.wait({self.ended}, timeout=_HURRY_S)
         self.kill_group()
         await self.ended
         self._log.flush()
 
     def kill_group(self) -> None:
-        """Kill what it has left behind."""
+        """Kill all remaining processes of its group."""
         self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, number: int) -> None:
@@ -211,12 +229,13 @@ class Child:
 
 
 def text_line(name: str, line: str) -> str:
-    """A child's line among those of others."""
+    """Formats a child's line for a log that several children share."""
     return f"{name:>9} │ {line}"
 
 
 def json_line(name: str, line: str) -> str:
-    """The same as JSON: its own object with the child's name, or the line as a message."""
+    """Formats a child's line as JSON: the line's own object with the child's name added, or an
+    object with the line as its message."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -227,7 +246,7 @@ def json_line(name: str, line: str) -> str:
 
 
 class _SupervisedChild:
-    """A child through all its restarts."""
+    """A child across its restarts."""
 
     def __init__(self, name: str, argv: Sequence[str], restarts: RestartPolicy) -> None:
         self.name = name
@@ -239,13 +258,14 @@ class _SupervisedChild:
 
 
 class ChildProcesses:
-    """Starts children, and stops all of them when left: an async context manager, made in a loop.
+    """Starts and supervises children. An async context manager that stops all of them on exit;
+    create it in a running event loop.
 
     Args:
-        log_dir: one log file per child there; None relays everything to standard error.
-        patience_s: how long a child may take to end.
-        max_restarts: how often in a row a child that dies is started again.
-        has_json_lines: what children write is relayed as JSON.
+        log_dir: directory for one log file per child; None relays all output to standard error.
+        patience_s: seconds that a child has to stop after SIGTERM.
+        max_restarts: maximum number of consecutive restarts of a child.
+        has_json_lines: whether the children's output is relayed as JSON.
     """
 
     def __init__(
@@ -268,13 +288,13 @@ class ChildProcesses:
         self._failed: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
 
     async def start(self, name: str, argv: Sequence[str], *, is_needed: bool = True) -> Child:
-        """Run a program.
+        """Start a program.
 
         Args:
-            name: for logs and errors.
+            name: its name in logs and errors.
             argv: its command line.
-            is_needed: False: the others go on without it, and it is started again however often it
-                dies, once it has been ready.
+            is_needed: whether the other children depend on it. If not, they keep running without
+                it, and it is restarted without limit after it has been ready once.
         """
         restarts = RestartPolicy(self._max_restarts if is_needed else None)
         supervised = _SupervisedChild(name, argv, restarts)
@@ -300,10 +320,10 @@ class ChildProcesses:
         return child
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of ``work``, which may start further children.
+        """Run ``work``, which may start further children; returns its result.
 
         Raises:
-            ChildDied: a child ended meanwhile, for good; ``work`` has been cancelled.
+            ChildDied: a child has died and won't be restarted; ``work`` has been cancelled.
         """
         working = asyncio.ensure_future(work)
         try:
@@ -325,7 +345,8 @@ class ChildProcesses:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop everything; the last one started depends on the others, and goes first."""
+        """Stop all children. The one that was started last depends on the others and is stopped
+        first."""
         self._is_stopping = True
         for restarting in self._restarting:
             restarting.cancel()
@@ -339,7 +360,7 @@ class ChildProcesses:
             file.close()
 
     def hurry(self) -> None:
-        """Children that are being stopped, or will be, end at once."""
+        """Send the second SIGTERM at once to children that are being stopped, or will be."""
         self._hurried.set()
 
     def _note_end(self, supervised: _SupervisedChild, child: Child) -> None:
@@ -381,8 +402,8 @@ class ChildProcesses:
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """For ``Popen``: to be called in the child between fork and exec; None where the system has no
-    such thing. A child is ended when the thread ends that made it."""
+    """Returns a ``preexec_fn`` for ``Popen``, with which the kernel terminates the child when the
+    thread that started it ends; None on systems other than Linux."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -390,7 +411,7 @@ def die_with_parent() -> Callable[[], None] | None:
 
     def ask_kernel() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # the parent died before the call
             os.kill(os.getpid(), signal.SIGKILL)
 
     return ask_kernel

@@ -1,7 +1,8 @@
-"""Which devices the instances of a local deployment take, and how much memory of them.
+"""Divides a host's devices, and their memory, among the instances of a local deployment.
 
-An instance alone takes the devices from ``--device`` on, and most of their memory. Two with the
-same options would take the same: the second one finds no memory, and other devices stay idle.
+A single instance uses the devices from ``--device`` on, and most of their memory. Two instances
+with the same options would use the same devices: the second one would find no free memory, while
+other devices stay idle.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from mooncake_engine.errors import ConfigError
 from mooncake_hal.registry import Registry
 
 SHARED_UTILIZATION = 0.9
-"""Of a device's memory, for all instances on it together."""
+"""Fraction of a device's memory that all instances on it use together."""
 _COUNT_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What one instance takes.
+    """The devices of one instance.
 
     Args:
-        first: index of its first device; its ranks are on that and those behind it.
-        num_instances: that are on these devices, this one included.
+        first: index of its first device; its ranks use that one and those after it.
+        num_instances: maximum number of instances on one of these devices, this one included.
     """
 
     first: int
@@ -34,19 +35,19 @@ class DeviceShare:
 
     @property
     def memory_utilization(self) -> float:
-        """Of each of its devices' memory."""
+        """Fraction of each device's memory that the instance may use."""
         return int(SHARED_UTILIZATION / self.num_instances * 1000) / 1000
 
 
 def divide_devices(num_devices: int, num_ranks: Sequence[int]) -> list[DeviceShare]:
-    """Devices of their own for all instances as long as there are any, else the same in turn.
+    """Assigns devices to instances: separate ones while there are any, then shared ones, in turn.
 
     Args:
-        num_devices: of this host.
-        num_ranks: of each instance.
+        num_devices: number of devices on this host.
+        num_ranks: number of ranks of each instance.
 
     Raises:
-        ConfigError: an instance has more ranks than there are devices.
+        ConfigError: an instance has more ranks than the host has devices.
     """
     firsts: list[int] = []
     users = [0] * num_devices
@@ -69,16 +70,16 @@ def divide_devices(num_devices: int, num_ranks: Sequence[int]) -> list[DeviceSha
 
 
 def count_devices(backend: str) -> int:
-    """How many devices this host has for a backend; 0 where it computes itself.
+    """Returns the number of devices of a backend on this host; 0 for a CPU backend.
 
-    They are counted in a process of its own: a driver that has begun here would be in the way of
-    none of the children, but its memory would stay.
+    They are counted in a separate process. Initialising the driver in this one would not disturb
+    the children, but would keep its memory.
 
     Args:
-        backend: as ``--backend`` has it.
+        backend: value of ``--backend``.
 
     Raises:
-        ConfigError: they can't be counted.
+        ConfigError: the devices can't be counted.
     """
     registry = Registry.discover()
     if not registry.device_type(backend):
@@ -97,13 +98,13 @@ def count_devices(backend: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class InstanceNeeds:
-    """What an instance of a deployment asks for.
+    """An instance's requirements.
 
     Args:
-        backend: as ``--backend`` has it.
-        num_ranks: of its own.
-        has_device: whether its options say which devices.
-        has_memory: whether its options say how much memory is for KV.
+        backend: value of ``--backend``.
+        num_ranks: number of its ranks.
+        has_device: whether its options choose the devices.
+        has_memory: whether its options set the memory for KV.
     """
 
     backend: str
@@ -115,15 +116,16 @@ class InstanceNeeds:
 def device_options(
     instances: Sequence[InstanceNeeds], count: Callable[[str], int] = count_devices
 ) -> list[tuple[str, ...]]:
-    """What to add to each instance's options: its devices and, where others have the same ones,
-    its part of their memory. Where one says itself which devices it takes, nothing is divided.
+    """Returns the options to add to each instance: its devices and, if it shares them with other
+    instances, its fraction of their memory. If the options of any instance choose devices, nothing
+    is divided.
 
     Args:
-        instances: in the order in which they start.
-        count: ``count_devices``.
+        instances: the instances, in the order of their start.
+        count: counts a backend's devices; see ``count_devices``.
 
     Raises:
-        ConfigError: there are not enough devices for an instance, or they can't be counted.
+        ConfigError: an instance needs more devices than there are, or they can't be counted.
     """
     options: list[tuple[str, ...]] = [()] * len(instances)
     if any(instance.has_device for instance in instances):

@@ -1,8 +1,8 @@
-"""Children that this process has forked, or that one of its children has, and left behind.
+"""Handles for forked children of this process, and for orphans that it adopts.
 
-A subreaper (prctl(2), ``PR_SET_CHILD_SUBREAPER``) adopts the children of descendants that end, as
-init does all others. They are then children like any: their exit status is ours to take, and until
-then nobody else gets their process id.
+A subreaper (prctl(2), ``PR_SET_CHILD_SUBREAPER``) adopts the children of descendants that exit, in
+place of init. They are then ordinary children of this process, which reaps their exit status; until
+then their process ids can't be reused.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _LONGEST_PAUSE_S = 0.05
 
 
 class ForkedProcess:
-    """What ``subprocess.Popen`` is to a child of its own; any thread.
+    """A forked or adopted child, with an interface like ``subprocess.Popen``. Thread-safe.
 
     Args:
-        pid: of a child, or of one that has been adopted.
+        pid: process id of the child.
     """
 
     def __init__(self, pid: int) -> None:
@@ -37,7 +37,7 @@ class ForkedProcess:
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """The exit status once it has ended, which a signal's negative number stands for."""
+        """Returns the exit status, negative for a signal; None while the child is running."""
         with self._lock:
             if self._status is None:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -45,10 +45,10 @@ class ForkedProcess:
             return self._status
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for its end; the exit status.
+        """Wait for the child to exit; returns its exit status.
 
         Raises:
-            subprocess.TimeoutExpired: it runs yet.
+            subprocess.TimeoutExpired: the child is still running.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         pause_s = _FIRST_PAUSE_S
@@ -62,15 +62,15 @@ class ForkedProcess:
         return status
 
     def kill(self) -> None:
-        """End it now, unless it has ended."""
+        """Kill the child, unless it has exited."""
         with self._lock:
-            if self._status is None:  # not reaped: the process id is its own
+            if self._status is None:  # not reaped, so the process id is still the child's
                 os.kill(self.pid, signal.SIGKILL)
 
 
 class _Adoption:
-    """Whether this process is a subreaper: as long as anybody needs that, and no longer, since what
-    it adopts without knowing stays a zombie until it ends."""
+    """Counts the users of the subreaper setting of this process. The process is a subreaper only
+    while there are any, since orphans that it adopts unknowingly stay zombies until it exits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,10 +99,10 @@ _adoption = _Adoption()
 
 @contextmanager
 def adopting() -> Iterator[None]:
-    """Meanwhile, what descendants leave behind becomes a child of this process. Any thread.
+    """Have this process adopt the orphans of its descendants within the context. Any thread.
 
     Raises:
-        OSError: the system does not have that, or forbids it.
+        OSError: the system does not support subreapers, or forbids them.
     """
     _adoption.begin()
     try:
@@ -112,14 +112,14 @@ def adopting() -> Iterator[None]:
 
 
 def name_process(name: str) -> None:
-    """What ``top`` and ``ps -o comm`` call this process, which shares its command line with others;
-    15 letters of it. From its main thread."""
+    """Set the name that ``top`` and ``ps -o comm`` show for this process, since forked processes
+    share a command line. The kernel keeps 15 characters. Call it on the main thread."""
     _prctl(_PR_SET_NAME, name.encode())
 
 
 def _prctl(option: int, value: int | bytes) -> int:
     call = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
-    if call is None:  # another system
+    if call is None:  # not Linux
         ctypes.set_errno(errno.ENOSYS)
         return -1
     argument = ctypes.c_ulong(value) if isinstance(value, int) else value

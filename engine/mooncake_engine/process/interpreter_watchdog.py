@@ -1,11 +1,11 @@
-"""Ends a process whose Python interpreter stands still: a thread that holds its lock and does not
-return, in a driver or a kernel launch, stops every other thread, the step's watchdog included.
+"""Ends a process whose Python interpreter hangs: a thread that holds the GIL and does not return
+from a driver or a kernel launch stops all other threads, including the step watchdog.
 
-Only something outside the interpreter can notice: a small process of its own, which this one writes
-a byte to, again and again. When no byte comes for too long, it says so on standard error and sends
-SIGABRT, on which ``faulthandler`` writes where all threads stand; then SIGKILL.
+Only another process can detect that: a small child, to which this process writes a byte (a beat)
+periodically. If none arrives within the timeout, the child reports it on standard error and sends
+SIGABRT, upon which ``faulthandler`` dumps the stacks of all threads, and then SIGKILL.
 
-The child's side needs the standard library only, and runs without site packages.
+The child's side uses the standard library only, and runs without site packages.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _BEATS_PER_TIMEOUT = 20
+"""Number of beats within the timeout."""
 _LONGEST_PAUSE_S = 1.0
+"""Maximum time between two beats, in seconds."""
 _DUMP_S = 5.0
-"""For writing down where threads stand; standard error may lead to a pipe that nobody reads."""
+"""Seconds to dump the stacks before SIGKILL; standard error may be a pipe that is not read."""
 _STOPPED = frozenset("tT")
+"""Process states of a stopped process, in ``/proc/PID/stat``."""
 
 
 @contextlib.contextmanager
 def watched_interpreter(timeout_s: float) -> Iterator[None]:
-    """Have this process ended if its interpreter stands still within the context.
+    """Have this process killed if its interpreter hangs within the context.
 
-    Time in which the process was stopped (by a debugger, or with its container) does not count.
+    Time during which the process is stopped (by a debugger, or with its container) does not count.
 
     Args:
-        timeout_s: how long no other thread may get to run; 0 is for ever.
+        timeout_s: seconds after which an interpreter that runs no thread counts as hung; 0 disables
+            the watchdog.
     """
     if not timeout_s:
         yield
@@ -51,7 +55,7 @@ def watched_interpreter(timeout_s: float) -> Iterator[None]:
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(timeout_s)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is our business
+        start_new_session=True,  # this process handles Ctrl-C
     )
     assert child.stdin is not None
     beats = child.stdin.fileno()
@@ -74,7 +78,7 @@ def _beat(beats: int, pause_s: float, closing: threading.Event) -> None:
     while not closing.wait(pause_s):
         try:
             os.write(beats, b".")
-        except BlockingIOError:  # it is stopped, and will find bytes enough
+        except BlockingIOError:  # the child is stopped; the pipe holds enough beats
             continue
         except BrokenPipeError:
             logger.warning(
@@ -89,11 +93,11 @@ def _pause_s(timeout_s: float) -> float:
 
 
 def watch(pid: int, timeout_s: float) -> None:
-    """The child: returns when its parent ends, by itself or by us.
+    """Main of the child: watch the parent, and kill it if it hangs; returns when it has ended.
 
     Args:
-        pid: of the parent, which writes to our standard input.
-        timeout_s: how long it may write nothing.
+        pid: process id of the parent, which writes the beats to standard input.
+        timeout_s: maximum time without a beat, in seconds.
     """
     pause_s = _pause_s(timeout_s)
     silent_s, last = 0.0, time.monotonic()
@@ -102,7 +106,7 @@ def watch(pid: int, timeout_s: float) -> None:
         if has_come and not os.read(0, 4096):
             return
         now = time.monotonic()
-        # a look that comes late says nothing of the time before: we may have stood still, too
+        # after a late check the time before does not count: this process may have been stopped, too
         passed_s, last = min(now - last, 2 * pause_s), now
         if has_come:
             silent_s = 0.0
@@ -122,7 +126,7 @@ def watch(pid: int, timeout_s: float) -> None:
 def _is_stopped(pid: int) -> bool:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # it ends: the pipe will say so
+    except OSError:  # the parent is exiting, which also closes the pipe
         return False
     return stat.rpartition(")")[2].split()[0] in _STOPPED
 
@@ -142,6 +146,6 @@ def _await_end(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    for stop in (signal.SIGINT, signal.SIGTERM):  # a stop may reach every process: the pipe decides
+    for stop in (signal.SIGINT, signal.SIGTERM):  # ends only when the parent closes the pipe
         signal.signal(stop, signal.SIG_IGN)
     watch(int(sys.argv[1]), float(sys.argv[2]))

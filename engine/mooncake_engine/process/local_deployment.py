@@ -1,7 +1,7 @@
-"""``mooncake-engine up``: prefill instances, decode instances and a proxy with one command.
+"""``mooncake-engine up``: starts prefill instances, decode instances and a proxy with one command.
 
-The children are separate programs, as on a cluster, and are known by the URL that they print once
-they take requests.
+The children are separate programs, as on a cluster. Each prints its URL when it is ready to accept
+requests.
 """
 
 from __future__ import annotations
@@ -31,39 +31,47 @@ from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.pool.pool_config import KVPoolConfig
 
 _LAST_WORDS_S = 10.0
-"""Time that a child gets to shut down, beside the time for running requests."""
+"""Seconds that a child has to shut down, in addition to the time for running requests."""
 _HEALTHY_S = 60.0
+"""Seconds that the proxy has to become healthy."""
 _ANSWER_S = 600.0
+"""Timeout of one HTTP request to the proxy, in seconds."""
 _POLL_S = 0.1
+"""Seconds between two health checks."""
 _MAX_TOKENS = 128
+"""Maximum length of the output for the prompt that is sent at the end."""
 
 
 class LaunchFailed(EngineError):
-    """All processes run, but the deployment does not respond."""
+    """All processes are running, but the deployment does not respond."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalDeployment:
-    """What to start.
+    """A deployment to start.
 
     Args:
-        host, port: where the proxy listens; port 0 takes a free one.
-        num_prefill, num_decode: instances.
-        engine_argv: options of ``mooncake-engine serve``, the same for every instance.
-        prefill_argv, decode_argv: more of them for the instances of one role, which come after.
-        kv_pool: KVCache pool of all instances; its memory is that of one store for all of them.
-        transports: names for KV transfer, in order of preference.
-        connector: how KV moves; the proxy's flow follows from it.
-        log_dir: where logs go; None for standard error.
-        prompt: what to ask once everything is up.
-        otlp_endpoint: where the proxy's traces go; those of the instances are in ``engine_argv``.
-        shutdown_timeout_s: how long the proxy's running requests may continue after a stop.
-        max_restarts: how often in a row a part that dies is started again, while the others go on;
-            0 ends everything with the first one that dies. A pool's store is always started again.
-        log_format: of what the processes log; ``engine_argv`` has it for instances.
-        slo_ttft_ms, slo_tbt_ms: what the proxy counts by and its page shows; ``engine_argv`` has
-            them for instances.
-        device_argv: of each instance, prefill first: its devices. Empty where none are divided.
+        host, port: address of the proxy; port 0 takes a free one.
+        num_prefill, num_decode: numbers of instances.
+        engine_argv: options of ``mooncake-engine serve`` for every instance.
+        prefill_argv, decode_argv: further options for the instances of one role.
+        kv_pool: KVCache pool of all instances, which share one node store; None for no pool.
+        transports: names of the transports for KV, in order of preference.
+        connector: name of the KV connector, which also determines the proxy's flow.
+        log_dir: directory for log files; None for standard error.
+        prompt: prompt to send once everything is running.
+        otlp_endpoint: OTLP endpoint of the proxy's traces; that of the instances is in
+            ``engine_argv``.
+        shutdown_timeout_s: seconds that the proxy's running requests may take to finish after a
+            stop.
+        max_restarts: maximum number of consecutive restarts of a process that dies, while the
+            others keep running; 0 stops the deployment when one dies. The pool's store is always
+            restarted.
+        log_format: log format of the processes; that of the instances is in ``engine_argv``.
+        slo_ttft_ms, slo_tbt_ms: objectives for the proxy's metrics and its page, in milliseconds;
+            those of the instances are in ``engine_argv``.
+        device_argv: device options of each instance, prefill instances first; empty if devices are
+            not divided.
     """
 
     host: str
@@ -96,22 +104,22 @@ class LocalDeployment:
 
     @property
     def shares_devices(self) -> bool:
-        """Whether several instances are on one device."""
+        """Whether several instances share a device."""
         firsts = [argv[:2] for argv in self.device_argv if argv]
         return len(set(firsts)) < len(firsts)
 
 
 def up(deployment: LocalDeployment) -> None:
-    """Run a deployment until SIGINT or SIGTERM; nothing is left behind, however it ends. Running
-    requests may finish first, unless a second signal comes.
+    """Run a deployment until SIGINT or SIGTERM. Running requests may finish first, unless a second
+    signal arrives. No process is left running, however the deployment ends.
 
     Raises:
-        PortTaken, ConfigError: before anything is started.
-        ChildDied, LaunchFailed: it could not be started, or a part of it ended.
+        PortTaken, ConfigError: the deployment can't be set up as configured; nothing was started.
+        ChildDied, LaunchFailed: the deployment did not start, or a process died.
     """
     with bind(deployment.host, deployment.port):
-        pass  # better to know now than after the models are loaded
-    with suppress(asyncio.CancelledError):  # how a signal ends it
+        pass  # fail now if the port is taken, not after the models are loaded
+    with suppress(asyncio.CancelledError):  # raised after a signal
         asyncio.run(_up(deployment))
 
 
@@ -131,7 +139,7 @@ async def _up(deployment: LocalDeployment) -> None:
 
 
 async def _serve(deployment: LocalDeployment, children: ChildProcesses, secret_file: Path) -> None:
-    """Start everything, send the prompt, then wait for ever."""
+    """Start all processes, send the prompt, and wait until cancelled."""
     pools: dict[str, list[Child]] = {"prefill": [], "decode": []}
     pool_argv = await _start_store(deployment, children, secret_file)
     device_argv = iter(deployment.device_argv)
@@ -141,7 +149,7 @@ async def _serve(deployment: LocalDeployment, children: ChildProcesses, secret_f
             child = await children.start(f"{role}-{index}", [*argv, *next(device_argv, ())])
             pools[role].append(child)
             if deployment.shares_devices:
-                await child.ready  # while one measures what is left, nobody else may take any
+                await child.ready  # no other may allocate while it measures the free memory
     urls = {role: [await child.ready for child in pool] for role, pool in pools.items()}
     proxy = await children.start("proxy", _proxy_argv(deployment, urls))
     await _introduce(await proxy.ready, deployment.prompt)
@@ -149,7 +157,8 @@ async def _serve(deployment: LocalDeployment, children: ChildProcesses, secret_f
 
 
 def _stop_on_signal(children: ChildProcesses) -> None:
-    """The first SIGINT or SIGTERM ends the current task, a later one hurries the children."""
+    """Have the first SIGINT or SIGTERM cancel the current task, and a later one stop the children
+    without waiting for running requests."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     signals = StopSignals()
@@ -165,7 +174,7 @@ def _stop_on_signal(children: ChildProcesses) -> None:
 
 
 def _write_secret(directory: Path) -> Path:
-    """What the instances prove to each other that they belong together."""
+    """Creates the file with the secret by which the instances authenticate each other."""
     path = directory / "kv-secret"
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
@@ -187,10 +196,12 @@ def _instance_argv(
 async def _start_store(
     deployment: LocalDeployment, children: ChildProcesses, secret_file: Path
 ) -> list[str]:
-    """One node store for all instances, where they were to have one; what connects them to it.
+    """Start one node store for all instances, if they are to have one; returns the options that
+    connect the instances to the pool.
 
-    What decode instances save is what prefill instances load: a store in each would know nothing
-    of the others'. Nobody needs it to answer: it may die, and is started again.
+    Prefill instances load the chunks that decode instances save, so a separate store in each
+    instance would be useless. The instances can serve requests without the store; if it dies, it is
+    restarted.
     """
     pool = deployment.kv_pool
     if pool is None:
@@ -241,7 +252,7 @@ def _proxy_argv(deployment: LocalDeployment, urls: dict[str, list[str]]) -> list
 
 
 async def _introduce(url: str, prompt: str) -> None:
-    """Print a curl command and the response to the prompt.
+    """Send the prompt; print an equivalent curl command and the response.
 
     Raises:
         LaunchFailed: the proxy does not become healthy, or does not respond.
@@ -253,7 +264,7 @@ async def _introduce(url: str, prompt: str) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], **common}
     try:
         response = await _call(url + path, body)
-    except LaunchFailed:  # a model without a chat template continues texts
+    except LaunchFailed:  # a model without a chat template can only complete text
         path, body = "/v1/completions", {"prompt": prompt, **common}
         response = await _call(url + path, body)
     choice = response["choices"][0]
@@ -282,14 +293,14 @@ async def _call(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def _fetch(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    """The JSON response to a GET, or to a POST with a body.
+    """Returns the JSON response to a GET, or to a POST if there is a body.
 
     Raises:
-        LaunchFailed: with the server's message.
+        LaunchFailed: the server can't be reached or responds with an error; includes its message.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not by http_proxy
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignore http_proxy
     try:
         with opener.open(request, timeout=_ANSWER_S) as response:
             decoded: dict[str, Any] = json.loads(response.read() or b"{}")

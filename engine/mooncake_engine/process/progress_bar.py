@@ -1,4 +1,4 @@
-"""Shows how far loading has come."""
+"""Shows the progress of long operations, such as loading weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ log = logging.getLogger(__name__)
 
 _WIDTH = 30
 _STEP = 0.25
-"""Without a terminal, one line per quarter is enough."""
+"""Fraction between two log lines, without a terminal."""
 
 
 class ProgressBar:
-    """A bar on a terminal, lines in a log file. Call it with a stage and a fraction, 0 to 1."""
+    """A progress bar on a terminal, log lines otherwise.
+
+    Args:
+        stream: stream to draw on; None for standard error.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -23,7 +27,7 @@ class ProgressBar:
         self._shown = 0.0
 
     def __call__(self, stage: str, fraction: float) -> None:
-        """``stage`` has come to ``fraction``."""
+        """Show that ``stage`` is done to ``fraction``, 0 to 1."""
         if stage != self._stage:
             self._stage, self._shown = stage, -1.0
         if self._is_live:

@@ -1,6 +1,6 @@
-"""Standard error whose writes return at once: a full disk or an unread pipe behind it stops nobody.
+"""Non-blocking standard error: a full disk or an unread pipe behind it does not block the process.
 
-The proxy has the same in a file of its own: it installs without this distribution.
+The proxy has a copy of its own, because it can be installed without this distribution.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 MAX_QUEUED_WRITES = 1024
+"""Maximum number of queued writes; further ones are dropped."""
 MAX_WRITE_CHARACTERS = 16 << 10
-"""Longer texts are cut: with the number of writes, a bound on what waits in memory."""
+"""Maximum length of one write, which is truncated beyond it. Together with ``MAX_QUEUED_WRITES``
+this bounds the memory of the queue."""
 _DRAIN_S = 1.0
+"""Maximum time to flush the queue at exit, in seconds."""
 
 
 class QueuedStderr(io.TextIOBase):
-    """A text stream that a thread writes out; what does not fit into its queue is dropped.
+    """A text stream that a background thread writes out; writes that exceed its queue are dropped.
 
     Args:
-        fd: what to write to.
+        fd: file descriptor to write to.
+
+    Attributes:
+        num_dropped: writes dropped since the last one that was written out.
     """
 
     def __init__(self, fd: int) -> None:
@@ -35,7 +41,7 @@ class QueuedStderr(io.TextIOBase):
         self._thread.start()
 
     def write(self, text: str) -> int:
-        """Queue it, or drop it."""
+        """Queue the text, or drop it if the queue is full."""
         try:
             self._texts.put_nowait(text[:MAX_WRITE_CHARACTERS])
         except queue.Full:
@@ -43,15 +49,15 @@ class QueuedStderr(io.TextIOBase):
         return len(text)
 
     def fileno(self) -> int:
-        """What is written to."""
+        """Returns the file descriptor that is written to."""
         return self._fd
 
     def isatty(self) -> bool:
-        """Whether that is a terminal."""
+        """Whether the file descriptor is a terminal."""
         return os.isatty(self._fd)
 
     def drain(self, timeout_s: float) -> None:
-        """End the thread once all is written, or leave it to itself after ``timeout_s``."""
+        """Flush the queue and end the thread; give up after ``timeout_s`` for each of the two."""
         with suppress(queue.Full):
             self._texts.put(None, timeout=timeout_s)
             self._thread.join(timeout_s)
@@ -71,7 +77,7 @@ class QueuedStderr(io.TextIOBase):
 
 @contextmanager
 def queued_stderr() -> Iterator[QueuedStderr]:
-    """Put one in the place of ``sys.stderr``, for logging too, while the block runs."""
+    """Replace ``sys.stderr`` by a ``QueuedStderr`` within the context, also for log handlers."""
     plain, stream = sys.stderr, QueuedStderr(2)
     handlers = [
         handler

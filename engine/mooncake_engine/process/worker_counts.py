@@ -1,7 +1,7 @@
-"""What the API workers of an instance have under way, in memory that they share.
+"""Counts the requests of an instance's API workers, in memory that the workers share.
 
-Each worker writes its own numbers and reads everybody's, without a lock: a limit over all workers
-holds where each counts a request in before it looks at the sum.
+Each worker writes its own counts and reads those of all, without a lock. A limit over all workers
+holds because each worker counts a request before it checks the sum.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from mmap import mmap
 _NUMBERS = 2
 _NUMBER_BYTES = 8
 COUNTS_BYTES = 4096
-"""Size of the memory, a page: room for ``MAX_WORKERS``."""
+"""Size of the shared memory: one page, enough for ``MAX_WORKERS``."""
 MAX_WORKERS = COUNTS_BYTES // (_NUMBERS * _NUMBER_BYTES)
 
 
 class WorkerCounts:
-    """Numbers of all workers, zero at first.
+    """The counts of all workers, initially zero.
 
     Args:
-        memory: that they share, ``COUNTS_BYTES`` of it; None for a server that is alone.
-        worker: whose numbers this process writes.
+        memory: ``COUNTS_BYTES`` bytes that the workers share; None for a server without workers.
+        worker: index of the worker whose counts this process writes.
     """
 
     def __init__(self, memory: mmap | None = None, worker: int = 0) -> None:
@@ -29,19 +29,19 @@ class WorkerCounts:
         self._first = worker * _NUMBERS
 
     def set_in_engine(self, num_requests: int) -> None:
-        """So many choices of this worker run or wait in the engine."""
+        """Set this worker's number of choices that run or wait in the engine."""
         self._numbers[self._first] = num_requests
 
     def set_waiting(self, num_clients: int) -> None:
-        """So many clients of this worker wait for an answer."""
+        """Set this worker's number of clients that wait for a response."""
         self._numbers[self._first + 1] = num_clients
 
     @property
     def num_in_engine(self) -> int:
-        """Choices of all workers that run or wait in the engine."""
+        """Number of choices of all workers that run or wait in the engine."""
         return sum(self._numbers[::_NUMBERS].tolist())
 
     @property
     def num_waiting(self) -> int:
-        """Clients of all workers that wait for an answer."""
+        """Number of clients of all workers that wait for a response."""
         return sum(self._numbers[1::_NUMBERS].tolist())
