@@ -1,1 +1,1 @@
-"""The CPU backend of mooncake-hal: torch where torch is best, small C++ kernels where it is not."""
+"""The CPU backend of mooncake-hal: C++ kernels where they are faster than torch, else torch."""

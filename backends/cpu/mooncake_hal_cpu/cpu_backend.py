@@ -1,4 +1,4 @@
-"""The CPU backend: its parts put together, and its collectives over gloo."""
+"""The CPU backend: assembles ops, runtime, memory and gloo collectives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _join(store: Store, group: GroupSpec) -> ProcessGroup:
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()  # type: ignore[attr-defined]  # absent from torch's stubs
     options._timeout = timedelta(seconds=group.timeout_s)
-    # else gloo takes the interface that it finds by host name
+    # without a device, gloo uses the interface to which the host name resolves
     is_local = is_of_one_host(group)
     options._devices = [
         gloo.create_device(hostname="127.0.0.1") if is_local else gloo.create_default_device()
@@ -46,7 +46,7 @@ def _join(store: Store, group: GroupSpec) -> ProcessGroup:
     return cast(ProcessGroup, gloo(store, group.rank, group.world_size, options))
 
 
-# float16 stays out: no CPU of today multiplies it natively, so it is slower than both others
+# no float16: current CPUs don't multiply it natively, which makes it slower than both other types
 DTYPES = ("bfloat16", "float32")
 BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
 TRANSPORTS = ("shm", "rdma", "tcp", "staged")
@@ -57,7 +57,7 @@ ROUNDING = (
 
 
 class CpuBackend:
-    """Everything about the machine's own processors."""
+    """The ``Backend`` of the host's own processors."""
 
     name = "cpu"
 
@@ -68,9 +68,9 @@ class CpuBackend:
             block_sizes=BLOCK_SIZES,
             kv_layouts=tuple(KV_LAYOUTS),
             graphs=isinstance(self.ops, NativeOps),
-            # its graphs share no memory, and in larger steps Python's part is small
+            # graphs share no memory, and in larger steps the overhead of Python is small
             max_decodes_per_graph=32,
-            moe_graphs=False,  # how its tokens are shared out among experts, the host decides
+            moe_graphs=False,  # the host reads the number of tokens per expert
             transports=TRANSPORTS,
             kv_dtypes=KV_DTYPES,
             rounding=ROUNDING,
@@ -80,5 +80,5 @@ class CpuBackend:
         self._groups = GroupFactory(GlooCommunicator)
 
     def communicator(self, group: GroupSpec) -> Communicator:
-        """Raises DeviceError if the group does not form in time."""
+        """Join a group; raises DeviceError if it does not form within its timeout."""
         return self._groups.join(group)

@@ -1,8 +1,8 @@
-"""The machine's processors as one device, and KV memory that another process can map.
+"""The host's processors as one device, and KV memory that other processes can map.
 
-Work is done when the call returns: streams, events and waits are trivial. KV lies in a memfd that
-is mapped at a 2 MiB boundary: the kernel can back it with huge pages where the administrator allows
-it, which spares paged attention most of its address translation misses.
+Ops complete before they return, so that streams, events and waits are trivial. KV memory is a memfd
+that is mapped at a 2 MiB boundary. The kernel can then back it with huge pages if the administrator
+allows it, which avoids most TLB misses of paged attention.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class CpuRuntime(SynchronousRuntime):
-    """The machine's processors as device 0."""
+    """The host's processors as device 0."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -65,7 +65,7 @@ class CpuRuntime(SynchronousRuntime):
         reset_peak_resident()
 
     def peak_bytes(self, index: int) -> int:
-        """This process' resident memory."""
+        """Peak resident memory of this process, in bytes."""
         self.require_device(index)
         return peak_resident_bytes()
 
@@ -74,10 +74,10 @@ class CpuRuntime(SynchronousRuntime):
 
 
 class CpuMemory:
-    """Allocates host memory that transports of this host can share."""
+    """Allocator of host memory that transports on this host can share."""
 
     def allocate(self, nbytes: int, index: int) -> TensorAllocation:
-        """Pages are taken when they are first written, not here."""
+        """Allocate memory; the kernel provides pages when they are first written, not here."""
         require_device("cpu", index)
         if nbytes <= 0:
             raise DeviceError(f"an allocation needs at least one byte, {nbytes} were asked for")
@@ -117,9 +117,9 @@ def _out_of_memory(nbytes: int, free: int, total: int) -> OutOfMemory:
 
 
 def _map_aligned(fd: int, nbytes: int) -> int:
-    """Map all of the file at a multiple of ALIGNMENT.
+    """Map the whole file at a multiple of ALIGNMENT.
 
-    A larger range is reserved first, the file mapped inside it, and the rest given back.
+    A larger range is reserved first, the file is mapped within it, and the rest is unmapped.
 
     Raises:
         OSError: the kernel refuses.
@@ -137,7 +137,7 @@ def _map_aligned(fd: int, nbytes: int) -> int:
         _libc.munmap(reserved, before)
     if after:
         _libc.munmap(address + nbytes, after)
-    # advice: refused (EINVAL) where the kernel has no huge pages, and then small ones do
+    # only advice: a kernel without huge pages refuses it (EINVAL), and small pages are used
     _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)
     return address
 

@@ -1,4 +1,5 @@
-"""What this machine's processor and memory are; standard library only, read on demand."""
+"""Information on this host's processor and memory; imports the standard library only, and reads
+files on demand."""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ import platform
 from functools import cache
 from pathlib import Path
 
-# instruction sets that change which kernels run or how they round, in the order they are named
+# instruction sets that affect which kernels run or how they round, in the order of their names
 _X86_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _ARM_SETS = ("asimd", "bf16", "sve")
 
 
 @cache
 def cpu_fields() -> dict[str, str]:
-    """First processor's entry of /proc/cpuinfo; empty where there is none."""
+    """The first processor's entry of /proc/cpuinfo; empty if there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -29,16 +30,16 @@ def cpu_name() -> str:
 
 
 def generation(machine: str, flags: str) -> str:
-    """Family that kernels care about, such as ``"x86_64+avx512_bf16+amx_bf16"``.
+    """The processor family as far as kernels differ, such as ``"x86_64+avx512_bf16+amx_bf16"``.
 
     Args:
-        machine: architecture, as ``platform.machine()`` says it.
+        machine: architecture, as returned by ``platform.machine()``.
         flags: the processor's feature flags, separated by spaces.
     """
     known = _X86_SETS if machine == "x86_64" else _ARM_SETS
     present = set(flags.split())
     found = [name for name in known if name in present]
-    # each x86 set implies the ones before it, as far as kernels go; AMX stands beside AVX-512
+    # for kernels, each x86 set implies the ones before it; AMX is separate from AVX-512
     if machine == "x86_64":
         vector = [name for name in found if not name.startswith("amx")][-1:]
         found = vector + [name for name in found if name.startswith("amx")]
@@ -52,10 +53,10 @@ def this_generation() -> str:
 
 
 def reset_peak_resident() -> None:
-    """Begin anew to watch how much memory this process holds at most.
+    """Restart the measurement of this process' peak resident memory.
 
-    Where the kernel does not allow that (some containers), the peak stays that of the process'
-    whole life: never too small.
+    If the kernel does not allow that (in some containers), the peak remains that of the process'
+    whole lifetime, which is never too small.
     """
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -64,7 +65,7 @@ def reset_peak_resident() -> None:
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has held since ``reset_peak_resident``."""
+    """This process' peak resident memory since ``reset_peak_resident``, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -1,7 +1,7 @@
-"""Kernels of the CPU backend: C++ where it beats torch, torch for the rest.
+"""The ops of the CPU backend: C++ kernels where they are faster than torch, torch elsewhere.
 
-Every row and every sequence is computed on its own, in an order that its own length fixes, so a
-result does not depend on which others share the batch, nor on the number of threads.
+Every row and every sequence is computed separately, in an order that depends only on its own
+length. Its result does not depend on the rest of the batch or on the number of threads.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ logger = logging.getLogger(__name__)
 _LANES = 16
 _PANEL = 64
 _DTYPES = (torch.bfloat16, torch.float32)
-# most heads that share a pass: fewer give more threads work, more read the latents less often
+# largest number of heads that share a pass over the latents: with fewer heads, more threads have
+# work; with more heads, the latents are read less often
 _MLA_HEADS = 32
-# below this many elements a second thread costs more to wake than it saves
+# below this number of elements, waking a second thread costs more than it saves
 _PARALLEL_ELEMENTS = 1 << 16
 
 
 def cpu_ops() -> TorchOps:
-    """The best ops that this machine can run; a slower choice is logged with its reason."""
+    """The fastest ops that this host supports; a slower choice is logged with its reason."""
     if not hal_env.cpu_native():
         warn_fallback("mooncake_hal_cpu", "plain torch", "MOONCAKE_HAL_CPU_NATIVE=0")
         return TorchOps()
@@ -46,7 +47,7 @@ def cpu_ops() -> TorchOps:
 
 
 class NativeOps(TorchOps):
-    """C++ kernels, with torch for shapes and dtypes that they don't take.
+    """Ops with C++ kernels, and with torch for shapes and dtypes that the kernels don't support.
 
     Args:
         library: the compiled kernels.
@@ -196,7 +197,7 @@ class NativeOps(TorchOps):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Works in place: the norm takes x's memory, the sum the residual's."""
+        """Works in place: x's memory receives the norm, the residual's memory the sum."""
         same = x.dtype == residual.dtype == weight.dtype and x.dtype in _DTYPES
         if not same or not x.is_contiguous() or not residual.is_contiguous():
             return super().add_rms_norm(x, residual, weight, eps)
@@ -236,7 +237,7 @@ class NativeOps(TorchOps):
         return query, key
 
     def pack_weight(self, weight: Tensor) -> Tensor:
-        """Bfloat16 goes into panels, see ``linear.cpp``, unless there is AMX."""
+        """Arrange a bfloat16 weight in panels, see ``linear.cpp``; with AMX, pack it for oneDNN."""
         return _panels(weight) if self._takes(weight) else super().pack_weight(weight)
 
     def unpack_weight(self, packed: Tensor) -> Tensor:
@@ -263,7 +264,7 @@ class NativeOps(TorchOps):
         return out
 
     def _takes(self, weight: Tensor) -> bool:
-        """Whether a weight is for our kernel, packed or yet to be packed."""
+        """Whether our kernel multiplies by this weight, whether it is packed already or not."""
         is_bfloat16 = weight.dtype is torch.bfloat16
         return self._has_linear and is_bfloat16 and weight.shape[1] % 2 == 0
 
@@ -286,14 +287,14 @@ class NativeOps(TorchOps):
 
 
 def _fits(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
-    """Whether the attention kernels take these tensors."""
+    """Whether the attention kernels support these tensors."""
     dim, dtype = query.shape[2], query.dtype
     same = key_cache.dtype == value_cache.dtype == dtype and value_cache.shape[3] == dim
     return same and dtype in _DTYPES and dim % _LANES == 0 and query.stride(2) == 1
 
 
 def _fits_latents(query: Tensor, latent_cache: Tensor, rope_cache: Tensor) -> bool:
-    """Whether the kernel for latents takes these tensors."""
+    """Whether the latent attention kernel supports these tensors."""
     dtype, dims = query.dtype, (latent_cache.shape[3], rope_cache.shape[3])
     same = latent_cache.dtype == rope_cache.dtype == dtype and sum(dims) == query.shape[2]
     whole = all(dim % _LANES == 0 for dim in dims)
@@ -301,18 +302,19 @@ def _fits_latents(query: Tensor, latent_cache: Tensor, rope_cache: Tensor) -> bo
 
 
 def _head_groups(heads: int) -> int:
-    """Groups of equal size that share a pass over the latents; the size depends on heads alone."""
+    """The number of equally large head groups that each share a pass over the latents; it depends
+    on the number of heads only."""
     size = next(size for size in range(min(heads, _MLA_HEADS), 0, -1) if heads % size == 0)
     return heads // size
 
 
 def _has_amx() -> bool:
-    """Whether the processor multiplies tiles of bfloat16, for which oneDNN has kernels."""
+    """Whether the processor multiplies bfloat16 tiles (AMX), for which oneDNN has kernels."""
     return bool(torch.cpu._is_amx_tile_supported())
 
 
 def _panels(weight: Tensor) -> Tensor:
-    """[out, in] in the layout of ``linear.cpp``, in a tensor that keeps the weight's shape."""
+    """Arrange a weight [out, in] in the panels of ``linear.cpp``; the tensor keeps its shape."""
     outputs, inputs = weight.shape
     count = -(-outputs // _PANEL)
     padded = functional.pad(weight, (0, 0, 0, count * _PANEL - outputs))
@@ -321,7 +323,7 @@ def _panels(weight: Tensor) -> Tensor:
 
 
 def _from_panels(packed: Tensor) -> Tensor:
-    """[out, in] again."""
+    """The inverse of ``_panels``: [out, in]."""
     outputs, inputs = packed.shape
     count = -(-outputs // _PANEL)
     strides = (inputs * _PANEL, 2 * _PANEL, 2, 1)
@@ -334,7 +336,7 @@ def _threads(elements: int) -> int:
 
 
 def _three_dims(x: Tensor) -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """Shape and outer strides of x as if it had three dimensions; x has one to three."""
+    """Shape and outer strides of x, which has one to three dimensions, as if it had three."""
     shape, strides = x.shape, x.stride()
     padding = 3 - len(shape)
     outer, inner, dim = (1,) * padding + tuple(shape)
@@ -344,7 +346,7 @@ def _three_dims(x: Tensor) -> tuple[tuple[int, int, int], tuple[int, int]]:
 
 @lru_cache(maxsize=4096)
 def _int64s(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
-    """A C array of the values; the same shapes come back step after step."""
+    """A C array of the values, cached because the same shapes recur in every step."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
@@ -368,7 +370,10 @@ def _attention_shape(
 def _write_layout(
     strides: tuple[int, ...], shape: tuple[int, int, int, int, int], element_bytes: int
 ) -> ctypes.Array[ctypes.c_int64]:
-    """Strides are those of key, value (3 each) and of the two caches (4 each), in elements."""
+    """The layout argument of ``write_kv``.
+
+    ``strides`` are those of key and value (3 each) and of the two caches (4 each), in elements.
+    """
     tokens, heads, block_size, *dims = shape
     wanted = (*strides[0:2], *strides[3:5], *strides[6:9], *strides[10:13])
     in_bytes = [stride * element_bytes for stride in wanted]

@@ -1,4 +1,4 @@
-"""Entry point of the CPU backend; standard library only."""
+"""Plugin entry point of the CPU backend; imports the standard library only."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @hookimpl
 def mooncake_hal_backend() -> BackendSpec:
-    """Offer the CPU, which ``auto`` takes when nothing better is available."""
+    """Register the CPU backend, which ``auto`` chooses if nothing better is available."""
     return BackendSpec(name="cpu", api_version=API_VERSION, priority=0, probe=probe, load=load)
 
 
 def probe() -> Availability:
-    """Look for torch, without importing it, and for shareable memory."""
+    """Look for torch, without importing it, and for ``memfd_create``."""
     if find_spec("torch") is None:
         return Availability(
             False, "torch is not installed; install mooncake-hal[cpu], or a torch build of yours"
@@ -36,8 +36,8 @@ def load() -> Backend:
     """Import torch and construct the backend.
 
     Raises:
-        BackendUnavailable: torch is there and can't be imported. One cause: torch-npu without CANN
-            breaks ``import torch`` unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+        BackendUnavailable: torch is installed but can't be imported. One cause: torch-npu without
+            CANN breaks ``import torch`` unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
     """
     try:
         from mooncake_hal_cpu.cpu_backend import CpuBackend

@@ -1,8 +1,8 @@
 """Graphs of the CPU backend: a list of ops with their arguments, recorded once and replayed.
 
-A decode of a small model spends as long in Python as in its kernels. A replay makes the same calls
-on the same memory with no Python between them: kernels are called with the pointers of the first
-time, and torch's ops run again, their results copied to where they were.
+A decode of a small model spends as much time in Python as in its kernels. A replay makes the same
+calls on the same memory without the model's Python code: kernels are called with the recorded
+pointers, and torch's ops run again, with their results copied to the recorded outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TO_HOST = frozenset((torch.ops.aten._local_scalar_dense.default, torch.ops.aten
 
 
 class _Current(threading.local):
-    """What this thread records with, while it captures."""
+    """The recorder of the capture that this thread is running, if any."""
 
     recorder: OpRecorder | None = None
 
@@ -40,17 +40,18 @@ _current = _Current()
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
-    """Records what a thread calls while it is entered; see ``capture`` and ``record_call``."""
+    """Records the calls that a thread makes while the recorder is entered; see ``capture`` and
+    ``record_call``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
         self.calls: list[Callable[[], object]] = []
-        self._kept: list[object] = []  # what the kernels' pointers point to
+        self._kept: list[object] = []  # keeps the memory behind the kernels' pointers alive
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """To be left alone by torch's compiler, torch would import it: two seconds and 140 MiB,
-        and nothing here is compiled."""
+        """False, since True would make torch import its compiler to skip this mode there: 2 s and
+        140 MiB, although nothing here is compiled."""
         return False
 
     def __torch_dispatch__(
@@ -60,7 +61,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run one of torch's ops, and note how to run it again."""
+        """Run one of torch's ops, and record how to run it again."""
         kwargs = kwargs or {}
         if function in _TO_HOST:
             raise CapabilityError(f"{function} reads a tensor on the host: it can't be captured")
@@ -74,10 +75,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 class ReplayGraph:
-    """The kernels read the contexts' lengths from their tensor."""
+    """A captured graph. The kernels read context lengths from the recorded tensor."""
 
     def __init__(self, recorder: OpRecorder) -> None:
-        self._recorder = recorder  # whose memory the calls work on
+        self._recorder = recorder  # keeps the memory of the calls alive
         self._calls = tuple(recorder.calls)
 
     def replay(self, host_context_lens: Sequence[int] = ()) -> None:
@@ -86,10 +87,10 @@ class ReplayGraph:
 
 
 def capture(run: Callable[[], None]) -> ReplayGraph:
-    """Run once, and return how to run again.
+    """Call ``run`` once, and return a graph that repeats its calls.
 
     Raises:
-        CapabilityError: it does what a replay can't repeat.
+        CapabilityError: ``run`` makes a call that can't be replayed.
     """
     recorder = OpRecorder()
     _current.recorder = recorder
@@ -102,7 +103,7 @@ def capture(run: Callable[[], None]) -> ReplayGraph:
 
 
 def record_call(function: Callable[..., object], *args: object) -> None:
-    """Call a kernel, or whatever torch does not see; a capture in progress records it."""
+    """Call a kernel, or another function that torch does not dispatch; a capture records it."""
     function(*args)
     recorder = _current.recorder
     if recorder is not None:
@@ -110,13 +111,14 @@ def record_call(function: Callable[..., object], *args: object) -> None:
 
 
 def refuse_capture(what: str) -> None:
-    """Refuse to be captured: raises CapabilityError during a capture."""
+    """Raise CapabilityError if this thread is running a capture."""
     if _current.recorder is not None:
         raise CapabilityError(f"{what} depends on numbers of the host: it can't be captured")
 
 
 def _is_view(out: Any, arguments: Any) -> bool:
-    """Whether a result is memory of an argument. An op's schema can't tell: ``to`` may copy."""
+    """Whether a result shares memory with an argument. The op's schema does not tell: ``to`` may
+    copy or not."""
     given = {x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if _is_tensor(x)}
     return any(x.untyped_storage().data_ptr() in given for x in tree_leaves(out) if _is_tensor(x))
 

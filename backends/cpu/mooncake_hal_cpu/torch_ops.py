@@ -1,7 +1,7 @@
-"""The ops of the CPU backend in plain torch, for machines without a compiler and odd shapes.
+"""The ops of the CPU backend in plain torch, for hosts without a compiler and for unusual shapes.
 
-Attention of a sequence is computed from that sequence alone, so its result does not depend on
-which others share the batch.
+Attention is computed per sequence, so that a sequence's result does not depend on the rest of its
+batch.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from mooncake_hal.latents import ComposedLatentWrites
 from mooncake_hal_cpu.op_replay import refuse_capture
 
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch
-# what oneDNN lays weights out for; measured: the choice hardly matters, but 1 is bad for float32
+# number of rows for which oneDNN arranges weights; by measurement the choice hardly matters, but 1
+# is slow for float32
 _PACK_TOKENS = 64
-# latent attention: most tokens, and scores of tokens times heads, in one matrix product
+# latent attention: largest number of tokens, and of scores (tokens x heads x context), per matrix
+# product
 _MLA_TOKENS = 64
 _MLA_SCORES = 1 << 22
 
 
 class TorchOps(ComposedLatentWrites):
-    """The ops in plain torch, in as few calls as torch allows."""
+    """``Ops`` in plain torch, with as few calls as torch allows."""
 
     _kv_scales = (1.0, 1.0)
 
@@ -104,7 +106,7 @@ class TorchOps(ComposedLatentWrites):
         scale: float,
         sequences: range,
     ) -> Tensor:
-        """Scales of the KV are factors of the scores and of the result."""
+        """Attention of some sequences; KV scales are applied to the scores and to the result."""
         refuse_capture("attention in plain torch")
         key_scale, value_scale = self._kv_scales
         out = torch.empty_like(query)
@@ -135,7 +137,7 @@ class TorchOps(ComposedLatentWrites):
         return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
     def pack_weight(self, weight: Tensor) -> Tensor:
-        """Blocked for oneDNN, which would otherwise do so at every call."""
+        """Reorder a weight into oneDNN's blocked format, which oneDNN would do in every call."""
         if weight.dtype not in _packed_dtypes():
             return weight
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_TOKENS)
@@ -155,7 +157,7 @@ class TorchOps(ComposedLatentWrites):
         return tuple(self.pack_weight(weight) for weight in weights)
 
     def unpack_weight(self, packed: Tensor) -> Tensor:
-        """What ``pack_weight`` was given, dense."""
+        """The inverse of ``pack_weight``: the dense weight."""
         return packed.to_dense() if packed.is_mkldnn else packed
 
     def unpack_experts(self, packed: tuple[Tensor, ...]) -> Tensor:
@@ -169,7 +171,7 @@ class TorchOps(ComposedLatentWrites):
         expert_ids: Tensor,
         expert_weights: Tensor,
     ) -> Tensor:
-        """Tokens are brought into the order of their experts, and back."""
+        """Sort tokens by expert, run each expert on its tokens, and restore the order."""
         refuse_capture("sharing tokens out among experts")
         order = expert_ids.flatten().argsort(stable=True)
         counts = torch.bincount(expert_ids.flatten(), minlength=len(gate_up)).tolist()
@@ -196,7 +198,7 @@ class TorchOps(ComposedLatentWrites):
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention of one sequence's new tokens, which are the last of its context."""
+    """Causal attention of one sequence's new tokens, which are the last tokens of its context."""
     new, context = query.shape[0], key.shape[0]
     mask = None
     if 1 < new < context:
@@ -240,16 +242,16 @@ def _attend_latents(
 
 
 def _attend_shared(query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> None:
-    """Causal attention of one sequence whose heads all look at the same keys, in float32.
+    """Causal attention, in float32, of one sequence whose heads share all keys.
 
-    Scores of several tokens and all heads are one matrix product; tokens are taken some at a time
-    to bound the memory for scores, and to skip what they don't see.
+    The scores of several tokens and all heads are one matrix product. Tokens are processed in
+    groups, to bound the memory for scores and to skip keys that a group does not see.
     """
     (new, heads, _), context = query.shape, key.shape[0]
     step = min(_MLA_TOKENS, max(1, _MLA_SCORES // (heads * context)))
     for start in range(0, new, step):
         count = min(step, new - start)
-        first = context - new + start  # position of the first token of these
+        first = context - new + start  # position of the group's first token
         seen = first + count
         rows = query[start : start + count].reshape(count * heads, -1).float()
         scores = (rows @ key[:seen].T).mul_(scale).view(count, heads, seen)
@@ -269,7 +271,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @cache
 def _packed_dtypes() -> tuple[torch.dtype, ...]:
-    """What oneDNN packs on this processor; bfloat16 asks for AVX512 or AVX-NE-CONVERT."""
+    """The types that oneDNN packs on this processor; bfloat16 needs AVX512 or AVX-NE-CONVERT."""
     if not _HAS_ONEDNN:
         return ()
     has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()

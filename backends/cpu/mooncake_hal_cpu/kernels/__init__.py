@@ -1,4 +1,4 @@
-"""The C++ kernels and their ctypes bindings."""
+"""Compiles the C++ kernels and binds them with ctypes."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 def load_kernels(flags: Sequence[str] = FLAGS, before: str = "") -> ctypes.CDLL:
-    """Compile the kernels, or find them compiled, and declare their signatures.
+    """Compile the kernels, unless they are cached, and declare their signatures.
 
     Args:
-        flags: of the compiler, such as another ``-march``.
-        before: source that comes first, such as a stand-in for instructions.
+        flags: compiler flags, such as another ``-march``.
+        before: source to prepend, such as emulations of instructions.
 
     Raises:
         NativeUnavailable: see ``mooncake_hal.native.compile_c``.
