@@ -1,20 +1,22 @@
-// Decode attention over paged, strided KV; one query token per sequence, grouped query heads.
+// Decode attention over paged, strided KV: one query token per sequence, grouped query heads.
 //
-// It is as fast as memory only if rows are touched in the order in which they lie, and asked for a
-// little earlier: blocks lie anywhere, so the processor doesn't guess them. So a part takes all
-// heads of a token together, a few tokens at a time: its keys once, then its values once.
+// It reaches memory bandwidth only if rows are read in the order of their addresses, and prefetched
+// shortly before: blocks are scattered in memory, so that the hardware prefetcher can't predict
+// them. A part therefore processes all heads of a token together, a few tokens at a time, and reads
+// its keys once and then its values once.
 
-constexpr int ROW_BYTES = 4096;  // of a token; more heads than fit are split
-constexpr int MOST_AHEAD = 64;   // tokens
-// Into the first cache (3), or the second: twice as fast on Zen 2, which fills few lines at once.
+constexpr int ROW_BYTES = 4096;  // of one token's heads in a part; more heads are divided
+constexpr int MOST_AHEAD = 64;   // tokens to prefetch ahead
+// Cache level to prefetch into: 3 is L1, 2 is L2. L2 is twice as fast on Zen 2, which fills few
+// lines at once.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int INTO = 2;
 #else
 constexpr int INTO = 3;
 #endif
 
-// Rows of CHUNK tokens and some heads, in pieces of one head, in the order in which they lie; each
-// with the piece to ask for meanwhile.
+// The rows of CHUNK tokens and some heads, as pieces of one head each, in the order of their
+// addresses. For each piece it has the piece further ahead to prefetch meanwhile.
 template <int CHUNK, int BYTES>
 struct Pieces {
   static constexpr int AHEAD_BYTES = CHUNK == TOGETHER ? 8192 : 12288;  // a quarter of L1 or less
@@ -31,7 +33,7 @@ struct Pieces {
     }
   }
 
-  // Inlined: GCC drops calls of a function that only prefetches.
+  // Inlined, since GCC removes calls of a function that only prefetches.
   __attribute__((always_inline)) void ask(const char* const* rows, int first, int last) const {
     for (int i = first; i < std::min(last, count); i++)
 #pragma GCC unroll 8
@@ -40,8 +42,8 @@ struct Pieces {
   }
 };
 
-// One part's attention. DIM: head_dim, or 0 for any. CHUNK: tokens that are worked on together,
-// head by head: few where a token's heads lie together, sixteen where a head's tokens do.
+// One part's attention. DIM: head_dim, or 0 for any. CHUNK: number of tokens that are processed
+// together, head by head: few if a token's heads are adjacent, 16 if a head's tokens are.
 template <typename T, int DIM, int CHUNK>
 struct Attention {
   using Weight = typename Item<T>::Weight;
@@ -52,7 +54,7 @@ struct Attention {
   const Pieces<CHUNK, DIM * (int)sizeof(T)> keys{d.key, part.heads, dim * (int)sizeof(T)};
   const Pieces<CHUNK, DIM * (int)sizeof(T)> values{d.value, part.heads, dim * (int)sizeof(T)};
   const std::unique_ptr<float[]> scores{new float[(size_t)part.heads * group * SCORES]};
-  const char* key_rows[2 * PART + MOST_AHEAD + CHUNK];  // and the values' rows, which follow
+  const char* key_rows[2 * PART + MOST_AHEAD + CHUNK];  // followed by the values' rows
   const char** const value_rows = key_rows + padded(part.count);
 
   Attention(const Batch& d, const Part& part) : d(d), part(part) {
@@ -61,7 +63,7 @@ struct Attention {
     std::fill_n(value_rows + padded(part.count), MOST_AHEAD + CHUNK, value_rows[0]);
   }
 
-  // SHARED: heads come in fours of one KV head.
+  // SHARED: the four heads of a quad have the same KV head.
   template <bool SHARED>
   void score(const T* query) {
     query += part.sequence * d.query_stride + part.first_head * group * d.query_head_stride;

@@ -1,4 +1,4 @@
-// Norm, rotation, gate and cache writes: each one pass over its rows, every row on its own.
+// Norm, rotation, gate and cache writes: each is one pass over its rows, which are independent.
 
 // Rows of a tensor with two outer dimensions; strides in elements.
 struct Rows { int64_t outer, inner, outer_stride, inner_stride; };
@@ -57,7 +57,7 @@ static void rotate(T* x, const float* cos, const float* sin, int64_t half) {
   }
 }
 
-// `rows.outer` is the number of tokens, `rows.inner` of heads
+// `outer` is the number of tokens, `inner` the number of heads
 template <typename T>
 static void rope_rows(T* query, Rows q, T* key, Rows k, const int64_t* positions,
                       const float* cos_sin, int64_t rotary_dim, int threads) {
@@ -104,7 +104,7 @@ void rms_norm(const void* x, const void* weight, void* out, int64_t outer, int64
     rms_norm_rows((const float*)x, (const float*)weight, (float*)out, rows, dim, eps, threads);
 }
 
-// residual becomes the sum, x its norm
+// in place: residual receives the sum, x the sum's norm
 void add_rms_norm(void* x, void* residual, const void* weight, int64_t rows, int64_t dim, float eps,
                   int is_bf16, int threads) {
   if (is_bf16)
@@ -113,7 +113,7 @@ void add_rms_norm(void* x, void* residual, const void* weight, int64_t rows, int
     add_rms_norm_rows((float*)x, (float*)residual, (const float*)weight, rows, dim, eps, threads);
 }
 
-// shape: tokens, query heads, key heads, rotary_dim; query token and head strides, key's
+// shape: tokens, query heads, key heads, rotary_dim; token and head strides of query, then of key
 void rope(void* query, void* key, const int64_t* positions, const float* cos_sin,
           const int64_t* shape, int is_bf16, int threads) {
   const Rows q{shape[0], shape[1], shape[4], shape[5]}, k{shape[0], shape[2], shape[6], shape[7]};
@@ -129,8 +129,9 @@ void silu_mul(const void* x, void* out, int64_t rows, int64_t stride, int64_t ha
   else silu_mul_rows((const float*)x, (float*)out, rows, stride, half, threads);
 }
 
-// layout (bytes): key token and head strides, value's; key cache block, token, head strides,
-// value cache's; then tokens, heads, block_size, bytes of one head
+// layout: in bytes, token and head strides of key, then of value; block, token and head strides of
+// the key cache, then of the value cache. Then tokens, heads, block_size, and the bytes of one head
+// of key and of value.
 void write_kv(const char* key, const char* value, char* key_cache, char* value_cache,
               const int64_t* slots, const int64_t* layout, int threads) {
   const int64_t tokens = layout[10], heads = layout[11], block_size = layout[12];

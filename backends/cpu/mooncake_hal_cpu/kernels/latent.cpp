@@ -1,10 +1,10 @@
 // Decode attention over paged latents (MLA): a token's key is its latent and its rope row, its
-// value the latent again, and all heads share them.
+// value is the latent again, and all heads share both.
 //
-// Heads are taken in groups, as if each group had a KV head of its own that lies in the same place:
-// then parts and their merging are those of decode.cpp, and so is what a result depends on.
+// Heads are processed in groups, as if each group had a KV head of its own at the same address.
+// Parts and their merge are then those of decode.cpp, and a result depends on the same inputs only.
 
-// Whose latents stay in L1 while all heads of a group add them.
+// Number of tokens whose latents stay in L1 while all heads of a group add them.
 constexpr int LATENT_TOKENS = TOGETHER;
 
 template <typename T>
@@ -12,7 +12,7 @@ static void attend_latents(const Batch& d, int rope_dim, const T* query, const P
                            float* out) {
   const int group = d.heads / d.kv_heads, dim = d.head_dim;
   const char *latents[PART + MOST_AHEAD + LATENT_TOKENS], *ropes[PART];
-  Part shared = part;  // all groups' KV head is the one there is
+  Part shared = part;  // all groups share the only KV head
   shared.first_head = 0;
   locate_padded(d, d.key, shared, latents);
   locate_padded(d, d.value, shared, ropes);
@@ -43,8 +43,9 @@ static void decode_latents(const Batch& d, int rope_dim, const T* query, T* out,
     attend_latents(d, rope_dim, query, part, partial);
   });
 }
-// As decode_attention, with latents for keys and rope rows for values. In `shape` head groups stand
-// for KV heads and the latent's width for head_dim; the width of rope rows follows. `out` is dense.
+// As decode_attention, with latents as keys and rope rows as values. In `shape`, the number of head
+// groups replaces kv_heads and the latent's width head_dim; the width of rope rows is appended.
+// `out` is dense.
 extern "C" void mla_decode_attention(void* out, const void* query, const void* latent,
                                      const void* rope, const int32_t* tables,
                                      const int32_t* contexts, const int64_t* strides,

@@ -1,15 +1,15 @@
-// Linear layers in bf16, whose sums are floats.
+// Linear layers in bf16, with float sums.
 //
-// The weight is laid out in panels of 64 outputs: [panel][input / 2][output][2], so that a decode
-// reads it once, front to back, at the speed of memory. Each output is one sum over the inputs in
-// their order, whatever the number of rows: a token's result is the same to the bit alone, in a
-// batch, in a chunk of its prompt, or verified beside drafts.
+// The weight is arranged in panels of 64 outputs: [panel][input / 2][output][2], so that a decode
+// reads it once, sequentially, at memory bandwidth. Each output is one sum over the inputs in their
+// order, for any number of rows: a token's result has the same bits alone, in a batch, in a chunk
+// of its prompt, or when it is verified with draft tokens.
 
 constexpr int PANEL = 64;           // outputs
-constexpr int TILE_ROWS = 6;        // rows that share a pass over some of a panel
-constexpr int64_t CHUNK_ROWS = 60;  // whose sums and a block of the panel fit the first cache
+constexpr int TILE_ROWS = 6;        // rows that share a pass over a part of a panel
+constexpr int64_t CHUNK_ROWS = 60;  // rows whose sums fit in L1 with a block of the panel
 constexpr int64_t BLOCK_PAIRS = 128;
-constexpr int64_t AHEAD = 2048;     // bytes of the panel to ask for early
+constexpr int64_t AHEAD = 2048;     // bytes of the panel to prefetch ahead
 
 struct Linear {
   const bf16 *x, *weight, *bias;
@@ -17,8 +17,8 @@ struct Linear {
   int64_t rows, x_stride, pairs, outputs;
 };
 
-// sum + weights[0] * x[0] + weights[1] * x[1], of a register of outputs' pairs of weights. x: bf16
-// where one instruction multiplies such pairs, else floats.
+// sum + weights[0] * x[0] + weights[1] * x[1], for a register of weight pairs, one per output. x is
+// bf16 if one instruction multiplies such pairs, otherwise float.
 #if defined(__AVX512BF16__)
 using Input = bf16;
 static inline vf add_pair(vf sum, vu weights, const Input* x) {
@@ -32,7 +32,7 @@ static inline vf add_pair(vf sum, vu weights, const Input* x) {
 }
 #endif
 
-// Registers of outputs that ROWS rows sum at once; three of four registers hold sums at most.
+// Registers of outputs per row that ROWS rows sum at once; sums take at most 3/4 of all registers.
 template <int ROWS>
 constexpr int columns() {
   int most = PANEL / LANES;
@@ -40,7 +40,7 @@ constexpr int columns() {
   return most;
 }
 
-// sums: [ROWS][PANEL], kept between a panel's blocks
+// sums: [ROWS][PANEL], carried over a panel's blocks
 template <int ROWS>
 static void multiply(const Input* x, int64_t x_stride, const bf16* panel, int64_t pairs,
                      float* sums) {
@@ -77,7 +77,7 @@ static void multiply_any(int64_t rows, const Input* x, int64_t x_stride, const b
   }
 }
 
-// Rows as `add_pair` takes them.
+// Rows in the type that `add_pair` expects.
 struct Inputs { const Input* rows; int64_t stride; };
 
 #if defined(__AVX512BF16__)
@@ -114,7 +114,7 @@ static void store_sums(const Linear& d, int64_t first, int64_t rows, int64_t col
   }
 }
 
-// Rows `first` to `last` of one panel's outputs.
+// One panel's outputs for rows `first` to `last` (exclusive).
 static void linear_panel(const Linear& d, int64_t first, int64_t last, int64_t panel) {
   alignas(64) float sums[CHUNK_ROWS * PANEL];
   alignas(64) Input widened[WIDENED];

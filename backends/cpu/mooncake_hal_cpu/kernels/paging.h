@@ -1,4 +1,4 @@
-// Where paged, strided KV lies.
+// Addresses of paged, strided KV.
 
 struct Cache {
   const char* base;
@@ -14,8 +14,8 @@ struct Batch {
   float scale;
 };
 
-// strides: block, token, head of the key cache, then of the value cache, in bytes; then the
-// query's token and head strides in elements, then the block table's row stride.
+// strides: block, token and head strides of the key cache, then of the value cache, in bytes; then
+// the query's token and head strides in elements; then the block table's row stride.
 // shape: sequences, heads, kv_heads, head_dim, block_size.
 static Batch make_batch(const void* key, const void* value, const int32_t* tables,
                         const int32_t* contexts, const int64_t* strides, const int64_t* shape,
@@ -27,7 +27,7 @@ static Batch make_batch(const void* key, const void* value, const int32_t* table
           strides[6], strides[7], scale};
 }
 
-// Addresses of `count` tokens of a sequence and KV head, from token `first` on.
+// Find the addresses of `count` tokens of a sequence and KV head, from token `first` on.
 static void locate(const Batch& d, const Cache& cache, int sequence, int kv_head, int first,
                    int count, const char** rows) {
   const int32_t* table = d.tables + sequence * d.table_stride;

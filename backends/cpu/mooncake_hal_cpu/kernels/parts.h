@@ -1,14 +1,14 @@
-// How a batch of decodes is cut into units of work, and merged again.
+// Divides a batch of decodes into parts, and merges their results.
 //
-// A sequence is cut into parts of PART tokens from its first token on, whatever the batch, the
-// thread count, the block size or the layout; parts are computed on their own, each head by itself, and
-// merged in order. So the result depends on the sequence alone, and a lone long sequence still
-// keeps every core busy.
+// A sequence is divided into parts of PART tokens from its first token on, independently of the
+// batch, the number of threads, the block size and the layout. Parts are computed separately, each
+// head by itself, and merged in order. The result therefore depends on the sequence only, and a
+// single long sequence still keeps every core busy.
 
 struct Part { int sequence, first_head, heads, first, count; };  // KV heads; tokens
 
-// Floats of one part's result for one KV head: for each head of its group a maximum, a sum, and
-// head_dim weighted sums.
+// Number of floats in one part's result for one KV head: for each head of its group a maximum, a
+// sum, and head_dim weighted sums.
 static inline size_t partial_floats(const Batch& d) {
   return (size_t)(d.heads / d.kv_heads) * (d.head_dim + 2);
 }
@@ -35,10 +35,10 @@ static void merge(const Batch& d, const float* partials, int parts, T* out) {
   }
 }
 
-constexpr int64_t PARALLEL_ELEMENTS = 1 << 16;  // of keys; fewer are not worth waking a thread
+constexpr int64_t PARALLEL_ELEMENTS = 1 << 16;  // of keys; with fewer, more threads don't pay off
 
-// One thread for little work. A captured decode is run again with other contexts than it was
-// captured with, so it is the kernel that decides.
+// The number of threads to use: one for little work. The kernel decides this, because a captured
+// decode is replayed with other contexts than it was captured with.
 static int worthwhile(const Batch& d, int threads) {
   int64_t tokens = 0;
   for (int s = 0; s < d.sequences; s++) tokens += d.contexts[s];
@@ -47,7 +47,7 @@ static int worthwhile(const Batch& d, int threads) {
 
 static int parts_of(int context) { return (context + PART - 1) / PART; }
 
-// KV heads to a part: `most`, or fewer where threads would go without work.
+// KV heads per part: `most`, or fewer if threads would be idle otherwise.
 static int heads_per_part(const Batch& d, int most, int threads) {
   int parts = 0, heads = std::min(d.kv_heads, std::max(1, most));
   for (int s = 0; s < d.sequences; s++) parts += parts_of(d.contexts[s]);
@@ -56,20 +56,22 @@ static int heads_per_part(const Batch& d, int most, int threads) {
   return heads;
 }
 
-// Addresses of a part's rows of its first head; the last one again up to a multiple of QUAD.
+// Round up to a multiple of QUAD.
 static int padded(int count) { return (count + QUAD - 1) / QUAD * QUAD; }
 
+// Find the addresses of a part's rows for its first head, padded with the last one.
 static void locate_padded(const Batch& d, const Cache& cache, const Part& part,
                           const char** rows) {
   locate(d, cache, part.sequence, part.first_head, part.first, part.count, rows);
   std::fill(rows + part.count, rows + padded(part.count), rows[part.count - 1]);
 }
 
-// Cut the batch into parts of `heads` KV heads, let `attend(part, partial)` compute each, merge.
+// Divide the batch into parts of `heads` KV heads, compute each with `attend(part, partial)`, and
+// merge the results.
 template <typename T, typename Attend>
 static void decode_with(const Batch& d, int heads, T* out, int threads, const Attend& attend) {
   std::vector<Part> parts;
-  std::vector<size_t> first_partial;  // of each sequence
+  std::vector<size_t> first_partial;  // index of each sequence's first result
   size_t partials_so_far = 0;
   for (int s = 0; s < d.sequences; s++) {
     for (int t = 0; t < d.contexts[s]; t += PART)

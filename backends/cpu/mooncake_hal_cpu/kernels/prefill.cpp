@@ -1,14 +1,15 @@
 // Causal attention of many query tokens over paged KV, in tiles, as two small matrix products.
 //
-// Keys and values of a sequence are packed once: keys transposed, both in pairs where the processor
-// multiplies pairs of bf16. Tiles of keys start at token 0 of the context and every query row keeps
-// to itself, so a prompt gives the same result in one piece, in chunks, or after a cached prefix.
+// Keys and values of a sequence are packed once: keys are transposed, and both are packed in pairs
+// if the processor multiplies pairs of bf16. Tiles of keys start at token 0 of the context, and
+// query rows are independent, so that a prompt gives the same result whole, in chunks, or after a
+// cached prefix.
 
-constexpr int KEYS = 64;  // tokens of a packed tile
-constexpr int ROWS = 6, WIDTH = REGISTERS / 8;  // three of four registers hold sums
+constexpr int KEYS = 64;  // tokens per packed tile
+constexpr int ROWS = 6, WIDTH = REGISTERS / 8;  // sums take 3/4 of the registers
 constexpr int QUERY_ROWS = 48;  // rows (token, head of the group) that share a pass over the keys
 
-// What the products work on: floats, or pairs of bf16 that one instruction multiplies and adds.
+// The operands of the products: floats, or pairs of bf16 that one instruction multiplies and adds.
 struct Pair { uint32_t bits; };
 template <typename T> struct Packing { using Item = float; static constexpr int STEP = 1; };
 #if defined(__AVX512BF16__)
@@ -47,7 +48,7 @@ static void product_wide(const Item* a, int64_t a_stride, const Item* b, int wid
     product<1, ADD>(a, a_stride, b + at, width, depth, out + at, width);
 }
 
-// A head's row of a token as items: a register of them from item `at` on, and one.
+// Load items of a head's row of a token: a register of items from item `at` on, or one item.
 template <typename T>
 static inline vi items(const T* row, int at, const float*) { return (vi)load(row + at); }
 static inline vi items(const bf16* row, int at, const Pair*) {
@@ -104,8 +105,8 @@ static inline void transpose(vi* tile) {
 }
 #endif
 
-// keys: [head_dim / STEP][KEYS]; missing tokens are zeros. A chunk packs all of the context before
-// it, in each layer: for short chunks this is most of the work.
+// keys: [head_dim / STEP][KEYS]; missing tokens are zeros. Each chunk packs its whole context in
+// every layer, which for short chunks is most of the work.
 template <typename T, typename Item>
 static void pack_keys(const T* const* rows, int count, int dim, Item* out) {
   const int width = dim / Packing<T>::STEP;
@@ -158,7 +159,8 @@ static inline void put_query(Pair* row, const bf16* query, int dim) {
   std::memcpy(row, query, dim * sizeof(bf16));
 }
 
-// One row's scores of a tile, of which it sees `visible`, into weights; see soften in weighing.h.
+// Turn one row's scores of a tile, of which it sees the first `visible`, into weights, and update
+// the row's online softmax; see soften in weighing.h.
 template <typename Item>
 static void weigh(float* scores, int visible, float scale, int dim, float* maximum, float* total,
                   float* sums, Item* weights) {
@@ -195,8 +197,9 @@ static Memory allocate(size_t bytes) {
 
 constexpr size_t MOST_KEPT = 64 << 20;  // bytes
 
-// Memory for what is packed. Fresh pages cost several times what packing into them does, and each
-// layer of each step packs the context: so a thread keeps its memory, but for very long contexts.
+// Memory for packed keys and values. Touching fresh pages costs several times as much as packing,
+// and every layer of every step packs the context. A thread therefore keeps its memory, except for
+// very long contexts.
 struct Scratch {
   Memory own;
   void* data;
@@ -244,7 +247,7 @@ struct Prefill {
     pack_values((const T**)rows, count, dim, values + at);
   }
 
-  // tokens of the context that a row sees
+  // number of the context's tokens that a row sees
   int limit(int row) const { return context - tokens + std::min(row / group, tokens - 1) + 1; }
 
   void attend_rows(int head, int query_tile) const {
@@ -277,7 +280,8 @@ struct Prefill {
     }
   }
 
-  // One thread for little work: packing the context, and the products of the rows with it.
+  // The number of threads to use: one for little work, which is packing the context, and
+  // multiplying the rows with it.
   int worthwhile(int threads) const {
     const int64_t rows = d.kv_heads + (int64_t)tokens * d.heads / 4;
     return context * rows * dim < PARALLEL_ELEMENTS ? 1 : threads;
@@ -290,7 +294,7 @@ struct Prefill {
 #pragma omp for collapse(2) schedule(static)
       for (int head = 0; head < d.kv_heads; head++)
         for (int tile = 0; tile < tiles; tile++) pack_tile(head, tile);
-      // the last rows see the most tokens: they go first, so that no thread is left with one at the end
+      // the last rows see the most tokens and go first, so that no long tile runs alone at the end
 #pragma omp for collapse(2) schedule(dynamic)
       for (int tile = query_tiles - 1; tile >= 0; tile--)
         for (int head = 0; head < d.kv_heads; head++) attend_rows(head, tile);
@@ -308,7 +312,7 @@ static void prefill(const Batch& d, const T* query, const int32_t* starts, T* ou
   }
 }
 
-// `starts`: offsets of the sequences' tokens, one more than sequences; `out` is dense.
+// `starts`: offset of each sequence's first token, and of the end of the last one. `out` is dense.
 extern "C" void prefill_attention(void* out, const void* query, const void* key, const void* value,
                                   const int32_t* tables, const int32_t* contexts,
                                   const int32_t* starts, const int64_t* strides,

@@ -1,6 +1,7 @@
-// A register of floats at a time, in the vector extensions that GCC and Clang share: one source
-// serves AVX-512, AVX2, SSE and NEON. Elements in memory are float or bf16; arithmetic is float.
-// A vector is never wider than a register: GCC keeps those in memory, and each sum waits for it.
+// Operations on a register of floats, with the vector extensions that GCC and Clang share: one
+// source serves AVX-512, AVX2, SSE and NEON. Elements in memory are float or bf16; arithmetic is in
+// float. A vector is never wider than a register: GCC keeps wider ones in memory, which delays each
+// sum.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -32,7 +33,7 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 
-static inline vf splat(float x) { return x - vf{}; }  // not +: that turns -0 into 0
+static inline vf splat(float x) { return x - vf{}; }  // not +, which would turn -0 into 0
 
 static inline vf load(const float* p) {
   vf x;
@@ -86,7 +87,7 @@ static inline void narrow(bf16* p, float x) {
 static inline float sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 static inline float largest(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 #else
-static inline float sum(vf x) {  // in halves, so that the order never depends on the compiler
+static inline float sum(vf x) {  // by halves, so that the order does not depend on the compiler
   for (int half = LANES / 2; half; half /= 2)
     for (int i = 0; i < half; i++) x[i] += x[i + half];
   return x[0];

@@ -1,15 +1,15 @@
-// What decodes do with the rows of a part of a sequence: scores, weights, weighted sums.
+// The steps of a decode on the rows of one part of a sequence: scores, weights, weighted sums.
 //
-// bf16 is multiplied in pairs where the processor can; weights then are bf16, as in prefills.
+// bf16 is multiplied in pairs if the processor can; weights are then bf16 too, as in prefills.
 
-constexpr int PART = 256;      // tokens that are weighed at once
-constexpr int QUAD = 4;        // heads, and tokens, whose scores are made at once: 16 sums
-constexpr int TOGETHER = 16;  // tokens whose values are added at once, where they lie together
-// Floats from one head's scores to the next's; a power of two would put them in few sets of L1.
+constexpr int PART = 256;      // tokens per part
+constexpr int QUAD = 4;        // heads, and tokens, whose scores are computed at once: 16 sums
+constexpr int TOGETHER = 16;  // tokens whose values are added at once, if a head's are adjacent
+// Floats between the scores of two heads; a power of two would map them to few sets of L1.
 constexpr int SCORES = PART + TOGETHER;
 
 template <typename T> struct Item {
-  using Chunk = vf;      // what one instruction multiplies
+  using Chunk = vf;      // operand of one multiply-add instruction
   using Weight = float;
   static constexpr int SIZE = LANES;  // elements of a chunk
 };
@@ -78,8 +78,9 @@ static inline vf sum_rows(const vf* rows) {
 }
 #endif
 
-// Four heads, of the same KV head or not: where their queries and scores are, and their KV in a
-// token's row. The last four of a part may stand for one twice; it is then computed twice alike.
+// Four heads, of the same KV head or not: addresses of their queries and scores, and offsets of
+// their KV in a token's row. The last quad of a part may contain a head more than once, which is
+// then computed repeatedly, with the same result.
 template <typename T>
 struct Quad {
   const T* queries[QUAD];
@@ -87,8 +88,8 @@ struct Quad {
   float* scores[QUAD];
 };
 
-// The quads of `heads` heads, whose scores follow each other from `scores` on.
-// group: heads of one KV head; kv_stride: bytes from one KV head to the next in a token's row.
+// The quads of `heads` heads, whose scores are at `scores`, SCORES floats per head.
+// group: heads per KV head; kv_stride: bytes from one KV head to the next in a token's row.
 template <typename T>
 static std::vector<Quad<T>> quads_of(const T* queries, int64_t query_stride, int heads, int group,
                                      int64_t kv_stride, float* scores) {
@@ -103,8 +104,8 @@ static std::vector<Quad<T>> quads_of(const T* queries, int64_t query_stride, int
 }
 
 // sums[head * QUAD + token] += products of the tokens' rows with the queries from element `from`
-// on, not yet summed over the lanes. SHARED: all four heads have one KV head. As many heads go
-// together as there are registers for their sums.
+// on, not yet summed over the lanes. SHARED: all four heads have the same KV head. As many heads
+// are processed together as registers can hold sums for.
 template <typename T, int DIM, bool SHARED>
 static inline __attribute__((always_inline)) void add_products(
     const Quad<T>& quad, const char* const* rows, int from, int width, vf* sums) {
@@ -137,7 +138,7 @@ static inline __attribute__((always_inline)) void add_products(
   }
 }
 
-// Four tokens' scores, from those sums.
+// Store the scores of a quad's heads and four tokens, from the sums of add_products.
 template <typename T>
 static inline void put_scores(const Quad<T>& quad, int token, vf* sums, float scale) {
   float scores[QUAD * QUAD];
@@ -146,8 +147,8 @@ static inline void put_scores(const Quad<T>& quad, int token, vf* sums, float sc
     std::memcpy(quad.scores[h] + token, scores + h * QUAD, QUAD * sizeof(float));
 }
 
-// One head's scores of `count` tokens into weights, in place; those up to the next multiple of
-// TOGETHER are 0.
+// Turn one head's scores of `count` tokens into weights, in place. Weights from `count` up to the
+// next multiple of TOGETHER are 0.
 template <typename T>
 static void soften(float* scores, int count, float* maximum, float* total) {
   const int padded = (count + TOGETHER - 1) / TOGETHER * TOGETHER;
@@ -164,8 +165,8 @@ static void soften(float* scores, int count, float* maximum, float* total) {
   *total = sum(sums);
 }
 
-// A part's scores for one KV head into weights; its maxima and sums into `out`, before weighted
-// sums of 0.
+// Turn a part's scores for one KV head into weights, and initialise `out`: maxima, sums, and
+// weighted sums of 0.
 template <typename T>
 static void weigh(float* scores, int count, int group, int dim, float* out) {
   for (int g = 0; g < group; g++)
@@ -173,17 +174,18 @@ static void weigh(float* scores, int count, int group, int dim, float* out) {
   std::fill_n(out + 2 * group, (size_t)group * dim, 0.f);
 }
 
-// Values of WIDTH registers of elements, of as many tokens as a chunk multiplies at once.
+// Load WIDTH registers of values, of as many tokens as one instruction multiplies at once.
 template <int WIDTH, typename T>
 static inline void get_values(vf* out, const char* const* rows, int64_t offset) {
 #pragma GCC unroll 8
   for (int w = 0; w < WIDTH; w++) out[w] = load((const T*)(rows[0] + offset) + w * LANES);
 }
 static inline vf get_weight(const float* weight) { return splat(*weight); }
-static inline void put_in_order(float*, int, float) {}  // floats are already
+static inline void put_in_order(float*, int, float) {}  // floats are in order already
 
 #if defined(__AVX512BF16__)
-// Two tokens' values in pairs: of 32 elements, in the order of `put_in_order`, or of the last 16.
+// Load two tokens' values in pairs: of 32 elements, in an order that `put_in_order` undoes, or of
+// the last 16.
 template <int WIDTH, typename T>
 static inline void get_values(Pairs* out, const char* const* rows, int64_t offset) {
   const T *one = (const T*)(rows[0] + offset), *two = (const T*)(rows[1] + offset);
@@ -205,7 +207,8 @@ static inline Pairs get_weight(const bf16* weights) {
   std::memcpy(&both, weights, sizeof both);
   return {_mm512_set1_epi32(both)};
 }
-// Unpacking interleaves the halves of every 128 bits: sums of 32 elements come as 0-3, 8-11, ...
+// Undo the order of unpacking, which interleaves the halves of every 128 bits: the sums of 32
+// elements are in the order 0-3, 8-11, ...
 static inline void put_in_order(float* sums, int dim, bf16) {
   for (int i = 0; i + 2 * LANES <= dim; i += 2 * LANES) {
     const __m512i low = _mm512_loadu_si512(sums + i), high = _mm512_loadu_si512(sums + i + LANES);
@@ -217,9 +220,9 @@ static inline void put_in_order(float* sums, int dim, bf16) {
 }
 #endif
 
-// sums[h] += weights[h] × values, of TOKENS tokens, for HEADS heads of one KV head and WIDTH
-// registers of elements. `offset` is where these elements are in a token's row;
-// `between(first, last)` is called as tokens go by.
+// sums[h] += weights[h] × values, over TOKENS tokens, for HEADS heads of one KV head and WIDTH
+// registers of elements. `offset`: offset of these elements in a token's row, in bytes.
+// `between(first, last)` is called for every range of tokens, to prefetch.
 template <typename T, int TOKENS, int HEADS, int WIDTH, typename Between>
 static inline void accumulate(const char* const* rows, int64_t offset,
                               const typename Item<T>::Weight* weights, int dim, float* sums,
@@ -267,8 +270,8 @@ static void accumulate_heads(const char* const* rows, int64_t offset,
     accumulate<T, TOKENS, HEADS, 1>(rows, offset + i * sizeof(T), weights, dim, sums + i, nothing);
 }
 
-// The same for all heads of one KV head, whose weights `weigh` has put into `scores`; rows are
-// those of tokens from `token` on. Tokens beyond the part's have weight 0.
+// accumulate for all heads of one KV head, whose weights `weigh` has stored in `scores`. `rows` are
+// the rows of tokens from `token` on. Tokens beyond the end of the part have weight 0.
 template <typename T, int TOKENS, typename Between>
 static void accumulate_group(const char* const* rows, int64_t offset, const float* scores,
                              int token, int group, int dim, float* sums,
