@@ -1,1 +1,1 @@
-"""Model files: found by name or path, fetched, and read; safetensors and GGUF."""
+"""Model files: locates them by name or path, downloads and reads them; safetensors and GGUF."""

@@ -1,7 +1,8 @@
-"""Scales of a checkpoint's fp8 tensors, whatever file they are in; dequantises by them.
+"""Reads the scales of a checkpoint's fp8 tensors, and dequantises tensors with them.
 
-``X.weight`` has them in ``X.weight_scale_inv`` (DeepSeek, Qwen: of blocks of 128 by 128) or
-``X.weight_scale`` (of the tensor, of its rows, or of blocks); both are what numbers are times.
+The scales of ``X.weight`` are in ``X.weight_scale_inv`` (DeepSeek, Qwen: of blocks of 128 by 128)
+or ``X.weight_scale`` (of the tensor, of its rows, or of blocks), possibly in another file. Values
+are multiplied by either.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _ENDS = ("_scale_inv", "_scale")
 
 
 class Fp8Scales:
-    """Of the tensors of a checkpoint.
+    """The scales of a checkpoint's tensors. Used by several reader threads at once.
 
     Args:
-        files: of all of its tensors, by name.
+        files: the file of each tensor of the checkpoint, by name.
     """
 
     def __init__(self, files: Mapping[str, Path]) -> None:
@@ -32,17 +33,17 @@ class Fp8Scales:
         self._handles: dict[Path, safe_open] = {}
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, which is small, in float32 and host memory of its own.
+        """Read a whole tensor of scales, which is small, as float32 into host memory.
 
         Raises:
-            CheckpointError: it is not there, or its file is damaged.
+            CheckpointError: the checkpoint lacks the tensor, or its file is damaged.
         """
         path = self._files.get(name)
         if path is None:
             raise CheckpointError(f"the checkpoint lacks {name}")
         try:
             handle = self._handles.get(path)
-            if handle is None:  # of readers that come at once, the last one's is kept
+            if handle is None:  # if several threads open it at once, the last handle is kept
                 handle = self._handles[path] = safe_open(path, framework="pt")
             found: Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]  # in Rust
         except (SafetensorError, OSError) as exc:
@@ -50,15 +51,15 @@ class Fp8Scales:
         return found.float()
 
     def dequantise(self, values: Tensor, name: str, window: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor times its scales, float32.
+        """Multiply a part of a tensor by its scales; returns float32.
 
         Args:
             values: the part.
-            name: of the tensor.
-            window: where in the tensor it is.
+            name: name of the tensor.
+            window: the part's slice of each dimension of the tensor.
 
         Raises:
-            CheckpointError: the tensor has no scales, or they are not of its shape.
+            CheckpointError: the tensor has no scales, or their shape does not match.
         """
         found = next((name + end for end in _ENDS if name + end in self._files), None)
         if found is None:
@@ -70,7 +71,7 @@ class Fp8Scales:
 
 
 def _spread(scales: Tensor, name: str, window: tuple[slice, ...]) -> Tensor:
-    """The scales of a part of a matrix, in a shape that it can be multiplied by."""
+    """The scales of a part of a matrix, in a shape that broadcasts to the part."""
     if scales.numel() == 1:
         return scales.reshape(())
     rows, *columns = window

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as config.json, and its tensors under the checkpoint's names.
+"""Translates a GGUF file's metadata to config.json, and its tensor names to the checkpoint's.
 
 Keys and names are those of llama.cpp (docs/gguf.md, gguf-py's ``TENSOR_NAMES``).
 """
@@ -47,13 +47,13 @@ _YARN = {
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How llama.cpp writes an architecture.
+    """How llama.cpp stores an architecture.
 
     Args:
-        architecture: the name in ``architectures``.
-        has_pairs: whether rotated dimensions of queries and keys are kept as pairs.
-        router: name of the experts' router in a layer, where there are experts.
-        experts: of their linears, by llama.cpp's names.
+        architecture: the name in ``architectures`` of config.json.
+        has_pairs: whether the rotated dimensions of queries and keys are stored as pairs.
+        router: the checkpoint's name of the router in a layer; empty without experts.
+        experts: the checkpoint's names of the experts' linears, by llama.cpp's names.
         config: fields of config.json that GGUF does not have.
     """
 
@@ -92,10 +92,10 @@ _KINDS = {
 
 
 class GGUFModel:
-    """A GGUF model as a Hugging Face checkpoint.
+    """Presents a GGUF model as a Hugging Face checkpoint.
 
     Raises:
-        CheckpointError: of an architecture that is not served, or incomplete.
+        CheckpointError: the architecture is not supported, or metadata is missing.
     """
 
     def __init__(self, path: Path, header: GGUFHeader) -> None:
@@ -112,7 +112,7 @@ class GGUFModel:
         self._kind = _MIXTRAL if is_mixtral else _KINDS[self._name]
 
     def config(self) -> dict[str, Any]:
-        """What config.json would say."""
+        """The content of config.json."""
         heads, width = int(self._need("attention.head_count")), int(self._need("embedding_length"))
         head_dim = int(self._get("attention.key_length", width // heads))
         if (rotated := self._get("rope.dimension_count", head_dim)) != head_dim:
@@ -152,14 +152,14 @@ class GGUFModel:
         return sorted({int(token_id) for token_id in found if token_id is not None})
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Every tensor, by the checkpoint's name.
+        """Every tensor, by its name in the checkpoint.
 
         Raises:
-            CheckpointError: one has no name there.
+            CheckpointError: a tensor is unknown in this architecture.
         """
         found: dict[str, StoredTensor] = {}
         for name, tensor in self._header.tensors.items():
-            if name == _ROPE_FACTORS:  # is in the config
+            if name == _ROPE_FACTORS:  # part of the config, not a weight
                 continue
             layer = _LAYER_NAME.fullmatch(name)
             if layer is not None and layer["part"] in self._kind.experts:
@@ -185,7 +185,7 @@ class GGUFModel:
         return of_part.get(layer["part"], 0) if is_paired and layer is not None else 0
 
     def _experts(self, layer: re.Match[str], tensor: GGUFTensor) -> dict[str, StoredTensor]:
-        """One tensor holds all experts of a layer, one after another."""
+        """Split a tensor that holds all experts of a layer, one after another."""
         form = f"model.layers.{layer['layer']}.{self._kind.experts[layer['part']]}.{layer['end']}"
         count, *shape = tensor.shape
         num_bytes = (tensor.stop - tensor.start) // count
@@ -217,7 +217,7 @@ class GGUFModel:
     def _rope_scaling(self) -> dict[str, Any] | None:
         if _ROPE_FACTORS in self._header.tensors:
             return self._llama3_scaling()
-        # as llama.cpp: linear unless it says otherwise, the factor under its older name, too
+        # as in llama.cpp: linear by default, and the factor may have its older name
         kind = self._get("rope.scaling.type", "linear")
         factor = float(self._get("rope.scaling.factor", self._get("rope.scale_linear", 0.0)))
         if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
@@ -231,10 +231,10 @@ class GGUFModel:
         return scaling
 
     def _llama3_scaling(self) -> dict[str, Any]:
-        """Llama 3.1's scaling is stored as what each frequency is divided by.
+        """Recover Llama 3.1's scaling, which GGUF stores as a divisor per frequency.
 
         Raises:
-            CheckpointError: these are no factors of Llama 3.1.
+            CheckpointError: the divisors are not those of Llama 3.1.
         """
         import torch
 

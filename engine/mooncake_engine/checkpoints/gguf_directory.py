@@ -1,4 +1,4 @@
-"""A model directory for a GGUF file: config and tokenizer written from its header, once."""
+"""Makes a model directory for a GGUF file: writes config and tokenizer from its header, once."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from mooncake_engine.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _FORM = 2
-"""Counts up when directories are written in another way."""
+"""Version of the directories' format; to be incremented when it changes."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def gguf_directory(path: Path) -> Path:
-    """A model directory for a GGUF file: ``config.json``, the tokenizer, an index of its tensors
-    and links to its files. It lies in Hugging Face's cache and is made when a file is first seen.
+    """The model directory of a GGUF file, with ``config.json``, the tokenizer, an index of the
+    tensors and links to the files. It is in Hugging Face's cache, and is made when a file is used
+    for the first time.
 
-    A tokenizer.json beside the file is taken in place of the one in it.
+    A tokenizer.json beside the GGUF file takes precedence over the tokenizer inside it.
 
     Raises:
-        CheckpointError: damaged, or not of a kind that is served; or the cache can't be written.
+        CheckpointError: the file is damaged or not supported, or the cache can't be written.
     """
     from huggingface_hub.constants import HF_HOME
 
@@ -55,7 +56,8 @@ def gguf_directory(path: Path) -> Path:
 
 
 def _identity(path: Path) -> str:
-    """Another file under the same name has another one."""
+    """A hash of the paths, sizes and modification times of all files that the directory is made
+    from, so that a changed file gets a new directory."""
     told = [str(_FORM)]
     beside = (path.with_name(name) for name in _TOKENIZER_FILES)
     for file in (*parts_of(path), *(file for file in beside if file.is_file())):
@@ -65,7 +67,8 @@ def _identity(path: Path) -> str:
 
 
 def _publish(unfinished: Path, made: Path) -> None:
-    """Several instances may do this at once: the first one's is as good as the others'."""
+    """Rename the directory to its final path. If another instance was first, keep that one, which
+    is equal."""
     try:
         unfinished.rename(made)
     except OSError:

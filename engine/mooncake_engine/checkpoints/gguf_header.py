@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its metadata, and where its tensors lie.
+"""Reads the header of a GGUF file: its metadata, and the location of its tensors.
 
 Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3. ``gguf.GGUFReader`` makes an array of every
-string of a vocabulary, which takes seconds; this takes a tenth of one.
+string of a vocabulary, which takes seconds; this parser takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor.
+    """One tensor of a GGUF file.
 
     Args:
-        file: that holds it.
-        kind: its type, such as ``Q4_1``.
-        shape: rows first, as torch has it.
-        start, stop: its bytes in the file.
+        file: the file that holds it.
+        kind: GGUF's type, such as ``Q4_1``.
+        shape: rows first, as in torch.
+        start, stop: range of its bytes in the file.
     """
 
     file: Path
@@ -56,10 +56,10 @@ class GGUFHeader:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """The header of a file, or of all files of a model that was split (``-00001-of-00003``).
+    """Read the header of a file, or of all files of a split model (``-00001-of-00003``).
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of another version.
+        CheckpointError: a file is missing, damaged, or of an unsupported version.
     """
     first, *others = [_read_file(part) for part in parts_of(path)]
     tensors = dict(first.tensors)
@@ -69,10 +69,10 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All files of the model that this one belongs to.
+    """All files of the model that a file belongs to.
 
     Raises:
-        CheckpointError: one of them is missing.
+        CheckpointError: one of the files is missing.
     """
     split = _PART.search(path.name)
     if split is None:
@@ -93,7 +93,7 @@ def _read_file(path: Path) -> GGUFHeader:
 
 
 class _Parser:
-    """Reads values one after another."""
+    """Reads the values of a header one after another."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data

@@ -1,7 +1,7 @@
-"""The index of a model directory that was made of GGUF files: where each tensor lies.
+"""The index of a model directory that was made from GGUF files: the location of each tensor.
 
-``model.gguf.index.json`` stands in place of ``model.safetensors.index.json``, with the checkpoint's
-names; ``mooncake_kv.model_fingerprint`` reads it, too.
+``model.gguf.index.json`` replaces ``model.safetensors.index.json``, and has the checkpoint's names.
+``mooncake_kv.model_fingerprint`` reads it too.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ GGUF_INDEX_NAME = "model.gguf.index.json"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor of the checkpoint lies.
+    """The location of a tensor of the checkpoint in a GGUF file.
 
     Args:
-        file: name of the file, beside the index.
+        file: name of the file, which is beside the index.
         kind: GGUF's type, such as ``Q4_1``.
-        shape: as the checkpoint has it.
-        start, stop: its bytes.
-        heads: of queries or keys whose rotated dimensions llama.cpp keeps as pairs, where the
-            checkpoint has halves; 0 where rows are in the checkpoint's order.
+        shape: shape in the checkpoint.
+        start, stop: range of its bytes in the file.
+        heads: the number of heads, if these are queries or keys whose rotated dimensions llama.cpp
+            stores as pairs and the checkpoint as halves; 0 if rows are in the checkpoint's order.
     """
 
     file: str
@@ -40,7 +40,7 @@ class StoredTensor:
 
 
 def read_index(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model directory, by name.
+    """Read the index of a model directory: its tensors, by name.
 
     Raises:
         CheckpointError: the index can't be read.
@@ -53,13 +53,13 @@ def read_index(directory: Path) -> dict[str, StoredTensor]:
 
 
 def write_index(directory: Path, tensors: dict[str, StoredTensor]) -> None:
-    """Write what ``read_index`` reads."""
+    """Write the index of a model directory; see ``read_index``."""
     entries: dict[str, Any] = {name: asdict(tensor) for name, tensor in tensors.items()}
     (directory / GGUF_INDEX_NAME).write_bytes(msgspec.json.encode(entries))
 
 
 def read_floats(path: Path, start: int, stop: int) -> list[float]:
-    """A short list of float32."""
+    """Read a short list of float32 values, from the bytes ``start`` to ``stop`` of a file."""
     with path.open("rb") as file:
         file.seek(start)
         return [value for (value,) in struct.iter_unpack("<f", file.read(stop - start))]

@@ -1,5 +1,5 @@
-"""Tensors of a GGUF file under the names of its Hugging Face checkpoint, dequantised as they are
-read."""
+"""Reads the tensors of a GGUF file by their names in the Hugging Face checkpoint, and dequantises
+them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mooncake_engine.checkpoints.gguf_index import StoredTensor, read_index
 from mooncake_engine.errors import CheckpointError
 
 _CHUNK_BYTES = 32 << 20
-"""Of float32 at once."""
+"""The most bytes of float32 that are dequantised at once."""
 
 
 class GGUFTensors:
-    """The tensors of one file, open.
+    """An open GGUF file; implements ``TensorFile``.
 
     Raises:
         CheckpointError: the file or the index beside it can't be read.
@@ -34,12 +34,12 @@ class GGUFTensors:
             raise CheckpointError(f"{path} can't be read: {exc}") from exc
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
+        """The shape of a tensor."""
         return self._tensors[name].shape
 
     def read(self, name: str, window: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-        """A part of a tensor, dequantised a bounded number of rows at once; what is read are the
-        blocks that the window touches."""
+        """Read a part of a tensor, dequantised in chunks of a bounded number of rows. Reads only
+        the quantisation blocks that overlap the window."""
         stored = self._tensors[name]
         rows, columns = window[0], window[1] if len(window) > 1 else slice(0, 1)
         found = torch.empty([part.stop - part.start for part in window], dtype=dtype)
@@ -61,14 +61,15 @@ class GGUFTensors:
         first, last = columns.start // block, -(-columns.stop // block)
         blocks = slice(first * block_bytes, last * block_bytes)
         taken = data[_source_rows(stored, rows), blocks] if stored.heads else data[rows, blocks]
-        values = torch.from_numpy(dequantize(np.array(taken), kind))  # not of the mapped file
+        values = torch.from_numpy(dequantize(np.array(taken), kind))  # a copy of the mapped file
         skipped = columns.start - first * block
         return values[:, skipped : skipped + columns.stop - columns.start]
 
 
 def _source_rows(stored: StoredTensor, rows: slice) -> np.ndarray[Any, Any]:
-    """Which rows of the file hold these rows of the checkpoint: of each head, the one keeps pairs
-    of rotated dimensions side by side, the other first all first ones, then all second ones."""
+    """The rows of the file that hold the given rows of the checkpoint. Within each head, the file
+    has the two dimensions of a rotated pair side by side; the checkpoint has the first dimensions
+    of all pairs, then the second ones."""
     head_dim = stored.shape[0] // stored.heads
     wanted = np.arange(rows.start, rows.stop)
     head, row = np.divmod(wanted, head_dim)

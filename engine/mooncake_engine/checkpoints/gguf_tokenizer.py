@@ -1,7 +1,8 @@
-"""A GGUF file's vocabulary as tokenizer.json and tokenizer_config.json.
+"""Converts a GGUF file's vocabulary to tokenizer.json and tokenizer_config.json.
 
-llama.cpp names how a text is split before byte pairs are merged, and has the expressions in its
-source (``llama-vocab.cpp``); those of the served families are here.
+The file has only the name of the rule by which text is split before byte pairs are merged; the
+regular expressions are in llama.cpp's source (``llama-vocab.cpp``). Those of the supported model
+families are repeated here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SPACE = "▁"
 
 
 class TokenType(IntEnum):
-    """What a token is (``llama_token_type``)."""
+    """The type of a token (``llama_token_type``)."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -42,7 +43,7 @@ class GGUFTokenizer:
     """The tokenizer in a GGUF file's metadata.
 
     Raises:
-        CheckpointError: there is none, or of a kind that is not known here.
+        CheckpointError: the file has no tokenizer, or one of an unknown kind.
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
@@ -53,7 +54,7 @@ class GGUFTokenizer:
         self._ids = {token: i for i, token in enumerate(self._tokens)}
 
     def backend(self) -> Tokenizer:
-        """What is written as tokenizer.json."""
+        """The tokenizer, to be saved as tokenizer.json."""
         from tokenizers import AddedToken, Tokenizer, processors
 
         kind = self._need("model")
@@ -77,7 +78,7 @@ class GGUFTokenizer:
         return tokenizer
 
     def config(self) -> dict[str, Any]:
-        """What is written as tokenizer_config.json."""
+        """The content of tokenizer_config.json."""
         names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
         found = {f"{name}_token": self._special(key) for key, name in names.items()}
         template = self._metadata.get("tokenizer.chat_template")
@@ -170,8 +171,8 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def merges_of(ids: Mapping[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """The merges that a SentencePiece vocabulary stands for: every way to put a token together
-    from two others, the token of the highest score first."""
+    """The merges that a SentencePiece vocabulary implies: every way to compose a token from two
+    others, tokens with the highest score first."""
     found = []
     for token, token_id in ids.items():
         for cut in range(1, len(token)):

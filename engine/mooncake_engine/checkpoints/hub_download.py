@@ -1,7 +1,7 @@
-"""Fetches models from Hugging Face's hub or ModelScope, into their own caches.
+"""Downloads models from Hugging Face's hub or ModelScope, into the caches of their libraries.
 
-The libraries resume connections that are cut, and keep files that are whole. ``HF_ENDPOINT``,
-``HF_HOME``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` are Hugging Face's, ``MODELSCOPE_*`` ModelScope's.
+The libraries resume interrupted connections, and keep complete files. ``HF_ENDPOINT``, ``HF_HOME``,
+``HF_TOKEN`` and ``HF_HUB_OFFLINE`` configure Hugging Face's, ``MODELSCOPE_*`` ModelScope's.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 _CONFIGS = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
 _LEFT = ("original/*", "onnx/*", "consolidated*")
-"""Other forms of the same weights."""
+"""The same weights in other formats, which are not downloaded."""
 _LOCK_POLL_S = 0.2
 
 
 def download(model: HubModel) -> Path:
-    """The model's directory on this host; what is there already is not fetched again. Of several
-    processes that want the same model, one fetches it and the others wait.
+    """Download a model; returns its directory on this host. Files in the cache are not downloaded
+    again. If several processes need the same model, one downloads it and the others wait.
 
     Raises:
-        ConfigError: no such model or revision, or no such quantisation in it.
-        DownloadFailed: it is gated, the hub can't be reached, or the disk is full.
+        ConfigError: there is no such model or revision, or it has no such quantisation.
+        DownloadFailed: the model is gated, the hub can't be reached, or the disk is full.
     """
     if model.is_modelscope:
         return _from_modelscope(model)
@@ -57,15 +57,15 @@ def _from_hugging_face(model: HubModel, cache: Path) -> Path:
 
 
 def _patterns(model: HubModel) -> tuple[list[str], list[str]]:
-    """Files to fetch, and those of them to leave. A model's own files lie at the top; GGUF files
-    may have a folder per quantisation."""
+    """The patterns of files to download, and of those to exclude. Safetensors are in the top
+    folder; GGUF files may have a folder per quantisation."""
     if model.quantization is None:
         return [*_CONFIGS, *_WEIGHTS], [*_LEFT, "*/*"]
     return [*_CONFIGS, f"*{model.quantization}*.gguf"], list(_LEFT)
 
 
 def _with_config(model: HubModel, directory: Path) -> Path:
-    """The directory itself, or one made of its GGUF file."""
+    """The model directory: the downloaded one, or one made from its GGUF file."""
     if model.quantization is None:
         if any(directory.glob("*.safetensors")) and (directory / "config.json").is_file():
             return directory
@@ -87,7 +87,8 @@ def _with_config(model: HubModel, directory: Path) -> Path:
 
 
 def _names(path: Path, quantization: str) -> bool:
-    """``Q4_K`` is not ``Q4_K_M``."""
+    """Whether a file name contains a quantisation as a whole word: ``Q4_K`` is not in
+    ``Q4_K_M``."""
     return re.search(rf"(?<![A-Za-z0-9_]){quantization}(?![A-Za-z0-9_])", path.stem) is not None
 
 
@@ -111,7 +112,7 @@ def _only_one(cache: Path, model: HubModel) -> Iterator[None]:
 
 @contextmanager
 def _named_errors(model: HubModel) -> Iterator[None]:
-    """The library's errors as one line of ours each."""
+    """Map the errors of ``huggingface_hub`` to this package's, each with a message of one line."""
     from huggingface_hub import constants, errors
 
     name, hub = model.repository, constants.ENDPOINT

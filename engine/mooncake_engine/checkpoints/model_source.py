@@ -1,4 +1,4 @@
-"""Where a model's files are: what ``--model`` names becomes a directory of this host."""
+"""Resolves a model's path or hub name, as given to ``--model``, to a directory on this host."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class LocalModel:
     """A model on this host.
 
     Args:
-        directory: with config.json, the tokenizer and the weights.
-        name: under which it is served unless the user says otherwise.
+        directory: directory with config.json, the tokenizer and the weights.
+        name: the name under which it is served by default.
     """
 
     directory: Path
@@ -34,8 +34,9 @@ class HubModel:
     Args:
         repository: ``ORG/NAME``.
         revision: branch, tag or commit; None for the hub's default.
-        quantization: which of a repository's GGUF files, such as ``Q4_K_M``; None for safetensors.
-        is_modelscope: of ModelScope instead of Hugging Face.
+        quantization: quantisation of the GGUF file to use, such as ``Q4_K_M``; None for
+            safetensors.
+        is_modelscope: whether the hub is ModelScope rather than Hugging Face.
     """
 
     repository: str
@@ -45,17 +46,17 @@ class HubModel:
 
 
 def find_model(wanted: str | Path, flag: str = "--model") -> LocalModel:
-    """A model by path or by name, fetched if need be.
+    """Find a model by path or hub name, and download it if necessary.
 
     Args:
         wanted: a Hugging Face model directory, a GGUF file, a directory with one, or
             ``[modelscope:]ORG/NAME[:QUANTIZATION][@REVISION]``.
-        flag: that named it, for messages.
+        flag: the option that named it, for error messages.
 
     Raises:
-        ConfigError: there is no such path, and it is no model of a hub.
-        DownloadFailed: the hub has it, and it can't be fetched now.
-        CheckpointError: a GGUF file that is not served.
+        ConfigError: there is no such path, and no hub has such a model.
+        DownloadFailed: the model can't be downloaded now.
+        CheckpointError: the GGUF file is damaged or not supported.
     """
     path = Path(wanted)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -89,7 +90,7 @@ def find_model(wanted: str | Path, flag: str = "--model") -> LocalModel:
 
 
 def read_hub_name(text: str) -> HubModel | None:
-    """A name on a hub; None for what can't be one."""
+    """Parse a model name on a hub; None if the text can't be one."""
     found = _HUB_NAME.fullmatch(text)
     if found is None or text.startswith("."):
         return None
@@ -99,6 +100,6 @@ def read_hub_name(text: str) -> HubModel | None:
 
 
 def first_parts(directory: Path) -> list[Path]:
-    """The GGUF files below a directory, of split ones the first."""
+    """The GGUF files below a directory; of a split model only the first file."""
     parts = sorted(directory.rglob("*.gguf"))
     return [path for path in parts if not re.search(r"-(?!00001)\d{5}-of-\d{5}$", path.stem)]

@@ -1,4 +1,4 @@
-"""Files of tensors: which one holds what, and reading a part of one. Safetensors and GGUF."""
+"""Locates tensors in the files of a checkpoint, and reads parts of them; safetensors and GGUF."""
 
 from __future__ import annotations
 
@@ -23,28 +23,33 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _SHOWN_NAMES = 5
 _FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
-"""Types of unquantised weights, as safetensors calls them and as torch does."""
+"""Types of unquantised weights: safetensors' names to torch's."""
 
 
 class TensorFile(Protocol):
     """An open file of tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
+        """The shape of a tensor."""
         ...
 
     def read(self, name: str, window: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-        """A part of a tensor, in host memory of its own; only that part is read.
+        """Copy a part of a tensor to new host memory. Reads only that part of the file.
+
+        Args:
+            name: name of the tensor.
+            window: the part's slice of each dimension.
+            dtype: type of the result.
 
         Raises:
-            CheckpointError: the tensor is of a type that is not read.
+            CheckpointError: the type of the tensor is not supported.
         """
         ...
 
 
 class SafetensorsFile:
-    """The tensors of a safetensors file; fp8 ones are dequantised unless they are wanted as they
-    are."""
+    """An open safetensors file; implements ``TensorFile``. It dequantises fp8 tensors unless they
+    are read as fp8."""
 
     def __init__(self, handle: safe_open, path: Path, scales: Fp8Scales) -> None:
         self._handle = handle
@@ -52,12 +57,12 @@ class SafetensorsFile:
         self._scales = scales
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
+        """The shape of a tensor."""
         source = self._handle.get_slice(name)  # type: ignore[no-untyped-call]  # in Rust
         return tuple(source.get_shape())
 
     def read(self, name: str, window: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-        """Copy a part of a tensor, which is a view of the mapped file until then."""
+        """Copy a part of a tensor from the mapped file."""
         source = self._handle.get_slice(name)  # type: ignore[no-untyped-call]  # in Rust
         values = source[window]
         is_narrow = values.dtype.itemsize < torch.float16.itemsize
@@ -78,14 +83,14 @@ class SafetensorsFile:
 
 @contextmanager
 def open_tensors(path: Path, scales: Fp8Scales) -> Iterator[TensorFile]:
-    """A file that ``locate_tensors`` named.
+    """Open a file that ``locate_tensors`` returned.
 
     Args:
-        path: of the file.
-        scales: of the checkpoint's fp8 tensors.
+        path: path of the file.
+        scales: the scales of the checkpoint's fp8 tensors.
 
     Raises:
-        CheckpointError: it is damaged; also from what is done inside.
+        CheckpointError: the file is damaged; also raised for read errors inside the context.
     """
     if path.suffix == ".gguf":
         yield GGUFTensors(path)
@@ -104,12 +109,12 @@ def _opened(path: Path) -> Iterator[safe_open]:
 
 
 def locate_tensors(model_dir: Path) -> dict[str, Path]:
-    """Which file of the model directory holds each tensor. Without an index it is
-    ``model.safetensors`` alone, as in transformers, or all safetensors files there are.
+    """The file of the model directory that holds each tensor, by name. Without an index these are
+    the tensors of ``model.safetensors`` alone, as in transformers, or of all safetensors files.
 
     Raises:
-        CheckpointError: no weights, an index that names files that are not there, or files without
-            an index that hold the same tensor.
+        CheckpointError: there are no weights, the index names missing files, or there is no index
+            and several files hold the same tensor.
     """
     index = model_dir / INDEX_NAME
     if index.exists():
@@ -129,11 +134,11 @@ def locate_tensors(model_dir: Path) -> dict[str, Path]:
 
 
 def prevailing_dtype(model_dir: Path) -> str | None:
-    """The type that most elements of the unquantised weights have, which a norm or scales kept in
-    another one don't change; None if there are none. Reads the headers of all safetensors files.
+    """The type of most elements of the unquantised weights, whatever the type of norms and scales;
+    None if there are no unquantised weights. Reads the headers of all safetensors files.
 
     Raises:
-        CheckpointError: as ``locate_tensors``, or a file is damaged.
+        CheckpointError: see ``locate_tensors``; or a file is damaged.
     """
     num_elements: Counter[str] = Counter()
     for path in sorted(set(locate_tensors(model_dir).values())):
@@ -185,7 +190,7 @@ def _names(handle: safe_open) -> list[str]:
 
 
 def some_of(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """The first names, and the number of the others, for messages."""
     shown = ", ".join(names[:_SHOWN_NAMES])
     rest = len(names) - _SHOWN_NAMES
     return f"{shown} and {rest} more" if rest > 0 else shown

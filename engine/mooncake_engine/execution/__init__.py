@@ -1,1 +1,1 @@
-"""Running step plans on a device: pools, weights, sampling, ranks."""
+"""Runs step plans on devices: executors and ranks, weights, graphs, sampling, drafts."""

@@ -1,1 +1,1 @@
-"""Decoder architectures, written once against ``mooncake_hal.backend.Ops``."""
+"""Decoder architectures, written once for all backends, on ``mooncake_hal.backend.Ops``."""

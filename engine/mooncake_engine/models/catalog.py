@@ -1,4 +1,4 @@
-"""Supported architectures: one row each. A new model is a reader and a row."""
+"""The supported architectures, one row each. A new model needs a config reader and a row here."""
 
 from __future__ import annotations
 
@@ -47,111 +47,119 @@ ConfigReader = Callable[[RawConfig, str, tuple[int, ...]], ModelConfig]
 
 
 class Model(Protocol):
-    """A causal language model of one rank: its share of all layers, or of a pipeline stage's."""
+    """A causal language model on one rank: the rank's part of all layers, or of those of its
+    pipeline stage."""
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """Every checkpoint tensor that this rank wants a part of."""
+        """The parts of checkpoint tensors that this rank loads."""
         ...
 
     @property
     def tied_head(self) -> WeightShard | None:
-        """This rank's rows of a head that is the embedding, loaded: what the checkpoint holds of
-        it besides must be the same."""
+        """This rank's rows of a head that is tied to the embedding, after loading. If the
+        checkpoint has a head of its own too, it must be equal. None if this rank has no tied
+        head."""
         ...
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a checkpoint tensor may be left unread."""
+        """Whether this rank need not read a tensor of the checkpoint."""
         ...
 
     def process_weights_after_loading(self) -> None:
-        """Called once when all slots are filled."""
+        """Called once, when all weight shards are filled."""
         ...
 
     def forward(self, entry: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        """Token ids and positions, both [tokens] int64, to hidden rows [tokens, hidden].
+        """Map token ids and positions, both [tokens] int64, to hidden rows [tokens, hidden].
 
-        Stages of a pipeline hand ``[2, tokens, hidden]`` on: what one returns is the next's entry.
+        Pipeline stages pass ``[2, tokens, hidden]`` on: the result of one is the next one's entry.
         """
         ...
 
     @property
     def expert_counts(self) -> Mapping[int, ExpertCounts]:
-        """Of layers whose experts are divided over ranks: what these got."""
+        """Token counts of the experts, by layer, of layers whose experts are divided over ranks."""
         ...
 
     def serve_experts(self, expert_round: ExpertRound) -> None:
-        """Take part in a forward pass of other data-parallel ranks, with no token of this one."""
+        """Take part in a forward pass of other data-parallel ranks without tokens of this rank."""
         ...
 
     def move_experts(self, slots: Mapping[int, Sequence[int]]) -> None:
-        """By layer, the expert in each slot from now on; every rank calls it, between two forward
-        passes."""
+        """Change the expert in each slot. A collective: every rank calls it between the same two
+        forward passes.
+
+        Args:
+            slots: by layer, the expert in each slot from now on.
+        """
         ...
 
     def worst_routing(self) -> AbstractContextManager[None]:
-        """Meanwhile the experts of every rank get all tokens of all ranks, with as many of their
-        choices as a rank has experts for: no routing takes more memory of a rank. What comes of the
-        tokens means nothing, and is not counted."""
+        """While the context is entered, every rank's experts get all tokens of all ranks, each with
+        as many choices as a rank has experts for: no other routing takes more of a rank's memory.
+        The results are meaningless, and are not counted."""
         ...
 
     @property
     def num_held_layers(self) -> int:
-        """Layers of this rank; what follows are the segments of ``forward``, for piecewise
-        graphs."""
+        """The number of layers that this rank holds. The methods below run the segments of
+        ``forward`` one by one, for piecewise graphs."""
         ...
 
     @property
     def attention_widths(self) -> AttentionWidths:
-        """Of what ``attend`` takes and returns."""
+        """The widths of the input and output of ``attend``."""
         ...
 
     def token_slots(
         self, positions: Tensor, slots: Tensor, kv: Mapping[int, tuple[Tensor, ...]]
     ) -> TokenSlots:
-        """Positions of tokens in their sequences and in the KV, with this model's rotation."""
+        """The positions of tokens, their KV slots, and this model's rotation table."""
         ...
 
     def run_to_first_attention(self, entry: Tensor, tokens: TokenSlots) -> IntermediateTensors:
-        """The segment up to the first layer's attention."""
+        """Run the segment up to the first layer's attention."""
         ...
 
     def attend(self, index: int, query: Tensor, context: ForwardContext) -> Tensor:
-        """Attention of the held layer with that index."""
+        """Run the attention of the held layer with the given index."""
         ...
 
     def run_between_attention(
         self, index: int, attended: Tensor, residual: Tensor, tokens: TokenSlots
     ) -> IntermediateTensors:
-        """The segment between that layer's attention and the next one's, or the end: what
-        ``finish_layer`` and ``run_to_next_attention`` do."""
+        """Run the segment from a held layer's attention to the next layer's, or to the end: the
+        same as ``finish_layer`` and ``run_to_next_attention``."""
         ...
 
     def is_cut(self, index: int) -> bool:
-        """Whether that segment can't be one graph, since the layer's experts are divided over
-        ranks: how many tokens go where is known only once they have chosen. What lies behind
-        ``finish_layer`` can be."""
+        """Whether the segment after a held layer's attention can't be one graph, because the
+        layer's experts are divided over ranks: how many tokens go to which rank is known only after
+        routing. The part after ``finish_layer`` can be a graph."""
         ...
 
     def finish_layer(
         self, index: int, attended: Tensor, residual: Tensor, expert_round: ExpertRound | None
     ) -> tuple[Tensor, Tensor]:
-        """The part of the segment which is that layer's: the MLP's output and the new residual."""
+        """Run the part of the segment that belongs to the held layer; returns the MLP's output and
+        the new residual."""
         ...
 
     def run_to_next_attention(
         self, index: int, x: Tensor, residual: Tensor, tokens: TokenSlots
     ) -> IntermediateTensors:
-        """The rest of the segment."""
+        """Run the rest of the segment."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] to [rows, vocab] float32; the same on every rank of the last stage."""
+        """Map [rows, hidden] to [rows, vocab] float32; the result is the same on every rank of the
+        last stage."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How a checkpoint's config is read, and what runs it."""
+    """How to read an architecture's config, and how to build its model."""
 
     read_config: ConfigReader
     build: Callable[[ModelConfig, ParallelContext, int], Model]
@@ -170,14 +178,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3MoeForCausalLM": Architecture(read_qwen3_moe, SparseDecoder),
     "SeedOssForCausalLM": Architecture(read_seed_oss, Decoder),
 }
-"""Keyed by the name in ``architectures`` of config.json."""
+"""By the name in ``architectures`` of config.json."""
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
-    """Read what a model directory says about its model.
+    """Read the config of the model in a model directory.
 
     Raises:
-        CheckpointError: missing, incomplete or unsupported; the message says which.
+        CheckpointError: the config is missing, incomplete or unsupported; the message says which.
     """
     raw = read_raw(model_dir)
     names = raw.get("architectures", list) or []
@@ -192,16 +200,16 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 
 def build_model(config: ModelConfig, parallel: ParallelContext, max_positions: int) -> Model:
-    """Allocate the rank's share of the model, not yet loaded.
+    """Allocate the rank's part of the model, without loading it.
 
     Raises:
-        ConfigError: its heads can't be divided over the ranks.
+        ConfigError: the model's heads can't be divided over the ranks.
     """
     return ARCHITECTURES[config.architecture].build(config, parallel, max_positions)
 
 
 def kv_geometry(config: ModelConfig, dtype: torch.dtype) -> KVGeometry:
-    """The KV that the model keeps per token, whatever the number of ranks."""
+    """The KV that the model keeps per token, on all ranks together."""
     mla, head_dim = config.mla, config.head_dim
     return KVGeometry(
         kind=AttentionKind.MLA if mla else AttentionKind.GQA,

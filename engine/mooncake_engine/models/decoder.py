@@ -1,4 +1,4 @@
-"""The decoder: Llama, Qwen2 and Qwen3 as it stands, others by overriding a part.
+"""The decoder: runs Llama, Qwen2 and Qwen3 as it is, and other architectures as subclasses.
 
 A subclass overrides ``build_attention``, ``build_mlp`` or ``names``; see docs/models.md.
 """
@@ -23,11 +23,12 @@ from mooncake_engine.scheduling.step_plan import ExpertRound
 _SCALES = (".{0}_scale", ".attn.{0}_scale", ".{0}_proj.{0}_scale", ".{0}_proj.output_scale")
 KEY_SCALE_ENDS = tuple(f"self_attn{end.format('k')}" for end in _SCALES)
 VALUE_SCALE_ENDS = tuple(f"self_attn{end.format('v')}" for end in _SCALES)
-"""Ends of the names of a quantised KV cache's scales; no weights, read only where KV is kept so."""
+"""Name suffixes of the scales of a quantised KV cache. They are no weights, and are read only if
+KV is stored in a narrower type."""
 
 
 class CheckpointNames(NamedTuple):
-    """What the checkpoint calls our layers; ``{}`` stands for the layer's number."""
+    """The checkpoint's names of the layers; ``{}`` stands for the layer's number."""
 
     embedding: str = "model.embed_tokens"
     head: str = "lm_head"
@@ -42,23 +43,23 @@ class Block(Protocol):
     """A part of a layer with weights of its own."""
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         ...
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weights into the backend's form."""
+        """Convert the loaded weights to the backend's layout."""
         ...
 
 
 class AttentionBlock(Block, Protocol):
-    """What a layer attends with: [tokens, hidden] to [tokens, hidden], in three parts.
+    """The attention of a layer: maps [tokens, hidden] to [tokens, hidden], in three parts.
 
-    The first and the last do the same for every token, whatever sequence it belongs to.
+    ``prepare`` and ``finish`` treat every token alike, whatever sequence it belongs to.
     """
 
     @property
     def widths(self) -> AttentionWidths:
-        """Of what ``attend`` takes and returns; the same in every layer of a model."""
+        """The widths of the input and output of ``attend``; the same in every layer of a model."""
         ...
 
     def prepare(self, x: Tensor, tokens: TokenSlots) -> Tensor:
@@ -66,15 +67,15 @@ class AttentionBlock(Block, Protocol):
         ...
 
     def attend(self, query: Tensor, context: ForwardContext) -> Tensor:
-        """Of queries, over the KV: [tokens, heads, value]."""
+        """Run attention of queries over the KV; returns [tokens, heads, value]."""
         ...
 
     def finish(self, attended: Tensor) -> Tensor:
-        """From what was attended to, [tokens, hidden]."""
+        """Project the result of ``attend`` to [tokens, hidden]."""
         ...
 
     def partial(self, attended: Tensor) -> Tensor:
-        """This rank's part of the sum that ``finish`` returns."""
+        """This rank's partial sum of ``finish``, before the all-reduce."""
         ...
 
 
@@ -82,12 +83,12 @@ class MlpBlock(Block, Protocol):
     """A layer's MLP, dense or a mixture of experts."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]."""
+        """Map [tokens, hidden] to [tokens, hidden]."""
         ...
 
 
 class DecoderLayer:
-    """Attention and an MLP, each behind a norm and added to the residual stream."""
+    """Attention and an MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, norms: tuple[Norm, Norm], attention: AttentionBlock, mlp: MlpBlock) -> None:
         self.input_norm, self.mlp_norm = norms
@@ -95,29 +96,30 @@ class DecoderLayer:
         self.mlp = mlp
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         for part in (self.input_norm, self.mlp_norm, self.attention, self.mlp):
             yield from part.weight_shards()
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weights into the backend's form."""
+        """Convert the loaded weights to the backend's layout."""
         self.attention.process_weights_after_loading()
         self.mlp.process_weights_after_loading()
 
     def finish(
         self, attended: Tensor, residual: Tensor, expert_round: ExpertRound | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Whatever follows attention; returns the MLP's output and the new residual."""
+        """Run the part of the layer after ``attend``; returns the MLP's output and the new
+        residual."""
         x, residual = self.mlp_norm.add(self.attention.finish(attended), residual)
         return self.mlp(x), residual
 
 
 class IntermediateTensors(NamedTuple):
-    """What is handed from one segment of a forward pass to the next.
+    """The tensors that one segment of a forward pass passes to the next.
 
     Args:
-        rows: queries of the layer that attends next, [tokens, heads, query]; behind the last layer
-            what ``Decoder.forward`` returns.
+        rows: queries of the next layer's attention, [tokens, heads, query]; after the last layer,
+            the result of ``Decoder.forward``.
         residual: [tokens, hidden].
     """
 
@@ -126,17 +128,17 @@ class IntermediateTensors(NamedTuple):
 
 
 class Decoder:
-    """A causal language model of one rank: all of it, or the layers of a pipeline stage.
+    """A causal language model on one rank: the whole model, or the layers of a pipeline stage.
 
-    The first stage has the embedding, the last one the final norm and the head. A forward pass is
-    made of segments, with a layer's attention between each two: what attention launches depends on
-    the batch's sequences, everything else on the number of tokens alone, so that the segments can
-    be captured as graphs (piecewise graphs).
+    The first stage has the embedding, the last one has the final norm and the head. A forward pass
+    consists of segments separated by the layers' attention. The kernels of attention depend on the
+    sequences of the batch, those of a segment only on the number of tokens, so that segments can be
+    captured as graphs (piecewise graphs).
 
     Args:
-        config: the model's.
-        parallel: the rank's device, group and layers.
-        max_positions: longest sequence to prepare the rotation for.
+        config: config of the model.
+        parallel: the parallel context of the rank.
+        max_positions: longest sequence, in tokens, for which the rotation table is made.
     """
 
     names: ClassVar[CheckpointNames] = CheckpointNames()
@@ -145,7 +147,7 @@ class Decoder:
         *KEY_SCALE_ENDS,
         *VALUE_SCALE_ENDS,
     )
-    """Ends of checkpoint names that hold nothing we need."""
+    """Suffixes of the names of checkpoint tensors that are not needed."""
 
     def __init__(self, config: ModelConfig, parallel: ParallelContext, max_positions: int) -> None:
         self.config = config
@@ -164,7 +166,7 @@ class Decoder:
         config, names = self.config, self.names
         table = self._embedding if config.tie_embeddings else None
         if table is None:
-            # dropped once packed: only an embedding needs the table itself
+            # dropped once the head is packed: only an embedding needs the unpacked table
             name = names.embedding if config.tie_embeddings else names.head
             table = self._own_head = self._table(parallel, name)
         norm = Norm(parallel, names.final_norm, config.hidden_size, config.rms_norm_eps)
@@ -174,17 +176,17 @@ class Decoder:
         return VocabTable(parallel, name, self.config.vocab_size, self.config.hidden_size)
 
     def build_attention(self, parallel: ParallelContext, layer: int) -> AttentionBlock:
-        """What the layer attends with."""
+        """Build the attention of a layer."""
         return Attention(self.config, parallel, self.names.attention, layer)
 
     def build_mlp(self, parallel: ParallelContext, layer: int) -> MlpBlock:
-        """The layer's MLP."""
+        """Build the MLP of a layer."""
         config = self.config
         shape = (config.hidden_size, config.intermediate_size)
         return GatedMlp(parallel, self.names.mlp.of(layer), shape, has_bias=config.mlp_bias)
 
     def build_layer(self, parallel: ParallelContext, layer: int) -> DecoderLayer:
-        """A whole layer."""
+        """Build a layer."""
         names, size, eps = self.names, self.config.hidden_size, self.config.rms_norm_eps
         norms = (
             Norm(parallel, names.input_norm.format(layer), size, eps),
@@ -194,7 +196,7 @@ class Decoder:
         return DecoderLayer(norms, attention, self.build_mlp(parallel, layer))
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """Every checkpoint tensor that this rank wants a part of."""
+        """The parts of checkpoint tensors that this rank loads."""
         ending = self._ending[:1] if self._ending else ()
         for part in (self._embedding, *self._layers, *ending, self._own_head):
             if part is not None:
@@ -202,18 +204,17 @@ class Decoder:
 
     @property
     def tied_head(self) -> WeightShard | None:
-        """The head as the checkpoint may hold it beside the embedding, whose rows it must be;
-        until weights are in the backend's form."""
+        """See ``Model``. Valid until ``process_weights_after_loading``."""
         table = self._embedding or self._own_head
         if self._ending is None or table is None or not self.config.tie_embeddings:
             return None
         return table.shard_of(self.names.head)
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a checkpoint tensor may be left unread: another stage has it, or no stage needs
-        it.
+        """Whether this rank need not read a tensor of the checkpoint, because another stage holds
+        it, or no stage needs it.
 
-        Every tensor is some stage's, which does not ignore it.
+        Each tensor that the model needs belongs to some stage, which does not ignore it.
         """
         names, layer = self.names, self.layer_of(name)
         if layer is not None and layer < self.config.num_layers:
@@ -229,14 +230,14 @@ class Decoder:
         return is_foreign or is_scale or name.endswith(self.ignored)
 
     def layer_of(self, name: str) -> int | None:
-        """The number of the layer that a checkpoint tensor belongs to, if it belongs to one."""
+        """The number of the layer that has a checkpoint tensor; None if it is in no layer."""
         prefix, number = self.names.input_norm.split("{}")[0], ""
         if name.startswith(prefix):
             number = name.removeprefix(prefix).split(".", 1)[0]
         return int(number) if number.isdecimal() else None
 
     def process_weights_after_loading(self) -> None:
-        """Bring all loaded weights into the backend's form, one at a time."""
+        """Convert all loaded weights to the backend's layout, one at a time."""
         for layer in self._layers:
             layer.process_weights_after_loading()
         if self._ending is not None:
@@ -247,14 +248,14 @@ class Decoder:
         """Run the tokens through this rank's layers.
 
         Args:
-            entry: [tokens] int64, their ids, on the first stage; what the stage before returned
-                on the others. Its memory may be reused.
+            entry: on the first stage the token ids, [tokens] int64; on the others the previous
+                stage's result, whose memory may be overwritten.
             positions: [tokens] int64.
-            context: where their KV is.
+            context: the attention batch, the KV and hooks of the step.
 
         Returns:
-            [tokens, hidden], after the final norm, on the last stage; on the others
-            [2, tokens, hidden], the last MLP's output and the residual that it belongs to.
+            On the last stage [tokens, hidden], after the final norm; on the others
+            [2, tokens, hidden], the last MLP's output and the residual to add it to.
         """
         slots = context.batch.slot_mapping
         tokens = self.token_slots(positions, slots, context.kv, context.expert_round)
@@ -266,16 +267,13 @@ class Decoder:
 
     @property
     def expert_counts(self) -> Mapping[int, ExpertCounts]:
-        """Of layers whose experts are divided over ranks: what these got."""
+        """See ``Model``. Empty: no expert of this model is divided over ranks."""
         return {}
 
     def serve_experts(self, expert_round: ExpertRound) -> None:
-        """Take part in a forward pass of other data-parallel ranks, with no token of this one."""
         raise AssertionError("no expert of this model is divided over ranks")
 
     def move_experts(self, slots: Mapping[int, Sequence[int]]) -> None:
-        """By layer, the expert in each slot from now on; every rank calls it, between two forward
-        passes."""
         raise AssertionError("no expert of this model is divided over ranks")
 
     def worst_routing(self) -> AbstractContextManager[None]:
@@ -283,7 +281,7 @@ class Decoder:
 
     @property
     def num_held_layers(self) -> int:
-        """Layers of this rank: one less than segments of a forward pass."""
+        """The number of layers that this rank holds: one less than a forward pass has segments."""
         return len(self._held)
 
     @property
@@ -297,18 +295,18 @@ class Decoder:
         kv: Mapping[int, tuple[Tensor, ...]],
         expert_round: ExpertRound | None = None,
     ) -> TokenSlots:
-        """Positions of tokens in their sequences and in the KV, with this model's rotation."""
+        """The positions of tokens, their KV slots, and this model's rotation table."""
         return TokenSlots(positions, self._cos_sin, slots, kv, expert_round)
 
     def run_to_first_attention(self, entry: Tensor, tokens: TokenSlots) -> IntermediateTensors:
-        """The first segment: up to the first layer's attention; arguments as of ``forward``."""
+        """Run the first segment, up to the first layer's attention. ``entry``: see ``forward``."""
         x, residual = self._enter(entry)
         return IntermediateTensors(self._layers[0].attention.prepare(x, tokens), residual)
 
     def attend(self, index: int, query: Tensor, context: ForwardContext) -> Tensor:
-        """Attention of the held layer with that index."""
-        # The layer's KV was written by prepare, in the segment before, which may be a replayed
-        # graph, and a graph can't call Python. Attention is launched outside of graphs: so here is
+        """Run the attention of the held layer with the given index."""
+        # The layer's KV was written by prepare, in the previous segment. That may be a replayed
+        # graph, and a graph can't call Python. Attention is launched outside of graphs, so this is
         # the first point after the write at which the host can record an event for the connector.
         if context.layer_done is not None:
             context.layer_done(self._held.start + index)
@@ -317,24 +315,24 @@ class Decoder:
     def run_between_attention(
         self, index: int, attended: Tensor, residual: Tensor, tokens: TokenSlots
     ) -> IntermediateTensors:
-        """The segment between that held layer's attention and the next one's, or the end."""
+        """Run the segment from a held layer's attention to the next layer's, or to the end."""
         x, residual = self.finish_layer(index, attended, residual, tokens.expert_round)
         return self.run_to_next_attention(index, x, residual, tokens)
 
     def is_cut(self, index: int) -> bool:
-        """Whether that segment can't be one graph; see ``Model``."""
+        """Whether the segment after a layer's attention can't be one graph; see ``Model``."""
         return False
 
     def finish_layer(
         self, index: int, attended: Tensor, residual: Tensor, expert_round: ExpertRound | None
     ) -> tuple[Tensor, Tensor]:
-        """The part of that segment which is the held layer's."""
+        """Run the part of the segment that belongs to the held layer."""
         return self._layers[index].finish(attended, residual, expert_round)
 
     def run_to_next_attention(
         self, index: int, x: Tensor, residual: Tensor, tokens: TokenSlots
     ) -> IntermediateTensors:
-        """The rest of it: the next layer's, or the end."""
+        """Run the rest of the segment: up to the next layer's attention, or to the end."""
         if index + 1 == self.num_held_layers:
             return IntermediateTensors(self._leave(x, residual), residual)
         following = self._layers[index + 1]
@@ -342,13 +340,13 @@ class Decoder:
         return IntermediateTensors(following.attention.prepare(x, tokens), residual)
 
     def _leave(self, x: Tensor, residual: Tensor) -> Tensor:
-        """What ``forward`` returns."""
+        """The result of ``forward``."""
         if self._ending is None:
             return torch.stack((x, residual))
         return self._ending[0].add(x, residual)[0]
 
     def _enter(self, entry: Tensor) -> tuple[Tensor, Tensor]:
-        """The first layer's normed input, and the residual."""
+        """The first layer's normalised input, and the residual."""
         norm = self._layers[0].input_norm
         if self._embedding is None:
             x, residual = entry
@@ -357,14 +355,14 @@ class Decoder:
         return norm(residual), residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] to [rows, vocab] float32; the same on every rank of the last stage."""
+        """Map [rows, hidden] to [rows, vocab] float32, the same on every rank of the last stage."""
         assert self._ending is not None, "only the last stage has a head"
         return self._ending[1](hidden).float()
 
 
 class FusedDecoder(Decoder):
-    """Checkpoints that have queries, keys and values in one tensor, and gate and up in one, as
-    Phi-3's."""
+    """A decoder for checkpoints that store queries, keys and values in one tensor, and gate and up
+    in another, as Phi-3 does."""
 
     names = CheckpointNames(
         attention=AttentionNames(qkv=("model.layers.{}.self_attn.qkv_proj",) * 3),

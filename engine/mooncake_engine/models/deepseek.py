@@ -22,16 +22,17 @@ from mooncake_engine.models.sparse import SparseDecoder, read_routing
 
 
 class DeepseekDecoder(SparseDecoder):
-    """A sparse decoder that attends to latents."""
+    """A ``SparseDecoder`` with latent attention."""
 
     def build_attention(self, parallel: ParallelContext, layer: int) -> AttentionBlock:
-        """Latent attention in every layer."""
+        """Build the latent attention of a layer."""
         if self.config.mla is None:
             raise CheckpointError(f"{self.config.architecture} without latent attention")
         return LatentAttention(self.config, self.config.mla, parallel, layer)
 
     def is_ignored(self, name: str) -> bool:
-        """Also layers beyond the last: they predict further tokens, for speculation."""
+        """Ignores also the layers beyond the last, which predict further tokens (MTP), for
+        speculative decoding."""
         layer = self.layer_of(name)
         is_beyond = layer is not None and layer >= self.config.num_layers
         return is_beyond or super().is_ignored(name)
@@ -80,7 +81,7 @@ def _read_deepseek(
     config = read_decoder(raw, architecture, eos, options)
     rope = read_rope(raw, raw.count("qk_rope_head_dim"))
     mla = _read_mla(raw, rope)
-    # to the planner and the heads' shares it is one key/value head that all queries look at
+    # for KV planning and sharding, latents are one key/value head that all query heads share
     return replace(config, mla=mla, rope=rope, num_kv_heads=1, head_dim=mla.query_dim)
 
 
@@ -121,6 +122,6 @@ def _grouped(raw: RawConfig, routing: RoutingConfig) -> RoutingConfig:
 
 
 def _only(raw: RawConfig, name: str, supported: tuple[object, ...]) -> None:
-    """Refuse a field that is there and says something else."""
+    """Raise CheckpointError if the field is present and has an unsupported value."""
     if (found := raw.fields.get(name)) is not None and found not in supported:
         raise raw.refuse(name, found, ", ".join(str(value) for value in supported))

@@ -1,13 +1,14 @@
-"""Expert parallelism: experts whole on ranks, tokens dispatched to them and combined again.
+"""Expert parallelism: ranks hold whole experts, and tokens are dispatched to them and combined.
 
-A step's tokens are shared out over the ranks of a stage: attention's sum over ranks leaves each
-token's row on one rank alone (a reduce-scatter), the token goes to the ranks that have experts of
-its choice and comes back, and only then all ranks get all rows again. So no more bytes cross than
-in tensor parallelism's two all-reduces, however tokens choose, and with many ranks far fewer.
-Small steps, whose time is latency, stay on every rank, which runs the experts that it has.
+The tokens of a step are divided over the ranks of a stage. Attention's sum over ranks leaves each
+token's row on a single rank (a reduce-scatter). The row is dispatched to the ranks that hold the
+token's experts, the results come back, and only then all ranks gather all rows. So the ranks never
+exchange more bytes than in tensor parallelism's two all-reduces, whatever the routing, and with
+many ranks far fewer. Small steps, which are bound by latency, are not dispatched: every rank runs
+all tokens through the experts that it holds.
 
-Data-parallel ranks share experts, too. Each runs tokens of its own, or none at all; those of small
-steps go to every rank.
+Data-parallel ranks share experts too. Each rank brings its own tokens, or none; in small steps all
+tokens go to every rank.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ from mooncake_hal.backend import Communicator, Exchange
 
 
 class SharedTokens:
-    """A step's tokens, shared out over the ranks of a group: sizes differ by at most one.
+    """Divides the tokens of a step over the ranks of a group; the shares differ by at most one.
 
     Args:
-        group: has all of them; None for a rank alone.
+        group: the ranks, each of which has all tokens; None for a single rank.
     """
 
     def __init__(self, group: Communicator | None) -> None:
         self._group = group
 
     def span(self, num_tokens: int) -> Span:
-        """Those of this rank."""
+        """The tokens of this rank."""
         if self._group is None:
             return Span(0, num_tokens)
         return share_of(num_tokens, self._group.rank, self._group.world_size)
 
     def reduce_scatter(self, partial: Tensor) -> Tensor:
-        """[tokens, hidden], a part of the sum over ranks, to the sum's rows of this rank; the sum
-        is made in float32."""
+        """Sum the partial sums of all ranks, [tokens, hidden], in float32; returns the rows of this
+        rank."""
         if self._group is None:
             return partial
         counts = self.counts(len(partial))
@@ -64,7 +65,7 @@ class SharedTokens:
         return parts.sum(0, dtype=torch.float32).to(partial.dtype)
 
     def gather(self, own: Tensor, num_tokens: int) -> Tensor:
-        """Every rank's rows on every rank, [tokens, hidden]."""
+        """Gather the rows of all ranks, [tokens, hidden], on every rank."""
         if self._group is None:
             return own
         counts = self.counts(num_tokens)
@@ -72,19 +73,19 @@ class SharedTokens:
         return self._group.start_all_to_all(copies, [len(own)] * len(counts), counts).wait()
 
     def counts(self, num_tokens: int) -> list[int]:
-        """How many each rank has."""
+        """The number of tokens of each rank."""
         ranks = 1 if self._group is None else self._group.world_size
         return [len(share_of(num_tokens, rank, ranks)) for rank in range(ranks)]
 
 
 class ExpertReplicas:
-    """The slots of a layer: places for an expert on a rank. Where an expert has several, the tokens
-    that choose it take turns.
+    """Maps experts to their slots, the places that hold an expert on a rank. If an expert has
+    several slots, its tokens use them in turn.
 
     Args:
-        slots: the expert in each.
-        num_experts: each has a slot at least.
-        device: where ids are.
+        slots: the expert in each slot.
+        num_experts: number of experts; each must have at least one slot.
+        device: device of the ids.
     """
 
     def __init__(self, slots: Sequence[int], num_experts: int, device: torch.device) -> None:
@@ -98,26 +99,27 @@ class ExpertReplicas:
         self._experts = torch.tensor(list(slots), device=device)
 
     def experts(self, slots: Tensor) -> Tensor:
-        """From slots to experts."""
+        """Map slots to experts."""
         return self._experts[slots]
 
     def choose(self, ids: Tensor) -> Tensor:
-        """From experts to slots, [tokens, chosen]; the same on ranks with the same tokens."""
+        """Map experts to slots, [tokens, chosen]; the result is the same on all ranks that have the
+        same tokens."""
         turns = torch.arange(len(ids), device=ids.device).unsqueeze(1) % self._counts[ids]
         return self._slots[ids, turns]
 
 
 class ExpertDispatch:
-    """The way of tokens to the ranks that have experts of their choice, and back.
+    """Dispatches tokens to the ranks that hold their experts, and combines the results.
 
-    A row leaves once for each such rank, with its ids and weights (8 bytes per choice) and no
-    padding; what comes back is one row, of that rank's part of the sum. No token is dropped.
+    A row is sent once to each such rank, with its ids and weights (8 bytes per choice) and without
+    padding. That rank returns one row, its part of the sum. No token is dropped.
 
     Args:
         group: all ranks of the stage, of all data-parallel ranks.
-        owners: [slots] int64, which part of the group has each; a part is ``ranks / ep_size``
-            neighbouring ranks, each with a slice of the part's experts.
-        ep_size: parts.
+        owners: [slots] int64, the part of the group that holds each slot. A part is
+            ``ranks / ep_size`` consecutive ranks, each with a slice of the part's experts.
+        ep_size: number of parts.
     """
 
     def __init__(self, group: Communicator, owners: Tensor, ep_size: int) -> None:
@@ -135,14 +137,14 @@ class ExpertDispatch:
         *,
         to_all_parts: bool = False,
     ) -> StartedDispatch:
-        """Send this rank's rows [tokens, hidden] to whoever has experts of their choice.
+        """Send this rank's rows to the ranks that hold their experts.
 
         Args:
-            rows: of tokens, [tokens, hidden].
+            rows: the tokens' hidden states, [tokens, hidden].
             ids, weights: [tokens, chosen]; ids are of slots.
-            counts: what is counted in.
-            chosen: this rank's tokens by expert, [experts] int64; ranks tell each other.
-            to_all_parts: send every row to everybody, whatever it chose.
+            counts: the layer's counts, to which tokens and sent rows are added.
+            chosen: this rank's tokens by expert, [experts] int64, which ranks exchange.
+            to_all_parts: send every row to every part, whatever it chose.
         """
         ranks = self._group.world_size
         is_wanted = torch.full((len(rows), self._ep_size), to_all_parts, device=ids.device)
@@ -155,7 +157,7 @@ class ExpertDispatch:
         send = leaving[self._group.rank]
         recv = [of_sender[self._group.rank] for of_sender in leaving]
         counts.add_sent(sum(send) - send[self._group.rank])
-        tokens = is_wanted.t().nonzero()[:, 1]  # in the order of ranks
+        tokens = is_wanted.t().nonzero()[:, 1]  # in the order of receiving ranks
         packed = _packed(rows[tokens], ids[tokens], weights[tokens])
         exchange = self._group.start_all_to_all(packed, send, recv)
         return StartedDispatch(self._group, exchange, rows, tokens, (send, recv), ids.shape[1])
@@ -163,11 +165,11 @@ class ExpertDispatch:
     def start_to_all(
         self, rows: Tensor, ids: Tensor, weights: Tensor, recv: list[int]
     ) -> StartedDispatch:
-        """Send this rank's rows [tokens, hidden] to every rank, one collective less than ``start``.
+        """Send this rank's rows to every rank, with one collective less than ``start``.
 
         Args:
-            rows, ids, weights: as of ``start``.
-            recv: rows that each rank has.
+            rows, ids, weights: see ``start``.
+            recv: number of rows that each rank sends.
         """
         send = [len(rows)] * len(recv)
         packed = _packed(rows, ids, weights).repeat(len(recv), 1)
@@ -177,7 +179,16 @@ class ExpertDispatch:
 
 
 class StartedDispatch:
-    """Rows under way to experts."""
+    """A dispatch in flight.
+
+    Args:
+        group: the ranks that take part.
+        exchange: the collective in flight.
+        rows: this rank's rows, [tokens, hidden].
+        tokens: the token of each row that this rank sends.
+        counts: rows sent to each rank, and received from each.
+        chosen: number of choices per token.
+    """
 
     def __init__(
         self,
@@ -196,8 +207,8 @@ class StartedDispatch:
         self._chosen = chosen
 
     def arrived(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows that came to this rank, [rows, hidden], with the ids and weights of all their
-        choices, [rows, chosen]."""
+        """Wait for the rows that this rank receives: [rows, hidden], with the ids and weights of
+        all their choices, [rows, chosen]."""
         width, chosen = self._rows.shape[1] * self._rows.element_size(), self._chosen
         widths = [width, 4 * chosen, 4 * chosen]
         row, ids, weights = torch.split(self._exchange.wait(), widths, dim=1)
@@ -208,8 +219,8 @@ class StartedDispatch:
         )
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """Send back what came of the rows that arrived; returns this rank's tokens' sums, made in
-        float32, [tokens, hidden]."""
+        """Send back the outputs of the received rows; returns the sums of this rank's tokens,
+        [tokens, hidden], made in float32."""
         send, recv = self._counts
         returned = self._group.start_all_to_all(outputs, recv, send).wait()
         total = torch.zeros_like(self._rows, dtype=torch.float32)
@@ -217,22 +228,26 @@ class StartedDispatch:
 
 
 def _packed(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """[rows, bytes] uint8: a row of hidden states, its ids as int32, its weights as float32."""
+    """Pack rows into [rows, bytes] uint8: hidden states, ids as int32, weights as float32."""
     parts = (rows, ids.to(torch.int32), weights.to(torch.float32))
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 
 class ExpertParallelMixture(MixtureOfExperts):
-    """Routed experts of which each rank has some, beside them those that every token takes, which
-    every rank has whole and applies to its share of the tokens.
+    """A mixture of experts with expert parallelism: each rank holds some of the routed experts.
+    Every rank holds the whole shared experts, and applies them to its share of the tokens.
 
     Args:
-        parallel: where it lives; ``ep_size`` is above 1.
-        router: chooses.
-        names: of every expert's linears, complete.
+        parallel: the parallel context of the rank, with an ``ep_size`` above 1.
+        router: chooses routed experts.
+        names: names of every expert's linears, with all numbers filled in.
         slots: the expert in each slot of the layer.
         shape: hidden and inner size of an expert.
-        shared: names and inner size of what takes every token, if the model has such.
+        shared: names and inner size of the shared experts; None if the model has none.
+
+    Attributes:
+        counts: the tokens of the layer's experts.
+        tokens: divides a step's tokens over ranks.
     """
 
     def __init__(
@@ -269,7 +284,8 @@ class ExpertParallelMixture(MixtureOfExperts):
 
     @contextmanager
     def worst_routing(self) -> Iterator[None]:
-        """Meanwhile every rank gets all tokens, with as many choices as it has slots for."""
+        """While the context is entered, every rank gets all tokens, with as many choices as it has
+        slots for; see ``Model``."""
         self._is_worst_routed = True
         try:
             yield
@@ -278,8 +294,8 @@ class ExpertParallelMixture(MixtureOfExperts):
             self.counts.forget()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden], the same on every rank, to [tokens, hidden]: every rank runs the
-        experts that it has, and one sum over ranks is all that crosses."""
+        """Run a small step: map [tokens, hidden], the same on every rank, to [tokens, hidden].
+        Every rank runs the experts that it holds, and one all-reduce adds up their outputs."""
         ids, weights = self._router(x)
         self.counts.add(self.counts.of(ids))
         partial = self._run_held(x, self._replicas.choose(ids), weights)
@@ -289,8 +305,8 @@ class ExpertParallelMixture(MixtureOfExperts):
         return self._group.all_reduce(partial)
 
     def run_shared_tokens(self, own: Tensor, expert_round: ExpertRound) -> Tensor:
-        """This rank's tokens, [tokens, hidden], through experts of all ranks; every rank calls it,
-        with tokens or without."""
+        """Run this rank's tokens, [tokens, hidden], through the experts of all ranks. A collective:
+        every rank calls it, even without tokens."""
         ids, weights = self._router(own)
         slots = self._replicas.choose(ids)
         shares = (max(self.tokens.counts(count)) for count in expert_round.token_counts)
@@ -313,7 +329,7 @@ class ExpertParallelMixture(MixtureOfExperts):
             recv = [count for of_ranks in counts for count in of_ranks]
             self.counts.add_sent(len(own) * (len(recv) - 1))
             started = self._dispatch.start_to_all(own, slots, weights, recv)
-        shared = None if self._shared is None else self._shared(own)  # while rows are under way
+        shared = None if self._shared is None else self._shared(own)  # overlaps the dispatch
         rows, slots, weights = started.arrived()
         if to_all is not None:
             self.counts.add(self.counts.of(self._replicas.experts(slots)))
@@ -321,14 +337,14 @@ class ExpertParallelMixture(MixtureOfExperts):
         return combined if shared is None else combined + shared
 
     def move_experts(self, slots: Sequence[int]) -> None:
-        """Give experts other slots; their weights go from rank to rank. Every rank calls it, with
-        the same slots, between two forward passes."""
+        """Change the expert in each slot, and send the weights between ranks. A collective: every
+        rank calls it with the same slots, between the same two forward passes."""
         parts = self._parallel.ep_size
         moves = plan_moves(self.counts.slots, slots, parts)
         sharers = self._group.world_size // parts
         part, slice_ = divmod(self._group.rank, sharers)
         size = len(self._held)
-        leaving: list[int] = []  # held experts, in the order of the ranks that they go to
+        leaving: list[int] = []  # indexes of held experts, in the order of receiving ranks
         send, recv = [0] * self._group.world_size, [0] * self._group.world_size
         for move in moves:
             if move.source // size == part:
@@ -350,14 +366,14 @@ class ExpertParallelMixture(MixtureOfExperts):
         self.counts.note_placement(slots, sum(recv) - recv[self._group.rank])
 
     def serve(self, expert_round: ExpertRound) -> None:
-        """Run experts for other ranks' tokens, with none of this one's."""
+        """Take part in ``run_shared_tokens`` of other ranks, without tokens of this one."""
         self.run_shared_tokens(self._parallel.empty(0, self._hidden_size), expert_round)
 
     def _run_held(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The part of the weighted sum that this rank's experts make, [tokens, hidden]."""
+        """This rank's part of the weighted sum, [tokens, hidden]: that of the experts it holds."""
         chosen = ids.shape[1]
         local = (ids - self._held.start).flatten()
-        if self._is_worst_routed:  # a token's choices differ, and so do their slots
+        if self._is_worst_routed:  # the choices of a token must be different slots
             local = torch.arange(chosen, device=ids.device).repeat(len(x))
         here = ((local >= 0) & (local < len(self._held))).nonzero().squeeze(1)
         outputs = x.new_zeros(len(x) * chosen, x.shape[1])
@@ -368,12 +384,13 @@ class ExpertParallelMixture(MixtureOfExperts):
 
 
 class ExpertParallelLayer(DecoderLayer):
-    """A layer whose larger steps share their tokens out over ranks between attention and the end.
+    """A layer with expert parallelism: larger steps divide their tokens over the ranks after
+    attention.
 
     Args:
         norms, attention: see ``DecoderLayer``.
-        mixture: its experts.
-        min_tokens: of steps that are shared out.
+        mixture: the layer's experts.
+        min_tokens: the fewest tokens of a step that are divided over ranks.
     """
 
     def __init__(

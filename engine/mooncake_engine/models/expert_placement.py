@@ -1,8 +1,8 @@
-"""Which experts have replicas, and which rank has which: balanced by the tokens that each got.
+"""Places experts, and replicas of busy ones, on ranks, balanced by the tokens of each expert.
 
 The algorithm of DeepSeek's expert-parallel load balancer (EPLB, described in arXiv 2412.19437,
-3.4.2). A slot is a place for one expert on one rank; with more slots than experts the busiest are
-there several times. Pure: plain numbers in and out.
+3.4.2). A slot holds one expert on one rank; if there are more slots than experts, the busiest
+experts have several slots. Pure functions of plain numbers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertRanks:
-    """What experts are divided over.
+    """The ranks that experts are divided over.
 
     Args:
-        ranks: equal parts that slots are divided into; a multiple of ``nodes``.
-        nodes: hosts that the ranks are on, as many on each.
-        groups: of consecutive experts, of equal size, of which a token chooses some (DeepSeek-V3);
-            where they can be divided over nodes, a group stays within one.
+        ranks: number of equal parts that slots are divided into; a multiple of ``nodes``.
+        nodes: number of hosts, each with equally many ranks.
+        groups: number of groups of consecutive experts, of equal size, of which a token chooses
+            some (DeepSeek-V3). If they can be divided over nodes, each group stays on one node.
     """
 
     ranks: int
@@ -29,16 +29,17 @@ class ExpertRanks:
 
     @property
     def is_hierarchical(self) -> bool:
-        """Whether groups are divided over nodes first; else all experts over all ranks at once."""
+        """Whether groups are divided over nodes first; else experts go to all ranks at once."""
         return self.groups % self.nodes == 0
 
 
 def place_experts(loads: Sequence[float], num_slots: int, over: ExpertRanks) -> tuple[int, ...]:
-    """The expert in each slot of a layer; slots of a rank lie together, in rank order.
+    """Choose the expert in each slot of a layer. The slots of a rank are consecutive, in rank
+    order.
 
     Args:
-        loads: tokens of each expert.
-        num_slots: at least as many as experts, a multiple of ``ranks``.
+        loads: number of tokens of each expert.
+        num_slots: number of slots: at least the number of experts, and a multiple of ``ranks``.
         over: see ``ExpertRanks``.
     """
     nodes = over.nodes if over.is_hierarchical else 1
@@ -57,7 +58,8 @@ def place_experts(loads: Sequence[float], num_slots: int, over: ExpertRanks) -> 
 
 
 def pack_evenly(weights: Sequence[float], num_packs: int) -> list[list[int]]:
-    """Items in packs of equal number, the heaviest first into the lightest pack that has room."""
+    """Divide items into packs of equal size: the heaviest item goes first, and each goes into the
+    lightest pack that is not full."""
     size = len(weights) // num_packs
     if size == 1:
         return [[item] for item in range(len(weights))]
@@ -72,7 +74,8 @@ def pack_evenly(weights: Sequence[float], num_packs: int) -> list[list[int]]:
 
 
 def replicate(loads: Sequence[float], num_slots: int) -> list[int]:
-    """Every expert once, and again whichever has the most load per replica by then."""
+    """Fill slots with every expert once, then repeatedly with the expert that has the highest load
+    per replica."""
     slots, counts = list(range(len(loads))), [1] * len(loads)
     while len(slots) < num_slots:
         busiest = max(range(len(loads)), key=lambda expert: loads[expert] / counts[expert])
@@ -82,13 +85,14 @@ def replicate(loads: Sequence[float], num_slots: int) -> list[int]:
 
 
 def settle(wanted: Sequence[int], slots: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """The same packs of experts on ranks that have most of them already, each expert in the slot
-    where it is: as good a placement, if ranks are alike, with fewer experts to move.
+    """Rearrange a placement so that fewer experts have to move: each rank gets the pack of which it
+    already holds most, and keeps experts in their slots. As ranks are alike, the balance is the
+    same.
 
     Args:
-        wanted: of ``place_experts``.
-        slots: what there is.
-        num_ranks: that both are divided over.
+        wanted: the result of ``place_experts``.
+        slots: the current expert in each slot.
+        num_ranks: number of ranks that the slots are divided over.
     """
     size = len(slots) // num_ranks
     present = [Counter(slots[first : first + size]) for first in range(0, len(slots), size)]
@@ -116,7 +120,8 @@ def settle(wanted: Sequence[int], slots: Sequence[int], num_ranks: int) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class ExpertMove:
-    """The weights of ``source``, a slot before, are copied to ``target``, a slot from then on."""
+    """A copy of the weights in slot ``source`` of the old placement to slot ``target`` of the new
+    one."""
 
     source: int
     target: int
@@ -125,8 +130,8 @@ class ExpertMove:
 def plan_moves(
     before: Sequence[int], after: Sequence[int], num_ranks: int
 ) -> tuple[ExpertMove, ...]:
-    """What makes one placement of the other: from the rank's own slots where it has the expert,
-    else from the rank that has it and gives the fewest."""
+    """The moves that turn one placement into another. The source of an expert is on the same rank
+    if that rank holds it, else on the rank that sends the fewest experts so far."""
     size = len(before) // num_ranks
     held: dict[int, list[int]] = {}
     for slot, expert in enumerate(before):
@@ -145,8 +150,8 @@ def plan_moves(
 
 
 def imbalance(loads: Sequence[float], slots: Sequence[int], num_ranks: int) -> float:
-    """Tokens of the busiest rank over the mean of all, 1.0 at best, where an expert's replicas
-    share its tokens evenly; 1.0 without tokens."""
+    """Tokens of the busiest rank divided by the mean of all ranks, if replicas share an expert's
+    tokens evenly. 1.0 is best, and the result without tokens."""
     size = len(slots) // num_ranks
     per_rank = [
         sum(loads[expert] / slots.count(expert) for expert in slots[first : first + size])

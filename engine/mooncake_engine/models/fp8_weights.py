@@ -1,5 +1,5 @@
-"""Linear layers and experts whose weights are kept and multiplied in fp8: those of the checkpoint
-as they are, or unquantised ones that are quantised while they are loaded."""
+"""Linear layers and experts with fp8 weights: those of the checkpoint as they are, or unquantised
+ones that are quantised while they are loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _CHUNK_BYTES = 32 << 20
-"""Of float32 at once."""
+"""The most bytes of float32 that are quantised at once."""
 _NOT_WHOLE_BLOCKS = (
     f"a rank's part of them is not whole blocks, or no multiple of {FP8_MULTIPLE}; another "
     "--tp-size may help, or --ep-size for experts"
@@ -42,10 +42,10 @@ _NOT_WHOLE_BLOCKS = (
 
 
 class Fp8Linears:
-    """``LinearQuantization`` of a model, on ops that multiply fp8.
+    """The ``LinearQuantization`` of a model in fp8, for ops that multiply fp8.
 
     Args:
-        config: the model's.
+        config: how the checkpoint is quantised.
         keeps_experts: whether the ops are also ``Fp8ExpertOps`` and experts stay in fp8.
     """
 
@@ -61,9 +61,9 @@ class Fp8Linears:
         in_features: int,
         columns: Span,
     ) -> Fp8LinearWeight | None:
-        """None where the checkpoint has it unquantised, or where a rank's part does not begin and
-        end with blocks, or is of a size that the ops don't take: it is dequantised, or stays
-        unquantised."""
+        """See ``LinearQuantization``. None if the checkpoint has the layer unquantised, if a rank's
+        part does not begin and end at block boundaries, or if the ops don't support its size. The
+        weight is then dequantised, or stays unquantised."""
         if any(self._config.is_ignored(source.name) for source in sources):
             return None
         rows = sum(len(source.rows) for source in sources)
@@ -82,8 +82,8 @@ class Fp8Linears:
         held: Sequence[int],
         shape: tuple[int, int],
     ) -> Fp8Experts | None:
-        """None also where a rank's slice of the inner dimension is not whole blocks: gate and up
-        are one weight."""
+        """See ``LinearQuantization``. None also if a rank's slice of the inner dimension is not
+        whole blocks, as gate and up are stacked in one weight."""
         linears = [name for each in names for name in each]
         ignored = [name for name in linears if self._config.is_ignored(name)]
         if not self._keeps_experts or ignored:
@@ -107,7 +107,7 @@ class Fp8Linears:
 
 
 def _is_of_blocks(sources: Sequence[LinearSource], in_features: int, columns: Span) -> bool:
-    """Whether the parts that are stacked are whole blocks, but for the end of the last one."""
+    """Whether the stacked parts consist of whole blocks, except at the end of the last one."""
     *inner, last = sources
     starts = [source.rows.start for source in sources] + [columns.start]
     stops = [source.rows.stop for source in inner]
@@ -119,14 +119,14 @@ def _is_of_blocks(sources: Sequence[LinearSource], in_features: int, columns: Sp
 
 
 class Fp8LinearWeight:
-    """A rank's part of a weight, several checkpoint linears stacked.
+    """A ``LinearWeight`` in fp8: one or several checkpoint linears, stacked.
 
     Args:
-        config: the model's.
-        parallel: where it lives; its ops multiply fp8.
+        config: how the checkpoint is quantised.
+        parallel: the parallel context of the rank; its ops multiply fp8.
         sources: the checkpoint's linears, with this rank's rows of each.
         in_features: columns of the whole weight.
-        columns: those of this rank.
+        columns: the columns that this rank holds.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Fp8LinearWeight:
         self._input_scales = parallel.empty(inputs, dtype=torch.float32)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         columns = self._in_features, self._columns
         yield from _shards(self._config, self._dtype, self._weight, self._sources, columns)
         for source, scale in zip(self._sources, self._input_scales.unsqueeze(1), strict=False):
@@ -157,8 +157,8 @@ class Fp8LinearWeight:
             yield WeightShard(name, scale, (1,), (0,), is_scale_of_rows=True)
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weight into the backend's form; of several inputs' scales, which divide
-        the same input, the largest is right for all."""
+        """Convert the loaded weight to the backend's layout. The stacked linears have the same
+        input, so the largest of their input scales is used for all of them."""
         largest = self._input_scales.max() if len(self._input_scales) else None
         weight = Fp8Weight(self._weight.values, self._weight.scales, largest)
         self._weight = self._ops.pack_fp8_weight(weight)
@@ -169,13 +169,13 @@ class Fp8LinearWeight:
 
 
 class Fp8Experts:
-    """A rank's part of a layer's experts.
+    """A rank's part of a layer's experts, in fp8.
 
     Args:
-        config: the model's.
-        parallel: where they live; its ops multiply fp8 experts.
-        names: of gate, up and down of this rank's experts.
-        shape: hidden and inner size, all ranks together.
+        config: how the checkpoint is quantised.
+        parallel: the parallel context of the rank; its ops multiply fp8 experts.
+        names: names of gate, up and down of this rank's experts.
+        shape: hidden and inner size, on all ranks together.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Fp8Experts:
         }
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         hidden, inner = self._shape
         shards = partial(_shards, self._config, self._dtype)
         share, everything = self._share, Span(0, hidden)
@@ -210,19 +210,19 @@ class Fp8Experts:
             yield from shards(_of_expert(down, expert), sources, (inner, share))
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weights into the backend's form."""
+        """Convert the loaded weights to the backend's layout."""
         for name in self._weights:
             self._weights[name] = self._ops.pack_fp8_experts(self._weights[name])
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden], see ``Ops.moe``."""
+        """This rank's part of the weighted sums, [tokens, hidden]; see ``Ops.moe``."""
         return self._ops.fp8_moe(x, self._weights["gate_up"], self._weights["down"], ids, weights)
 
     def exchange(self, moved: MovedExperts) -> None:
-        """Replace some of the experts, their scales with them."""
+        """Replace some of the experts, with their scales; see ``MovedExperts``."""
         for name in tuple(self._weights):
             weight = self._ops.unpack_fp8_experts(self._weights.pop(name))
-            # collectives don't take e4m3 everywhere
+            # not all collectives support e4m3
             for part in (weight.values.view(torch.uint8), weight.scales):
                 experts, arrived = moved(part)
                 part[experts] = arrived
@@ -230,7 +230,7 @@ class Fp8Experts:
 
 
 def _empty_weight(config: Fp8Config, parallel: ParallelContext, *shape: int) -> Fp8Weight:
-    """Memory for a weight of [out, in], or of [experts, out, in]."""
+    """Allocate a weight of shape [out, in] or [experts, out, in]."""
     *experts, rows, columns = shape
     scales = (_blocks(rows), _blocks(columns)) if config.is_blockwise else (rows,)
     values = parallel.empty(*shape, dtype=torch.float8_e4m3fn)
@@ -243,11 +243,11 @@ def _of_expert(weight: Fp8Weight, expert: int) -> Fp8Weight:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class QuantizingShard(WeightShard):
-    """A shard that is quantised as it is loaded, each row by its own largest element.
+    """A shard that is quantised while it is loaded, each row by its own largest element.
 
     Args:
-        scales: [rows] float32, filled with what the rows are times.
-        plain_dtype: what the checkpoint's tensor is read in.
+        scales: [rows] float32, filled with the scales of the rows.
+        plain_dtype: the type to read the checkpoint tensor in.
     """
 
     scales: Tensor
@@ -258,7 +258,8 @@ class QuantizingShard(WeightShard):
         return self.plain_dtype
 
     def fill(self, values: Tensor) -> None:
-        """Some rows at once: no more than these are on the device unquantised."""
+        """Quantise and copy the values, some rows at a time, so that only these are on the device
+        unquantised."""
         step = max(1, _CHUNK_BYTES // (4 * values.shape[1]))
         chunks = (torch.split(part, step) for part in (values, self.target, self.scales))
         for rows, target, scales in zip(*chunks, strict=True):
@@ -274,14 +275,14 @@ def _shards(
     sources: Sequence[LinearSource],
     columns: tuple[int, Span],
 ) -> Iterator[WeightShard]:
-    """What fills a weight of stacked linears.
+    """The shards that fill a weight of stacked linears.
 
     Args:
-        config: the model's.
-        dtype: that unquantised weights are read in.
-        weight: what to fill.
+        config: how the checkpoint is quantised.
+        dtype: type in which unquantised weights are read.
+        weight: the weight to fill.
         sources: the checkpoint's linears, with this rank's rows of each.
-        columns: how many there are, and those of this rank.
+        columns: the number of columns, and those that this rank holds.
     """
     in_features, own = columns
     start = 0

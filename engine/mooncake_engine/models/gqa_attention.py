@@ -1,4 +1,4 @@
-"""Grouped-query attention: Llama's, with the biases of Qwen2 and the norms of Qwen3."""
+"""Grouped-query attention of Llama, optionally with the biases of Qwen2 and the norms of Qwen3."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from mooncake_hal.backend import AttentionBatch
 from mooncake_hal.rope_writes import KVRows, QKNorms
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
-"""Queries, both planes of the cache, batch, scale: any attention of ``Ops``."""
+"""An attention kernel of ``Ops``: takes queries, both planes of the cache, batch and scale."""
 
 
 class AttentionNames(NamedTuple):
-    """What the checkpoint calls the linears; ``{}`` stands for the layer's number."""
+    """The checkpoint's names of the linears; ``{}`` stands for the layer's number."""
 
     qkv: tuple[str, str, str] = (
         "model.layers.{}.self_attn.q_proj",
@@ -79,14 +79,14 @@ class Attention:
         )
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         yield from self._qkv.weight_shards()
         yield from self._output.weight_shards()
         for norm in self._norms:
             yield from norm.weight_shards()
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weights into the backend's form."""
+        """Convert the loaded weights to the backend's layout."""
         self._qkv.process_weights_after_loading()
         self._output.process_weights_after_loading()
 
@@ -129,7 +129,7 @@ def attend(
     batch: AttentionBatch,
     scale: float,
 ) -> Tensor:
-    """Attention of a mixed batch: decodes through the first kernel, the rest through the other."""
+    """Run attention of a batch: the first kernel runs the decodes, the second one the prompts."""
     (decode, prefill), (first, second), num_decodes = kernels, caches, batch.num_decodes
     if num_decodes == query.shape[0]:
         return decode(query, first, second, batch, scale)

@@ -1,7 +1,7 @@
 """Reads a Hugging Face ``config.json`` into a frozen ModelConfig, or says what is wrong with it.
 
-Both spellings in use are read: ``rope_theta`` with ``rope_scaling`` and ``torch_dtype`` (before
-transformers 5), and ``rope_parameters`` and ``dtype`` (since).
+It reads both spellings in use: ``rope_theta`` with ``rope_scaling`` and ``torch_dtype`` (before
+transformers 5), and ``rope_parameters`` with ``dtype`` (since).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """A mixture of experts.
+    """The mixture of experts of a model.
 
     Args:
         routing: how many experts there are, and how they are chosen.
-        expert_size: inner width of each.
-        shared_size: inner width of what every token takes besides, 0 for nothing.
-        dense_layers: layers that have one MLP of ``intermediate_size`` instead.
+        expert_size: inner width of each expert.
+        shared_size: inner width of the shared experts together; 0 if there are none.
+        dense_layers: layers that have one MLP of ``intermediate_size`` instead of experts.
     """
 
     routing: RoutingConfig
@@ -50,15 +50,15 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class MlaConfig:
-    """Multi-head latent attention.
+    """The multi-head latent attention of a model.
 
     Args:
         latent_dim, rope_dim: elements per token of the two planes of the cache.
         nope_dim: elements of a query head that are not rotated.
         value_dim: elements of a value head.
-        query_rank: width of the narrow layer before the queries, None without one.
-        scale: of the scores.
-        is_interleaved: whether the checkpoint rotates pairs and not halves.
+        query_rank: width of the low-rank projection of queries; None without one.
+        scale: factor of the attention scores.
+        is_interleaved: whether the checkpoint rotates pairs rather than halves.
     """
 
     latent_dim: int
@@ -77,30 +77,30 @@ class MlaConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's config, whatever the checkpoint calls its fields.
+    """The config of a decoder, independent of the checkpoint's names of its fields.
 
     Args:
         architecture: the name in ``architectures``.
         vocab_size: rows of the embedding.
         hidden_size: width of the residual stream.
         intermediate_size: width of the MLP.
-        num_layers: decoder layers.
-        num_heads, num_kv_heads: query heads, and the key/value heads that they share.
+        num_layers: number of decoder layers.
+        num_heads, num_kv_heads: number of query heads, and of the key/value heads that they share.
         head_dim: elements per head.
-        rms_norm_eps: of every norm.
-        max_positions: longest sequence that it is run with.
-        rope: its rotation.
+        rms_norm_eps: epsilon of every norm.
+        max_positions: longest sequence that the model is run with, in tokens.
+        rope: the rotary embedding.
         tie_embeddings: whether the output head is the embedding.
-        dtype: of the checkpoint's weights, such as ``"bfloat16"``: what config.json says, or else
-            what most of them are.
+        dtype: type of the checkpoint's weights, such as ``"bfloat16"``: that of config.json, or
+            else that of most weights.
         eos_token_ids: tokens that end a request.
-        qkv_bias, output_bias, mlp_bias: which linear layers carry a bias.
+        qkv_bias, output_bias, mlp_bias: which linear layers have a bias.
         has_qk_norm: whether queries and keys are normalised per head (Qwen3).
-        moe: its mixture of experts, if it has one.
-        mla: its latent attention, if it has that instead of grouped queries.
-        quantization: of its weights, if they are quantised.
-        sliding_window: tokens that its attention sees, where that is what ``max_positions`` is: no
-            window is computed, and within it none is needed.
+        moe: the mixture of experts; None for dense models.
+        mla: the latent attention; None for grouped-query attention.
+        quantization: how the weights are quantised; None if they are not.
+        sliding_window: tokens of the attention window, if it limits ``max_positions``: the window
+            is not computed, and sequences within it don't need it.
     """
 
     architecture: str
@@ -132,7 +132,7 @@ class RawConfig:
 
     Args:
         fields: the object.
-        source: the file's name, for messages.
+        source: name of the file, for error messages.
     """
 
     def __init__(self, fields: dict[str, Any], source: str) -> None:
@@ -140,7 +140,7 @@ class RawConfig:
         self.source = source
 
     def require(self, name: str, kind: type[T]) -> T:
-        """The field's value; raises CheckpointError if it is absent, null or of another kind."""
+        """The field's value; raises CheckpointError if it is absent, null or of another type."""
         value = self.get(name, kind)
         if value is None:
             raise CheckpointError(f"{self.source} lacks {name!r}; the checkpoint is incomplete")
@@ -159,7 +159,7 @@ class RawConfig:
         return kind(value)  # type: ignore[call-arg]  # int to float where float is wanted
 
     def flag(self, name: str) -> bool:
-        """A boolean field that is off when absent."""
+        """A boolean field that is false if absent."""
         return self.get(name, bool, False) is True
 
     def count(self, name: str) -> int:
@@ -170,7 +170,7 @@ class RawConfig:
         return value
 
     def refuse(self, name: str, found: object, supported: str) -> CheckpointError:
-        """An error that says that the field's value is beyond what is supported."""
+        """The error to raise for a field whose value is not supported."""
         return CheckpointError(
             f"{self.source}: {name} {found!r} is not supported; supported: {supported}"
         )
@@ -180,7 +180,7 @@ def read_raw(model_dir: Path) -> RawConfig:
     """Parse ``config.json``.
 
     Raises:
-        CheckpointError: no such directory or file, or not a JSON object.
+        CheckpointError: there is no such directory or file, or it is not a JSON object.
     """
     if not model_dir.is_dir():
         raise CheckpointError(f"model directory {str(model_dir)!r} does not exist")
@@ -188,7 +188,7 @@ def read_raw(model_dir: Path) -> RawConfig:
 
 
 def read_eos_token_ids(model_dir: Path, raw: RawConfig) -> tuple[int, ...]:
-    """End-of-sequence tokens of ``generation_config.json`` and ``config.json`` together."""
+    """The end-of-sequence tokens of ``generation_config.json`` and ``config.json`` together."""
     path = model_dir / "generation_config.json"
     generation = _read_object(path) if path.exists() else {}
     found: set[int] = set()
@@ -199,25 +199,25 @@ def read_eos_token_ids(model_dir: Path, raw: RawConfig) -> tuple[int, ...]:
 
 
 def read_llama(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    """LlamaForCausalLM: ``attention_bias`` and ``mlp_bias`` as the file says."""
+    """LlamaForCausalLM: biases by ``attention_bias`` and ``mlp_bias``."""
     attention_bias, mlp_bias = raw.flag("attention_bias"), raw.flag("mlp_bias")
     biases = {"qkv_bias": attention_bias, "output_bias": attention_bias, "mlp_bias": mlp_bias}
     return read_decoder(raw, architecture, eos, biases)
 
 
 def read_mistral(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    """MistralForCausalLM: Llama's arithmetic; a window is 4,096 tokens where the file leaves it
-    out."""
+    """MistralForCausalLM: Llama's arithmetic, with a sliding window of 4,096 tokens if the config
+    doesn't mention it."""
     raw = RawConfig({"sliding_window": 4096, **raw.fields}, raw.source)
     return within_window(raw, read_decoder(raw, architecture, eos, {}))
 
 
 def within_window(raw: RawConfig, config: ModelConfig) -> ModelConfig:
-    """The model with sequences that are no longer than its sliding window, if it has one: every
-    token of them sees all tokens before it.
+    """Limit the model's sequences to its sliding window, if it has one, as every token then attends
+    to all tokens before it.
 
     Raises:
-        CheckpointError: a window of no token.
+        CheckpointError: the window is less than one token.
     """
     if raw.fields.get("sliding_window") is None:
         return config
@@ -228,7 +228,7 @@ def within_window(raw: RawConfig, config: ModelConfig) -> ModelConfig:
 
 
 def read_seed_oss(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    """SeedOssForCausalLM: Llama's arithmetic, with a bias of its own for the output."""
+    """SeedOssForCausalLM: Llama's arithmetic, with a separate flag for the output's bias."""
     biases = {
         "qkv_bias": raw.get("attention_bias", bool, True),
         "output_bias": raw.flag("attention_out_bias"),
@@ -238,8 +238,8 @@ def read_seed_oss(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> Mo
 
 
 def read_internlm3(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    """InternLM3ForCausalLM: Llama's arithmetic; published files call the biases ``qkv_bias`` and
-    ``bias``."""
+    """InternLM3ForCausalLM: Llama's arithmetic. Published configs have the biases in ``qkv_bias``
+    and ``bias``."""
     bias = raw.flag("bias") or raw.flag("mlp_bias")
     qkv_bias = raw.flag("qkv_bias") or raw.flag("attention_bias")
     biases = {"qkv_bias": qkv_bias, "output_bias": bias, "mlp_bias": bias}
@@ -247,17 +247,17 @@ def read_internlm3(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> M
 
 
 def read_phi3(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    """Phi3ForCausalLM (Phi-3, 3.5, 4): Llama's arithmetic, a part of each head rotated."""
+    """Phi3ForCausalLM (Phi-3, 3.5, 4): Llama's arithmetic, with a part of each head rotated."""
     return within_window(raw, read_decoder(raw, architecture, eos, {}))
 
 
 def read_qwen2(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    """Qwen2ForCausalLM: a bias on queries, keys and values, on nothing else."""
+    """Qwen2ForCausalLM: biases of queries, keys and values only."""
     return read_decoder(raw, architecture, eos, {"qkv_bias": True})
 
 
 def read_qwen3(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    """Qwen3ForCausalLM: norms on queries and keys, ``attention_bias`` as the file says."""
+    """Qwen3ForCausalLM: norms of queries and keys, biases by ``attention_bias``."""
     bias = raw.flag("attention_bias")
     options = {"qkv_bias": bias, "output_bias": bias, "has_qk_norm": True}
     return read_decoder(raw, architecture, eos, options)
@@ -280,15 +280,15 @@ def _read_object(path: Path) -> dict[str, Any]:
 def read_decoder(
     raw: RawConfig, architecture: str, eos: tuple[int, ...], options: dict[str, Any]
 ) -> ModelConfig:
-    """What all decoders have in common.
+    """Read the fields that all decoders have in common.
 
     Args:
-        raw: the file.
-        architecture, eos: as in ModelConfig.
+        raw: the parsed config.json.
+        architecture, eos: see ModelConfig.
         options: fields of ModelConfig that differ from their defaults.
 
     Raises:
-        CheckpointError: a field is missing, wrong, or asks for what is not supported.
+        CheckpointError: a field is missing or invalid, or its value is not supported.
     """
     _refuse_unsupported(raw)
     num_heads = raw.count("num_attention_heads")
@@ -320,14 +320,15 @@ def read_decoder(
 
 
 def _longest_sequence(raw: RawConfig, rope: RopeConfig) -> int:
-    """``max_position_embeddings``, or what YaRN stretches the original context to: who adds YaRN to
-    Qwen's files, as its model cards say, leaves that field as it is. vLLM reads it so, too. Dual
-    chunk attention is not computed: no sequence is longer than its chunk."""
+    """``max_position_embeddings``, or the original context times YaRN's factor if that is longer:
+    users who add YaRN to Qwen's config, as the model cards describe, leave that field as it is.
+    vLLM reads it in the same way. Dual chunk attention is not computed, so sequences are limited to
+    one of its chunks."""
     longest = raw.count("max_position_embeddings")
     if isinstance(rope.scaling, YarnScaling):
         longest = max(longest, int(rope.scaling.factor * rope.scaling.original_positions))
     chunks = raw.get("dual_chunk_attention_config", dict)
-    if chunks is not None:  # Qwen2.5-1M: within one chunk it is attention as everywhere else
+    if chunks is not None:  # Qwen2.5-1M: within one chunk it equals plain attention
         source = f"{raw.source}: dual_chunk_attention_config"
         longest = min(longest, RawConfig(chunks, source).count("chunk_size"))
     return longest
@@ -344,17 +345,17 @@ def _refuse_unsupported(raw: RawConfig) -> None:
 
 
 def read_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
-    """The rotation, from either spelling.
+    """Read the rotary embedding, from either spelling.
 
     Raises:
-        CheckpointError: a kind of scaling that is not supported, or one with fields missing.
+        CheckpointError: the kind of scaling is not supported, or lacks fields.
     """
     merged = {"rope_theta": raw.fields.get("rope_theta")}
     merged |= raw.get("rope_scaling", dict) or {}
     merged |= raw.get("rope_parameters", dict) or {}
     rope = RawConfig(merged, f"{raw.source}: rope")
     partial = rope.get("partial_rotary_factor", float) or raw.get("partial_rotary_factor", float)
-    if raw.fields.get("original_max_position_embeddings") is not None:  # beside it, as Phi-3 has it
+    if raw.fields.get("original_max_position_embeddings") is not None:  # at the top, as in Phi-3
         original = raw.count("original_max_position_embeddings")
         merged.setdefault("original_max_position_embeddings", original)
     rotary_dim = int(head_dim * (partial or 1.0))
@@ -368,7 +369,7 @@ def read_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
 def _read_scaling(rope: RawConfig, max_positions: int, rotary_dim: int) -> RopeScaling | None:
     kind = rope.get("rope_type", str) or rope.get("type", str) or "default"
     if kind in ("default", "dynamic"):
-        return None  # dynamic: changes only sequences beyond the context, which are refused
+        return None  # dynamic: affects only sequences beyond the context, which are rejected
     if kind == "linear":
         return LinearScaling(rope.require("factor", float))
     if kind == "llama3":
@@ -392,7 +393,7 @@ def _read_yarn(rope: RawConfig, max_positions: int) -> YarnScaling:
     all_dim = rope.get("mscale_all_dim", float)
     if attention_factor is None:
         attention_factor = yarn_attention_factor(factor, rope.get("mscale", float), all_dim)
-        # of what the paper says, as vLLM has it: DeepSeek-R1-0528-Qwen3-8B undoes it so
+        # a factor on the paper's value, as in vLLM; DeepSeek-R1-0528-Qwen3-8B cancels it with this
         attention_factor *= rope.get("attn_factor", float, 1.0) or 1.0
     if (share := rope.get("extrapolation_factor", float, 1.0)) != 1.0:
         raise rope.refuse("extrapolation_factor", share, "1")
@@ -408,9 +409,9 @@ def _read_yarn(rope: RawConfig, max_positions: int) -> YarnScaling:
 
 
 def _read_longrope(rope: RawConfig, max_positions: int, rotary_dim: int) -> LongRopeScaling:
-    """One set of factors for all lengths, as vLLM has it: KV outlives the length at which it was
-    computed. It is the long one where the context is longer than that of the pre-training; see
-    ``RopeConfig.for_length``."""
+    """Read LongRoPE, with one set of factors for all lengths, as in vLLM: KV is reused after a
+    sequence has grown. It is the long set if the context is longer than that of the pre-training;
+    see ``RopeConfig.for_length``."""
     original = rope.require("original_max_position_embeddings", int)
     short = _read_factors(rope, "short_factor", rotary_dim)
     long = _read_factors(rope, "long_factor", rotary_dim)

@@ -1,7 +1,8 @@
-"""Linear layers, embedding and head, whole or split over tensor-parallel ranks.
+"""Linear layers, embedding, head and norms, whole or split over tensor-parallel ranks.
 
-Every layer names the checkpoint tensors that it wants as ``WeightShard``s; loading copies into
-them, ``process_weights_after_loading`` then brings weights into the backend's own form.
+Every layer lists the parts of checkpoint tensors that it needs as ``WeightShard``s. The weight
+loader fills them, and ``process_weights_after_loading`` then converts the weights to the backend's
+layout.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from mooncake_hal.latents import LatentOps, NativeLatentOps
 from mooncake_hal.rope_writes import ComposedRopeWrites, RopeWriteOps
 
 MovedExperts = Callable[[Tensor], tuple[list[int], Tensor]]
-"""Gets [experts, ...] that there is of a rank's experts, one tensor after the other, the same ones
-on every rank; returns which experts are others now, and what there is of those."""
+"""Moves experts between ranks. It is called with each tensor of a rank's experts, [experts, ...],
+in the same order on every rank; returns the indexes of the experts to replace, and their values."""
 
 
 class LinearWeight(Protocol):
-    """A rank's part of a linear layer's weight, quantised or not."""
+    """A rank's part of the weight of a linear layer, quantised or not."""
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         ...
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weight into the backend's form."""
+        """Convert the loaded weight to the backend's layout."""
         ...
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[tokens, in] to [tokens, out]."""
+        """Map [tokens, in] to [tokens, out]."""
         ...
 
 
@@ -45,24 +46,24 @@ class ExpertWeights(Protocol):
     """A rank's part of a layer's experts, quantised or not."""
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         ...
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weights into the backend's form."""
+        """Convert the loaded weights to the backend's layout."""
         ...
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """This rank's part of the weighted sums of [tokens, hidden]; see ``Ops.moe``."""
+        """This rank's part of the weighted sums, [tokens, hidden]; see ``Ops.moe``."""
         ...
 
     def exchange(self, moved: MovedExperts) -> None:
-        """Replace some of the experts, see ``MovedExperts``; scales move as weights do."""
+        """Replace some of the experts, with their scales; see ``MovedExperts``."""
         ...
 
 
 class LinearQuantization(Protocol):
-    """How the weights of a model's linear layers, and of its experts, are quantised."""
+    """Makes the quantised weights of a model's linear layers and experts."""
 
     def make_linear(
         self,
@@ -71,13 +72,14 @@ class LinearQuantization(Protocol):
         in_features: int,
         columns: Span,
     ) -> LinearWeight | None:
-        """The weight of a layer; None if it is not quantised, or can't be divided so.
+        """Make the weight of a linear layer; None if it is not quantised, or can't be divided over
+        the ranks while it is.
 
         Args:
-            parallel: where it lives.
+            parallel: the parallel context of the rank.
             sources: the checkpoint's linears, with this rank's rows of each.
             in_features: columns of the whole weight.
-            columns: those of this rank.
+            columns: the columns that this rank holds.
         """
         ...
 
@@ -88,40 +90,43 @@ class LinearQuantization(Protocol):
         held: Sequence[int],
         shape: tuple[int, int],
     ) -> ExpertWeights | None:
-        """A layer's experts; None if some are not quantised, or can't be divided so. All ranks get
-        the same answer.
+        """Make the experts of a layer; None if some are not quantised, or can't be divided over the
+        ranks while they are. The result is None on all ranks or on none.
 
         Args:
-            parallel: where they live.
-            names: of gate, up and down of every expert.
-            held: those of this rank, in order.
-            shape: hidden and inner size, all ranks together.
+            parallel: the parallel context of the rank.
+            names: names of gate, up and down of every expert.
+            held: the experts that this rank holds, in order.
+            shape: hidden and inner size, on all ranks together.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """Where a rank's share of a model lives.
+    """A rank's place in the parallel layout of a model: its share of the weights, its groups, and
+    its device.
 
     Args:
         ops: kernels of the device.
-        device, dtype: of weights and activations.
-        communicator: the rank's tensor-parallel group, or None for a rank alone.
-        expert_communicator: all ranks that experts are divided over, data-parallel rank after
-            data-parallel rank; None if those are the tensor-parallel group.
-        layers: those of the rank's pipeline stage; None for all.
-        kv_scales: of both planes of each of the model's layers, if KV is kept in a narrower type.
-        has_native_latents: whether latents are kept in the form that the ops read best.
-        ep_size: parts that these ranks have experts in: each part has some of them whole, sliced
-            over the part's ranks. 1: every tensor-parallel rank has a slice of every expert.
-        ep_dispatch_min_tokens: of steps whose tokens are dispatched to experts; smaller ones run on
-            every rank.
-        expert_slots: by layer, the expert in each slot; empty: every expert has one, in order.
-        fused_experts: the backend's own ops for experts of all these ranks, if it has such.
-        fused_most_tokens: of a rank in one call of them.
-        quantization: has the weights of linear layers and experts that the checkpoint has
-            quantised and the ops multiply so; None: all are dequantised as they are loaded.
+        device, dtype: device and type of weights and activations.
+        communicator: the rank's tensor-parallel group; None if it has a single rank.
+        layers: the layers of the rank's pipeline stage; None for all layers.
+        kv_scales: scales of both planes of each of the model's layers, if KV is stored in a
+            narrower type.
+        has_native_latents: whether latents are kept in the layout that the ops read best.
+        ep_size: the number of parts that experts are divided into. Each part has whole experts,
+            sliced over the part's ranks. With 1, every tensor-parallel rank has a slice of every
+            expert.
+        ep_dispatch_min_tokens: the fewest tokens of a step that are dispatched to experts; smaller
+            steps run on every rank.
+        expert_slots: by layer, the expert in each slot; empty if every expert has one, in order.
+        expert_communicator: all ranks that experts are divided over, in order of data-parallel
+            ranks; None if those are the tensor-parallel group.
+        fused_experts: the backend's fused ops for experts of all these ranks; None if it has none.
+        fused_most_tokens: the most tokens of a rank in one call of ``fused_experts``.
+        quantization: makes the weights that the checkpoint has quantised and the ops can multiply
+            as they are; None to dequantise all weights while they are loaded.
         fused_rope_writes: whether the ops are also ``RopeWriteOps``.
     """
 
@@ -142,38 +147,38 @@ class ParallelContext:
     fused_rope_writes: bool = False
 
     def attention_ops(self, layer: int) -> Ops:
-        """The ops for what reads and writes that layer's KV."""
+        """The ops that read and write a layer's KV."""
         if not self.kv_scales:
             return self.ops
         return cast(ScaledKVOps, self.ops).with_kv_scales(*self.kv_scales[layer])
 
     def rope_write_ops(self, layer: int) -> RopeWriteOps:
-        """Norms, rotation and the write of a layer's KV: fused, or by the ops for each."""
+        """The ops for norms, rotation and the write of a layer's KV: fused, or composed."""
         ops = self.attention_ops(layer)
         return cast(RopeWriteOps, ops) if self.fused_rope_writes else ComposedRopeWrites(ops)
 
     def latent_ops(self, layer: int) -> LatentOps:
-        """The same for a layer's latents."""
+        """The ops that read and write a layer's latents."""
         if not self.has_native_latents:
             return self.attention_ops(layer)
         return cast(NativeLatentOps, self.ops).with_native_latents()
 
     @property
     def tp_rank(self) -> int:
-        """This rank."""
+        """The tensor-parallel rank."""
         return self.communicator.rank if self.communicator else 0
 
     @property
     def tp_size(self) -> int:
-        """Ranks in the group."""
+        """The number of tensor-parallel ranks."""
         return self.communicator.world_size if self.communicator else 1
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Uninitialised memory of the rank's device, and of its dtype unless told."""
+        """An uninitialised tensor on the rank's device, by default of the rank's dtype."""
         return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
     def zeros(self, *shape: int) -> Tensor:
-        """Memory of the rank's device and dtype that holds zeros."""
+        """A tensor of zeros, on the rank's device and of its dtype."""
         return torch.zeros(shape, device=self.device, dtype=self.dtype)
 
     def share(self, total: int) -> Span:
@@ -181,23 +186,23 @@ class ParallelContext:
         return share_of(total, self.tp_rank, self.tp_size)
 
     def expert_share(self, num_slots: int) -> Span:
-        """The slots for experts that this rank has, or a slice of."""
+        """The expert slots that this rank holds, whole or a slice of each."""
         rank, ranks = self._expert_rank
         return share_of(num_slots, rank * self.ep_size // ranks, self.ep_size)
 
     def inner_share(self, inner: int) -> Span:
-        """The slice of an expert's inner dimension that this rank has."""
+        """The slice of an expert's inner dimension that this rank holds."""
         sharers = self.expert_sharers
         return share_of(inner, self._expert_rank[0] % sharers, sharers)
 
     @property
     def expert_sharers(self) -> int:
-        """Ranks that have the same experts, a slice of each."""
+        """The number of ranks that hold the same experts, each a slice of them."""
         return self._expert_rank[1] // self.ep_size
 
     @property
     def _expert_rank(self) -> tuple[int, int]:
-        """Which of the ranks that experts are divided over this is, of how many."""
+        """This rank's number among those that experts are divided over, and how many they are."""
         group = self.expert_communicator or self.communicator
         return (group.rank, group.world_size) if group else (0, 1)
 
@@ -214,21 +219,21 @@ class Span:
 
 
 def share_of(total: int, index: int, parts: int) -> Span:
-    """One of so many parts of ``range(total)``; sizes differ by at most one."""
+    """Part ``index`` of ``range(total)`` divided into ``parts``; sizes differ by at most one."""
     return Span(index * total // parts, (index + 1) * total // parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightShard:
-    """A part of one checkpoint tensor, and the memory that it is loaded to.
+    """A part of one checkpoint tensor, and the memory to load it to.
 
     Args:
-        name: its name in the checkpoint.
-        target: what to fill; a view of the parameter.
-        full_shape: the whole tensor's shape in the checkpoint.
-        offset: where ``target`` begins in it, per dimension.
-        is_scale_of_rows: whether it is [rows], and the checkpoint may have it with one element for
-            all of them, or as a column.
+        name: name of the tensor in the checkpoint.
+        target: the memory to fill; a view of the parameter.
+        full_shape: shape of the whole tensor in the checkpoint.
+        offset: where ``target`` begins in the tensor, per dimension.
+        is_scale_of_rows: whether the tensor has one scale per row, [rows]; the checkpoint may also
+            have a single scale for all rows, or store them as a column.
     """
 
     name: str
@@ -239,22 +244,22 @@ class WeightShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is read in."""
+        """The type to read the tensor in."""
         return self.target.dtype
 
     def fill(self, values: Tensor) -> None:
-        """Take what was read, in host memory."""
+        """Copy the values that were read, which are in host memory, to the target."""
         self.target.copy_(values)
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSource:
-    """One checkpoint linear of which a fused layer takes some rows.
+    """A linear of the checkpoint of which a fused layer holds some rows.
 
     Args:
         name: prefix of ``.weight`` and ``.bias``.
-        out_features: its rows, all ranks together.
-        rows: those of this rank.
+        out_features: number of its rows, on all ranks together.
+        rows: the rows that this rank holds.
     """
 
     name: str
@@ -268,10 +273,10 @@ def linear_sources(
     """The sources of a fused layer.
 
     Args:
-        names: of the checkpoint's linears; all the same where the checkpoint has them fused, too,
-            one behind the other.
-        totals: rows of each, all ranks together.
-        rows: this rank's of each.
+        names: names of the checkpoint's linears; all the same if the checkpoint has them fused too,
+            one after another.
+        totals: number of rows of each, on all ranks together.
+        rows: the rows of each that this rank holds.
     """
     if len({*names}) == len(names):
         return tuple(LinearSource(*each) for each in zip(names, totals, rows, strict=True))
@@ -285,18 +290,18 @@ def linear_sources(
 def _by_source(
     sources: Sequence[LinearSource], stacked: Tensor
 ) -> Iterator[tuple[LinearSource, Tensor]]:
-    """Each source with its rows of what they are stacked in."""
+    """Each source with its rows of the stacked tensor."""
     yield from zip(sources, torch.split(stacked, [len(s.rows) for s in sources]), strict=True)
 
 
 class DenseWeight:
-    """``LinearWeight`` in the model's dtype, several checkpoint linears stacked.
+    """A ``LinearWeight`` in the model's dtype: one or several checkpoint linears, stacked.
 
     Args:
-        parallel: where it lives.
+        parallel: the parallel context of the rank.
         sources: the checkpoint's linears, with this rank's rows of each.
         in_features: columns of the whole weight.
-        columns: those of this rank.
+        columns: the columns that this rank holds.
     """
 
     def __init__(
@@ -313,25 +318,25 @@ class DenseWeight:
         self.values = parallel.empty(sum(len(s.rows) for s in sources), len(columns))
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         for source, rows in _by_source(self._sources, self.values):
             shape = (source.out_features, self._in_features)
             offset = (source.rows.start, self._first_column)
             yield WeightShard(f"{source.name}.weight", rows, shape, offset)
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weight into the backend's form."""
+        """Convert the loaded weight to the backend's layout."""
         self.values = self._ops.pack_weight(self.values)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[tokens, in] to [tokens, out]."""
+        """Map [tokens, in] to [tokens, out]."""
         return self._ops.linear(x, self.values, bias)
 
 
 def make_linear_weight(
     parallel: ParallelContext, sources: Sequence[LinearSource], in_features: int, columns: Span
 ) -> LinearWeight:
-    """A rank's part of a linear layer's weight, quantised where the model says so."""
+    """Make a rank's part of the weight of a linear layer, quantised if the model asks for it."""
     if parallel.quantization is not None:
         made = parallel.quantization.make_linear(parallel, sources, in_features, columns)
         if made is not None:
@@ -340,7 +345,8 @@ def make_linear_weight(
 
 
 class ColumnLinear:
-    """``x @ W.T + b`` with output rows split over ranks; several checkpoint linears stacked."""
+    """``x @ W.T + b`` with the output features split over ranks; may stack several checkpoint
+    linears."""
 
     def __init__(
         self,
@@ -357,12 +363,12 @@ class ColumnLinear:
 
     @property
     def dense_rows(self) -> Tensor:
-        """[rows of this rank, in], before they are packed; of a layer that is not quantised."""
+        """The weight of an unquantised layer before it is packed, [rows of this rank, in]."""
         assert isinstance(self._weight, DenseWeight)
         return self._weight.values
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         yield from self._weight.weight_shards()
         if self.bias is not None:
             for source, rows in _by_source(self._sources, self.bias):
@@ -370,16 +376,16 @@ class ColumnLinear:
                 yield WeightShard(f"{source.name}.bias", rows, shape, offset)
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weight into the backend's form."""
+        """Convert the loaded weight to the backend's layout."""
         self._weight.process_weights_after_loading()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, in] to [tokens, rows of this rank]."""
+        """Map [tokens, in] to [tokens, rows of this rank]."""
         return self._weight(x, self.bias)
 
 
 class RowLinear:
-    """``x @ W.T + b`` with input columns split over ranks and the partial sums added up."""
+    """``x @ W.T + b`` with the input features split over ranks, and partial sums all-reduced."""
 
     def __init__(
         self,
@@ -395,39 +401,39 @@ class RowLinear:
         out_features, in_features = shape
         source = LinearSource(name, out_features, Span(0, out_features))
         self._weight = make_linear_weight(parallel, (source,), in_features, columns)
-        # one rank adds the bias: the sum over ranks must hold it once
+        # only one rank adds the bias, so that the sum over ranks contains it once
         adds_bias = has_bias and parallel.tp_rank == 0
         self._bias = parallel.empty(out_features) if adds_bias else None
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         yield from self._weight.weight_shards()
         if self._bias is not None:
             shape = tuple(self._bias.shape)
             yield WeightShard(f"{self._name}.bias", self._bias, shape, (0,))
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weight into the backend's form."""
+        """Convert the loaded weight to the backend's layout."""
         self._weight.process_weights_after_loading()
 
     def partial(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum that the output is."""
+        """This rank's partial sum of the output, before the all-reduce."""
         return self._weight(x, self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, columns of this rank] to [tokens, out]."""
+        """Map [tokens, columns of this rank] to [tokens, out]."""
         return self.reduce(self.partial(x))
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """The output, from this rank's part of its sum."""
+        """All-reduce the ranks' partial sums to the output."""
         return self._communicator.all_reduce(partial) if self._communicator else partial
 
 
 class VocabTable:
     """The rows of a [vocab, hidden] matrix, split over ranks: an embedding, a head, or both.
 
-    Every rank holds ``ceil(vocab / ranks)`` rows, the last ones partly padding (zeros), so that
-    logits of equal width can be gathered.
+    Every rank holds ``ceil(vocab / ranks)`` rows, padded with zeros on the last ranks, so that all
+    ranks gather logits of equal width.
     """
 
     def __init__(
@@ -441,19 +447,19 @@ class VocabTable:
         self.weight = parallel.empty(self._rows, hidden_size)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load; zeroes the padding."""
+        """The part of the checkpoint tensor to load. Also zeroes the padding."""
         shard = self.shard_of(self._name)
         self.weight[len(shard.target) :].zero_()
         yield shard
 
     def shard_of(self, name: str) -> WeightShard:
-        """This rank's rows, of the checkpoint's matrix of that name."""
+        """This rank's rows of the checkpoint matrix ``name``."""
         held = min(self._rows, self._vocab_size - self._first)
         shape = (self._vocab_size, self.weight.shape[1])
         return WeightShard(f"{name}.weight", self.weight[:held], shape, (self._first, 0))
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[tokens] int64 to [tokens, hidden]."""
+        """Map token ids, [tokens] int64, to [tokens, hidden]."""
         communicator = self._parallel.communicator
         if communicator is None:
             return embedding(token_ids, self.weight)
@@ -464,12 +470,12 @@ class VocabTable:
 
 
 class Head:
-    """Logits from hidden rows.
+    """Computes logits from hidden rows.
 
     Args:
-        parallel: where it lives.
-        table: its weights; may be the embedding's own.
-        vocab_size: columns of the logits, all ranks together.
+        parallel: the parallel context of the rank.
+        table: the weights, which may be those of the embedding.
+        vocab_size: number of logits per row, on all ranks together.
     """
 
     def __init__(self, parallel: ParallelContext, table: VocabTable, vocab_size: int) -> None:
@@ -478,11 +484,11 @@ class Head:
         self._weight = table.weight
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weight into the backend's form; an embedding keeps the table."""
+        """Convert the loaded weight to the backend's layout. A tied embedding keeps its own."""
         self._weight = self._parallel.ops.pack_weight(self._weight)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] to [rows, vocab], in the model's dtype, the same on every rank."""
+        """Map [rows, hidden] to [rows, vocab], in the model's dtype, the same on every rank."""
         logits = self._parallel.ops.linear(hidden, self._weight, None)
         communicator = self._parallel.communicator
         if communicator is None:
@@ -491,7 +497,7 @@ class Head:
 
 
 class Norm:
-    """Weight of an RMS norm; replicated on every rank."""
+    """An RMS norm, whose weight is replicated on every rank."""
 
     def __init__(self, parallel: ParallelContext, name: str, size: int, eps: float) -> None:
         self._ops = parallel.ops
@@ -500,7 +506,7 @@ class Norm:
         self.weight = parallel.empty(size)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         yield WeightShard(f"{self._name}.weight", self.weight, tuple(self.weight.shape), (0,))
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), in its absorbed form.
 
-The cache holds, per token, one latent row and one rotated row that all heads share. What turns
-latents into keys is multiplied into the queries, and what turns them into values into the output:
-so attention runs on the cache as it is, for prompts and decodes alike.
+The cache holds, per token, one latent row and one rotated row, which all heads share. The up
+projection of keys is multiplied into the queries, and that of values into the output, so attention
+runs on the cached latents as they are, for prompts and decodes alike.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from mooncake_engine.models.parallel_context import AttentionWidths, ForwardCont
 from mooncake_hal.latents import LatentRows
 
 _NORM_EPS = 1e-6
-"""Of the norms inside; the checkpoint's ``rms_norm_eps`` is that of the others."""
+"""Epsilon of the norms inside the attention; ``rms_norm_eps`` of the checkpoint applies to all
+others."""
 
 
 class LatentNames(NamedTuple):
-    """What the checkpoint calls the parts; ``{}`` stands for the layer's number."""
+    """The checkpoint's names of the parts; ``{}`` stands for the layer's number."""
 
     query: str = "model.layers.{}.self_attn.q_proj"
     query_down: str = "model.layers.{}.self_attn.q_a_proj"
@@ -45,18 +46,18 @@ class LatentNames(NamedTuple):
     output: str = "model.layers.{}.self_attn.o_proj"
 
     def of(self, layer: int) -> LatentNames:
-        """The names with the layer's number in them."""
+        """The names with the layer's number filled in."""
         return LatentNames(*(name.format(layer) for name in self))
 
 
 class LatentQuery:
-    """Queries of this rank's heads, straight from the input or through a narrow layer.
+    """Computes the queries of this rank's heads, directly or through a low-rank projection.
 
     Args:
-        config: the model's.
-        mla: its latent attention.
-        parallel: where it lives.
-        names: complete.
+        config: config of the model.
+        mla: the model's latent attention.
+        parallel: the parallel context of the rank.
+        names: names of the parts, with the layer's number filled in.
     """
 
     def __init__(
@@ -72,18 +73,18 @@ class LatentQuery:
             self._down = (down, Norm(parallel, names.query_norm, rank, _NORM_EPS))
             name, fan_in = names.query_up, rank
         source = LinearSource(name, config.num_heads * self._dim, rows)
-        # rows are put into another order: those of a scale would not stay together
+        # rows are reordered, so the rows that share a scale would not stay together
         dense = replace(parallel, quantization=None) if self._rope_rows else parallel
         self._up = ColumnLinear(dense, (source,), fan_in)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         for part in self._down or ():
             yield from part.weight_shards()
         yield from self._up.weight_shards()
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weights into the backend's form."""
+        """Convert the loaded weights to the backend's layout."""
         if self._down is not None:
             self._down[0].process_weights_after_loading()
         if self._rope_rows:
@@ -92,7 +93,7 @@ class LatentQuery:
         self._up.process_weights_after_loading()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] to [tokens, heads, nope ++ rope]."""
+        """Map [tokens, hidden] to [tokens, heads, nope ++ rope]."""
         if self._down is not None:
             down, norm = self._down
             x = norm(down(x))
@@ -100,13 +101,13 @@ class LatentQuery:
 
 
 class AbsorbedWeights:
-    """What turns latents into keys and values, multiplied into queries and outputs instead.
+    """The up projections of latents to keys and values, applied to queries and outputs instead.
 
     Args:
-        config: the model's.
-        mla: its latent attention.
-        parallel: where they live.
-        name: of the checkpoint's linear, complete.
+        config: config of the model.
+        mla: the model's latent attention.
+        parallel: the parallel context of the rank.
+        name: name of the checkpoint's linear, with the layer's number filled in.
     """
 
     def __init__(
@@ -121,20 +122,20 @@ class AbsorbedWeights:
         self._value_up = value_up.transpose(1, 2)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         yield self._slot
 
     def into_latents(self, query: Tensor) -> Tensor:
-        """[tokens, heads, nope] to [tokens, heads, latent]."""
+        """Map queries, [tokens, heads, nope], to [tokens, heads, latent]."""
         return torch.bmm(query.transpose(0, 1), self._key_up).transpose(0, 1)
 
     def from_latents(self, attended: Tensor) -> Tensor:
-        """[tokens, heads, latent] to [tokens, heads, value]."""
+        """Map outputs, [tokens, heads, latent], to [tokens, heads, value]."""
         return torch.bmm(attended.transpose(0, 1), self._value_up).transpose(0, 1)
 
 
 class LatentAttention:
-    """Attention over paged latents; heads are split over ranks, latents are on every rank.
+    """Attention over paged latents. Heads are split over ranks, latents are replicated.
 
     Raises:
         ConfigError: there are more ranks than heads.
@@ -149,7 +150,7 @@ class LatentAttention:
         names, hidden = LatentNames().of(layer), config.hidden_size
         self._query = LatentQuery(config, mla, parallel, names)
         rows = mla.latent_dim + mla.rope_dim
-        dense = replace(parallel, quantization=None)  # its rows may change their order
+        dense = replace(parallel, quantization=None)  # its rows may be reordered
         self._kv_down = whole_linear(dense, names.kv_down, (rows, hidden), config.qkv_bias)
         self._kv_norm = Norm(parallel, names.kv_norm, mla.latent_dim, _NORM_EPS)
         self._kv_up = AbsorbedWeights(config, mla, parallel, names.kv_up)
@@ -161,7 +162,7 @@ class LatentAttention:
         self._output = RowLinear(parallel, names.output, columns, shape, has_bias=bias)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         yield from self._query.weight_shards()
         yield from self._kv_down.weight_shards()
         yield from self._kv_norm.weight_shards()
@@ -169,7 +170,7 @@ class LatentAttention:
         yield from self._output.weight_shards()
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weights into the backend's form."""
+        """Convert the loaded weights to the backend's layout."""
         down, rope_dim = self._kv_down, self._mla.rope_dim
         for rows in (down.dense_rows,) if down.bias is None else (down.dense_rows, down.bias):
             if self._mla.is_interleaved:
@@ -221,8 +222,8 @@ def pairs_to_halves(
 ) -> None:
     """Reorder each head's last rows, in place, for a rotation of halves instead of pairs.
 
-    The checkpoint rotates elements 0 and 1, 2 and 3, and so on. Scores are sums over them all:
-    in any order that queries and keys share they are the same.
+    The checkpoint rotates elements 0 and 1, 2 and 3, and so on. Scores are sums over all elements,
+    so they don't change if queries and keys are reordered alike.
     """
     rope = weight[:, weight.shape[1] - rope_rows :]
     rope.copy_(torch.cat((rope[:, 0::2], rope[:, 1::2]), dim=1))

@@ -1,4 +1,4 @@
-"""The gated MLP, and the mixture of experts that stands in its place."""
+"""The gated MLP, and the mixture of experts that may replace it."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from mooncake_engine.models.layers import (
 from mooncake_hal.fused_experts import FusedExperts
 
 _TINY = 1e-20
-"""Keeps a sum of vanishing weights from dividing by zero."""
+"""Added to the sum of weights, so that a sum of zero does not divide."""
 
 
 class Scoring(str, Enum):
-    """How a router's logits become scores."""
+    """How a router turns logits into scores."""
 
     SOFTMAX = "softmax"
-    """Over all experts."""
+    """Softmax over all experts."""
     SIGMOID = "sigmoid"
-    """Each expert on its own (DeepSeek-V3)."""
+    """Sigmoid of each expert's logit (DeepSeek-V3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
-    """How a router chooses.
+    """How a router chooses experts.
 
     Args:
-        num_experts: to choose from.
-        experts_per_token: chosen.
-        scoring: from logits to scores.
-        is_normalized: whether the chosen weights are made to add up to one.
-        scaling: what weights are multiplied by at the end.
-        groups: of consecutive experts, of equal size; 1 for no grouping.
-        chosen_groups: those that experts are chosen from.
-        group_scorers: best experts of a group whose scores, added up, are the group's.
-        has_correction_bias: whether a learnt bias is added to scores for the choice alone.
+        num_experts: number of routed experts.
+        experts_per_token: number of experts chosen per token.
+        scoring: how logits become scores.
+        is_normalized: whether the weights of the chosen experts are normalised to sum to one.
+        scaling: factor that the weights are multiplied by in the end.
+        groups: number of groups of consecutive experts, of equal size; 1 for no grouping.
+        chosen_groups: number of groups that experts are chosen from.
+        group_scorers: number of best experts in a group whose scores are summed to the group's.
+        has_correction_bias: whether a learnt bias is added to the scores, for the choice only.
     """
 
     num_experts: int
@@ -85,7 +85,7 @@ def choose_experts(
 
 
 def _within_best_groups(preference: Tensor, routing: RoutingConfig) -> Tensor:
-    """The preference with experts outside the chosen groups at minus infinity."""
+    """The preference, with experts outside the best groups set to minus infinity."""
     tokens, experts = preference.shape
     grouped = preference.view(tokens, routing.groups, experts // routing.groups)
     group_scores = grouped.topk(routing.group_scorers, dim=-1).values.sum(-1)
@@ -95,25 +95,25 @@ def _within_best_groups(preference: Tensor, routing: RoutingConfig) -> Tensor:
 
 
 class MlpNames(NamedTuple):
-    """What the checkpoint calls the linears; ``{}`` stands for the layer's number."""
+    """The checkpoint's names of the linears; ``{}`` stands for the layer's number."""
 
     gate: str = "model.layers.{}.mlp.gate_proj"
     up: str = "model.layers.{}.mlp.up_proj"
     down: str = "model.layers.{}.mlp.down_proj"
 
     def of(self, *numbers: int) -> MlpNames:
-        """The names with numbers in them: a layer's, or a layer's and an expert's."""
+        """The names with the number of a layer, or of a layer and an expert, filled in."""
         return MlpNames(*(name.format(*numbers) for name in self))
 
 
 class GatedMlp:
-    """``down(silu(gate(x)) * up(x))``, its inner dimension split over ranks.
+    """``down(silu(gate(x)) * up(x))``, with the inner dimension split over ranks.
 
     Args:
-        parallel: where it lives.
-        names: of its linears, complete.
-        shape: hidden and inner size, all ranks together.
-        has_bias: on all three.
+        parallel: the parallel context of the rank.
+        names: names of the linears, with all numbers filled in.
+        shape: hidden and inner size, on all ranks together.
+        has_bias: whether all three linears have a bias.
     """
 
     def __init__(
@@ -132,29 +132,29 @@ class GatedMlp:
         self._down = RowLinear(parallel, names.down, share, shape, has_bias=has_bias)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         yield from self._gate_up.weight_shards()
         yield from self._down.weight_shards()
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weights into the backend's form."""
+        """Convert the loaded weights to the backend's layout."""
         self._gate_up.process_weights_after_loading()
         self._down.process_weights_after_loading()
 
     def partial(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum that the output is."""
+        """This rank's partial sum of the output, before the all-reduce."""
         return self._down.partial(self._ops.silu_mul(self._gate_up(x)))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]."""
+        """Map [tokens, hidden] to [tokens, hidden]."""
         return self._down(self._ops.silu_mul(self._gate_up(x)))
 
 
 class Router:
-    """Sends tokens to experts; whole on every rank, in float32 whatever the model's dtype.
+    """Chooses experts for tokens. Replicated on every rank, in float32 whatever the model's dtype.
 
     Args:
-        parallel: where it lives.
+        parallel: the parallel context of the rank.
         name: prefix of ``.weight`` in the checkpoint.
         hidden_size: width of its input.
         routing: how it chooses.
@@ -172,7 +172,7 @@ class Router:
         self._bias = parallel.empty(experts, dtype=float32) if has_bias else None
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         shape = tuple(self._weight.shape)
         yield WeightShard(f"{self._name}.weight", self._weight, shape, (0, 0))
         if self._bias is not None:
@@ -180,22 +180,22 @@ class Router:
             yield WeightShard(name, self._bias, shape[:1], (0,))
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weight into the backend's form."""
+        """Convert the loaded weight to the backend's layout."""
         self._weight = self._ops.pack_weight(self._weight)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[tokens, hidden] to expert ids and weights, see ``choose_experts``."""
+        """Map [tokens, hidden] to expert ids and weights, see ``choose_experts``."""
         logits = self._ops.linear(x.float(), self._weight, None)
         return choose_experts(logits, self._routing, self._bias)
 
 
 class DenseExperts:
-    """``ExpertWeights`` in the model's dtype: gated MLPs of which each token takes some.
+    """``ExpertWeights`` in the model's dtype: gated MLPs, some of which run for each token.
 
     Args:
-        parallel: where they live.
-        names: of the linears of this rank's experts, in order.
-        shape: hidden and inner size, all ranks together.
+        parallel: the parallel context of the rank.
+        names: names of the linears of this rank's experts, in order.
+        shape: hidden and inner size, on all ranks together.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class DenseExperts:
         self._down: tuple[Tensor, ...] = (parallel.empty(len(names), hidden, len(share)),)
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         hidden, inner = self._shape
         first, width = self._share.start, len(self._share)
         for names, gate_up, down in zip(self._names, self._gate_up[0], self._down[0], strict=True):
@@ -219,26 +219,26 @@ class DenseExperts:
             yield WeightShard(f"{names.down}.weight", down, (hidden, inner), (0, first))
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weights into the backend's form."""
+        """Convert the loaded weights to the backend's layout."""
         self._gate_up = self._ops.pack_experts(self._gate_up[0])
         self._down = self._ops.pack_experts(self._down[0])
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """This rank's part of the weighted sums of [tokens, hidden]; see ``Ops.moe``."""
+        """This rank's part of the weighted sums, [tokens, hidden]; see ``Ops.moe``."""
         return self._ops.moe(x, self._gate_up, self._down, ids, weights)
 
     def run_fused(
         self, fused: FusedExperts, x: Tensor, slots: Tensor, weights: Tensor, most_tokens: int
     ) -> Tensor:
-        """The whole sum, of experts of all ranks."""
+        """The weighted sums over the experts of all ranks, by the backend's fused ops."""
         weight = self._gate_up, self._down
         return fused.run(x, *weight, slots, weights, most_tokens=most_tokens)
 
     def exchange(self, moved: MovedExperts) -> None:
-        """Replace some of the experts."""
+        """Replace some of the experts; see ``MovedExperts``."""
         for name in ("_gate_up", "_down"):
             weights = self._ops.unpack_experts(getattr(self, name))
-            setattr(self, name, ())  # packed or unpacked: there may be no room for both
+            setattr(self, name, ())  # packed and unpacked weights may not both fit into memory
             experts, arrived = moved(weights)
             weights[experts] = arrived
             setattr(self, name, self._ops.pack_experts(weights))
@@ -250,16 +250,17 @@ def make_expert_weights(
     held: Sequence[int],
     shape: tuple[int, int],
 ) -> ExpertWeights:
-    """A rank's part of a layer's experts, quantised where the model says so.
+    """Make a rank's part of a layer's experts, quantised if the model asks for it.
 
-    Without expert parallelism every rank holds a slice of every expert: whatever tokens choose,
-    ranks work alike, and any number of ranks will do. With it, ranks that share experts split them.
+    Without expert parallelism every rank holds a slice of every expert, so the ranks have equal
+    work whatever the routing, and any number of ranks is possible. With expert parallelism the
+    ranks of a part slice the experts of the part.
 
     Args:
-        parallel: where they live.
-        names: of every expert's linears, complete.
-        held: the experts that this rank has, or a slice of, in order.
-        shape: hidden and inner size, all ranks together.
+        parallel: the parallel context of the rank.
+        names: names of every expert's linears, with all numbers filled in.
+        held: the experts that this rank holds, whole or a slice of each, in order.
+        shape: hidden and inner size, on all ranks together.
     """
     if parallel.quantization is not None:
         made = parallel.quantization.make_experts(parallel, names, held, shape)
@@ -269,12 +270,15 @@ def make_expert_weights(
 
 
 class ExpertCounts:
-    """What a layer's experts got since the start, as far as this rank knows.
+    """Counts the tokens of a layer's experts since the start, as far as this rank knows them.
 
     Args:
-        num_experts: of the layer.
+        num_experts: number of experts in the layer.
         slots: the expert in each slot.
-        device: where they are counted.
+        device: device that holds the counts.
+
+    Attributes:
+        num_moved: experts that have come to this rank from others.
     """
 
     def __init__(self, num_experts: int, slots: Sequence[int], device: torch.device) -> None:
@@ -286,15 +290,15 @@ class ExpertCounts:
         self.num_moved = 0
 
     def of(self, ids: Tensor) -> Tensor:
-        """Tokens by expert, [experts] int64, of those that chose so; not yet added."""
+        """Tokens by expert, [experts] int64, of a batch's choices. Does not add them."""
         return torch.bincount(ids.flatten(), minlength=len(self._tokens))
 
     def add(self, tokens: Tensor) -> None:
-        """Tokens of all ranks, by expert."""
+        """Add tokens of all ranks, by expert."""
         self._tokens += tokens
 
     def add_sent(self, rows: int | Tensor) -> None:
-        """Rows that this rank sent to others, as the host knows it or the device."""
+        """Add a number of rows that this rank sent to others, known to the host or the device."""
         if isinstance(rows, int):
             self._sent += rows
         else:
@@ -302,41 +306,46 @@ class ExpertCounts:
 
     @property
     def num_sent_rows(self) -> int:
-        """By this rank to others; waits for the device."""
+        """Rows that this rank has sent to others. Waits for the device."""
         return self._sent + int(self._sent_on_device)
 
     def forget(self) -> None:
-        """Whatever was counted so far was no request's."""
+        """Reset all counts, as the tokens so far belonged to no request."""
         self._tokens.zero_()
         self._before.zero_()
         self._sent_on_device.zero_()
         self._sent = 0
 
     def note_placement(self, slots: Sequence[int], num_moved: int) -> None:
-        """Experts have other slots from now on; so many have come to this rank from others."""
+        """Record a new placement.
+
+        Args:
+            slots: the expert in each slot from now on.
+            num_moved: number of experts that came to this rank from others.
+        """
         self.slots = tuple(slots)
         self.num_moved += num_moved
         self._before = self._tokens.clone()
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Of all ranks, by expert; waits for the device."""
+        """Tokens of all ranks, by expert. Waits for the device."""
         return tuple(self._tokens.tolist())
 
     @property
     def placed_tokens(self) -> tuple[int, ...]:
-        """The same since experts have these slots."""
+        """As ``tokens``, since the last placement."""
         return tuple((self._tokens - self._before).tolist())
 
 
 class MixtureOfExperts:
-    """Routed experts, beside them those that every token takes.
+    """Routed experts, and optionally shared experts, which every token uses.
 
     Args:
-        parallel: where it lives.
-        router: chooses.
-        experts: are chosen.
-        shared: takes every token, if the model has such.
+        parallel: the parallel context of the rank.
+        router: chooses routed experts.
+        experts: the routed experts.
+        shared: the shared experts, as one MLP; None if the model has none.
     """
 
     def __init__(
@@ -352,21 +361,21 @@ class MixtureOfExperts:
         self._shared = shared
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The parts of checkpoint tensors to load."""
         yield from self._router.weight_shards()
         yield from self._experts.weight_shards()
         if self._shared is not None:
             yield from self._shared.weight_shards()
 
     def process_weights_after_loading(self) -> None:
-        """Bring the loaded weights into the backend's form."""
+        """Convert the loaded weights to the backend's layout."""
         self._router.process_weights_after_loading()
         self._experts.process_weights_after_loading()
         if self._shared is not None:
             self._shared.process_weights_after_loading()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]; one sum over ranks for all experts."""
+        """Map [tokens, hidden] to [tokens, hidden], with one all-reduce for all experts."""
         partial = self._experts(x, *self._router(x))
         if self._shared is not None:
             partial = partial + self._shared.partial(x)

@@ -1,4 +1,4 @@
-"""What a model's layers are given: their rank's share, and the step's tokens and KV."""
+"""The inputs of a model's layers: their rank's share of the heads, and the step's tokens and KV."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mooncake_hal.kv.geometry import head_range
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """A rank's heads; ranges are half open and global.
+    """The heads of a rank, as half-open ranges of the model's heads.
 
     Args:
-        query_start, query_stop: query heads.
-        kv_start, kv_stop: the key/value heads that they look at.
+        query_start, query_stop: the query heads.
+        kv_start, kv_stop: the key/value heads that these queries attend to.
     """
 
     query_start: int
@@ -30,23 +30,23 @@ class HeadShare:
 
     @property
     def query_heads(self) -> int:
-        """How many query heads."""
+        """The number of query heads."""
         return self.query_stop - self.query_start
 
     @property
     def kv_heads(self) -> int:
-        """How many key/value heads."""
+        """The number of key/value heads."""
         return self.kv_stop - self.kv_start
 
 
 def share_heads(num_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int) -> HeadShare:
-    """Heads of one rank: key/value heads as the KV's sharding says, queries along with them.
+    """The heads of one rank: the key/value heads of its KV shard, and their query heads.
 
-    Where several ranks hold the same key/value head, its queries are divided among them, unevenly
-    if need be.
+    If several ranks hold the same key/value head, its query heads are divided among them, unevenly
+    if necessary.
 
     Raises:
-        ConfigError: some rank would be left without a query head.
+        ConfigError: some rank would have no query head.
     """
     group = num_heads // num_kv_heads
     kv_start, kv_stop = head_range(num_kv_heads, tp_size, tp_rank)
@@ -73,13 +73,13 @@ def share_heads(num_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int) -
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardContext:
-    """What a forward pass needs besides its tokens.
+    """The inputs of a forward pass other than its tokens.
 
     Args:
-        batch: which tokens attend to which KV.
-        kv: by the number of a layer in the model, those of this rank: the pool's planes
+        batch: the attention batch: which tokens attend to which KV.
+        kv: by the model's number of each layer that this rank holds, the planes of its KV,
             ``[num_blocks, block_size, kv_heads, dim]``.
-        layer_done: called with each layer's number once its KV is written (enqueued on the device).
+        layer_done: called with each layer's number once its KV writes are enqueued on the device.
         expert_round: see ``StepPlan``.
     """
 
@@ -90,8 +90,13 @@ class ForwardContext:
 
 
 class AttentionWidths(NamedTuple):
-    """What crosses between attention and the rest of a layer, per token: ``heads`` rows, of
-    ``query`` elements on the way in and ``value`` on the way out."""
+    """The shape per token of the input and output of a layer's attention.
+
+    Args:
+        heads: rows per token.
+        query: elements per row of the input.
+        value: elements per row of the output.
+    """
 
     heads: int
     query: int
@@ -100,13 +105,13 @@ class AttentionWidths(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSlots:
-    """What a layer needs to know of a forward pass besides attention's batch: its tokens' positions
-    and KV slots, and who else takes part.
+    """The inputs of a layer outside of attention: the tokens' positions and KV slots, and the round
+    of data-parallel ranks.
 
     Args:
-        positions: [tokens] int64, in their sequences; rows of the rotation's table.
+        positions: [tokens] int64, positions in their sequences; rows of ``cos_sin``.
         cos_sin: [max_positions, rotary_dim] float32, cosines then sines.
-        slot_mapping: [tokens] int64, where their KV goes: see ``AttentionBatch``.
+        slot_mapping: [tokens] int64, the slots to write KV to: see ``AttentionBatch``.
         kv, expert_round: see ``ForwardContext``.
     """
 

@@ -1,4 +1,4 @@
-"""Reads ``quantization_config`` of config.json: fp8 as DeepSeek, Qwen and llm-compressor do it."""
+"""Reads ``quantization_config`` of config.json: the fp8 of DeepSeek, Qwen and llm-compressor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mooncake_engine.errors import CheckpointError
 from mooncake_hal.fp8_linear import FP8_BLOCK
 
 SCALE_ENDS = (".weight_scale", ".weight_scale_inv", ".input_scale")
-"""Of names of tensors that belong to a quantised weight."""
+"""Suffixes of the names of tensors that belong to a quantised weight."""
 _SUPPORTED = (
     "fp8 (e4m3) with scales of tensors, rows, or blocks of 128 by 128: quant_method 'fp8', or "
     "'compressed-tensors' of format 'float-quantized'"
@@ -20,16 +20,16 @@ _SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Fp8Config:
-    """Linear layers have e4m3 weights.
+    """The quantisation of a model whose linear layers have fp8 (e4m3) weights.
 
     Args:
         is_blockwise: whether scales are of blocks of 128 by 128; else of rows, or of the tensor.
-        scale_name: what a linear's scales are called behind its name.
-        has_input_scales: whether each has a scale for its input, too (static).
-        ignored: names of linears that are not quantised, or a part of their path, or ``re:`` and an
+        scale_name: suffix of the name of a linear's scales.
+        has_input_scales: whether each linear also has a scale for its input (static).
+        ignored: linears that are not quantised: names, parts of a path, or ``re:`` and a regular
             expression.
-        is_made_on_load: the checkpoint is unquantised, and so has no scales: weights are quantised
-            while they are loaded.
+        is_made_on_load: whether the checkpoint is unquantised, and so has no scales, and weights
+            are quantised while they are loaded.
     """
 
     is_blockwise: bool
@@ -39,19 +39,19 @@ class Fp8Config:
     is_made_on_load: bool = False
 
     def is_ignored(self, name: str) -> bool:
-        """Whether the checkpoint's linear of that name is not quantised."""
+        """Whether the linear with this name in the checkpoint is not quantised."""
         return any(_matches(entry, name) for entry in self.ignored)
 
     def is_scale(self, name: str) -> bool:
-        """Whether the checkpoint's tensor of that name belongs to a quantised weight."""
+        """Whether the tensor with this name in the checkpoint is a scale of a quantised weight."""
         return not self.is_made_on_load and name.endswith(SCALE_ENDS)
 
 
 FP8_ON_LOAD = Fp8Config(
     is_blockwise=False, scale_name="", has_input_scales=False, ignored=(), is_made_on_load=True
 )
-"""``--quantization fp8`` of an unquantised checkpoint: scales of rows. Embeddings, the head, norms
-and routers are no linear layers here."""
+"""``--quantization fp8`` for an unquantised checkpoint, with scales of rows. Embeddings, the head,
+norms and routers are no linear layers here, and stay unquantised."""
 
 
 def _matches(entry: str, name: str) -> bool:
@@ -61,14 +61,14 @@ def _matches(entry: str, name: str) -> bool:
 
 
 def read_quantization(fields: object, source: str) -> Fp8Config | None:
-    """The config's field, None for unquantised weights.
+    """Parse ``quantization_config``; None for unquantised weights.
 
     Args:
-        fields: its value.
-        source: the file's name, for messages.
+        fields: value of the field.
+        source: name of the file, for error messages.
 
     Raises:
-        CheckpointError: it asks for what is not supported, which it names.
+        CheckpointError: the quantisation is not supported; the message says which ones are.
     """
     if fields is None:
         return None
@@ -79,14 +79,14 @@ def read_quantization(fields: object, source: str) -> Fp8Config | None:
             if read is not None and (found := read(fields)) is not None:
                 return found
         except (AttributeError, KeyError, TypeError, ValueError, re.error):
-            pass  # of another form: refused as any other
+            pass  # malformed: rejected below, like any unsupported one
     raise CheckpointError(
         f"{source}: quantization_config {fields!r} is not supported; supported: {_SUPPORTED}"
     )
 
 
 def _read_fp8(fields: Mapping[str, Any]) -> Fp8Config | None:
-    """``quant_method: fp8``, with ``weight_block_size`` or without."""
+    """Read ``quant_method: fp8``, with or without ``weight_block_size``."""
     blocks, scheme = fields.get("weight_block_size"), fields.get("activation_scheme", "dynamic")
     is_known = blocks in (None, [FP8_BLOCK, FP8_BLOCK]) and scheme in ("dynamic", "static")
     is_static = scheme == "static"
@@ -98,7 +98,7 @@ def _read_fp8(fields: Mapping[str, Any]) -> Fp8Config | None:
 
 
 def _read_compressed(fields: Mapping[str, Any]) -> Fp8Config | None:
-    """``compressed-tensors``: one group, of all linears but those that are ignored."""
+    """Read ``compressed-tensors`` with one group, of all linears except ignored ones."""
     (group,) = fields["config_groups"].values()
     weights, inputs = group["weights"], group["input_activations"]
     strategy, targets = weights["strategy"], group["targets"]

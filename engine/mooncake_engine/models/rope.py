@@ -1,4 +1,5 @@
-"""Rotary position embeddings: inverse frequencies of every supported scaling, and their table.
+"""Rotary position embeddings: the inverse frequencies of every supported scaling, and the cos/sin
+table.
 
 Su et al. 2021 (RoFormer) in the rotate-half form of GPT-NeoX; see each scaling for its source.
 """
@@ -22,12 +23,12 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's: long wavelengths divided by ``factor``, short ones kept, a ramp between.
+    """Llama 3.1: low frequencies are divided by ``factor``, high ones kept, with a ramp between.
 
     Args:
         factor: divisor of the low frequencies.
-        low_freq_factor, high_freq_factor: wavelengths above ``original_positions /
-            low_freq_factor`` are scaled fully, those below ``original_positions /
+        low_freq_factor, high_freq_factor: frequencies with wavelengths above ``original_positions /
+            low_freq_factor`` are scaled fully, those with wavelengths below ``original_positions /
             high_freq_factor`` not at all.
         original_positions: context length of the pre-training.
     """
@@ -40,7 +41,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): a ramp over dimensions, and warmer attention.
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): a ramp over dimensions, and a factor on attention.
 
     Args:
         factor: divisor of the interpolated frequencies.
@@ -48,8 +49,8 @@ class YarnScaling:
         beta_fast, beta_slow: rotations over that context at which the ramp begins and ends.
         attention_factor: multiplies cosines and sines.
         truncate: whether the ramp's ends are rounded outwards to whole dimensions.
-        score_factor: what DeepSeek's latent attention multiplies scores by, for it rotates only
-            a part of a head.
+        score_factor: factor of the scores in DeepSeek's latent attention, which rotates only a part
+            of a head.
     """
 
     factor: float
@@ -66,10 +67,10 @@ class LongRopeScaling:
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a divisor for every rotated pair.
 
     Args:
-        factors: the divisors that are used.
+        factors: the divisors in use.
         attention_factor: multiplies cosines and sines.
-        short_factors: those of sequences within the pre-training's context.
-        original_positions: that context.
+        short_factors: the divisors for sequences within the context of the pre-training.
+        original_positions: context length of the pre-training.
     """
 
     factors: tuple[float, ...]
@@ -79,7 +80,7 @@ class LongRopeScaling:
 
     @property
     def is_short(self) -> bool:
-        """Whether no sequence is longer than the pre-training's context."""
+        """Whether the divisors for short sequences are in use."""
         return self.factors == self.short_factors
 
 
@@ -88,12 +89,12 @@ RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | LongRopeS
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The rotation of a model.
+    """The rotary embedding of a model.
 
     Args:
         theta: base of the frequencies.
-        rotary_dim: how many leading elements of a head are rotated.
-        scaling: how it was stretched beyond the pre-training context, if it was.
+        rotary_dim: number of leading elements of a head that are rotated.
+        scaling: how it is extended beyond the context of the pre-training; None if it is not.
     """
 
     theta: float
@@ -101,7 +102,7 @@ class RopeConfig:
     scaling: RopeScaling | None = None
 
     def for_length(self, longest: int) -> RopeConfig:
-        """The rotation where no sequence is longer."""
+        """The embedding to use if no sequence is longer than ``longest`` tokens."""
         scaling = self.scaling
         if not isinstance(scaling, LongRopeScaling) or longest > scaling.original_positions:
             return self
@@ -109,7 +110,7 @@ class RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """Angle per position of every rotated pair: ``[rotary_dim / 2]`` float32."""
+    """The angle per position of every rotated pair: ``[rotary_dim / 2]`` float32."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     base = 1.0 / (rope.theta**exponents)
     scaling = rope.scaling
@@ -125,7 +126,7 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def cos_sin_table(rope: RopeConfig, num_positions: int) -> Tensor:
-    """Cosines, then sines, of every position: ``[num_positions, rotary_dim]`` float32."""
+    """The cosines, then sines, of every position: ``[num_positions, rotary_dim]`` float32."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope))
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
@@ -135,7 +136,7 @@ def cos_sin_table(rope: RopeConfig, num_positions: int) -> Tensor:
 
 
 def longrope_attention_factor(factor: float, original_positions: int) -> float:
-    """The paper's ``sqrt(1 + ln(factor) / ln(original))``, 1 where nothing is stretched."""
+    """The paper's ``sqrt(1 + ln(factor) / ln(original))``; 1 for factors up to 1."""
     if factor <= 1:
         return 1.0
     return math.sqrt(1 + math.log(factor) / math.log(original_positions))
@@ -151,7 +152,7 @@ def yarn_attention_factor(
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """``0.1 weight ln(factor) + 1``, 1 where nothing is stretched."""
+    """``0.1 weight ln(factor) + 1``; 1 for factors up to 1."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -176,6 +177,6 @@ def _yarn_frequencies(base: Tensor, rope: RopeConfig, scaling: YarnScaling) -> T
 
 
 def _yarn_dimension(rope: RopeConfig, scaling: YarnScaling, rotations: float) -> float:
-    """The dimension that turns ``rotations`` times over the original context."""
+    """The dimension that rotates ``rotations`` times over the original context."""
     turns = scaling.original_positions / (rotations * 2 * math.pi)
     return rope.rotary_dim * math.log(turns) / (2 * math.log(rope.theta))

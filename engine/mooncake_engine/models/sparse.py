@@ -31,7 +31,7 @@ from mooncake_engine.scheduling.step_plan import ExpertRound
 
 
 class MoeNames(NamedTuple):
-    """What the checkpoint calls a mixture's parts.
+    """The checkpoint's names of the parts of a mixture of experts.
 
     The first ``{}`` stands for the layer's number, a second one for the expert's.
     """
@@ -50,7 +50,7 @@ class MoeNames(NamedTuple):
 
 
 class SparseDecoder(Decoder):
-    """A decoder whose layers, those that ``config.moe`` names, have experts (Qwen3-MoE)."""
+    """A decoder with experts in all layers except ``config.moe.dense_layers`` (Qwen3-MoE)."""
 
     moe_names: ClassVar[MoeNames] = MoeNames()
 
@@ -60,7 +60,7 @@ class SparseDecoder(Decoder):
         super().__init__(config, parallel, max_positions)
 
     def build_mlp(self, parallel: ParallelContext, layer: int) -> MlpBlock:
-        """Experts, or one MLP in the layers that are dense."""
+        """Build the experts of a layer, or the MLP of a dense one."""
         moe, hidden, names = self.config.moe, self.config.hidden_size, self.moe_names
         if moe is None or layer in moe.dense_layers:
             return super().build_mlp(parallel, layer)
@@ -84,7 +84,7 @@ class SparseDecoder(Decoder):
         return MixtureOfExperts(parallel, router, own_experts, shared_mlp)
 
     def build_layer(self, parallel: ParallelContext, layer: int) -> DecoderLayer:
-        """With expert parallelism, one that dispatches tokens."""
+        """Build a layer; with expert parallelism, one that dispatches tokens to ranks."""
         built = super().build_layer(parallel, layer)
         if not isinstance(built.mlp, ExpertParallelMixture):
             return built
@@ -94,7 +94,6 @@ class SparseDecoder(Decoder):
 
     @property
     def expert_counts(self) -> Mapping[int, ExpertCounts]:
-        """Of this rank's layers whose experts are divided over ranks."""
         return {layer: mixture.counts for layer, mixture in self._divided.items()}
 
     def serve_experts(self, expert_round: ExpertRound) -> None:
@@ -116,12 +115,12 @@ class SparseDecoder(Decoder):
             yield
 
     def is_ignored(self, name: str) -> bool:
-        """Also experts that other ranks have."""
+        """Ignores also the experts of other ranks."""
         return name in self._foreign_experts or super().is_ignored(name)
 
 
 class MixtralDecoder(SparseDecoder):
-    """Mixtral's names for the same."""
+    """A ``SparseDecoder`` with the names of Mixtral's checkpoints."""
 
     moe_names = MoeNames(
         router="model.layers.{}.block_sparse_moe.gate",
@@ -134,13 +133,13 @@ class MixtralDecoder(SparseDecoder):
 
 
 def read_mixtral(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    """MixtralForCausalLM: experts in every layer, weights of the chosen ones add up to one."""
+    """MixtralForCausalLM: experts in every layer, weights of the chosen ones sum to one."""
     moe = MoeConfig(read_routing(raw, ("num_local_experts",)), raw.count("intermediate_size"))
     return within_window(raw, read_decoder(raw, architecture, eos, {"moe": moe}))
 
 
 def read_qwen3_moe(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    """Qwen3MoeForCausalLM: Qwen3 with experts in all layers but those that the file excepts."""
+    """Qwen3MoeForCausalLM: Qwen3 with experts in all layers that the config does not exclude."""
     step = raw.get("decoder_sparse_step", int, 1) or 1
     dense = set(raw.get("mlp_only_layers", list) or [])
     dense |= {layer for layer in range(raw.count("num_hidden_layers")) if (layer + 1) % step}
@@ -152,7 +151,8 @@ def read_qwen3_moe(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> M
 
 
 def read_routing(raw: RawConfig, spellings: tuple[str, ...]) -> RoutingConfig:
-    """Number of experts under the first spelling that is there, and how many a token takes."""
+    """Read the number of experts, from the first of the fields that is present, and the number of
+    experts per token."""
     present = [name for name in spellings if raw.fields.get(name) is not None]
     experts = raw.count(present[0] if present else spellings[0])
     chosen = raw.count("num_experts_per_tok")
