@@ -1,1 +1,1 @@
-"""Transports whose bytes are moved by another transfer engine."""
+"""Adapters: transports whose bytes are moved by a third-party transfer engine."""

@@ -1,4 +1,4 @@
-"""What two endpoints of one engine tell each other. Pure."""
+"""Messages between two adapter endpoints. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from mooncake_hal.session.authentication import UNREADABLE
 VERSION = 5
 
 DESCRIBE = b"describe"
-"""The one request: the reply is an AgentDescription."""
+"""The only request of the protocol itself; the reply is an AgentDescription."""
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an endpoint publishes: nothing that leads to its engine.
+    """The info that an endpoint publishes; it gives no access to the engine.
 
     Args:
-        protocol: what the engine speaks.
-        location: where it stands, in its transport's own encoding; empty if that decides nothing.
+        protocol: the engine's protocol.
+        location: the engine's location in the transport's own encoding; empty if it is irrelevant
+            to reachability.
     """
 
     protocol: str
@@ -29,22 +30,23 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 CompareLocations = Callable[[bytes, bytes], "str | None"]
-"""Says why two engines, at our location and at theirs, can't reach each other, or None."""
+"""Returns why engines at two locations, ours and the peer's, can't reach each other, or None if
+they can."""
 
 
 def anywhere(ours: bytes, theirs: bytes) -> str | None:
-    """Compare locations of engines that reach each other wherever they are."""
+    """Compare the locations of engines that can always reach each other."""
     return None
 
 
 class AgentDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to reach an endpoint's engine; sent to peers that have proved themselves.
+    """How to reach an endpoint's engine; sent only to peers that have proved themselves.
 
     Args:
-        agent: in the engine's own words.
-        token_address: where in the endpoint's process the token lies.
-        token_attachment: what the engine has to know of that memory.
-        token: random bytes; who reads them there has reached the right engine.
+        agent: the agent's description, in the engine's own encoding.
+        token_address: address of the token in the endpoint's process.
+        token_attachment: attachment of that memory, in the engine's own encoding.
+        token: random bytes; a peer that reads them at that address has reached the right engine.
     """
 
     agent: bytes
@@ -57,7 +59,7 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 
 def decode_info(data: bytes) -> AdapterInfo:
-    """Read what an endpoint published; raises TransferError if it is something else."""
+    """Decode an endpoint's published info; raises TransferError if it is invalid."""
     try:
         return msgspec.msgpack.decode(data, type=AdapterInfo)
     except UNREADABLE as exc:
@@ -65,7 +67,7 @@ def decode_info(data: bytes) -> AdapterInfo:
 
 
 def decode_message(data: bytes, kind: type[Struct]) -> Struct:
-    """Read what a peer says over its session; raises PeerLost if that is not it."""
+    """Decode a peer's message of the given type; raises PeerLost if it is invalid."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except UNREADABLE as exc:
@@ -75,7 +77,7 @@ def decode_message(data: bytes, kind: type[Struct]) -> Struct:
 def unreachable_reason(
     ours: AdapterInfo, theirs: AdapterInfo, compare_locations: CompareLocations = anywhere
 ) -> str | None:
-    """Say why two engines can't speak to each other, or None if they may."""
+    """Return why two engines can't communicate, or None if they may be able to."""
     if ours.protocol != theirs.protocol:
         return f"our engine speaks {ours.protocol}, the peer's {theirs.protocol}"
     return compare_locations(ours.location, theirs.location)

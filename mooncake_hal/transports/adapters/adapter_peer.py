@@ -1,4 +1,4 @@
-"""The client's side of an adapter: the engine that serves one peer, and transfers in slices."""
+"""The client's side of an adapter: the agent for one peer, and transfers in slices."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from mooncake_hal.transports.transfers import DONE, FinishedTransfer, RunningTra
 
 @dataclass(slots=True, eq=False)
 class SlicedTransfer:
-    """One read or write.
+    """One read or write, and its progress.
 
     Args:
-        is_read: which of the two.
+        is_read: whether it is a read.
         slices: the spans of each slice; at least one.
-        local_keys: our regions that it touches.
-        transfer: what the caller holds.
-        error: why no more of it is to be moved.
-        num_moved: slices that have arrived.
-        num_failures: attempts in a row at the same slice that failed.
+        local_keys: keys of our regions that it touches.
+        transfer: the transfer object that the caller holds.
+        error: why no more slices are moved.
+        num_moved: number of slices that have been moved.
+        num_failures: consecutive failed attempts at the current slice.
     """
 
     is_read: bool
@@ -52,25 +52,26 @@ class SlicedTransfer:
 
     @property
     def is_moved(self) -> bool:
-        """Whether all of it has arrived."""
+        """Whether all slices have been moved."""
         return self.num_moved == len(self.slices)
 
 
 TOKEN_KEY = 0
-"""The peer's token; keys of regions begin with 1."""
+"""Key of the peer's token; keys of regions begin with 1."""
 
 STAGING_KEY = -1
-"""Where the token is read to."""
+"""Key of the local memory into which the token is read."""
 
 
 class AgentLink:
-    """An agent of our own for one peer, so that closing it disturbs no other.
+    """Our agent for one peer. Every peer has an agent of its own, so that closing it does not
+    affect others.
 
     Args:
-        engine: starts it.
-        description: the peer's.
-        region: our region of a key; None if it is revoked.
-        session: to the peer.
+        engine: opens the agent.
+        description: description of the peer's agent.
+        region: returns our region with a key; None if it is revoked.
+        session: session to the peer.
     """
 
     def __init__(
@@ -90,10 +91,10 @@ class AgentLink:
         self._lock = threading.Lock()
 
     def prove(self, deadline: float) -> None:
-        """Read the peer's token.
+        """Check that the agent reaches the peer's engine, by reading the peer's token.
 
         Raises:
-            TransportUnavailable: its engine is out of reach, or it is another one.
+            TransportUnavailable: the peer's engine is unreachable, or another engine replied.
         """
         token = self._description.token
         staging = self._engine.workspace(len(token))
@@ -116,7 +117,7 @@ class AgentLink:
             raise TransportUnavailable(name, "another engine replies at the peer's address")
 
     def move(self, part: Slice, must_stop: Callable[[], bool]) -> None:
-        """When this raises, the agent is closed: nothing moves any more."""
+        """Move a slice. If this raises, the agent has been closed, so that no more bytes move."""
         with self._lock:
             try:
                 agent = self._opened()
@@ -127,7 +128,7 @@ class AgentLink:
                 raise
 
     def forget(self, key: int) -> None:
-        """Withdraw our region from the agent; waits for the slice that is being moved."""
+        """Deregister our region from the agent, after the slice that is being moved."""
         with self._lock:
             if self._agent is not None and key in self._registered:
                 self._registered.discard(key)
@@ -145,7 +146,7 @@ class AgentLink:
         return self._agent
 
     def _prepare(self, agent: Agent, part: Slice) -> None:
-        """Tell the agent of the regions that it has not seen yet."""
+        """Register the slice's regions with the agent, as far as it does not know them yet."""
         for key in np.unique(part.local_keys).tolist():
             if key not in self._registered:
                 region = self._region(key)
@@ -172,26 +173,27 @@ class AgentLink:
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""Attempts at one slice, while the peer replies and still has the region."""
+"""Attempts at one slice, as long as the peer replies and still has the region."""
 
 NEWS_SECONDS = 0.05
-"""How long the news of a revocation may take behind the failure that it causes."""
+"""How much later the notification of a revocation may arrive than the failure that the revocation
+causes."""
 
 PATIENCE_SECONDS = 0.25
-"""How long the peer is waited for until it is looked whether anybody still wants the transfer."""
+"""While waiting for the peer, how often to check whether the transfer is still wanted."""
 
 
 class AdapterPeer:
-    """Moves spans slice by slice with an agent of its own.
+    """Moves transfers slice by slice, on a thread and with an agent of its own.
 
     Args:
-        engine: says how transfers are cut.
-        session: to the other end; closed with the peer.
+        engine: divides transfers into slices.
+        session: session to the other end; closed with the peer.
         link: moves the slices; closed with the peer.
-        local: our own regions.
+        local: this endpoint's regions.
 
     Raises:
-        TransferError: the host has no thread left; session and link are still the caller's.
+        TransferError: no thread could be started; the caller still owns session and link.
     """
 
     def __init__(
@@ -231,13 +233,14 @@ class AdapterPeer:
     # -- called by the endpoint -------------------------------------------------------------------
 
     def lost(self, error: TransferError) -> None:
-        """Let everything fail; nothing works any more. Idempotent."""
+        """Fail all present and future transfers. Idempotent."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def withdraw(self, key: int) -> None:
-        """End every transfer that touches our region ``key``; drained when this returns."""
+        """Fail every transfer that touches our region ``key``; they are drained when this
+        returns."""
         with self._changed:
             works = [*self._waiting, *([self._moving] if self._moving else [])]
         for work in works:
@@ -265,7 +268,7 @@ class AdapterPeer:
         return work.transfer
 
     def _stop(self, work: SlicedTransfer) -> None:
-        """Move no more of it; one that waits ends at once, else when its slice is through."""
+        """Stop a transfer: immediately if it is queued, otherwise after its current slice."""
         with self._changed:
             work.error = work.error or TransferCancelled("cancelled by this side")
             if work not in self._waiting:
@@ -274,7 +277,7 @@ class AdapterPeer:
         work.transfer.part_ended(work.error)
 
     def _why_stop(self, work: SlicedTransfer) -> TransferError | None:
-        """Return why a transfer is not to go on, if so."""
+        """Return why a transfer must not continue, or None if it may."""
         if work.error is None and time.monotonic() >= work.transfer.deadline:
             work.error = work.transfer.late()
         return work.error or self._error
@@ -285,13 +288,13 @@ class AdapterPeer:
         try:
             while (work := self._next()) is not None:
                 self._advance(work)
-        except Exception as exc:  # thread top: those who wait must learn of it
+        except Exception as exc:  # thread top: all transfers must fail with it
             logger.exception("%s: the thread that moves slices failed", self._engine.name)
             self.lost(TransferError(f"{self._engine.name}: moving slices failed: {exc!r}"))
             self._end_all()
 
     def _next(self) -> SlicedTransfer | None:
-        """Wait for something to move; None when the peer is closed and everything has ended."""
+        """Wait for the next queued transfer; None once the peer is closed and none is left."""
         with self._changed:
             while not self._waiting and not self.closed:
                 self._changed.wait()
@@ -299,7 +302,7 @@ class AdapterPeer:
             return self._moving
 
     def _advance(self, work: SlicedTransfer) -> None:
-        """Move one slice; the transfers of a peer take turns."""
+        """Move one slice of a transfer, then requeue it: a peer's transfers take turns."""
         error = None
         try:
             self._move_next(work)
@@ -314,10 +317,10 @@ class AdapterPeer:
         work.transfer.part_ended(error)
 
     def _move_next(self, work: SlicedTransfer) -> None:
-        """Move a transfer's next slice, or find out why that did not work.
+        """Move a transfer's next slice; counts a failure that may be retried.
 
         Raises:
-            TransferError: it is not worth another attempt.
+            TransferError: the transfer must not be retried.
         """
         self._require_wanted(work)
         spans = work.slices[work.num_moved]
@@ -325,7 +328,7 @@ class AdapterPeer:
         try:
             self._link.move(part, lambda: self._why_stop(work) is not None)
         except TransferError as exc:
-            # A peer's engine lets go of a region before the peer says so.
+            # The peer's engine deregisters a region before the peer notifies us.
             time.sleep(NEWS_SECONDS)
             self._await_peer(work)
             self._located(work, spans)
@@ -341,7 +344,8 @@ class AdapterPeer:
             work.num_failures = 0
 
     def _located(self, work: SlicedTransfer, spans: Spans) -> Slice:
-        """Look up which regions a slice lies in; what is missing, after all news is in."""
+        """Look up the regions of a slice; if a remote one is unknown, once more after all pending
+        notifications were processed."""
         local = _keys(self._local, spans.local, spans.nbytes)
         try:
             remote = _keys(self._session.regions, spans.remote, spans.nbytes)
@@ -351,10 +355,10 @@ class AdapterPeer:
         return Slice(work.is_read, spans, local, remote)
 
     def _await_peer(self, work: SlicedTransfer) -> None:
-        """Wait until the peer has replied, and so has sent all that it registered.
+        """Wait until the peer has replied, so that all its earlier notifications were processed.
 
         Raises:
-            TransferError: it is lost, or the transfer is not wanted any more.
+            TransferError: the peer is lost, or the transfer is not wanted any more.
         """
         while True:
             self._require_wanted(work)
@@ -383,10 +387,10 @@ def _keys(
     addresses: NDArray[np.uint64],  # [n]
     nbytes: NDArray[np.uint64],  # [n]
 ) -> NDArray[np.int64]:
-    """Return which region each span lies in: [n].
+    """Return the key of each span's region: [n].
 
     Raises:
-        RegionUnknown, RegionRevoked, OutOfBounds: for the first span that lies in none.
+        RegionUnknown, RegionRevoked, OutOfBounds: for the first span that has none.
     """
     index, at = regions.locate(addresses, nbytes)
     return np.array(index.keys, np.int64)[at]

@@ -1,4 +1,4 @@
-"""The transport around another transfer engine."""
+"""The transport that adapts a third-party transfer engine."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TOKEN_BYTES = 32
 
 
 class AdapterDataPath:
-    """Data path whose bytes another transfer engine moves.
+    """Data path whose bytes a third-party transfer engine moves.
 
     Args:
-        engine: what moves the bytes.
+        engine: the engine.
         local: the endpoint's own regions.
-        compare_locations: says whether two engines reach each other.
+        compare_locations: decides whether two engines can reach each other.
 
     Raises:
         TransportUnavailable: the engine does not start.
@@ -80,7 +80,7 @@ class AdapterDataPath:
         return attachment
 
     def detach(self, key: int) -> None:
-        """The agents let go of it, and know it no more."""
+        """All agents deregister the region."""
         with self._lock:
             del self._regions[key]
             peers = list(self._peers)
@@ -90,13 +90,13 @@ class AdapterDataPath:
             self._agent.deregister(key)
 
     def handle_request(self, session: Session, payload: bytes) -> bytes:
-        """Says how to reach the engine, and hands on what its agents ask for."""
+        """Returns the agent's description, and forwards the engine's own requests."""
         if payload == DESCRIBE:
             return self._description
         request_handler = self._engine.request_handler
         if request_handler is None:
             raise TransferError(f"a peer may ask {DESCRIBE!r}, not {payload[:40]!r}")
-        with self._lock:  # which a withdrawal waits for
+        with self._lock:  # so that detach() waits for it
             return request_handler.handle_request(session, payload, self._local)
 
     def session_ended(self, session: Session) -> None:
@@ -105,7 +105,7 @@ class AdapterDataPath:
                 self._engine.request_handler.session_ended(session)
 
     def connect(self, session: Session, info: bytes, timeout: float) -> AdapterPeer:
-        """Starts an agent, and proves that it reaches the peer's memory."""
+        """Opens an agent for the peer, and checks that it can read the peer's memory."""
         deadline = time.monotonic() + timeout
         description = decode_message(session.request(DESCRIBE, timeout), AgentDescription)
         link = AgentLink(self._engine, description, self._regions.get, session)
@@ -133,16 +133,16 @@ class AdapterDataPath:
 
 
 class AdapterTransport:
-    """Transport around another transfer engine.
+    """A transport that adapts a third-party transfer engine.
 
     Args:
-        name: of the transport.
-        configure: makes the engine for an endpoint. Raises ValueError for settings that it does
-            not know, TransportUnavailable if the host lacks what they ask for.
-        compare_locations: says whether two of its engines reach each other.
+        name: name of the transport.
+        configure: creates the engine for an endpoint. Raises ValueError for unknown settings, and
+            TransportUnavailable if the host lacks what they require.
+        compare_locations: decides whether two of its engines can reach each other.
     """
 
-    can_revoke = False  # what a peer's engine has begun, this side can't stop
+    can_revoke = False  # this side can't stop what a peer's engine has started
     ends_writes = False
 
     def __init__(
@@ -161,16 +161,16 @@ class AdapterTransport:
         return open_endpoint(data_path, local, options)
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
-        """Compares what the engines speak, and where they stand."""
+        """Compares the engines' protocols and locations."""
         compare = partial(unreachable_reason, compare_locations=self._compare_locations)
         return compare_addresses((local, remote), self.name, VERSION, decode_info, compare)
 
 
 def chosen_settings(name: str, extra: dict[str, str], known: dict[str, str]) -> dict[str, str]:
-    """Return the settings, with the defaults of those that are not given.
+    """Return all settings: the given ones, and the defaults of the others.
 
     Raises:
-        ValueError: one is not known.
+        ValueError: a given setting is unknown.
     """
     unknown = sorted(set(extra) - set(known))
     if unknown:

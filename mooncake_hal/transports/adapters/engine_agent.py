@@ -1,8 +1,8 @@
-"""What an adapter needs of a transfer engine that is not ours.
+"""The interface that an adapter requires of a third-party transfer engine.
 
-Engines know neither our deadlines nor how to end what they have begun. So they are given a transfer
-in slices, one at a time, and an engine that fails or does not finish one is closed: only then is it
-certain that it touches no more memory.
+Engines know nothing of our deadlines and can't cancel a transfer. So they are given transfers in
+slices, one at a time, and an engine that fails to finish a slice is closed: only then is it certain
+that it accesses no more memory.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mooncake_hal.transports.spans import limit_spans, split_spans
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
-    """As much of a transfer as an engine is given at once.
+    """The part of a transfer that an engine moves in one call.
 
     Args:
-        is_read: whether the bytes come to this process, or leave it.
-        spans: the pieces.
-        local_keys: [n] int64, which of our regions each piece lies in.
-        remote_keys: [n] int64, which of the peer's.
+        is_read: whether the bytes are read from the peer or written to it.
+        spans: the n pieces.
+        local_keys: [n] int64, key of our region that each piece is in.
+        remote_keys: [n] int64, key of the peer's region that each piece is in.
     """
 
     is_read: bool
@@ -38,29 +38,30 @@ class Slice:
 
 
 class Agent(Protocol):
-    """One running instance of an engine; no two of its methods are called at once.
+    """One running instance of an engine; its methods are never called concurrently.
 
-    An endpoint has one that serves its peers, and one per peer that it drives.
+    An endpoint has one agent that serves its peers, and one for each peer that it connects to.
     """
 
     def description(self) -> bytes:
-        """Return what another agent has to know to reach this one. Not empty."""
+        """Return the description with which another agent can reach this one. Not empty."""
         ...
 
     def register(self, key: int, region: MemoryRegion) -> bytes:
-        """Register memory; return what another agent has to know of it. Not empty.
+        """Register memory; returns its attachment, with which another agent can access it. Not
+        empty.
 
         Raises:
-            TransportUnavailable: the engine can't take this memory.
+            TransportUnavailable: the engine can't register this memory.
         """
         ...
 
     def deregister(self, key: int) -> None:
-        """Withdraw memory that was registered."""
+        """Deregister memory."""
         ...
 
     def meet(self, description: bytes) -> None:
-        """Get to know the one agent that this one moves bytes to and from.
+        """Set the only agent to and from which this one moves bytes.
 
         Raises:
             TransferError: the engine can't reach it.
@@ -68,7 +69,7 @@ class Agent(Protocol):
         ...
 
     def learn(self, key: int, attachment: bytes) -> None:
-        """Get to know a region of that agent, by what its ``register`` returned.
+        """Add a region of that agent, with the attachment that its ``register`` returned.
 
         Raises:
             TransferError: the engine can't use it.
@@ -76,37 +77,37 @@ class Agent(Protocol):
         ...
 
     def move(self, part: Slice, must_stop: Callable[[], bool]) -> None:
-        """Move a slice whole; the bytes have arrived when this returns.
+        """Move a whole slice; the bytes have arrived when this returns.
 
         Args:
-            part: pieces in regions that are registered here, and learnt.
-            must_stop: says when it is not waited for any more; the agent may go on for a second or
-                two, if it can't stop.
+            part: pieces in regions that were passed to ``register`` and ``learn``.
+            must_stop: returns True once the transfer is not wanted any more; an agent that can't
+                stop may continue for a second or two.
 
         Raises:
-            TransferError: not all of it was moved. More of it may be, until the agent is closed.
+            TransferError: not all bytes were moved. More may be moved until the agent is closed.
         """
         ...
 
     def close(self) -> None:
-        """End the engine: nothing moves any more when this returns. Idempotent."""
+        """Shut the engine down: no more bytes move once this returns. Idempotent."""
         ...
 
 
 class Workspace(Protocol):
-    """A little memory of a kind that the engine moves bytes to and from."""
+    """A small buffer in memory that the engine can access."""
 
     @property
     def address(self) -> int:
-        """Its first byte."""
+        """Address of the first byte."""
         ...
 
     def put(self, content: bytes) -> None:
-        """Overwrite it."""
+        """Overwrite the buffer."""
         ...
 
     def get(self) -> bytes:
-        """Return what is in it."""
+        """Return the buffer's content."""
         ...
 
 
@@ -114,7 +115,7 @@ class HostWorkspace:
     """Workspace in host memory.
 
     Args:
-        nbytes: size; zero at first.
+        nbytes: size in bytes; the memory is zeroed.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -132,42 +133,43 @@ class HostWorkspace:
 
 
 class PeerRequestHandler(Protocol):
-    """Does here what a peer's agents ask for; no two of its methods are called at once."""
+    """Handles requests of peers' agents; its methods are never called concurrently."""
 
     def handle_request(self, session: Session, payload: bytes, local: AttachedRegions) -> bytes:
-        """Answer a call.
+        """Handle a request and return the reply.
 
         Args:
-            session: the peer's.
-            payload: what it asks, in the engine's own encoding.
-            local: our regions; none is withdrawn before this returns.
+            session: the peer's session.
+            payload: the request in the engine's own encoding.
+            local: our regions; none is revoked before this returns.
 
         Raises:
-            TransferError: it can't be done; the peer gets the reason.
+            TransferError: the request is rejected; the peer receives the message.
         """
         ...
 
     def session_ended(self, session: Session) -> None:
-        """That peer is gone: free what was held for it."""
+        """Called when the peer is gone: release any resources held for it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedEngine:
-    """An engine, as one endpoint uses it.
+    """The configuration of an engine for one endpoint.
 
     Args:
-        name: of the transport.
-        protocol: what the engine speaks; both ends must speak the same.
-        open_agent: starts an agent: that which drives a session's peer; with None, that which
-            serves peers. Raises TransportUnavailable.
-        max_pieces: pieces in a slice.
-        max_bytes: bytes in a slice, roughly; bounds how long a cancelled transfer drains.
-        location: where it stands, for those that not every peer reaches; see ``EngineInfo``.
-        workspace: allocates a few bytes that it can reach, by which two engines prove themselves.
-            What is dropped is free again.
+        name: name of the transport.
+        protocol: the engine's protocol, which must be the same on both ends.
+        open_agent: opens the agent that drives a session's peer; with None, the agent that serves
+            peers. Raises TransportUnavailable.
+        max_pieces: maximum number of pieces in a slice.
+        max_bytes: approximate maximum of bytes in a slice; bounds how long a cancelled transfer
+            drains.
+        location: the engine's location, if not every peer can reach it; see ``AdapterInfo``.
+        workspace: allocates a few bytes that the engine can access, with which two engines check
+            that they reach each other. The memory is freed with the returned object.
         workspace_device: the device of that memory.
-        request_handler: does what the agents of peers ask for; None if they ask nothing.
+        request_handler: handles requests of peers' agents; None if they send none.
     """
 
     name: str
@@ -181,10 +183,10 @@ class AdaptedEngine:
     request_handler: PeerRequestHandler | None = None
 
     def workspace_region(self, workspace: Workspace, nbytes: int) -> MemoryRegion:
-        """Describe such memory as what agents register."""
+        """Return a workspace's memory as a region for ``Agent.register``."""
         return MemoryRegion(workspace.address, nbytes, self.workspace_device)
 
     def cut(self, spans: Spans) -> list[Spans]:
-        """Cut the spans of a transfer into those of its slices; none is empty."""
+        """Divide a transfer's spans into slices; none is empty."""
         shares = split_spans(spans, -(-spans.total_bytes // self.max_bytes))
         return [run for share in shares for run in limit_spans(share, self.max_pieces)]

@@ -1,4 +1,4 @@
-"""mooncake-transfer-engine as an adapter's engine. Written against 0.3.13."""
+"""The engine of the mooncake adapter: mooncake-transfer-engine. Written against 0.3.13."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from mooncake_hal.transports.adapters.engine_agent import AdaptedEngine, Slice
 from mooncake_hal.transports.adapters.mooncake_plugin import NAME
 
 SETTINGS = {"protocol": "tcp", "devices": ""}
-"""``protocol``: tcp or rdma. ``devices``: comma-separated NICs for rdma; empty takes all."""
+"""Settings with their defaults. ``protocol``: tcp or rdma. ``devices``: comma-separated NICs for
+rdma; empty: all."""
 
 PROTOCOLS = ("tcp", "rdma")
 
 MAX_PIECES = 1024
-"""Its queue per peer refuses 4,096 pieces at once, and 2,048 now and then."""
+"""The engine's queue per peer rejects 4,096 pieces at once, and sometimes 2,048."""
 
 ENVIRONMENT = {
-    # Without it every piece is a connection of its own, and thousands at once fail.
+    # Without it, every piece opens a connection of its own, and thousands at once fail.
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
-    # A slice can't be cancelled: this is how long one is held up by a peer that stands still.
+    # A slice can't be cancelled; these limit how long an unresponsive peer blocks it.
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
     "MC_LOG_LEVEL": "WARNING",
 }
-"""Some things can be set only so; what the operator has set stays."""
+"""Defaults for environment variables, since these settings have no other interface; values that the
+operator has set are kept."""
 
 
 def load() -> AdapterTransport:
@@ -60,7 +62,7 @@ def configure(module: ModuleType, options: EndpointOptions) -> AdaptedEngine:
     if protocol not in PROTOCOLS:
         raise ValueError(f"mooncake setting protocol must be one of {PROTOCOLS}, not {protocol!r}")
     if protocol == "tcp":
-        os.environ.setdefault("MC_FORCE_TCP", "1")  # else it takes a NIC whatever is set
+        os.environ.setdefault("MC_FORCE_TCP", "1")  # otherwise it uses a NIC regardless of settings
     host = options.advertise_host or options.host
 
     def open_agent(session: Session | None) -> MooncakeAgent:
@@ -70,15 +72,15 @@ def configure(module: ModuleType, options: EndpointOptions) -> AdaptedEngine:
 
 
 class MooncakeAgent:
-    """One TransferEngine, reached by host and port without a metadata server.
+    """One TransferEngine, which peers address by host and port, without a metadata server.
 
     Args:
-        module: mooncake.engine.
-        host: address that peers reach it by; it listens on every interface whatever that is.
+        module: the module mooncake.engine.
+        host: address that peers connect to; the engine listens on every interface regardless of it.
         protocol, devices: see SETTINGS.
 
     Raises:
-        TransportUnavailable: it does not start.
+        TransportUnavailable: the engine does not start.
     """
 
     def __init__(self, module: ModuleType, host: str, protocol: str, devices: str) -> None:
@@ -107,17 +109,18 @@ class MooncakeAgent:
         return region.device.encode()
 
     def deregister(self, key: int) -> None:
-        """From now on the engine refuses peers' requests for it."""
+        """The engine rejects peers' requests for the region from now on."""
         self._engine.unregister_memory(self._addresses.pop(key))
 
     def meet(self, description: bytes) -> None:
         self._target = description.decode()
 
     def learn(self, key: int, attachment: bytes) -> None:
-        """It asks the other engine itself."""
+        """Nothing to do: the engine queries the other one itself."""
 
     def move(self, part: Slice, must_stop: Callable[[], bool]) -> None:
-        """The engine can't be stopped, and takes no more than its own deadlines."""
+        """``must_stop`` is ignored: the engine can't be stopped, and its own timeouts bound the
+        call."""
         if self._transfer(part):
             raise TransferError(
                 f"mooncake-transfer-engine did not {_verb(part)} {len(part.spans)} pieces; "
@@ -125,11 +128,12 @@ class MooncakeAgent:
             )
 
     def close(self) -> None:
-        """It ends with its last reference; takes up to a second."""
+        """The engine shuts down with its last reference, which takes up to a second."""
         self._engine = None
 
     def _transfer(self, part: Slice) -> int:
-        """Return 0 if it moved; a frame of its own, so that no traceback keeps the engine alive."""
+        """Return 0 if the slice was moved. A function of its own, so that no traceback keeps the
+        engine alive."""
         call = getattr(self._engine, f"batch_transfer_sync_{_verb(part)}")
         arrays = (part.spans.local, part.spans.remote, part.spans.nbytes)
         return int(call(self._target, *(array.tolist() for array in arrays)))

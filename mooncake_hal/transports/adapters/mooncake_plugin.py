@@ -1,4 +1,5 @@
-"""Offers ``mooncake``, where mooncake-transfer-engine is installed. Standard library only."""
+"""Offers the ``mooncake`` transport if mooncake-transfer-engine is installed. Imports the standard
+library only."""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ if TYPE_CHECKING:
 NAME = "mooncake"
 
 PRIORITY = -10
-"""Below zero: it has to be asked for. Our own transports reach whatever this one reaches."""
+"""Below zero: it is used only if it is requested by name. Our own transports reach every peer that
+this one reaches."""
 
 DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 
 
 def probe() -> Availability:
-    """Look for the package; whether its libraries load is seen when it does."""
+    """Check that the package is installed; whether its libraries load is checked by ``load``."""
     spec = importlib.util.find_spec("mooncake")
     found = installed(DISTRIBUTIONS)
     if spec is None or found is None:

@@ -1,7 +1,7 @@
-"""NIXL as an adapter's engine. Written against 1.5.
+"""The engine of the nixl adapter: NIXL. Written against 1.5.
 
-The bindings are used, not the classes on top of them: those give the progress thread no pause, so
-that each agent keeps a core busy for as long as it lives.
+It uses the bindings, not the classes on top of them: with those, the progress thread never pauses,
+so that every agent keeps a core busy for as long as it exists.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from mooncake_hal.transports.adapters.engine_agent import AdaptedEngine, Slice
 from mooncake_hal.transports.adapters.nixl_plugin import NAME
 
 SETTINGS = {"backend": "UCX"}
-"""``backend``: the NIXL plugin that moves the bytes."""
+"""Settings with their defaults. ``backend``: the NIXL plugin that moves the bytes."""
 
 MAX_PIECES = 4096
 
 PROGRESS_PAUSE_US = 1000
-"""How long the serving thread sleeps without an event; an event wakes it at once."""
+"""How long the serving agent's progress thread sleeps without an event; an event wakes it."""
 
 POLL_SECONDS = 20e-6
 
 GRACE_SECONDS = 0.5
-"""How long a slice that is not wanted any more may take to end by itself."""
+"""How long to wait for a slice to end by itself once it is not wanted any more."""
 
 
 class RegionInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What another agent has to know of a region.
+    """The attachment of a region.
 
     Args:
         is_host: whether it is host memory.
-        device: number of the device otherwise.
-        metadata: NIXL's.
+        device: index of the device if it is not.
+        metadata: NIXL's metadata of the region.
     """
 
     is_host: bool
@@ -75,10 +75,10 @@ def load() -> AdapterTransport:
 def _load_system_netlink() -> None:
     """Load the host's libnl before NIXL's wheel loads its own copy.
 
-    NIXL loads both; where its own comes first, the process dies of a segmentation fault when it
-    ends, all work done (nixl-cu12 1.5.1).
+    NIXL loads both. If its own copy comes first, the process crashes with a segmentation fault at
+    exit, after all work is done (nixl-cu12 1.5.1).
     """
-    with suppress(OSError):  # a host without it has only one, and no such trouble
+    with suppress(OSError):  # a host without libnl has only one copy, which is no problem
         ctypes.CDLL("libnl-route-3.so.200")
 
 
@@ -102,10 +102,10 @@ class NixlAgent:
     Args:
         bindings: nixl._bindings.
         backend: see SETTINGS.
-        serves: whether peers move bytes to and from it; then it has a thread of its own.
+        serves: whether it serves peers; it then has a progress thread.
 
     Raises:
-        TransportUnavailable: it does not start.
+        TransportUnavailable: the agent does not start.
     """
 
     def __init__(self, bindings: ModuleType, backend: str, serves: bool) -> None:
@@ -173,12 +173,12 @@ class NixlAgent:
                 self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
-        """Its connections end with its last reference."""
+        """The agent's connections are closed with its last reference."""
         self._regions.clear()
         self._agent = None
 
     def _finish(self, handle: int, must_stop: Callable[[], bool]) -> None:
-        """Start a transfer and drive it to its end."""
+        """Start a transfer and poll it until it ends."""
         state = self._agent.postXferReq(handle, b"")
         give_up_at = float("inf")
         while state == self._bindings.NIXL_IN_PROG:
@@ -201,7 +201,7 @@ class NixlAgent:
         keys: NDArray[np.int64],  # [n]
         regions: dict[int, RegionInfo],
     ) -> Any:
-        """Return pieces as NIXL wants them."""
+        """Return pieces as a NIXL descriptor list."""
         touched = {key: regions[key] for key in np.unique(keys).tolist()}
         kinds = {self._segment(info) for info in touched.values()}
         if len(kinds) > 1:
@@ -218,7 +218,7 @@ class NixlAgent:
 
     @contextmanager
     def _mapped(self, what: str, kind: type[TransferError] = TransferError) -> Iterator[None]:
-        """Turn NIXL's errors into ours."""
+        """Convert NIXL's exceptions to ours."""
         try:
             yield
         except self._errors as exc:
@@ -229,7 +229,7 @@ class NixlAgent:
 
 
 def _region_info(device: str) -> RegionInfo:
-    """Say where memory of a device lies, in NIXL's terms."""
+    """Describe a device's memory in NIXL's terms."""
     name, _, number = device.partition(":")
     if name == "cpu":
         return RegionInfo(True, 0, b"")

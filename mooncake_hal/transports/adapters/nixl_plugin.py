@@ -1,4 +1,4 @@
-"""Offers ``nixl``, where NIXL is installed. Standard library only."""
+"""Offers the ``nixl`` transport if NIXL is installed. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 NAME = "nixl"
 
 PRIORITY = -10
-"""Below zero: it has to be asked for. Our own transports reach whatever this one reaches."""
+"""Below zero: it is used only if it is requested by name. Our own transports reach every peer that
+this one reaches."""
 
 BINDINGS = ("nixl-cu13", "nixl-cu12", "nixl-rocm")
-"""The package ``nixl`` only finds one of these."""
+"""Distributions with NIXL's libraries; the package ``nixl`` itself only imports one of these."""
 
 
 def probe() -> Availability:
-    """Look for the packages; whether their libraries load is seen when they do."""
+    """Check that the packages are installed; whether their libraries load is checked by
+    ``load``."""
     spec, bindings = importlib.util.find_spec("nixl"), installed(BINDINGS)
     if spec is None or bindings is None:
         return Availability(

@@ -1,1 +1,2 @@
-"""KV between processes of one host: one copy, by mapping or by process_vm_readv and writev."""
+"""The shm transport, between processes of one host: a single copy, through shared mappings or with
+process_vm_readv and process_vm_writev."""

@@ -1,5 +1,5 @@
-/* Copies of many pieces with no work per piece outside this file. A job is shared by several
- * threads, each of which takes chunks of it until it is done, stopped or late. */
+/* Copies of many pieces, with no per-piece work in Python. Several threads run a job together: each
+ * takes chunks of it until the job is done, stopped or past its deadline. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sched.h>
@@ -15,18 +15,18 @@
 #define CHUNK_PIECES 1024 /* IOV_MAX */
 #define BLOCK_BYTES 256u
 #define PAGE_BYTES 4096u
-#define AHEAD_BYTES 512u /* read ahead of a streamed copy: what the CPU foresees ends at a page */
+#define AHEAD_BYTES 512u /* prefetch distance of streamed copies: CPUs prefetch within a page */
 
 enum { BY_MAPPING = 0, BY_CALL = 1 };
-/* Whether a copy bypasses the caches, where the whole job is larger than they are: in the way that is
- * the fastest on this CPU, or several pages at a time whatever the CPU. */
+/* Whether a copy bypasses the caches, for jobs that are larger than they are: in the way that is
+ * fastest on this CPU, or several pages at a time on any CPU. */
 enum { CACHED = 0, STREAMED = 1, STREAMED_BY_PAGES = 2 };
 enum { RUN_DONE = 0, RUN_STOPPED = -1, RUN_LATE = -2 }; /* an errno otherwise */
 
 struct job {
     const uint64_t *local, *remote, *nbytes; /* [count] */
     uint64_t count;
-    uint64_t next, offset; /* the first piece not handed out, and what of it was; under `lock` */
+    uint64_t next, offset; /* the first piece not yet taken, and its bytes taken; under `lock` */
     int64_t deadline_ns;   /* CLOCK_MONOTONIC */
     int32_t lock;
     int32_t stop;
@@ -42,7 +42,7 @@ static int64_t now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Hand out the next pieces; returns how many and their bytes. */
+/* Take the next pieces; returns their number, and their total size in `bytes`. */
 static int take(struct job *job, struct iovec *local, struct iovec *remote, uint64_t *bytes) {
     int pieces = 0;
     uint64_t taken = 0;
@@ -79,7 +79,7 @@ typedef __m256i vector;
 #endif
 
 #if defined(LOAD)
-/* BLOCK_BYTES past the caches; `to` is aligned to a vector. */
+/* Copy BLOCK_BYTES with stores that bypass the caches; `to` is aligned to a vector. */
 static inline void stream_block(char *to, const char *from) {
     vector values[BLOCK_BYTES / sizeof(vector)];
     for (unsigned i = 0; i < BLOCK_BYTES / sizeof(vector); i++)
@@ -88,9 +88,9 @@ static inline void stream_block(char *to, const char *from) {
         STORE(to + i * sizeof(vector), values[i]);
 }
 
-/* Eight pages at once, a block of each in turn, and where there are fewer left, four: what the CPU
- * reads ahead ends at a page, and with several there is always some under way. Returns what it has
- * copied. Intel's CPUs: 12 GB/s where one page after the other is 9.4, and memcpy 7. */
+/* Copy eight pages at a time, a block of each in turn; then four at a time if fewer are left. The
+ * CPU's prefetching ends at each page, but with several pages some of it is always in flight.
+ * Returns the number of bytes copied. Intel's CPUs: 12 GB/s, page after page 9.4, memcpy 7. */
 static size_t stream_pages(char *to, const char *from, size_t size) {
     size_t done = 0;
     for (size_t group = 8 * PAGE_BYTES; group >= 4 * PAGE_BYTES; group /= 2)
@@ -101,7 +101,7 @@ static size_t stream_pages(char *to, const char *from, size_t size) {
     return done;
 }
 
-/* memcpy that does not read the destination's lines before it overwrites them. */
+/* memcpy that does not read the destination's cache lines before it overwrites them. */
 static void stream(char *to, const char *from, size_t size, int by_pages) {
     size_t done = -(uintptr_t)to & (sizeof(vector) - 1);
     if (size < 512 + done) {
@@ -113,7 +113,7 @@ static void stream(char *to, const char *from, size_t size, int by_pages) {
     for (; size - done >= BLOCK_BYTES; done += BLOCK_BYTES) {
         if (READS_AHEAD && !by_pages)
             for (unsigned at = AHEAD_BYTES; at < AHEAD_BYTES + BLOCK_BYTES; at += 64)
-                _mm_prefetch(from + done + at, _MM_HINT_NTA); /* faults nowhere */
+                _mm_prefetch(from + done + at, _MM_HINT_NTA); /* never faults */
         stream_block(to + done, from + done);
     }
     memcpy(to + done, from + done, size - done);
@@ -157,7 +157,7 @@ static int copy_by_call(const struct job *job, const struct iovec *local,
     return (uint64_t)moved == bytes ? 0 : EFAULT;
 }
 
-/* Work on the job until nothing of it is left to hand out. */
+/* Copy chunks of the job until none is left. */
 int mooncake_run(struct job *job) {
     struct iovec local[CHUNK_PIECES], remote[CHUNK_PIECES];
     uint64_t bytes;
@@ -175,7 +175,7 @@ int mooncake_run(struct job *job) {
     }
 }
 
-/* One piece through the kernel; returns 0 or an errno. */
+/* Copy one piece by system call; returns 0 or an errno. */
 int mooncake_call_one(int pid, int write, uint64_t local, uint64_t remote, uint64_t size) {
     struct iovec here = {(void *)local, size}, there = {(void *)remote, size};
     ssize_t moved = write ? process_vm_writev(pid, &here, 1, &there, 1, 0)

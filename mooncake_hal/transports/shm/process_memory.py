@@ -1,4 +1,5 @@
-"""What decides which process reaches whose memory, and mappings of memory that has a descriptor."""
+"""Access to other processes' memory: the kernel's restrictions, and mappings of shared
+descriptors."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ CAP_SYS_PTRACE = 19
 
 
 def ptrace_scope() -> int:
-    """Return yama's restriction on reading other processes' memory; 0 is none."""
+    """Return Yama's restriction of access to other processes' memory; 0 means none."""
     try:
         return int(PTRACE_SCOPE.read_text())
     except FileNotFoundError:
@@ -26,7 +27,7 @@ def ptrace_scope() -> int:
 
 
 def describe_ptrace_scope() -> str:
-    """Say in words what that restriction means for this transport."""
+    """Describe which ways of copying the restriction permits."""
     scope = ptrace_scope()
     if scope == 0 or _has_ptrace_capability():
         return "process_vm_readv and shared mappings"
@@ -39,17 +40,17 @@ def describe_ptrace_scope() -> str:
 
 
 def allow_peers_to_reach_us() -> None:
-    """Under ptrace_scope 1, let processes of the same user reach this one's memory.
+    """Under ptrace_scope 1, permit processes of the same user to access this process's memory.
 
-    The kernel's other checks (same user, dumpable) stay as they are. Without it only ancestors
-    could, and no instance is another's ancestor.
+    The kernel's other checks (same user, dumpable) still apply. Without this, only ancestors have
+    access, and instances are not each other's ancestors.
     """
     if ptrace_scope() == 1:
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 def explain_refused_call(pid: int) -> str:
-    """Say why process_vm_readv on a live process was refused, and what to do."""
+    """Explain why process_vm_readv on a live process was denied, and what to do."""
     scope = ptrace_scope()
     if scope >= 2:
         return (
@@ -85,11 +86,11 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @dataclass(frozen=True, slots=True)
 class SharedMapping:
-    """A piece of another process's memory, mapped here.
+    """A region of another process's memory that is mapped into this process.
 
     Args:
-        address: where the region begins in this process.
-        base, length: what ``munmap`` takes.
+        address: address of the region in this process.
+        base, length: the arguments of ``munmap``.
     """
 
     address: int
@@ -97,15 +98,15 @@ class SharedMapping:
     length: int
 
     def close(self) -> None:
-        """Unmap it; no copy may be running."""
+        """Unmap the region; no copy may be running."""
         _libc.munmap(self.base, self.length)
 
 
 def seal_size(region: MemoryRegion) -> str | None:
-    """Make a region's file safe for others to map; returns why that can't be done, or None.
+    """Seal a region's file against shrinking, so that peers can map it safely; returns why that is
+    not possible, or None.
 
-    A file that shrinks under a mapping kills the process that touches it, so only files that can
-    no longer shrink are shared.
+    Accessing a mapping whose file has shrunk kills the process, so only sealed files are shared.
     """
     if region.fd is None:
         return "it has no descriptor"
@@ -123,7 +124,7 @@ def map_shared(fd: int, offset: int, nbytes: int) -> SharedMapping:
     """Map ``nbytes`` of a sealed file from ``offset`` on.
 
     Raises:
-        OSError: the file is too short or not sealed, or the kernel refuses.
+        OSError: the file is too short or not sealed, or the mapping fails.
     """
     if not _is_sealed(fd) or os.fstat(fd).st_size < offset + nbytes:
         raise OSError(22, "the descriptor is not a sealed file of the promised size")

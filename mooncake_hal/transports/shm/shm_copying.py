@@ -1,4 +1,5 @@
-"""Copying between two processes' memory: by call or by mapping, and the threads that do it."""
+"""Copies between two processes' memory, by system call or through a mapping, and the threads that
+run them."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from mooncake_hal.transports.transfers import PendingTransfer, deadline_after
 
 CHUNK_BYTES = 4 << 20
 STREAMING_BYTES = 8 << 20
-"""From how many bytes on a copy bypasses the caches. To memory that no cache holds it is 1.5 times
-as fast as memcpy then, and still ahead when all of it is read at once; where caches hold it, as
-where a benchmark repeats itself, it is no slower from here on."""
+"""Copies of at least this many bytes bypass the caches. To memory that is not cached, that is 1.5
+times as fast as memcpy, and still faster if all of the data is read right afterwards. From this
+size on, it is also no slower to memory that is cached, as in a benchmark that repeats itself."""
 
 
 class CopyMethod(IntEnum):
-    """How the peer's bytes are reached."""
+    """How a copy accesses the peer's memory: through a mapping, or with a system call."""
 
     MAPPING = 0
     CALL = 1
@@ -41,13 +42,13 @@ class Streaming(IntEnum):
 
     CACHED = 0
     STREAMED = 1
-    """As is the fastest on this CPU."""
+    """In the way that is fastest on this CPU."""
     STREAMED_BY_PAGES = 2
-    """Several pages at a time, whatever the CPU."""
+    """Several pages at a time, on any CPU."""
 
 
 class CopyOutcome(IntEnum):
-    """How a worker's run over a job ended; positive values are errno numbers."""
+    """How one thread's run over a job ended; positive values are errno numbers."""
 
     DONE = 0
     STOPPED = -1
@@ -55,7 +56,8 @@ class CopyOutcome(IntEnum):
 
 
 class Job(ctypes.Structure):
-    """One copy, shared by the workers that carry it out; laid out as in copy.c."""
+    """One copy, which several threads may run together. The layout is that of ``struct job`` in
+    copy.c."""
 
     _fields_ = (
         ("local", ctypes.c_uint64),
@@ -78,15 +80,15 @@ class Job(ctypes.Structure):
 
 
 def make_job(spans: Spans, *, pid: int, method: CopyMethod, write: bool, deadline: float) -> Job:
-    """Describe a copy.
+    """Create a job, which keeps the spans' arrays alive.
 
     Args:
-        spans: remote addresses are those of a mapping here, or the peer's; see ``method``.
-            The job keeps the arrays alive.
-        pid: the peer, for CopyMethod.CALL.
-        method: how the peer's bytes are reached.
-        write: whether the bytes go to the peer.
-        deadline: of ``time.monotonic``.
+        spans: the spans to copy. With CopyMethod.MAPPING, remote addresses are those of the mapping
+            in this process; otherwise they are the peer's.
+        pid: the peer's pid, for CopyMethod.CALL.
+        method: how to access the peer's memory.
+        write: whether the bytes are written to the peer; otherwise they are read.
+        deadline: ``time.monotonic`` value by which it must be done.
     """
     job = Job(
         local=spans.local.ctypes.data,
@@ -103,7 +105,7 @@ def make_job(spans: Spans, *, pid: int, method: CopyMethod, write: bool, deadlin
     )
     job.spans = spans
     job.mutex = threading.Lock()
-    job.chunks = zip(  # equal lengths are cut alike
+    job.chunks = zip(  # both sides have the same lengths, so they are cut at the same positions
         vectors(spans.local, spans.nbytes, CHUNK_BYTES),
         vectors(spans.remote, spans.nbytes, CHUNK_BYTES),
         strict=True,
@@ -112,19 +114,19 @@ def make_job(spans: Spans, *, pid: int, method: CopyMethod, write: bool, deadlin
 
 
 class ShmCopier(Protocol):
-    """Something that carries out jobs."""
+    """An implementation of copies."""
 
     def run(self, job: Job) -> int:
-        """Work on a job until nothing is left of it; returns a CopyOutcome or an errno."""
+        """Copy chunks of a job until none is left; returns a CopyOutcome or an errno."""
         ...
 
     def call_one(self, pid: int, write: int, local: int, remote: int, nbytes: int) -> int:
-        """Move one piece with process_vm_readv or writev; returns 0 or an errno."""
+        """Copy one piece with process_vm_readv or process_vm_writev; returns 0 or an errno."""
         ...
 
 
 class NativeCopier:
-    """Drives copies by the compiled helper."""
+    """``ShmCopier`` implemented by copy.c."""
 
     def __init__(self) -> None:
         source = Path(__file__).with_name("copy.c").read_text()
@@ -143,7 +145,8 @@ class NativeCopier:
 
 
 class NumpyCopier:
-    """Drives copies by ctypes over numpy's iovec arrays; copies mappings by calls on itself."""
+    """``ShmCopier`` that calls process_vm_readv and process_vm_writev through ctypes; copies mapped
+    memory with calls on its own process."""
 
     def run(self, job: Job) -> int:
         pid = job.pid if job.method == CopyMethod.CALL else os.getpid()
@@ -166,7 +169,7 @@ class NumpyCopier:
 
 
 def best_copier() -> ShmCopier:
-    """Return the compiled copier, or the numpy one, with a warning that says why."""
+    """Return the compiled copier; if it is unavailable, log why and return the numpy one."""
     try:
         return NativeCopier()
     except NativeUnavailable as exc:
@@ -176,11 +179,12 @@ def best_copier() -> ShmCopier:
 
 @dataclass(frozen=True, slots=True)
 class CopyHooks:
-    """What a copy needs from the peer that it belongs to.
+    """Callbacks of a copy into the peer that it belongs to.
 
     Args:
-        explain: turns the errno of a failed copy into an error.
-        verify: called when all is copied; an error if the peer was gone by then.
+        explain: converts the errno of a failed copy to an error.
+        verify: called when all bytes have been copied; returns an error if the peer was lost by
+            then.
         ended: called once, when the copy has ended.
     """
 
@@ -190,14 +194,14 @@ class CopyHooks:
 
 
 class CopyTransfer(PendingTransfer):
-    """A transfer that several threads carry out together; see ``Transfer``.
+    """A transfer that several threads run together; see ``Transfer``.
 
     Args:
-        timeout: seconds for all of it, from now.
-        local_keys: regions of this side that it touches.
-        hooks: see there.
-        copier: what they copy with.
-        max_threads: how many take part at a time.
+        timeout: timeout of the whole transfer, in seconds from now.
+        local_keys: keys of this side's regions that it touches.
+        hooks: callbacks into the peer.
+        copier: copies the bytes.
+        max_threads: maximum number of threads that run it at a time.
     """
 
     def __init__(
@@ -218,7 +222,7 @@ class CopyTransfer(PendingTransfer):
         self._inside = 0
 
     def begin(self, job: Job, remote_keys: frozenset[int]) -> None:
-        """Say what to copy; nothing moves if it has been aborted before."""
+        """Set the job; nothing is copied if the transfer was aborted before."""
         with self._lock:
             self.remote_keys = remote_keys
             self._job = job
@@ -226,7 +230,7 @@ class CopyTransfer(PendingTransfer):
                 job.stop = 1
 
     def fail(self, error: TransferError) -> None:
-        """End it before anything was copied."""
+        """Fail the transfer before anything was copied."""
         with self._lock:
             self._error = self._error or error
         self._end()
@@ -244,15 +248,16 @@ class CopyTransfer(PendingTransfer):
         self._ended.wait()
 
     def wait(self, timeout: float | None = None) -> None:
-        """The caller takes part, unless it can't wait for all of it: it has a core, where a thread
-        that is woken up may be given one that is busy, and not run before the other has copied
-        everything."""
+        """Without a timeout, the calling thread copies, too: it already has a core, whereas a
+        thread that is woken up may be scheduled on a busy one and not run before the copy is
+        done."""
         if timeout is None:
             self.run()
         super().wait(timeout)
 
     def run(self) -> None:
-        """Take part in it for as long as there is something left to copy."""
+        """Copy chunks in the calling thread until none is left, unless enough threads do so
+        already."""
         with self._lock:
             job = self._job
             if self._ended.is_set() or job is None or self._inside == self._max_threads:
@@ -282,12 +287,12 @@ class CopyTransfer(PendingTransfer):
 
 
 class CopyThreads:
-    """A few threads that carry out tasks in the order in which they were given.
+    """A pool of threads that run copies and other tasks in the order of their submission.
 
     Args:
-        count: how many.
-        name: of the threads.
-        copier: what they copy with.
+        count: number of threads.
+        name: prefix of the threads' names.
+        copier: copies the bytes.
     """
 
     def __init__(self, count: int, name: str, copier: ShmCopier) -> None:
@@ -303,16 +308,16 @@ class CopyThreads:
             thread.start()
 
     def share(self, copy: CopyTransfer) -> None:
-        """Let every worker take part in a copy."""
+        """Let all threads run a copy together."""
         for _ in self._threads:
             self._tasks.put(copy.run)
 
     def call(self, task: Callable[[], None]) -> None:
-        """Let one worker call ``task``."""
+        """Call ``task`` on one of the threads."""
         self._tasks.put(task)
 
     def close(self) -> None:
-        """Let them finish what was given, and join them; idempotent."""
+        """Finish all submitted tasks and join the threads. Idempotent."""
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:

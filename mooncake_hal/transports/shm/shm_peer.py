@@ -1,4 +1,5 @@
-"""The client's side of a connection: what the peer registered, and copies to and from it."""
+"""The client's side of the shm transport: copies to and from one peer, and mappings of its
+regions."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ logger = logging.getLogger(__name__)
 NAME = "shm"
 
 INLINE_BYTES = 256 * 1024
-"""Up to how much is copied by the caller: handing it to a thread would take longer."""
+"""Transfers of up to this many bytes are copied by the caller: passing them to a thread would take
+longer."""
 
 _UINT64 = np.dtype(np.uint64)
 
@@ -54,9 +56,9 @@ class RemoteProcess:
     """The process at the other end.
 
     Args:
-        pid: as this process's pid namespace sees it; 0 if it does not.
+        pid: its pid in this process's pid namespace; 0 if it is not visible there.
         started: see ``start_time``.
-        refusal: None if process_vm_readv reaches it, else why not.
+        refusal: why process_vm_readv can't access it; None if it can.
     """
 
     pid: int
@@ -65,23 +67,24 @@ class RemoteProcess:
 
 
 class SharedRange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What peers learn of a region: whether its descriptor comes, and where it begins there."""
+    """The attachment of a region: whether peers are sent its descriptor, and its offset in that
+    descriptor's file."""
 
     mappable: bool
     fd_offset: int
 
 
 class ShmPeer:
-    """Copies between this process and one other; follows the regions that it registers.
+    """Copies between this process and one other, and maps the regions that the other registers.
 
-    ``_lock`` is held while a caller's thread copies, begins a copy, or takes a region
-    away, so that none sees another half way.
+    ``_lock`` is held while a caller's thread copies or starts a copy, and while a region is
+    removed, so that these do not interleave.
 
     Args:
-        session: to the peer; ended with this.
+        session: session to the peer; closed with this object.
         remote: the peer's process.
-        local: the regions of this side.
-        copy_threads: copy what is large.
+        local: this side's regions.
+        copy_threads: threads for large copies.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class ShmPeer:
             for mapping in self._mappings.values():
                 mapping.close()
             self._mappings.clear()
-        # Not before: its end tells the peer that none of its memory is touched any more.
+        # Not earlier: to the peer, the session's end means that its memory is not accessed any more
         self._session.hang_up()
 
     def registered(self, key: int, region: MemoryRegion, attachment: bytes, fd: int | None) -> None:
@@ -143,7 +146,7 @@ class ShmPeer:
                 )
 
     def revoked(self, key: int) -> None:
-        with self._lock:  # no span is looked up and copied without it
+        with self._lock:  # spans are looked up and copied under it
             using = [copy for copy in self._running if key in copy.remote_keys]
         for copy in using:
             copy.abort(RegionRevoked("the peer revoked the region in mid-transfer"))
@@ -153,14 +156,15 @@ class ShmPeer:
             mapping.close()
 
     def forget_local(self, key: int) -> None:
-        """End the transfers that use a region which this side has just revoked."""
+        """Fail and drain the transfers of a region that this side has just revoked."""
         with self._lock:
             using = [copy for copy in self._running if key in copy.local_keys]
         for copy in using:
             copy.abort(RegionRevoked("this side revoked the local region"))
 
     def unreachable_region(self) -> str | None:
-        """Say which region neither a mapping nor a call reaches, or None."""
+        """Return which of the peer's regions can be accessed neither through a mapping nor by a
+        system call, and why; None if there is none."""
         unmapped = [key for key, _ in self._regions.items() if key not in self._mappings]
         if not unmapped or self._remote.refusal is None:
             return None
@@ -180,7 +184,8 @@ class ShmPeer:
         return self._move_many(spans, timeout, write) if len(spans) else DONE
 
     def _move_one(self, here: int, there: int, size: int, write: int) -> FinishedTransfer | None:
-        """Copy a small piece in the caller's thread; None if the peer has to be asked first."""
+        """Copy a small piece in the caller's thread; returns None if its region is not known
+        yet."""
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -215,7 +220,7 @@ class ShmPeer:
             self._copy_threads.call(lambda: self._begin_late(copy, spans, write))
             return copy
         except TransportUnavailable:
-            self._running.discard(copy)  # it is handed out to no caller who could end it
+            self._running.discard(copy)  # it is not returned to the caller, who could end it
             raise
         if spans.total_bytes <= INLINE_BYTES:
             copy.run()
@@ -224,7 +229,7 @@ class ShmPeer:
         return copy
 
     def _begin_late(self, copy: CopyTransfer, spans: Spans, write: int) -> None:
-        """Begin once all that the peer has registered by now is known."""
+        """Start a copy after the registrations that the peer has sent by now were processed."""
         try:
             self._session.barrier(max(copy.deadline - time.monotonic(), 0.0))
             self._begin(copy, spans, write)
@@ -234,11 +239,11 @@ class ShmPeer:
             self._copy_threads.share(copy)
 
     def _begin(self, copy: CopyTransfer, spans: Spans, write: int) -> None:
-        """Find where the remote pieces are.
+        """Look up the remote spans and give the copy its job.
 
         Raises:
-            RegionUnknown, RegionRevoked, OutOfBounds: some are nowhere.
-            TransportUnavailable: some can't be reached.
+            RegionUnknown, RegionRevoked, OutOfBounds: a span is in no region.
+            TransportUnavailable: a span's memory can't be accessed.
         """
         with self._lock:
             index, at = self._regions.find_all(spans.remote, spans.nbytes)
@@ -263,7 +268,7 @@ class ShmPeer:
             copy.begin(job, keys)
 
     def _death(self) -> TransferError | None:
-        """Say whether the peer is gone by now."""
+        """Return an error if the peer is lost by now."""
         if self._error is not None:
             return self._error
         if self._session.is_hung_up():

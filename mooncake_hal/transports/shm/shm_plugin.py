@@ -1,4 +1,4 @@
-"""Offers ``shm``: any two processes of one Linux host."""
+"""Offers the ``shm`` transport, which connects any two processes of one Linux host."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from mooncake_hal.transport import Transport
 
 PRIORITY = 50
-"""Above tcp and the adapters; below what moves device memory without the host."""
+"""Above tcp and the adapters; below the transports that move device memory without the host."""
 
 
 def probe() -> Availability:
-    """Say whether this host can do it, and by what means."""
+    """Check whether this host supports the transport, and with which ways of copying."""
     if not sys.platform.startswith("linux"):
         return Availability(False, f"needs Linux, this is {sys.platform}")
     from mooncake_hal.transports.shm.process_memory import describe_ptrace_scope
@@ -25,7 +25,7 @@ def probe() -> Availability:
 
 
 def load() -> Transport:
-    """Import and construct it."""
+    """Import and construct the transport."""
     from mooncake_hal.transports.shm.shm_transport import load as load_shm
 
     return load_shm()

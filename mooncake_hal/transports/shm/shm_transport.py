@@ -1,8 +1,8 @@
-"""The shm transport: regions of this host's processes, reached by mappings and by system calls.
+"""The shm transport: accesses regions of this host's processes through mappings and system calls.
 
-Control goes over sessions on Unix sockets, which carry the regions' descriptors too; the bytes are
-copied by the process that asks, with no help of the other one. So revoking a region waits until
-every peer has let go of it.
+Control messages go over sessions on Unix sockets, which also carry the regions' descriptors. The
+process that starts a transfer copies the bytes itself, without any help of the other process. So
+revoking a region waits until every peer has confirmed that it stopped accessing it.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ logger = logging.getLogger(__name__)
 VERSION = 2
 
 REVOKE_SECONDS = 30.0
-"""How long revoking waits for peers; one that is alive and does not let go may be stopped."""
+"""Timeout for peers to confirm a revocation, in seconds. A peer that is alive and does not confirm
+may have been stopped (SIGSTOP)."""
 
 PROBE = b"probe"
-"""The one request: the reply is a Probe."""
+"""The only request of the protocol; the reply is a Probe."""
 
 
 class ShmInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an endpoint publishes: see ``host_identity``; and its process, for messages only."""
+    """The info that an endpoint publishes: its ``host_identity``, and its pid for messages only."""
 
     host: str
     pid: int
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where eight random bytes lie: a peer that reads them there reaches the right process."""
+    """Eight random bytes and their address: a peer that can read them there accesses the right
+    process."""
 
     address: int
     cookie: bytes
@@ -62,8 +64,8 @@ class ShmDataPath:
 
     Args:
         local: the endpoint's own regions.
-        copier: what copies.
-        num_threads: that copy what is large.
+        copier: copies the bytes.
+        num_threads: number of threads for large copies.
     """
 
     name = NAME
@@ -127,7 +129,7 @@ class ShmTransport:
     """Reads and writes between processes of one host.
 
     Args:
-        copier: what copies; None chooses.
+        copier: copies the bytes; None: see ``best_copier``.
     """
 
     name = NAME
@@ -138,10 +140,10 @@ class ShmTransport:
         self._given = copier
 
     def open(self, options: EndpointOptions) -> Endpoint:
-        """Open an endpoint; ``options.connections`` is the number of copying threads.
+        """Open an endpoint; ``options.connections`` is the number of copy threads.
 
         Raises:
-            ValueError: ``options.extra`` is not empty, or there would be no thread.
+            ValueError: ``options.extra`` is not empty, or ``options.connections`` is below 1.
         """
         if options.extra:
             raise ValueError(f"shm has no extra settings, got {sorted(options.extra)}")
@@ -164,15 +166,15 @@ class ShmTransport:
 
 
 def shared_fd(region: MemoryRegion) -> int | None:
-    """Return the descriptor by which peers may map a region, or None.
+    """Return the descriptor with which peers may map a region, or None.
 
-    Never one whose file can shrink: a peer could end us by shrinking it.
+    Descriptors of files that can shrink are never shared: a peer could kill us by shrinking one.
     """
     return region.fd if seal_size(region) is None else None
 
 
 def decode_info(data: bytes) -> ShmInfo:
-    """Read what an endpoint published; raises TransferError if it is something else."""
+    """Decode an endpoint's published info; raises TransferError if it is invalid."""
     try:
         return msgspec.msgpack.decode(data, type=ShmInfo)
     except UNREADABLE as exc:
@@ -180,19 +182,19 @@ def decode_info(data: bytes) -> ShmInfo:
 
 
 def unreachable_reason(ours: ShmInfo, theirs: ShmInfo) -> str | None:
-    """Say why two processes can't reach each other's memory, or None."""
+    """Return why two processes can't access each other's memory, or None if they may."""
     if ours.host != theirs.host:
         return "the peer is on another host or in another network namespace"
     return None
 
 
 def examine(pid: int, probe: Probe, copier: ShmCopier) -> RemoteProcess:
-    """Find out by trying whether process_vm_readv reaches the right process.
+    """Test whether process_vm_readv accesses the right process.
 
     Args:
-        pid: as the kernel vouches for it; 0 if it is not in our pid namespace.
-        probe: of that process.
-        copier: what makes the call.
+        pid: the peer's pid according to the kernel; 0 if it is outside our pid namespace.
+        probe: the peer's reply to PROBE.
+        copier: makes the call.
     """
     if pid == 0:
         return RemoteProcess(0, None, "the peer's process is not visible in our pid namespace")
@@ -212,5 +214,5 @@ def load() -> ShmTransport:
 
 
 def load_interpreted() -> ShmTransport:
-    """Construct it without compiled code, as it is on a host that has no compiler."""
+    """Construct the transport without compiled code, as on a host without a compiler."""
     return ShmTransport(NumpyCopier())

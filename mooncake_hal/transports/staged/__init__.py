@@ -1,1 +1,1 @@
-"""``staged``: memory of any device through pinned memory of the host, over rdma or tcp."""
+"""The ``staged`` transport: memory of any device by way of pinned host memory, over rdma or tcp."""

@@ -1,4 +1,4 @@
-"""A staged peer: pinned buffers that device memory passes through, and the copies over them."""
+"""The client's side of the staged transport: transfers by way of pinned staging buffers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ SETUP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class StagingBuffer:
-    """Pinned memory that the inner endpoints have registered; close it once.
+    """Pinned memory that is registered with the inner endpoints, divided into slots; the owner
+    closes it once.
 
     Args:
-        address: first byte, for this process.
-        undo: frees it.
+        address: address of the first byte in this process.
+        undo: revokes and frees the memory.
     """
 
     address: int
@@ -42,7 +43,7 @@ class StagingBuffer:
 
     @classmethod
     def allocate(cls, copies: HostCopies, inner: Transports) -> StagingBuffer:
-        """All slots of it; raises DeviceError or OutOfMemory."""
+        """Allocate and register SLOTS slots; raises DeviceError or OutOfMemory."""
         with ExitStack() as undo:
             pinned = copies.allocate_pinned(SLOTS * SLOT_BYTES)
             undo.callback(pinned.close)
@@ -51,36 +52,36 @@ class StagingBuffer:
             return cls(pinned.address, undo.pop_all())
 
     def slot(self, number: int) -> int:
-        """Where a slot begins."""
+        """Address of a slot."""
         return self.address + number * SLOT_BYTES
 
     def gather(
         self, copier: HostCopier, addresses: Addresses, nbytes: Addresses, slot: int
     ) -> None:
-        """Pack pieces of device memory into a slot."""
+        """Copy pieces of device memory to a slot, packed; blocks until it is done."""
         copier.gather(addresses, nbytes, self.slot(slot))
         copier.drain()
 
     def scatter(
         self, copier: HostCopier, addresses: Addresses, nbytes: Addresses, slot: int
     ) -> None:
-        """Unpack a slot into pieces of device memory."""
+        """Copy the packed content of a slot to pieces of device memory; blocks until it is done."""
         copier.scatter(self.slot(slot), addresses, nbytes)
         copier.drain()
 
     def close(self) -> None:
-        """Give it back."""
+        """Revoke and free the memory."""
         self.undo.close()
 
 
 @dataclass(frozen=True, slots=True)
 class StagedPath:
-    """What lies between our memory and the peer's.
+    """The path between our memory and the peer's.
 
     Args:
-        inner: the inner connection between the two processes.
-        ours: our staging, or None if our regions are host memory.
-        theirs: where the peer's staging begins, or None if its regions are host memory.
+        inner: the inner transport's connection between the two processes.
+        ours: our staging buffer; None if our regions are host memory.
+        theirs: address of the peer's staging buffer; None if its regions are host memory.
     """
 
     inner: Peer
@@ -88,7 +89,8 @@ class StagedPath:
     theirs: int | None
 
     def spans(self, part: Spans, slot: int) -> Spans:
-        """What of it the connection moves: between slots where memory is staged."""
+        """The spans that the inner connection moves for a part: on a side that is staged, their
+        addresses are in the slot."""
         local, remote = part.local, part.remote
         if self.ours is not None:
             local = packed_addresses(self.ours.slot(slot), part.nbytes)
@@ -98,14 +100,14 @@ class StagedPath:
 
 
 class StagedPeer(CopyingPeer[HostCopier]):
-    """Moves parts of up to SLOT_BYTES: packs, sends, unpacks. While one is sent, the one before
-    it is unpacked, or the one after it packed.
+    """Moves parts of up to SLOT_BYTES: packs, sends and unpacks them. While one part is sent, the
+    previous one is unpacked or the next one is packed.
 
     Args:
-        session: to the other end; closed with it.
-        local: our own regions.
-        worker: copies; closed with the peer.
-        path: to the peer; closed with it.
+        session: session to the other end; closed with the peer.
+        local: this endpoint's regions.
+        worker: executes the transfers; closed with the peer.
+        path: path to the other end; closed with the peer.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class StagedPeer(CopyingPeer[HostCopier]):
         return InFlightPart(finish, transfer.cancel)
 
     def _take_slot(self) -> int:
-        """The slot whose part was finished before the last one began."""
+        """Return the next slot; its previous part was finished before the latest part started."""
         slot = self._next_slot
         self._next_slot = (slot + 1) % SLOTS
         return slot
@@ -167,12 +169,12 @@ class StagedPeer(CopyingPeer[HostCopier]):
 
 
 def open_staging(session: Session) -> StagingOpened:
-    """Have the peer set up what a connection to it needs."""
+    """Ask the peer to set up its side of the connection."""
     return decode(session.request(encode(OpenStaging()), SETUP_SECONDS), StagingOpened)
 
 
 def joined(local: Addresses, remote: Addresses, nbytes: Addresses) -> Spans:
-    """Spans, one for all pieces if they lie packed on both sides."""
+    """Return the pieces as spans; as a single one if they are packed on both sides."""
     spans = Spans(local, remote, nbytes)
     together = np.diff(local) == nbytes[:-1]
     if len(nbytes) > 1 and (together & (np.diff(remote) == nbytes[:-1])).all():

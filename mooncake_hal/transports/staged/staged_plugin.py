@@ -1,4 +1,5 @@
-"""Entry point of the ``staged`` transport; standard library only."""
+"""Offers the ``staged`` transport, which moves memory of any device by way of host memory. Imports
+the standard library only."""
 
 from __future__ import annotations
 
@@ -11,18 +12,19 @@ if TYPE_CHECKING:
     from mooncake_hal.transport import Transport
 
 PRIORITY = 5
-"""Below everything that needs no staging."""
+"""Below all transports that need no staging."""
 NUM_PORTS = 3
-"""Its own, and those of tcp and rdma."""
+"""Its own port, and those of the inner tcp and rdma endpoints."""
 
 
 def probe() -> Availability:
-    """It runs on any host: whether a device's backend copies is seen when an endpoint is opened."""
+    """Always available: whether the device's backend offers host copies is checked when an endpoint
+    is opened."""
     return Availability(True, "a device's memory through the host's, over rdma or tcp")
 
 
 def load() -> Transport:
-    """Import and construct it."""
+    """Import and construct the transport."""
     from mooncake_hal.transports.staged.staged_transport import load as load_transport
 
     return load_transport()

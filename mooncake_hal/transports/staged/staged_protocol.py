@@ -12,14 +12,15 @@ NAME = "staged"
 VERSION = 6
 
 SLOTS = 2
-"""Of a peer's staging on either side: one is packed or unpacked while the other one travels."""
+"""Slots in a peer's staging buffer on either side: one is packed or unpacked while the other one is
+sent."""
 SLOT_BYTES = 8 << 20
-"""A transfer's parts are no larger."""
+"""Size of a slot, and maximum size of a transfer's parts."""
 LIMITS = StagingLimits(NAME, SLOTS, SLOT_BYTES)
 
 
 class StagedEndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an endpoint publishes.
+    """The info that an endpoint publishes.
 
     Args:
         inner: addresses of its inner endpoints, by transport.
@@ -29,30 +30,31 @@ class StagedEndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_un
 
 
 class OpenStaging(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
-    """Call: set up what this connection needs, once: staging memory, or host memory's reach."""
+    """Call, once per connection: allocate a staging buffer, or register the host memory with the
+    inner endpoints."""
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather", forbid_unknown_fields=True):
-    """Call: pack pieces of device memory into a slot."""
+    """Call: copy pieces of device memory to a slot, packed."""
 
     pieces: PackedPieces
     slot: int
 
 
 class Scatter(msgspec.Struct, frozen=True, tag="scatter", forbid_unknown_fields=True):
-    """Call: unpack a slot into pieces of device memory."""
+    """Call: copy the packed content of a slot to pieces of device memory."""
 
     pieces: PackedPieces
     slot: int
 
 
 class StagingOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Answer to OpenStaging.
+    """Reply to OpenStaging.
 
     Args:
-        address: of the staging memory; None if the regions are host memory, which the inner
-            transport reaches itself.
-        inner: addresses of those inner endpoints that could register what they have to.
+        address: address of the staging buffer; None if the regions are host memory, which the inner
+            transport accesses directly.
+        inner: addresses of the inner endpoints that could register the memory, by transport.
     """
 
     address: int | None
@@ -60,7 +62,7 @@ class StagingOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decode_call(payload: bytes) -> OpenStaging | Gather | Scatter:
-    """Read a call; raises TransferError if it is none."""
+    """Decode a call; raises TransferError if it is invalid."""
     try:
         return msgspec.msgpack.decode(payload, type=OpenStaging | Gather | Scatter)
     except UNREADABLE as exc:
@@ -68,5 +70,5 @@ def decode_call(payload: bytes) -> OpenStaging | Gather | Scatter:
 
 
 def decode_endpoint(data: bytes) -> StagedEndpointInfo:
-    """Read what a peer published; raises PeerLost if it is something else."""
+    """Decode an endpoint's published info; raises PeerLost if it is invalid."""
     return decode(data, StagedEndpointInfo)

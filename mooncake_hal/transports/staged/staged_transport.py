@@ -1,11 +1,11 @@
-"""The ``staged`` transport: memory of any device through pinned memory of the host.
+"""The ``staged`` transport: moves memory of any device by way of pinned host memory.
 
-Each side packs pieces of its device's memory into pinned memory, or unpacks them from there, with
-the host copies that its backend offers; between the two hosts an inner transport moves what is
-packed: rdma where both have it, else tcp. So an NPU, a GPU and a CPU exchange KV that nothing else
-carries between them. A side without a device needs no staging: the inner transport reaches its
-memory itself. Such a side offers this transport beside others, which costs it open ports until a
-device connects: only then is its memory registered with the inner transport.
+Each side copies pieces of its device's memory to or from a pinned staging buffer, with the host
+copies that its backend offers. An inner transport moves the buffers' content between the two hosts:
+rdma if both have it, otherwise tcp. So NPUs, GPUs and CPUs can exchange KV even if no other
+transport connects them. A side without a device needs no staging: the inner transport accesses its
+memory directly. Such a side offers this transport besides others at the cost of open ports only:
+its memory is not registered with the inner transport until a peer connects.
 """
 
 from __future__ import annotations
@@ -57,35 +57,38 @@ logger = logging.getLogger(__name__)
 TCP, RDMA = "tcp", "rdma"
 
 FindHostCopies = Callable[[str], HostCopies]
-"""Takes a device's name, such as ``"npu:0"``; raises BackendUnavailable or DeviceError."""
+"""Returns the host copies of a device, given its name, such as ``"npu:0"``; raises
+BackendUnavailable or DeviceError."""
 
 
 @dataclass(frozen=True, slots=True)
 class InnerTransport:
-    """One that may move what is packed; the highest priority that both hosts have is taken."""
+    """A transport that may move host memory between the two sides; the one with the highest
+    priority that both have is used."""
 
     transport: Transport
     priority: int
 
 
 class StagedTransport:
-    """Copies through pinned host memory on the sides that have a device.
+    """Stages transfers in pinned host memory on the sides that have a device.
 
     Args:
-        find_copies: of an endpoint's device.
-        inner: what moves packed memory, tcp among them.
+        find_copies: returns the host copies of an endpoint's device.
+        inner: the inner transports by name, including tcp.
     """
 
     name = NAME
     can_revoke = True
-    ends_writes = False  # the peer may have a Scatter of it to carry out yet
+    ends_writes = False  # the peer may still have to execute a Scatter of it
 
     def __init__(self, find_copies: FindHostCopies, inner: Mapping[str, InnerTransport]) -> None:
         self._find_copies = find_copies
         self._inner = inner
 
     def open(self, options: EndpointOptions) -> Endpoint:
-        """Extra settings are those of tcp, which takes a free port of its own."""
+        """``options.extra`` has the settings of tcp. The inner endpoints use free ports of their
+        own."""
         local = AttachedRegions("this side")
         copies = self._copies_of(options.device)
         data_path = StagedDataPath(copies, self._open_inner(options), options.device, local)
@@ -114,7 +117,7 @@ class StagedTransport:
             raise TransportUnavailable(NAME, str(exc)) from exc
 
     def _open_inner(self, options: EndpointOptions) -> Transports:
-        """All that open; tcp has to, the others are better where they are there."""
+        """Open the inner endpoints: tcp is required, the others are used if they are available."""
         opened = []
         with ExitStack() as undo:
             for name, inner in self._inner.items():
@@ -147,12 +150,12 @@ def load() -> StagedTransport:
 
 @cache
 def _installed() -> Registry:
-    """What is installed, looked for once and not for every endpoint."""
+    """The installed plugins, discovered once and not for every endpoint."""
     return Registry.discover()
 
 
 class NothingToCopy:
-    """The copier of a side without a device: its memory is moved by the inner transport alone."""
+    """The copier of a side without a device, whose memory the inner transport accesses directly."""
 
     def gather(self, addresses: Addresses, nbytes: Addresses, host: int) -> None:
         raise DeviceError("memory of the host is not copied by a device")
@@ -168,11 +171,11 @@ class NothingToCopy:
 
 
 class HostRegions:
-    """Regions of host memory, which inner endpoints get as soon as somebody is connected: to a NIC,
-    registered memory is pinned memory. Any thread.
+    """Regions of host memory, which are registered with the inner endpoints only once a connection
+    exists, since registration with a NIC pins memory. Thread-safe.
 
     Args:
-        inner: open endpoints.
+        inner: the open inner endpoints.
     """
 
     def __init__(self, inner: Transports) -> None:
@@ -183,14 +186,14 @@ class HostRegions:
         self._lock = threading.Lock()
 
     def add(self, key: int, region: MemoryRegion) -> None:
-        """A new region."""
+        """Add a region."""
         with self._lock:
             if self._is_exposed:
                 self._inner_keys[key] = self._inner.register(region)
             self._regions[key] = region
 
     def expose(self) -> None:
-        """Register all of them, and those that come. Idempotent."""
+        """Register all present and future regions with the inner endpoints. Idempotent."""
         with self._lock:
             for key, region in self._regions.items():
                 if key not in self._inner_keys:
@@ -198,7 +201,8 @@ class HostRegions:
             self._is_exposed = True
 
     def remove(self, key: int) -> None:
-        """Withdraw one; none of that key is no matter."""
+        """Remove a region, and revoke it at the inner endpoints; does nothing if there is none with
+        that key."""
         with self._lock:
             self._regions.pop(key, None)
             inner_keys = self._inner_keys.pop(key, None)
@@ -208,19 +212,19 @@ class HostRegions:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What a peer that connected to us packs and unpacks with."""
+    """Resources of a peer that connected to us: its staging buffer and copier on our side."""
 
     staging: StagingBuffer
     copier: HostCopier
 
 
 class StagedDataPath:
-    """An endpoint's inner endpoints, and the copies that its peers ask for.
+    """Data path of a staged endpoint: its inner endpoints, and the copies that peers request.
 
     Args:
-        copies: of the device of all regions, or None if they are host memory.
-        inner: open endpoints of the inner transports, for host memory.
-        device: of all regions.
+        copies: host copies of the regions' device; None if the regions are host memory.
+        inner: the open inner endpoints.
+        device: the device of all regions.
         local: the endpoint's own regions.
     """
 
@@ -242,7 +246,7 @@ class StagedDataPath:
         self._served: dict[Session, _Served] = {}
         self._peers: list[StagedPeer] = []
         self._lock = threading.Lock()
-        if copies is not None:  # what a copier compiles is there before the first transfer
+        if copies is not None:  # so that what a copier compiles is ready before the first transfer
             CopyWorker(copies.copier).close()
 
     def info(self) -> bytes:
@@ -255,7 +259,7 @@ class StagedDataPath:
         return f"inner transports are {self._inner.names} here, {sorted(theirs)} there"
 
     def attach(self, key: int, region: MemoryRegion) -> bytes:
-        """Host memory is the inner endpoints', once somebody is connected."""
+        """Host memory is registered with the inner endpoints once a peer is connected."""
         if region.device != self._device:
             raise TransportUnavailable(
                 NAME, f"this endpoint was opened for {self._device}, not for {region.device}"
@@ -265,7 +269,8 @@ class StagedDataPath:
         return b""
 
     def detach(self, key: int) -> None:
-        """Peers are served under the lock, so that the region is not touched after this."""
+        """Peers' requests are served under the lock, so that they don't access the region after
+        this."""
         with self._lock:
             peers = list(self._peers)
         for peer in peers:
@@ -273,7 +278,7 @@ class StagedDataPath:
         self._host.remove(key)
 
     def handle_request(self, session: Session, payload: bytes) -> bytes:
-        """Packs and unpacks, in regions that are live at that moment."""
+        """Copies only to and from regions that are registered at that moment."""
         call = decode_call(payload)
         with self._lock:
             if isinstance(call, OpenStaging):
@@ -327,9 +332,10 @@ class StagedDataPath:
         return encode(StagingOpened(staging.address, self._inner.addresses))
 
     def _prepare(self) -> StagingBuffer | None:
-        """What the inner transport moves on this side: fresh staging, or the host's regions.
+        """Register this side's memory with the inner endpoints: a new staging buffer, which is
+        returned, or the host memory's regions.
 
-        Afterwards the inner endpoints are those that could register it.
+        Inner endpoints that can't register it are closed.
         """
         if self._copies is not None:
             return StagingBuffer.allocate(self._copies, self._inner)
