@@ -22,7 +22,7 @@ from mooncake_hal.kv.geometry import KVShard
 from mooncake_hal.kv.transfer_plan import KVShardSpec
 from mooncake_hal.session.processes import this_process
 from mooncake_hal.transport import Transfer
-from mooncake_kv.connector_worker import LayerDone, RankContext, lone_thread
+from mooncake_kv.connector_worker import LayerDone, RankContext, single_thread
 from mooncake_kv.errors import ConnectorDead
 from mooncake_kv.order_transfers import OrderTransfers
 from mooncake_kv.peer_connections import LOADING, SAVING, PeerConnections
@@ -121,7 +121,7 @@ class PoolWorker:
             SAVE_THREADS, f"pool-save-{context.rank}", initializer=bind
         )
         self._progress = StepProgress(context.make_event)
-        self._ending = lone_thread(f"pool-end-{context.rank}")
+        self._ending = single_thread(f"pool-end-{context.rank}")
         context.emit(encode(PoolRankReady(this_process())))
 
     def receive(self, message: bytes) -> None:

@@ -48,13 +48,13 @@ from mooncake_kv.store.tier_moves import TierMoves
 
 TIMER_S = 0.25
 """Seconds between checks for pins and SSD writes past their deadlines."""
-MAX_UNSENT = 8
+MAX_UNSENT_BATCHES = 8
 """Upper bound of the batches of events about chunks found on SSDs at start that are queued for
 publishing: about ten megabytes. The scan blocks while the queue is longer."""
-PUBLISH_PATIENCE_S = 5.0
+PUBLISH_TIMEOUT_S = 5.0
 """Seconds that a scan waits for the publisher; past that, the publisher is considered dead and no
 scan waits for it again."""
-DROPPED_AT_ONCE = 256
+CHUNKS_PER_DROP = 256
 """Chunks that ``drop`` removes under one hold of the lock, which takes a few milliseconds."""
 DROP_PAUSE_S = 0.001
 """Seconds between two such holds. Without a pause the same thread would take the lock again before
@@ -179,7 +179,7 @@ class NodeStore:
             self._timer.join()
         if self._moves.tier is not None:
             self._moves.tier.close()
-        self._end_late_pins(math.inf)
+        self._time_out_pins(math.inf)
         self._undo.close()
 
     def chunks(self) -> dict[Tier, list[Chunk]]:
@@ -205,7 +205,9 @@ class NodeStore:
             found = self._table.probe(keys)
             if self._moves.tier is not None:
                 found = [
-                    Residence.SSD if where is Residence.ABSENT and self._moves.gives(key) else where
+                    Residence.SSD
+                    if where is Residence.ABSENT and self._moves.is_available(key)
+                    else where
                     for key, where in zip(keys, found, strict=True)
                 ]
             stats = self._table.stats
@@ -276,10 +278,10 @@ class NodeStore:
         between so that other users make progress."""
         keys = list(dict.fromkeys(keys))
         num_gone = 0
-        for start in range(0, len(keys), DROPPED_AT_ONCE):
+        for start in range(0, len(keys), CHUNKS_PER_DROP):
             if start:
                 time.sleep(DROP_PAUSE_S)
-            num_gone += self._drop_some(keys[start : start + DROPPED_AT_ONCE])
+            num_gone += self._drop_some(keys[start : start + CHUNKS_PER_DROP])
         return num_gone
 
     def _drop_some(self, keys: Sequence[bytes]) -> int:
@@ -331,7 +333,7 @@ class NodeStore:
         tier = SsdTier(config, self.memory.view, self._clock, self._ssd_removed, self._ssd_found)
         self._moves.tier = tier
         tier.start()
-        self._timer = threading.Thread(target=self._keep_time, name="store-timer", daemon=True)
+        self._timer = threading.Thread(target=self._run_timer, name="store-timer", daemon=True)
         self._timer.start()
 
     def _ssd_found(self, chunks: Sequence[Chunk]) -> None:
@@ -341,20 +343,20 @@ class NodeStore:
             there = [chunk for chunk in chunks if self._moves.has(chunk.key)]
             self._table.observer.stored(Tier.SSD, there)
         if self._publisher is not None and self._is_publishing:
-            self._is_publishing = self._publisher.await_sent(MAX_UNSENT, PUBLISH_PATIENCE_S)
+            self._is_publishing = self._publisher.await_sent(MAX_UNSENT_BATCHES, PUBLISH_TIMEOUT_S)
 
     def _ssd_removed(self, keys: Sequence[bytes]) -> None:
         with self._lock:  # chunks written again in the meantime have been reported as stored
             gone = [key for key in keys if not self._moves.has(key)]
             self._table.observer.removed(Tier.SSD, gone)
 
-    def _keep_time(self) -> None:
+    def _run_timer(self) -> None:
         while not self._stop.wait(TIMER_S):
-            self._end_late_pins(self._clock())
+            self._time_out_pins(self._clock())
             if self._moves.tier is not None:
-                self._moves.tier.give_up_late_writes()
+                self._moves.tier.cancel_hung_writes()
 
-    def _end_late_pins(self, now: float) -> None:
+    def _time_out_pins(self, now: float) -> None:
         with self._lock:
             finished = self._moves.time_out(now)
         for finish in finished:

@@ -37,10 +37,10 @@ class SsdConfig:
         read_threads, write_threads: threads per directory, i.e. requests in flight per drive.
         max_queued_writes: upper bound of the writes queued per directory; chunks beyond it are
             skipped.
-        patience_s: timeout in seconds of reading a part of a chunk, on top of the time that the
+        read_timeout_s: timeout in seconds of reading a part of a chunk, on top of the time that the
             slowest supported drive takes for its bytes, and of opening a directory; past it the
             drive is considered hung. Also how long the store's start waits for the scans.
-        write_patience_s: the same timeout for writes; larger, since drives pause for garbage
+        write_timeout_s: the same timeout for writes; larger, since drives pause for garbage
             collection.
     """
 
@@ -49,8 +49,8 @@ class SsdConfig:
     read_threads: int = 8
     write_threads: int = 4
     max_queued_writes: int = 64
-    patience_s: float = 2.0
-    write_patience_s: float = 10.0
+    read_timeout_s: float = 2.0
+    write_timeout_s: float = 10.0
 
 
 @dataclass(slots=True)

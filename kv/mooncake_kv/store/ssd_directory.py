@@ -48,7 +48,7 @@ _SEGMENT_NAME = re.compile(r"segment-(\d{8})\.kv")
 
 MIN_SEGMENTS = 3
 """One segment to write to, one to collect, and one that keeps its chunks in the meantime."""
-GROW_AGAIN_S = 300.0
+GROW_RETRY_S = 300.0
 """Seconds before the next attempt to add a segment after the file system refused one."""
 BEGIN_WAIT_S = 10.0
 """Default of the seconds that ``append`` waits for a segment that another thread is starting."""
@@ -111,9 +111,9 @@ class SsdDirectory:
         self._max_segments = config.capacity_bytes // config.segment_bytes
         if self._max_segments < MIN_SEGMENTS or config.segment_bytes % PAGE:
             raise KVConfigError(
-                f"{config.path}: {config.capacity_bytes} bytes make {self._max_segments} segments "
-                f"of {config.segment_bytes}; wanted are {MIN_SEGMENTS} or more, of whole pages of "
-                f"{PAGE}"
+                f"{config.path}: {config.capacity_bytes} bytes are {self._max_segments} segments "
+                f"of {config.segment_bytes}; a directory needs {MIN_SEGMENTS} or more, each a "
+                f"multiple of {PAGE} bytes"
             )
         self._lock = threading.Lock()
         self._begun = threading.Condition(self._lock)
@@ -162,10 +162,15 @@ class SsdDirectory:
                     segment.end = offset + record_bytes(header.nbytes)
                     yield ScannedRecord(header, RecordLocation(segment, segment.use, offset))
             except OSError as exc:
-                logger.warning("%s: the rest of a segment is lost: %s", self.config.path, exc)
+                logger.warning(
+                    "%s: the rest of segment %d can't be scanned: %s",
+                    self.config.path,
+                    segment.number,
+                    exc,
+                )
 
     def append(self, nbytes: int, wait_s: float = BEGIN_WAIT_S) -> RecordLocation | None:
-        """Allocate space for a chunk's record. ``write`` may follow, and ``give_up`` must.
+        """Allocate space for a chunk's record. ``write`` may follow, and ``release`` must.
 
         Args:
             nbytes: size of the chunk.
@@ -211,7 +216,7 @@ class SsdDirectory:
                 raise OSError(f"{written} of {total} bytes were written")
         except OSError as exc:
             self.leave_hole(location)
-            raise StoreIOError(f"{self.config.path}: writing failed: {exc}") from exc
+            raise StoreIOError(f"{self.config.path}: a write failed: {exc}") from exc
 
     def leave_hole(self, location: RecordLocation) -> None:
         """Leave allocated space unwritten, and seal the segment: a scan ends at the hole, so that
@@ -222,14 +227,14 @@ class SsdDirectory:
 
     def hold(self, location: RecordLocation) -> bool:
         """Keep a record's segment from being recycled; False if it has been already. If True,
-        ``give_up`` must follow."""
+        ``release`` must follow."""
         with self._lock:
             if location.segment.use != location.use:
                 return False
             location.segment.num_busy += 1
             return True
 
-    def give_up(self, location: RecordLocation) -> None:
+    def release(self, location: RecordLocation) -> None:
         """Release the segment that ``append`` or ``hold`` has kept from being recycled."""
         with self._lock:
             location.segment.num_busy -= 1
@@ -249,9 +254,9 @@ class SsdDirectory:
         try:
             found = os.preadv(location.segment.file, buffers, location.offset + start)
         except OSError as exc:
-            raise StoreIOError(f"{self.config.path}: reading failed: {exc}") from exc
+            raise StoreIOError(f"{self.config.path}: a read failed: {exc}") from exc
         if found != total:
-            raise StoreIOError(f"{self.config.path}: {found} of {total} bytes are there to be read")
+            raise StoreIOError(f"{self.config.path}: a read was short: {found} of {total} bytes")
 
     def read_sections(
         self, location: RecordLocation, start: int, payload: memoryview, section: int
@@ -270,9 +275,9 @@ class SsdDirectory:
         try:
             return read_sections(location.segment.file, location.offset + start, payload, section)
         except OSError as exc:
-            raise StoreIOError(f"{self.config.path}: reading failed: {exc}") from exc
+            raise StoreIOError(f"{self.config.path}: a read failed: {exc}") from exc
 
-    def wants_collection(self, wait_s: float = 0.0) -> Segment | None:
+    def segment_to_collect(self, wait_s: float = 0.0) -> Segment | None:
         """The segment to collect: the oldest one. None while a free segment exists or another one
         may be added.
 
@@ -325,7 +330,7 @@ class SsdDirectory:
             try:
                 is_whole = os.preadv(segment.file, [page], 0) == PAGE
             except OSError as exc:  # bad blocks: the segment is not written to either
-                logger.warning("%s is left alone: %s", self._path_of(segment.number), exc)
+                logger.warning("%s is not used: %s", self._path_of(segment.number), exc)
                 self.num_unreadable += 1
                 found.remove(segment)
                 os.close(segment.file)
@@ -340,7 +345,7 @@ class SsdDirectory:
                 num_old += isinstance(header, SegmentHeader) and not _is_current(header)
         if num_old:
             logger.warning(
-                "%s: what another release wrote can't be read, and is dropped: %d segments",
+                "%s: dropped %d segments that another release wrote and this one can't read",
                 self.config.path,
                 num_old,
             )
@@ -366,7 +371,7 @@ class SsdDirectory:
                     found.append(segment)
         if num_longer:
             logger.warning(
-                "%s: segments that are longer than they are to be now are dropped: %d",
+                "%s: dropped %d segments that are longer than the configured segment size",
                 self.config.path,
                 num_longer,
             )
@@ -389,7 +394,7 @@ class SsdDirectory:
                     raise
                 self._is_direct = False
                 logger.warning(
-                    "%s: the file system has no direct I/O; the page cache is used", path.parent
+                    "%s: the file system has no direct I/O, using the page cache", path.parent
                 )
         return os.open(path, flags, 0o600)
 
@@ -416,7 +421,7 @@ class SsdDirectory:
     # -- inside, without the lock -----------------------------------------------------------------
 
     def _can_grow(self) -> bool:
-        """Whether a segment may be added. After the file system refused one, False for GROW_AGAIN_S
+        """Whether a segment may be added. After the file system refused one, False for GROW_RETRY_S
         whatever free space it reports: with quotas it reports more than it grants."""
         with self._lock:
             count, refused_until = self._num_segments(), self._refused_until
@@ -427,7 +432,9 @@ class SsdDirectory:
         try:
             disk = os.statvfs(self.config.path)
         except OSError as exc:
-            raise StoreIOError(f"{self.config.path} can't be asked for room: {exc}") from exc
+            raise StoreIOError(
+                f"{self.config.path}: the free space can't be determined: {exc}"
+            ) from exc
         left = disk.f_bavail * disk.f_frsize - self.config.segment_bytes
         return left >= self.config.min_free_bytes
 
@@ -448,7 +455,7 @@ class SsdDirectory:
             segment.use = b""
             with self._lock:
                 self._free.append(segment)
-            raise StoreIOError(f"{self.config.path}: a segment can't be begun: {exc}") from exc
+            raise StoreIOError(f"{self.config.path}: a segment can't be started: {exc}") from exc
         return segment
 
     def _new_segment(self) -> Segment:
@@ -465,12 +472,12 @@ class SsdDirectory:
         except OSError as exc:
             if self._refused_until is None:
                 logger.warning(
-                    "%s: no segment can be added, the oldest ones are written again instead: %s",
+                    "%s: no segment can be added, recycling the oldest ones instead: %s",
                     self.config.path,
                     exc,
                 )
-            self._refused_until = self._clock() + GROW_AGAIN_S
-            raise StoreIOError(f"{path} can't be made: {exc}") from exc
+            self._refused_until = self._clock() + GROW_RETRY_S
+            raise StoreIOError(f"{path} can't be created: {exc}") from exc
         self._refused_until = None
         self._last_number += 1
         return Segment(self._last_number, file)
@@ -514,7 +521,7 @@ def _lock_directory(path: Path) -> int:
         # Creating it would hide that a drive is not mounted, and fill the file system below.
         raise KVConfigError(
             f"{path} can't be used for a store: there is no such directory; mount its drive, or "
-            "make it"
+            "create it"
         ) from exc
     except OSError as exc:
         raise KVConfigError(f"{path} can't be used for a store: {exc}") from exc

@@ -65,25 +65,32 @@ class HangWatch:
 
     Args:
         path: the drive's directory, for the log.
-        patience_s: timeout in seconds, on top of the time that the slowest supported drive takes
+        timeout_s: timeout in seconds, on top of the time that the slowest supported drive takes
             for a request's bytes.
         clock: monotonic seconds.
-        news: log messages for the start and for the end of a hang.
+        on_hang, on_recovery: log messages for the start and for the end of a hang.
     """
 
     def __init__(
-        self, path: Path, patience_s: float, clock: Callable[[], float], news: tuple[str, str]
+        self,
+        path: Path,
+        timeout_s: float,
+        clock: Callable[[], float],
+        *,
+        on_hang: str,
+        on_recovery: str,
     ) -> None:
-        self.patience_s = patience_s
+        self.timeout_s = timeout_s
         self._path = path
         self._clock = clock
-        self._news = news
+        self._on_hang = on_hang
+        self._on_recovery = on_recovery
         self._late_at: dict[object, float] = {}
-        self._hung = False
+        self._was_hung = False
 
     def limit_s(self, nbytes: int) -> float:
         """Timeout in seconds of a request for this many bytes."""
-        return self.patience_s + nbytes / SLOWEST_BYTES_PER_S
+        return self.timeout_s + nbytes / SLOWEST_BYTES_PER_S
 
     @contextmanager
     def watched(self, nbytes: int) -> Iterator[None]:
@@ -95,13 +102,13 @@ class HangWatch:
         finally:
             del self._late_at[name]
 
-    def hangs(self) -> bool:
+    def is_hung(self) -> bool:
         """Whether a request is past its timeout; logs every change of the answer."""
-        hangs = self._clock() > min([*self._late_at.values()], default=math.inf)
-        if hangs is not self._hung:
-            self._hung = hangs
-            logger.warning("%s: %s", self._path, self._news[0] if hangs else self._news[1])
-        return hangs
+        is_hung = self._clock() > min([*self._late_at.values()], default=math.inf)
+        if is_hung is not self._was_hung:
+            self._was_hung = is_hung
+            logger.warning("%s: %s", self._path, self._on_hang if is_hung else self._on_recovery)
+        return is_hung
 
 
 class DriveThreads(Generic[Item]):
@@ -132,7 +139,7 @@ class DriveThreads(Generic[Item]):
             self._queue.append(iter(items))
             self._changed.notify(len(items))
 
-    def take_back(self) -> list[Item]:
+    def cancel_queued(self) -> list[Item]:
         """Remove and return all items that have not been started."""
         with self._changed:
             queue, self._queue = self._queue, deque()
@@ -199,22 +206,18 @@ class Drive:
         )
         self.reading = HangWatch(
             path,
-            config.patience_s,
+            config.read_timeout_s,
             clock,
-            (
-                "a read does not end; chunks there are left alone until it does",
-                "reads end again",
-            ),
+            on_hang="a read has timed out: the chunks of this drive are unavailable until it "
+            "completes",
+            on_recovery="reads complete again",
         )
         self.writing = HangWatch(
             path,
-            config.write_patience_s,
+            config.write_timeout_s,
             clock,
-            (
-                "a write does not end; nothing is written there until it does, what is there is "
-                "read",
-                "writes end again",
-            ),
+            on_hang="a write has timed out: this drive is only read until it completes",
+            on_recovery="writes complete again",
         )
         self.readers = DriveThreads(f"ssd-read-{number}", config.read_threads, self._read)
         self.writers = DriveThreads(f"ssd-write-{number}", config.write_threads, write)
@@ -245,10 +248,10 @@ class Drive:
                 return
             yield found
 
-    def hangs(self) -> bool:
+    def is_hung(self) -> bool:
         """Whether the drive must get no writes. Hung reads count too, since a write may have to
         read records to collect a segment."""
-        return self.writing.hangs() or self.reading.hangs()
+        return self.writing.is_hung() or self.reading.is_hung()
 
     def append(self, nbytes: int) -> RecordLocation | None:
         """``SsdDirectory.append`` with hang detection."""
@@ -261,16 +264,16 @@ class Drive:
         with self.writing.watched(len(page) + len(payload)):
             self.directory.write(location, page, payload)
 
-    def wants_collection(self, wait_s: float) -> Segment | None:
-        """``SsdDirectory.wants_collection`` with hang detection."""
+    def segment_to_collect(self, wait_s: float) -> Segment | None:
+        """``SsdDirectory.segment_to_collect`` with hang detection."""
         with self.writing.watched(self.directory.config.segment_bytes):
-            return self.directory.wants_collection(wait_s)
+            return self.directory.segment_to_collect(wait_s)
 
     def stop(self) -> None:
         """Start no more requests, and drop those that are queued."""
         self.is_stopping = True
         for threads in (self.readers, self.writers):
-            threads.take_back()
+            threads.cancel_queued()
             threads.close()
 
     def close(self, until: float) -> None:
@@ -285,8 +288,8 @@ class Drive:
             self.directory.close()
         else:
             logger.warning(
-                "%s: the drive hangs; its files stay open, and the directory in use, until this "
-                "process ends",
+                "%s: the drive is hung; its files stay open, and the directory locked, until this "
+                "process exits",
                 self.directory.config.path,
             )
 
@@ -323,10 +326,12 @@ def start_drives(drives: Sequence[Drive], wait_s: float) -> None:
             future.result()
         else:
             path = drive.directory.config.path
-            logger.info("%s: what is there is found in the background", path)
+            logger.info("%s: the scan continues in the background", path)
             future.add_done_callback(partial(_log_failure, path))
 
 
 def _log_failure(path: Path, known: Future[None]) -> None:
     if (error := known.exception()) is not None:
-        logger.warning("%s: nothing is written there: %s", path, error, exc_info=error)
+        logger.warning(
+            "%s: the scan failed, nothing is written there: %s", path, error, exc_info=error
+        )

@@ -167,7 +167,7 @@ def fill_page(page: memoryview, header: Header) -> None:
     """
     body = _encoder.encode(header)
     if _PREFIX.size + len(body) > PAGE:
-        raise ValueError(f"a header of {len(body)} bytes is longer than a page")
+        raise ValueError(f"a header of {len(body)} bytes does not fit into a page of {PAGE}")
     _PREFIX.pack_into(page, 0, _MAGIC, zlib.crc32(body), len(body))
     page[_PREFIX.size : _PREFIX.size + len(body)] = body
 

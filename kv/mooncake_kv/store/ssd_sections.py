@@ -112,7 +112,7 @@ def _check(found: int, wanted: int) -> None:
     if found < 0:
         raise OSError(-found, os.strerror(-found))
     if found != wanted:
-        raise OSError(f"{found} of {wanted} bytes are there to be read")
+        raise OSError(f"the read was short: {found} of {wanted} bytes")
 
 
 def interpreted_checksums(payload: memoryview, section: int) -> bytes:

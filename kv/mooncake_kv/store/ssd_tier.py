@@ -57,11 +57,11 @@ MAX_REMEMBERED_PUTS = 1 << 18
 MAX_REMEMBERED_DROPS = 1 << 18
 """Upper bound of the keys dropped during the scan at start, which the scan must not index. Chunks
 dropped beyond it reappear once their records are scanned, as they would after a restart."""
-CLOSE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """Seconds that ``close`` waits for I/O in flight, for all drives together."""
-TOLD_AT_ONCE = 256
+CHUNKS_PER_REPORT = 256
 """Chunks found by the scan that are reported in one call of ``found``."""
-COLLECTED_FRACTION = 0.5
+MAX_REWRITTEN_FRACTION = 0.5
 """Upper bound of the records that collecting a segment rewrites, as a fraction of the segment."""
 
 
@@ -124,19 +124,19 @@ class SsdTier:
         self._dropped_unscanned: dict[bytes, None] = {}
         directories = [SsdDirectory(each, clock) for each in config.directories]
         self._drives = [
-            Drive(directory, config, number, clock, self._run_write, self._scan)
+            Drive(directory, config, number, clock, self._process_write, self._scan)
             for number, directory in enumerate(directories)
         ]
 
     def start(self) -> None:
-        """Open and scan all directories. Scans that take longer than ``patience_s`` continue in the
-        background.
+        """Open and scan all directories. Scans that take longer than ``read_timeout_s`` continue in
+        the background.
 
         Raises:
             KVConfigError: a directory can't be used; the tier is closed.
         """
         try:
-            start_drives(self._drives, self._config.patience_s)
+            start_drives(self._drives, self._config.read_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -146,12 +146,12 @@ class SsdTier:
         record = self._records.get(key)
         return None if record is None else record.chunk
 
-    def answers(self, key: bytes) -> bool:
+    def is_available(self, key: bytes) -> bool:
         """Whether reads of the chunk's drive are not hung. A chunk that was found at start may be
         on another drive than the one to which it would be written now."""
         record = self._records.get(key)
         drive = self._drive_of(key) if record is None else record.drive
-        return not drive.reading.hangs()
+        return not drive.reading.is_hung()
 
     def chunks(self) -> list[Chunk]:
         """All chunks in the index."""
@@ -182,7 +182,7 @@ class SsdTier:
             if drive is None:
                 self._skip("too_large")
                 return False
-            if drive.hangs():
+            if drive.is_hung():
                 self._skip("hung")
                 return False
             if not drive.is_scanned:
@@ -211,12 +211,12 @@ class SsdTier:
         """Queue the write of an admitted chunk."""
         self._drive_of(write.chunk.key).writers.add([write])
 
-    def give_up_late_writes(self) -> None:
+    def cancel_hung_writes(self) -> None:
         """Cancel the writes queued for hung drives, to release the memory that they pin."""
         for drive in self._drives:
-            if drive.hangs():
-                for write in drive.writers.take_back():
-                    self._give_up_write(write)
+            if drive.is_hung():
+                for write in drive.writers.cancel_queued():
+                    self._skip_hung_write(write)
 
     def read(self, wanted: Sequence[ChunkRead], first_bytes: int | None = None) -> None:
         """Queue reads of chunks into memory.
@@ -298,16 +298,16 @@ class SsdTier:
             )
             stats.num_ssd_corrupt, stats.num_ssd_errors = own.num_ssd_corrupt, own.num_ssd_errors
             stats.num_ssd_skipped = dict(own.num_ssd_skipped)
-            stats.num_ssd_hung_reads = sum(drive.reading.hangs() for drive in self._drives)
-            stats.num_ssd_hung_writes = sum(drive.writing.hangs() for drive in self._drives)
+            stats.num_ssd_hung_reads = sum(drive.reading.is_hung() for drive in self._drives)
+            stats.num_ssd_hung_writes = sum(drive.writing.is_hung() for drive in self._drives)
             stats.num_ssd_unscanned = sum(not drive.is_scanned for drive in self._drives)
 
     def close(self) -> None:
         """Wait for I/O in flight and unlock the directories. A drive that is still busy after
-        CLOSE_S is abandoned, with its directory locked. Idempotent."""
+        CLOSE_TIMEOUT_S is abandoned, with its directory locked. Idempotent."""
         for drive in self._drives:
             drive.stop()
-        until = time.monotonic() + CLOSE_S
+        until = time.monotonic() + CLOSE_TIMEOUT_S
         for drive in self._drives:
             drive.close(until)
 
@@ -320,7 +320,7 @@ class SsdTier:
         found: list[Chunk] = []
         for record in drive.scanned():
             found += self._index_scanned(drive, record)
-            if len(found) >= TOLD_AT_ONCE:
+            if len(found) >= CHUNKS_PER_REPORT:
                 self._found(found)
                 found = []
         if not drive.is_stopping:  # else the receiver may be closed
@@ -331,7 +331,7 @@ class SsdTier:
         try:
             chunk = found.header.chunk()
         except ValueError as exc:  # written by a release with larger limits
-            logger.warning("%s: a record is no chunk: %s", drive.directory.config.path, exc)
+            logger.warning("%s: a record is not valid: %s", drive.directory.config.path, exc)
             with self._lock:
                 self._stats.num_ssd_corrupt += 1
             return []
@@ -342,23 +342,23 @@ class SsdTier:
             self._index(_Record(chunk, drive, found.location, found.header))
         return [chunk] if is_new else []
 
-    def _run_write(self, write: ChunkWrite) -> None:
+    def _process_write(self, write: ChunkWrite) -> None:
         """Top of a writing thread."""
         drive = self._drive_of(write.chunk.key)
-        if drive.hangs():
-            self._give_up_write(write)
+        if drive.is_hung():
+            self._skip_hung_write(write)
             return
         is_stored = False
         try:
             is_stored = self._write(drive, write)
         except Exception as exc:  # noqa: BLE001  # thread top: fails this chunk only
-            self._failed(exc)
+            self._count_error(exc)
         finally:
             self.withdraw(write.chunk)
             write.ended(is_stored)
         self._collect(drive)
 
-    def _give_up_write(self, write: ChunkWrite) -> None:
+    def _skip_hung_write(self, write: ChunkWrite) -> None:
         """Skip an admitted write because its drive is hung."""
         with self._lock:
             self._skip("hung")
@@ -369,17 +369,17 @@ class SsdTier:
         chunk = write.chunk
         try:
             location = drive.append(chunk.nbytes)
-            if location is None and not drive.hangs():
+            if location is None and not drive.is_hung():
                 # another thread's write has filled the last segment and is collecting one
                 segment_bytes = drive.directory.config.segment_bytes
                 self._collect(drive, wait_s=drive.writing.limit_s(segment_bytes))
                 location = drive.append(chunk.nbytes)
         except StoreIOError as exc:
-            self._failed(exc)
+            self._count_error(exc)
             return False
         if location is None:
             with self._lock:
-                self._skip("hung" if drive.hangs() else "full")
+                self._skip("hung" if drive.is_hung() else "full")
             return False
         with self._writing_at(drive.directory, location):
             payload = self._view(write.offset, rounded_up(chunk.nbytes))
@@ -423,9 +423,9 @@ class SsdTier:
             yield
         except Exception as exc:  # noqa: BLE001  # thread top: fails this record only
             directory.leave_hole(location)
-            self._failed(exc)
+            self._count_error(exc)
         finally:  # last: collecting the segment must see the record in the index
-            directory.give_up(location)
+            directory.release(location)
 
     def _hold(self, record: _Record) -> bool:
         """Keep a record's segment from being collected until ``_end_read``. False: it has been
@@ -458,14 +458,15 @@ class SsdTier:
             else:
                 is_right = read_part(directory, location, header, start, payload)
         except StoreIOError as exc:
-            self._failed(exc)
+            self._count_error(exc)
             return False
         with self._lock:
             self._stats.ssd_read_bytes += len(payload) + (PAGE if start is None else 0)
             self._stats.num_ssd_corrupt += not is_right
         if not is_right:
             logger.warning(
-                "%s: a record is damaged: of chunk %s, %d bytes from byte %d on; segment %d at %d",
+                "%s: the record of chunk %s is damaged in the %d bytes from byte %d; it is in "
+                "segment %d at offset %d",
                 directory.config.path,
                 record.chunk.key.hex(),
                 len(payload),
@@ -477,7 +478,7 @@ class SsdTier:
 
     def _end_read(self, record: _Record, *, is_right: bool) -> None:
         """End a hold, once no read of the record is in flight. A damaged record is forgotten."""
-        record.drive.directory.give_up(record.location)
+        record.drive.directory.release(record.location)
         if not is_right and (gone := self.forget([record.chunk.key])):
             self._removed(gone)
 
@@ -490,20 +491,20 @@ class SsdTier:
         if not drive.collecting.acquire(timeout=wait_s):
             return
         try:
-            segment = drive.wants_collection(wait_s)
+            segment = drive.segment_to_collect(wait_s)
             if segment is None or drive.is_stopping:
                 return
             use = segment.use
             with self._lock:
                 keys = list(drive.keys_of_use.get(use, ()))
-            self._keep_hot(drive, keys)
+            self._rewrite_hot(drive, keys)
             if drive.is_stopping:
                 return
             self._forget_use(drive, use)
             if drive.directory.recycle(segment):  # no write to it is in flight any more:
                 self._forget_use(drive, use)  # remove what was indexed since the first call
         except StoreIOError as exc:
-            self._failed(exc)
+            self._count_error(exc)
         finally:
             drive.collecting.release()
 
@@ -514,12 +515,12 @@ class SsdTier:
         if gone:
             self._removed(gone)
 
-    def _keep_hot(self, drive: Drive, keys: Iterable[bytes]) -> None:
+    def _rewrite_hot(self, drive: Drive, keys: Iterable[bytes]) -> None:
         """Rewrite the chunks that have been read since they were written, the most read first, to
         the current segment."""
         records = [record for key in keys if (record := self._records.get(key)) is not None]
         hot = sorted((r for r in records if r.num_reads), key=lambda r: -r.num_reads)
-        left = int(drive.directory.config.segment_bytes * COLLECTED_FRACTION)
+        left = int(drive.directory.config.segment_bytes * MAX_REWRITTEN_FRACTION)
         for record in hot:
             left -= record_bytes(record.chunk.nbytes)
             if left < 0 or drive.is_stopping or not self._budget_for(record.chunk):
@@ -530,7 +531,7 @@ class SsdTier:
             try:
                 location = drive.append(record.chunk.nbytes)
             except StoreIOError as exc:
-                self._failed(exc)
+                self._count_error(exc)
                 return
             if location is None:
                 return
@@ -582,7 +583,7 @@ class SsdTier:
         skipped = self._stats.num_ssd_skipped
         skipped[reason] = skipped.get(reason, 0) + 1
 
-    def _failed(self, error: Exception) -> None:
+    def _count_error(self, error: Exception) -> None:
         with self._lock:
             self._stats.num_ssd_errors += 1
             is_first = self._stats.num_ssd_errors == 1

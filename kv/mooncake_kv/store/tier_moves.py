@@ -116,9 +116,9 @@ class TierMoves:
         """Whether an SSD has the chunk."""
         return self.tier is not None and self.tier.chunk(key) is not None
 
-    def gives(self, key: bytes) -> bool:
+    def is_available(self, key: bytes) -> bool:
         """Whether an SSD has the chunk and is not hung."""
-        return self.has(key) and self._is_answered(key)
+        return self.has(key) and self._is_drive_available(key)
 
     def committed(self, keys: Iterable[bytes]) -> None:
         """Chunks were put into memory. A chunk that had been put before is in its second use, and
@@ -163,7 +163,11 @@ class TierMoves:
         """
         missing: dict[bytes, list[int]] = {}
         for position, (key, handle) in enumerate(zip(keys, handles, strict=True)):
-            if handle is None and (key in self._loads or self.has(key)) and self._is_answered(key):
+            if (
+                handle is None
+                and (key in self._loads or self.has(key))
+                and self._is_drive_available(key)
+            ):
                 missing.setdefault(key, []).append(position)
         deadline = self._clock() + self._load_timeout_s
         request = PinRequest(user, lease_s, handles, missing, deadline, Future())
@@ -188,7 +192,7 @@ class TierMoves:
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         deadline = self._clock() + self._load_timeout_s
-        for answer in self._go_on([_Progress(handles, beyond, deadline, future)]):
+        for answer in self._advance([_Progress(handles, beyond, deadline, future)]):
             answer()  # with the lock held: the future has no callbacks yet
         return future
 
@@ -203,7 +207,7 @@ class TierMoves:
         Returns callbacks, to be called without the lock."""
         late: list[_Progress] = []
         for key, waiting in list(self._progress.items()):
-            until = now if self._is_answered(key) else math.inf
+            until = now if self._is_drive_available(key) else math.inf
             late += [each for each in waiting if each.deadline <= until]
             self._progress[key] = [each for each in waiting if each.deadline > until]
         answers = [partial(progress.future.set_result, 0) for progress in late]
@@ -211,7 +215,8 @@ class TierMoves:
             [
                 request
                 for request in self._requests
-                if request.deadline <= now or not all(map(self._is_answered, request.missing))
+                if request.deadline <= now
+                or not all(map(self._is_drive_available, request.missing))
             ]
         )
 
@@ -222,9 +227,9 @@ class TierMoves:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _is_answered(self, key: bytes) -> bool:
+    def _is_drive_available(self, key: bytes) -> bool:
         """Whether the SSD that has a chunk is not hung."""
-        return self.tier is not None and self.tier.answers(key)
+        return self.tier is not None and self.tier.is_available(key)
 
     def _end(self, requests: Sequence[PinRequest]) -> list[Callable[[], None]]:
         for request in requests:
@@ -318,7 +323,7 @@ class TierMoves:
             finished = [
                 self._finish(request)
                 for request in load.requests
-                if self._settle(request, key, is_right, now)
+                if self._grant_loaded(request, key, is_right, now)
             ]
             finished += self._wake(key)
         for finish in finished:
@@ -327,14 +332,14 @@ class TierMoves:
     def _wake(self, key: bytes) -> list[Callable[[], None]]:
         """A load has made progress or ended: check the calls that wait for it. Returns callbacks,
         to be called without the lock."""
-        return self._go_on(self._progress.pop(key, ()))
+        return self._advance(self._progress.pop(key, ()))
 
-    def _go_on(self, waiting: Iterable[_Progress]) -> list[Callable[[], None]]:
+    def _advance(self, waiting: Iterable[_Progress]) -> list[Callable[[], None]]:
         """Queue each call at the first of its chunks that has too few bytes. Returns callbacks that
         resolve the calls that need not wait, to be called without the lock."""
         answers: list[Callable[[], None]] = []
         for progress in waiting:
-            key = self._first_behind(progress)
+            key = self._first_incomplete(progress)
             if key is not None:
                 self._progress.setdefault(key, []).append(progress)
             else:
@@ -342,29 +347,29 @@ class TierMoves:
                 answers.append(partial(progress.future.set_result, min(found, default=0)))
         return answers
 
-    def _first_behind(self, progress: _Progress) -> bytes | None:
+    def _first_incomplete(self, progress: _Progress) -> bytes | None:
         """The first chunk to wait for; None if all have enough bytes, or one will not get them."""
         while progress.num_seen < len(progress.handles):
             handle = progress.handles[progress.num_seen]
             if self._num_bytes(handle) <= min(progress.beyond, handle.nbytes - 1):
-                return handle.key if self._comes(handle) else None
+                return handle.key if self._is_loading(handle) else None
             progress.num_seen += 1
         return None
 
-    def _comes(self, handle: ReadHandle) -> bool:
+    def _is_loading(self, handle: ReadHandle) -> bool:
         """Whether a load into the memory of this handle is running."""
         load = self._loads.get(handle.key)
         return load is not None and load.handle.generation == handle.generation
 
     def _num_bytes(self, handle: ReadHandle) -> int:
         """The leading bytes of a chunk that are in the handle's memory, and verified."""
-        if self._comes(handle):  # the last byte counts only once the load is committed
+        if self._is_loading(handle):  # the last byte counts only once the load is committed
             return min(self._loads[handle.key].num_bytes, handle.nbytes - 1)
         entry = self._table.entry(handle.key)
         is_there = entry is not None and entry.generation == handle.generation
         return handle.nbytes if is_there else 0
 
-    def _settle(self, request: PinRequest, key: bytes, is_right: bool, now: float) -> bool:
+    def _grant_loaded(self, request: PinRequest, key: bytes, is_right: bool, now: float) -> bool:
         """Grant a request the chunk it waited for; returns whether it was the last one."""
         for position in request.missing.pop(key):
             if is_right:

@@ -90,7 +90,7 @@ def test_stats_say_what_happened(store):
 
 
 def test_others_are_let_in_while_many_chunks_are_dropped(store, monkeypatch):
-    monkeypatch.setattr("mooncake_kv.store.node_store.DROPPED_AT_ONCE", 1)
+    monkeypatch.setattr("mooncake_kv.store.node_store.CHUNKS_PER_DROP", 1)
     user = store.open_user()
     user.commit(user.reserve([chunk(n) for n in range(4)]).result())
     left = []

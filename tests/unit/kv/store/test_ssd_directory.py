@@ -9,7 +9,7 @@ import pytest
 from mooncake_kv.errors import KVConfigError, StoreIOError
 from mooncake_kv.store.chunk_store import Chunk
 from mooncake_kv.store.ssd_config import SsdBudget, SsdDirectoryConfig
-from mooncake_kv.store.ssd_directory import GROW_AGAIN_S, SsdDirectory, aligned_buffer
+from mooncake_kv.store.ssd_directory import GROW_RETRY_S, SsdDirectory, aligned_buffer
 from mooncake_kv.store.ssd_records import (
     PAGE,
     SegmentHeader,
@@ -47,7 +47,7 @@ def store(directory, number):
     page = aligned_buffer(PAGE)
     fill_page(page, record_header(chunk(number), location.use, payload))
     directory.write(location, page, payload)
-    directory.give_up(location)
+    directory.release(location)
     return location
 
 
@@ -99,11 +99,11 @@ def test_a_recycled_segment_forgets_what_it_had(tmp_path):
     for number in range(1, 12):
         store(directory, number)
     assert directory.append(NBYTES) is None
-    oldest = directory.wants_collection()
+    oldest = directory.segment_to_collect()
     assert oldest is first.segment
     assert directory.hold(first)
     assert not directory.recycle(oldest), "it is being read"
-    directory.give_up(first)
+    directory.release(first)
     assert directory.recycle(oldest)
     assert not directory.hold(first)
     store(directory, 12)
@@ -139,11 +139,11 @@ def test_a_segment_whose_header_can_not_be_read_is_left_alone(tmp_path, monkeypa
     monkeypatch.setattr(os, "preadv", fails)
     directory = opened(config(tmp_path))
     assert directory.num_unreadable == 1
-    assert "segment-00000000.kv is left alone" in caplog.text
+    assert "segment-00000000.kv is not used" in caplog.text
     others = [record.header.position for record in directory.scan()]
     assert others, "those of the other segment are there"
     for number in range(10, 30):  # until it is full
-        if directory.wants_collection() is not None:
+        if directory.segment_to_collect() is not None:
             break
         store(directory, number)
     directory.close()
@@ -163,7 +163,7 @@ def test_segments_of_an_earlier_format_are_dropped_with_one_line(tmp_path, caplo
             file.write(page)
     assert found(tmp_path) == []
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}: what another release wrote can't be read, and is dropped: 2 segments"
+        f"{tmp_path}: dropped 2 segments that another release wrote and this one can't read"
     ]
 
 
@@ -188,7 +188,7 @@ def test_smaller_segments_keep_to_the_capacity(tmp_path, caplog):
     assert directory.append(NBYTES) is None
     directory.close()
     assert sum(path.stat().st_size for path in tmp_path.glob("segment-*")) == 6 * SEGMENT
-    assert caplog.messages[-1].endswith("longer than they are to be now are dropped: 1")
+    assert "dropped 1 segments that are longer" in caplog.messages[-1]
 
 
 def test_larger_segments_keep_what_the_smaller_ones_have(tmp_path):
@@ -213,7 +213,7 @@ def test_a_directory_serves_one_store(tmp_path):
 def test_a_directory_that_can_not_be_used_is_refused(tmp_path):
     with pytest.raises(KVConfigError, match="there is no such directory"):
         opened(config(tmp_path / "absent"))
-    with pytest.raises(KVConfigError, match="wanted are 3 or more"):
+    with pytest.raises(KVConfigError, match="needs 3 or more"):
         opened(config(tmp_path, segments=2))
 
 
@@ -235,7 +235,7 @@ def test_a_full_disk_is_an_error_of_that_write_and_leaves_no_file(tmp_path, monk
     monkeypatch.undo()
     location = directory.append(NBYTES)
     monkeypatch.setattr(os, "pwritev", full)
-    with pytest.raises(StoreIOError, match="writing failed"):
+    with pytest.raises(StoreIOError, match="a write failed"):
         directory.write(location, aligned_buffer(PAGE), aligned_buffer(NBYTES))
     monkeypatch.undo()
     assert store(directory, 1).segment is not location.segment, "a scan would end at the hole"
@@ -262,9 +262,9 @@ def test_who_reads_does_not_wait_for_a_segment_that_is_begun(tmp_path, monkeypat
     thread.start()
     assert hangs.wait(WAIT_S)
     assert directory.hold(location)
-    directory.give_up(location)
+    directory.release(location)
     assert directory.append(NBYTES, wait_s=0.01) is None
-    assert directory.wants_collection() is None
+    assert directory.segment_to_collect() is None
     over.set()
     thread.join(WAIT_S)
     assert begun[0].segment is not location.segment
@@ -295,7 +295,7 @@ def test_a_collection_waits_for_a_segment_that_is_begun_in_vain(tmp_path, monkey
     thread.start()
     assert begins.wait(WAIT_S)
     monkeypatch.setattr(directory._begun, "wait_for", wait)
-    oldest = directory.wants_collection(WAIT_S)
+    oldest = directory.segment_to_collect(WAIT_S)
     over.set()
     thread.join(WAIT_S)
     assert begun == [None]
@@ -317,11 +317,11 @@ def test_a_file_system_that_refused_a_segment_is_asked_again_after_a_while(tmp_p
         with pytest.raises(StoreIOError, match="quota"):
             directory.append(NBYTES)
     assert directory.append(NBYTES) is None
-    assert directory.recycle(directory.wants_collection())
+    assert directory.recycle(directory.segment_to_collect())
     for number in range(8, 12):
         store(directory, number)
-    now = GROW_AGAIN_S
-    assert directory.wants_collection() is None
+    now = GROW_RETRY_S
+    assert directory.segment_to_collect() is None
     store(directory, 12)
     directory.close()
     assert found(tmp_path, segments=9) == list(range(4, 13))

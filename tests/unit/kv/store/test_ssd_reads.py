@@ -300,7 +300,7 @@ def test_news_of_a_load_that_has_ended_are_none_of_the_next_one(store, monkeypat
     assert user.release(handles).result() == [True]
 
 
-def test_who_waits_for_a_drive_that_hangs_waits_for_a_bounded_time(store, monkeypatch):
+def test_a_wait_for_a_hung_drive_is_bounded(store, monkeypatch):
     reads, user = Reads(monkeypatch), store.open_user()
     store._moves._load_timeout_s = 0.3
     handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
@@ -309,11 +309,11 @@ def test_who_waits_for_a_drive_that_hangs_waits_for_a_bounded_time(store, monkey
     user.close()
 
 
-def test_a_drive_that_hangs_has_nothing_until_it_answers(store, monkeypatch):
+def test_chunks_on_a_hung_drive_are_unavailable_until_it_recovers(store, monkeypatch):
     """Nobody waits for the store's whole patience, and nobody who comes later waits at all."""
     reads, user = Reads(monkeypatch), store.open_user()
     [drive] = store._moves.tier._drives
-    drive.reading.patience_s = 0.2
+    drive.reading.timeout_s = 0.2
     began = time.monotonic()
     handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
     assert user.await_bytes(handles, NBYTES - 1).result(WAIT_S) == 0
@@ -329,10 +329,10 @@ def test_a_drive_that_hangs_has_nothing_until_it_answers(store, monkeypatch):
     user.close()
 
 
-def test_a_pin_of_whole_chunks_does_not_wait_for_a_drive_that_hangs(store, monkeypatch):
+def test_a_pin_of_whole_chunks_does_not_wait_for_a_hung_drive(store, monkeypatch):
     reads, user = Reads(monkeypatch, beginning=False, free=-1), store.open_user()
     [drive] = store._moves.tier._drives
-    drive.reading.patience_s = 0.2
+    drive.reading.timeout_s = 0.2
     began = time.monotonic()
     assert user.pin(KEYS).result(WAIT_S) == [None] * COUNT
     assert time.monotonic() - began < store._moves._load_timeout_s / 2

@@ -511,7 +511,7 @@ def hang(monkeypatch):
     return hung
 
 
-def test_a_drive_that_hangs_delays_a_pin_for_a_bounded_time(opened, monkeypatch):
+def test_a_hung_drive_delays_a_pin_for_a_bounded_time(opened, monkeypatch):
     store = opened(capacity=4, load_timeout_s=0.5)
     store.save([0])
     for number in range(10, 14):
@@ -531,7 +531,7 @@ def test_a_drive_that_hangs_delays_a_pin_for_a_bounded_time(opened, monkeypatch)
     assert store.user.stats().result().ssd_read_bytes == record_bytes(NBYTES) - PAGE
 
 
-def test_a_drive_that_hangs_takes_away_what_is_on_it_after_another_one_was_added(opened, tmp_path):
+def test_chunks_on_a_hung_drive_are_unavailable_after_another_drive_was_added(opened, tmp_path):
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
@@ -541,7 +541,7 @@ def test_a_drive_that_hangs_takes_away_what_is_on_it_after_another_one_was_added
     second = opened(*paths)
     added, old = second.store._moves.tier._drives
     for drive, where in ((added, Residence.SSD), (old, Residence.ABSENT)):
-        drive.reading.patience_s = -1.0
+        drive.reading.timeout_s = -1.0
         with drive.reading.watched(0):
             assert second.user.probe(keys(range(0, 16, 2))).result() == [where] * 8
 
@@ -570,7 +570,7 @@ def test_a_record_that_can_not_be_made_hides_none_of_those_behind_it(opened, mon
 
     def header(chunk, use, payload):
         if chunk.key == key_of(10):
-            raise ValueError("a header of 5000 bytes is longer than a page")
+            raise ValueError("a header of 5000 bytes does not fit into a page of 4096")
         return real(chunk, use, payload)
 
     monkeypatch.setattr(ssd_tier, "record_header", header)
@@ -627,7 +627,7 @@ class HungStart:
 
 
 @pytest.mark.parametrize("what", ["open", "scan"])
-def test_a_drive_that_hangs_at_start_costs_that_drive(opened, tmp_path, monkeypatch, what):
+def test_a_drive_that_hangs_at_start_affects_only_that_drive(opened, tmp_path, monkeypatch, what):
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
@@ -636,7 +636,7 @@ def test_a_drive_that_hangs_at_start_costs_that_drive(opened, tmp_path, monkeypa
     first.save([*of_hung, of_other])
     first.close()
     start = HungStart(monkeypatch, paths[0], what)
-    store = opened(*paths, patience_s=0.2)
+    store = opened(*paths, read_timeout_s=0.2)
     await_level(store, lambda stats: stats.num_ssd_hung_reads == 1)
     assert store.store.stats().num_ssd_unscanned == 1
     assert store.user.probe(keys(of_hung)).result() == [Residence.ABSENT] * 2
@@ -659,9 +659,9 @@ def test_while_a_drive_is_scanned_what_was_found_is_read_and_nothing_is_written(
     first.save([0, 10, 20])
     first.close()
     start = HungStart(monkeypatch, tmp_path, "scan")
-    store = opened(patience_s=0.2)
+    store = opened(read_timeout_s=0.2)
     [drive] = store.store._moves.tier._drives
-    monkeypatch.setattr(drive.reading, "hangs", lambda: False)  # it is slow
+    monkeypatch.setattr(drive.reading, "is_hung", lambda: False)  # it is slow
     found = store.user.probe(keys([0, 10, 20])).result()
     assert found == [Residence.SSD, Residence.ABSENT, Residence.ABSENT]
     assert store.get([0]) == [Tier.SSD]
@@ -682,12 +682,12 @@ def test_a_store_whose_drive_hangs_at_start_is_closed_in_bounded_time(
     first = opened()
     first.save([0, 10])
     first.close()
-    monkeypatch.setattr(ssd_tier, "CLOSE_S", 0.2)
+    monkeypatch.setattr(ssd_tier, "CLOSE_TIMEOUT_S", 0.2)
     start = HungStart(monkeypatch, tmp_path, what)
-    store = opened(patience_s=0.2)
+    store = opened(read_timeout_s=0.2)
     [drive] = store.store._moves.tier._drives
     store.store.close()
-    assert f"{tmp_path}: the drive hangs" in caplog.text
+    assert f"{tmp_path}: the drive is hung" in caplog.text
     caplog.clear()
     start.over.set()
     drive._scanner.join(WAIT_S)
@@ -701,7 +701,7 @@ def test_a_directory_that_can_not_be_used_after_all_is_logged(
     other = SsdDirectory(SsdDirectoryConfig(tmp_path, 4 * SEGMENT, SEGMENT, min_free_bytes=0))
     other.open()
     start = HungStart(monkeypatch, tmp_path, "open")
-    store = opened(patience_s=0.2)
+    store = opened(read_timeout_s=0.2)
     start.over.set()
     store.store._moves.tier._drives[0]._scanner.join(WAIT_S)
     assert "in use by another store" in caplog.text
@@ -737,13 +737,13 @@ def on_drive(number, path):
     return number
 
 
-def test_a_drive_that_hangs_in_writes_is_read_and_the_others_are_written(
+def test_a_drive_with_hung_writes_is_read_and_others_are_written(
     opened, tmp_path, monkeypatch, caplog
 ):
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
-    store = opened(*paths, capacity=12, write_patience_s=0.2)
+    store = opened(*paths, capacity=12, write_timeout_s=0.2)
     before = on_drive(0, 0)
     store.save([before])
     for number in range(101, 113):
@@ -770,19 +770,16 @@ def test_a_drive_that_hangs_in_writes_is_read_and_the_others_are_written(
     await_level(store, lambda stats: not stats.num_ssd_hung_writes and not stats.num_pins)
     store.save([on_drive(3000, 0)])
     assert [line for line in caplog.messages if str(paths[0]) in line] == [
-        f"{paths[0]}: a write does not end; nothing is written there until it does, what is there "
-        "is read",
-        f"{paths[0]}: writes end again",
+        f"{paths[0]}: a write has timed out: this drive is only read until it completes",
+        f"{paths[0]}: writes complete again",
     ]
 
 
-def test_a_drive_that_hangs_as_a_segment_is_collected_holds_no_memory_of_what_is_queued(
-    opened, monkeypatch
-):
+def test_a_drive_that_hangs_during_collection_releases_queued_writes(opened, monkeypatch):
     first = opened(capacity=80)
     first.save(range(0, 48, 2))
     first.close()
-    store = opened(capacity=80, write_threads=1, patience_s=0.2)
+    store = opened(capacity=80, write_threads=1, read_timeout_s=0.2)
     assert store.get(range(0, 16, 2)) == [Tier.SSD] * 8
     [drive] = store.store._moves.tier._drives
     hangs, over = threading.Event(), threading.Event()
@@ -824,7 +821,7 @@ def test_what_a_write_that_hung_was_made_of_is_not_found_if_memory_was_not_its_t
 def test_a_store_whose_drive_hangs_is_closed_in_bounded_time(
     opened, tmp_path, monkeypatch, caplog, beginning
 ):
-    monkeypatch.setattr(ssd_tier, "CLOSE_S", 0.2)
+    monkeypatch.setattr(ssd_tier, "CLOSE_TIMEOUT_S", 0.2)
     store = opened()
     hung = HungWrites(monkeypatch, tmp_path, beginning=beginning)
     store.put(0)
@@ -832,7 +829,7 @@ def test_a_store_whose_drive_hangs_is_closed_in_bounded_time(
     assert hung.has_begun.wait(WAIT_S)
     [drive] = store.store._moves.tier._drives
     store.store.close()
-    assert f"{tmp_path}: the drive hangs" in caplog.text
+    assert f"{tmp_path}: the drive is hung" in caplog.text
     with pytest.raises(KVConfigError, match="in use by another store"):
         opened()
     hung.over.set()
@@ -851,11 +848,11 @@ def test_a_store_that_is_closed_collects_no_further(opened, monkeypatch):
     tier = store.store._moves.tier
     [drive] = tier._drives
     written, stops, over = [], threading.Event(), threading.Event()
-    keep_hot, write, stop = tier._keep_hot, drive.directory.write, drive.writers.close
+    rewrite_hot, write, stop = tier._rewrite_hot, drive.directory.write, drive.writers.close
 
     def keep(*args):
         monkeypatch.setattr(drive.directory, "write", slow)
-        keep_hot(*args)
+        rewrite_hot(*args)
 
     def slow(*args):
         written.append(args)
@@ -867,7 +864,7 @@ def test_a_store_that_is_closed_collects_no_further(opened, monkeypatch):
         stop()
         over.set()
 
-    monkeypatch.setattr(tier, "_keep_hot", keep)
+    monkeypatch.setattr(tier, "_rewrite_hot", keep)
     monkeypatch.setattr(drive.writers, "close", close)
     store.put(48)
     store.get([48])

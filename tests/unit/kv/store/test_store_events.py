@@ -142,7 +142,7 @@ def test_a_restarted_store_says_what_its_ssds_hold_a_little_at_a_time(
         log.append(await_sent(publisher, num_left, timeout))
         return log[-1]
 
-    monkeypatch.setattr(ssd_tier, "TOLD_AT_ONCE", 3)
+    monkeypatch.setattr(ssd_tier, "CHUNKS_PER_REPORT", 3)
     monkeypatch.setattr(KVEventPublisher, "publish", noted)
     monkeypatch.setattr(KVEventPublisher, "await_sent", waited)
     store = NodeStore(wanted)

@@ -515,7 +515,7 @@ def test_a_drive_that_hangs_in_writes_holds_up_nobody(tmp_path, monkeypatch):
     """Not even one that hangs as a segment is begun: a pin of what it has, and all that comes
     behind that on the service's only loop, once waited for its end."""
     drive = SsdDirectoryConfig(tmp_path, 12 * NBYTES, 4 * NBYTES, min_free_bytes=0)
-    served = Served(ssd=SsdConfig((drive,), write_patience_s=0.2))
+    served = Served(ssd=SsdConfig((drive,), write_timeout_s=0.2))
     client, other = StoreClient(served.address), StoreClient(served.address)
     hangs, over, write = threading.Event(), threading.Event(), os.pwritev
 
