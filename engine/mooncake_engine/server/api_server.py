@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 StartEngine = Callable[[EngineConfig], EngineClient]
 """Loads an engine; blocks until it is ready."""
 _KEEP_ALIVE_S = 75
-_LAST_WORDS_S = 5
+_GRACEFUL_SHUTDOWN_S = 5
 """Seconds that clients have to read the end of their responses when the server shuts down."""
 
 
@@ -70,7 +70,7 @@ def check_before_loading(config: EngineConfig, host: str, options: ServerOptions
     """
     check_kv_port(config)
     if str(defaults := read_sampling_defaults(config)):
-        log.info("the model's own sampling defaults, for requests without: %s", defaults)
+        log.info("sampling defaults of the model: %s", defaults)
     check_registration(host, options)
 
 
@@ -127,7 +127,7 @@ def serve(
             stats_log = StatsLog(engine.stats, options.log_stats_interval_s)
             live = LiveRequests()
             app = create_app(engine, tokenizer, options, tracing, live)
-            draining = Draining(options.shutdown_timeout_s, live, partial(_held_by, engine))
+            draining = Draining(options.shutdown_timeout_s, live, partial(_num_held_by, engine))
             # Loaded objects live as long as the process. Freezing them keeps full garbage
             # collections from walking them, which would delay tokens.
             gc.collect()
@@ -143,7 +143,7 @@ def serve(
             engine.check_health()
 
 
-def _held_by(engine: EngineClient) -> int:
+def _num_held_by(engine: EngineClient) -> int:
     return 0 if is_dead(engine) else num_held(engine.stats())
 
 
@@ -193,7 +193,8 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
         listener.close()
         if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
             raise PortTaken(
-                f"port {port} on {host} is in use: stop what holds it, or choose another {option}"
+                f"port {port} on {host} is in use: stop the process that uses it, or choose "
+                f"another {option}"
             ) from exc
         raise ConfigError(f"can't listen on {host} port {port}: {exc}") from exc
     return listener
@@ -222,7 +223,7 @@ class _InstanceBackground:
         self.draining.stop(now)
 
     def tick(self, now: float) -> bool:
-        if self.draining.is_asked:
+        if self.draining.is_requested:
             self.registration.leave()
         if self.draining.is_over(now):
             return True
@@ -294,7 +295,7 @@ def run_server(
         proxy_headers=False,  # the peer's address says where its metaserver may be
         backlog=2048,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_LAST_WORDS_S,
+        timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
     )
     server = _Server(config, background, on_ready)
     # uvicorn replaces these handlers with its own while it runs.
@@ -307,7 +308,7 @@ def run_server(
     server.run(sockets=[listener])
 
 
-class Waiting(Protocol):
+class DrainedRequests(Protocol):
     """The requests that clients are waiting for: the ``LiveRequests`` of one server, or those of
     all API workers."""
 
@@ -315,7 +316,7 @@ class Waiting(Protocol):
 
     def close(self) -> None: ...
 
-    def cut_off(self) -> None: ...
+    def fail_all(self) -> None: ...
 
 
 class Draining:
@@ -327,12 +328,14 @@ class Draining:
         num_held: returns the number of finished prefills whose KV a peer has yet to fetch.
     """
 
-    def __init__(self, timeout_s: float, live: Waiting, num_held: Callable[[], int]) -> None:
+    def __init__(
+        self, timeout_s: float, live: DrainedRequests, num_held: Callable[[], int]
+    ) -> None:
         self._timeout_s = timeout_s
         self._live = live
         self._num_held = num_held
         self._signals = StopSignals()
-        self._is_told = False
+        self._is_logged = False
         self._was_idle = False
 
     def stop(self, now: float) -> None:
@@ -342,7 +345,7 @@ class Draining:
             self._live.close()
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether a signal was received."""
         return self._signals.asked_at is not None
 
@@ -360,14 +363,17 @@ class Draining:
         was_idle, self._was_idle = self._was_idle, not num_live and not num_held
         if self._was_idle:
             return was_idle
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_logged:
+            self._is_logged = True
             log.info(
-                "no new requests: %d run, peers have yet to fetch the KV of %d; at most %g s",
+                "draining: %d requests are running, and peers have yet to fetch the KV of %d; "
+                "waiting for at most %g s",
                 *(num_live, num_held, self._timeout_s),
             )
         if not self._signals.is_hurried and now - asked_at < self._timeout_s:
             return False
-        log.warning("%d requests are cut off, the KV of %d is given up", num_live, num_held)
-        self._live.cut_off()
+        log.warning(
+            "draining is incomplete: %d requests fail, the KV of %d is released", num_live, num_held
+        )
+        self._live.fail_all()
         return True

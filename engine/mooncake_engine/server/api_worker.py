@@ -35,7 +35,7 @@ from mooncake_engine.server.api_server import is_dead, open_tracing, run_server
 from mooncake_engine.server.api_workers import (
     AbortEverywhere,
     Drain,
-    Drains,
+    DrainStarted,
     Serve,
     StartWorker,
     StopWorker,
@@ -66,14 +66,16 @@ class Parent:
     def __init__(self, control: Connection) -> None:
         self._control = control
         self._lock = threading.Lock()
-        self._orders: queue.SimpleQueue[Drain | AbortEverywhere | StopWorker] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Drain | AbortEverywhere | StopWorker] = (
+            queue.SimpleQueue()
+        )
         self._core_is_ready: queue.SimpleQueue[Serve] = queue.SimpleQueue()
-        self._why: str | None = None
-        self._is_told_why = threading.Event()
+        self._reason: str | None = None
+        self._has_reason = threading.Event()
         self._engine: AsyncEngine | None = None
         threading.Thread(target=self._receive, name="parent", daemon=True).start()
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         """Send a message to the parent. Callable from any thread. If the parent is gone, this
         process exits."""
         try:
@@ -86,42 +88,42 @@ class Parent:
         """Block until the core is ready."""
         return self._core_is_ready.get()
 
-    def watch_over(self, engine: AsyncEngine) -> None:
+    def set_engine(self, engine: AsyncEngine) -> None:
         """Fail the requests of ``engine`` if the instance dies."""
         self._engine = engine
-        if self._why:
-            engine.fail(EngineDead(self._why))
+        if self._reason:
+            engine.fail(EngineDead(self._reason))
 
-    def next_order(self) -> Drain | AbortEverywhere | StopWorker | None:
+    def next_message(self) -> Drain | AbortEverywhere | StopWorker | None:
         """The parent's next message, in the order sent; None if there is none."""
         try:
-            return self._orders.get_nowait()
+            return self._messages.get_nowait()
         except queue.Empty:
             return None
 
-    def why_core_is_gone(self) -> EngineDead:
+    def core_exit_error(self) -> EngineDead:
         """The error that says how the core exited. Waits for the parent, which knows the exit
         status of the core's process."""
-        self._is_told_why.wait(_REASON_TIMEOUT_S)
-        return EngineDead(self._why or "the core's process has ended; its log says why")
+        self._has_reason.wait(_REASON_TIMEOUT_S)
+        return EngineDead(self._reason or "the core's process has exited; its log says why")
 
     def _receive(self) -> None:
         """Receive the parent's messages until the connection closes. Runs in its own thread."""
         try:
             while True:
-                order = self._control.recv()
-                if isinstance(order, Serve):
-                    self._core_is_ready.put(order)
+                message = self._control.recv()
+                if isinstance(message, Serve):
+                    self._core_is_ready.put(message)
                     continue
-                if isinstance(order, StopWorker):
-                    self._note_end(order.reason)
-                self._orders.put(order)
+                if isinstance(message, StopWorker):
+                    self._note_reason(message.reason)
+                self._messages.put(message)
         except (EOFError, OSError):
             os._exit(PARENT_GONE)
 
-    def _note_end(self, reason: str) -> None:
-        self._why = self._why or reason
-        self._is_told_why.set()
+    def _note_reason(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        self._has_reason.set()
         if reason and self._engine is not None:
             self._engine.fail(EngineDead(reason))
 
@@ -140,16 +142,16 @@ class _WorkerBackground:
 
     def tick(self, now: float) -> bool:
         """Process the parent's messages; returns whether the worker should stop."""
-        while (order := self._parent.next_order()) is not None:
-            if isinstance(order, Drain):
+        while (message := self._parent.next_message()) is not None:
+            if isinstance(message, Drain):
                 self._live.close()
-                self._parent.tell(Drains())
-            elif isinstance(order, AbortEverywhere):
-                self._live.abort_here(order.request_id)
+                self._parent.send(DrainStarted())
+            elif isinstance(message, AbortEverywhere):
+                self._live.abort_here(message.request_id)
             else:
                 self._live.close()
-                if not order.reason:
-                    self._live.cut_off()
+                if not message.reason:
+                    self._live.fail_all()
                 return True
         return is_dead(self._engine)
 
@@ -175,7 +177,7 @@ def serve(start: StartWorker, parent: Parent, descriptors: tuple[int, int, int, 
     cells = MetricCells(memoryview(whole)[COUNTS_BYTES:], start.number)
     tokenizer = Tokenizer.load(config.model, config.chat_template)
     core = CoreConnection(
-        Connection(core_descriptor), watch_from(config, watch), parent.why_core_is_gone
+        Connection(core_descriptor), watch_from(config, watch), parent.core_exit_error
     )
     started = parent.wait_core().started
     core.note_started(started)
@@ -185,15 +187,15 @@ def serve(start: StartWorker, parent: Parent, descriptors: tuple[int, int, int, 
         closing(AsyncEngine(core, started.info, config, counts)) as engine,
         watched_interpreter(config.step_timeout_s),
     ):
-        parent.watch_over(engine)
-        live = LiveRequests(counts, lambda name: parent.tell(AbortEverywhere(name)))
+        parent.set_engine(engine)
+        live = LiveRequests(counts, lambda name: parent.send(AbortEverywhere(name)))
         app = create_app(engine, tokenizer, options, tracing, live, cells)
         # Loaded objects live as long as the process. Freezing them keeps full garbage
         # collections from walking them, which would delay tokens.
         gc.collect()
         gc.freeze()
         background = _WorkerBackground(parent, engine, live)
-        run_server(app, bound, background, partial(parent.tell, WorkerReady()))
+        run_server(app, bound, background, partial(parent.send, WorkerReady()))
         engine.check_health()
 
 
@@ -217,12 +219,12 @@ def main(arguments: list[str]) -> int:
         try:
             serve(start, parent, (listener, core, watch, shared))
         except EngineError as exc:  # its message says what to do; the parent reports it
-            parent.tell(Failed(type(exc).__name__, str(exc)))
+            parent.send(Failed(type(exc).__name__, str(exc)))
             return 1
         except Exception as exc:
             log.critical("API worker %d died", start.number, exc_info=exc)
             reason = f"the API worker {worker_name(start.number)} died: {exc!r}"
-            parent.tell(Failed(EngineDead.__name__, reason))
+            parent.send(Failed(EngineDead.__name__, reason))
             return 1
     return 0
 

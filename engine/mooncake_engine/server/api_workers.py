@@ -51,11 +51,11 @@ from mooncake_hal.command_line import LogSettings, describe_exit, import_path
 
 log = logging.getLogger(__name__)
 
-_PAUSE_S = 0.1
-_SETTLE_S = 1.0
+_POLL_INTERVAL_S = 0.1
+_DRAIN_ACK_TIMEOUT_S = 1.0
 """Seconds that workers have to confirm that they reject new requests, before the instance may exit
 without their confirmation."""
-_END_TIMEOUT_S = 8.0
+_EXIT_TIMEOUT_S = 8.0
 """Seconds that workers have to exit before they are killed: more than a worker may take to send the
 end of its responses."""
 
@@ -95,7 +95,7 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
-class Drains:
+class DrainStarted:
     """Tells the parent that a worker rejects new requests: from now on its number of running
     requests can only fall."""
 
@@ -127,9 +127,9 @@ class _Worker:
         self.process = process
         self.control = control
         self.is_ready = False
-        self.drains = False
+        self.is_draining = False
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         """Send a message. If the worker has exited, ``ApiWorkers.check`` reports it."""
         try:
             self.control.send(message)
@@ -162,7 +162,7 @@ class ApiWorkers:
                 self._start(number, (listener.fileno(), connection.fileno(), core.state, shared))
                 connection.close()
                 listener.close()
-                self._workers[-1].tell(replace(start, number=number))
+                self._workers[-1].send(replace(start, number=number))
             unwind.pop_all()
 
     def __len__(self) -> int:
@@ -170,10 +170,10 @@ class ApiWorkers:
         return self._counts.num_waiting
 
     @property
-    def all_drain(self) -> bool:
+    def are_draining(self) -> bool:
         """Whether all workers reject new requests, so that the number of live requests can only
         fall."""
-        return all(worker.drains for worker in self._workers)
+        return all(worker.is_draining for worker in self._workers)
 
     @property
     def are_ready(self) -> bool:
@@ -182,11 +182,11 @@ class ApiWorkers:
 
     def serve(self, started: Started) -> None:
         """Tell all workers that the core is ready, so that they accept requests."""
-        self._tell_all(Serve(started))
+        self._broadcast(Serve(started))
 
-    def close_doors(self) -> None:
+    def drain(self) -> None:
         """Tell all workers to reject new requests."""
-        self._tell_all(Drain())
+        self._broadcast(Drain())
 
     def check(self) -> None:
         """Process the messages that workers have sent.
@@ -205,17 +205,17 @@ class ApiWorkers:
 
     def end(self, reason: str) -> None:
         """Tell all workers to fail their running requests with ``reason`` and exit."""
-        self._tell_all(StopWorker(reason))
+        self._broadcast(StopWorker(reason))
 
     def close(self) -> None:
         """Stop all workers and wait for them to exit; those that don't are killed. Idempotent."""
         self.end("")
-        deadline = time.monotonic() + _END_TIMEOUT_S
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
         for worker in self._workers:
             try:
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                log.warning("%s does not end, and is killed", worker.name)
+                log.warning("%s has not exited in time and is killed", worker.name)
                 worker.process.kill()
                 worker.process.wait()
             worker.control.close()
@@ -232,23 +232,23 @@ class ApiWorkers:
         theirs.close()
         self._workers.append(_Worker(worker_name(number), process, ours))
 
-    def _tell_all(self, message: object) -> None:
+    def _broadcast(self, message: object) -> None:
         for worker in self._workers:
-            worker.tell(message)
+            worker.send(message)
 
     def _act(self, worker: _Worker) -> None:
         try:
             message = worker.control.recv()
         except (EOFError, OSError):
-            raise _death(worker) from None
+            raise _exit_error(worker) from None
         if isinstance(message, WorkerReady):
             worker.is_ready = True
-        elif isinstance(message, Drains):
-            worker.drains = True
+        elif isinstance(message, DrainStarted):
+            worker.is_draining = True
         elif isinstance(message, AbortEverywhere):
             for other in self._workers:
                 if other is not worker:
-                    other.tell(message)
+                    other.send(message)
         elif isinstance(message, Failed):
             raise error_of(message)
 
@@ -258,15 +258,15 @@ def worker_name(number: int) -> str:
     return f"api-{number}"
 
 
-def _death(worker: _Worker) -> EngineDead:
+def _exit_error(worker: _Worker) -> EngineDead:
     try:
-        status = worker.process.wait(_END_TIMEOUT_S)
+        status = worker.process.wait(_EXIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return EngineDead(f"the API worker {worker.name} closed its connection")
     return EngineDead(f"the API worker {worker.name} {describe_exit(status)}")
 
 
-class _AllWaiting:
+class _AllWorkersRequests:
     """The live requests of all workers, as ``Draining`` sees them. A signal handler may call
     ``close``, so ``close`` only sets a flag and sends nothing."""
 
@@ -281,7 +281,7 @@ class _AllWaiting:
         """Have the main loop tell the workers to reject new requests."""
         self.is_closed = True
 
-    def cut_off(self) -> None:
+    def fail_all(self) -> None:
         """Does nothing: the parent stops the workers next, and they fail what still runs."""
 
 
@@ -325,8 +325,8 @@ def serve_with_workers(
     """
     if config.core_process is False:
         raise ConfigError(
-            f"--api-workers {options.api_workers} share one core in a process of its own: leave "
-            "--no-core-process out"
+            f"--api-workers {options.api_workers} needs the core in a process of its own: remove "
+            "--no-core-process"
         )
     check_before_loading(config, host, options)
     listeners = bind_all(host, port, options.api_workers)
@@ -364,10 +364,10 @@ class _Instance:
         self._core = core
         self._registration = registration
         self._workers = workers
-        self._waiting = _AllWaiting(workers)
-        self._draining = Draining(options.shutdown_timeout_s, self._waiting, self._num_held)
+        self._requests = _AllWorkersRequests(workers)
+        self._draining = Draining(options.shutdown_timeout_s, self._requests, self._num_held)
         self._stats_log = StatsLog(core.stats, options.log_stats_interval_s)
-        self._stuck: EngineDead | None = None
+        self._stall: EngineDead | None = None
 
     def load(self, on_progress: Callable[[str, float], None]) -> None:
         """Wait until the core and then the workers are ready."""
@@ -378,8 +378,8 @@ class _Instance:
         self._workers.serve(self._core.wait_started(report, self._workers.check))
         while not self._workers.are_ready:
             descriptors = [self._core.fileno(), *self._workers.fileno_all()]
-            select.select(descriptors, [], [], _PAUSE_S)
-            self._look()
+            select.select(descriptors, [], [], _POLL_INTERVAL_S)
+            self._receive_messages()
 
     def run(self, url: str) -> None:
         """Run until the instance has drained after a signal, or until core or a worker dies."""
@@ -388,7 +388,7 @@ class _Instance:
         readable = select.poll()
         for descriptor in (self._core.fileno(), *self._workers.fileno_all()):
             readable.register(descriptor, select.POLLIN)
-        watchdog = StepWatchdog(self._core.watch, self._give_up)
+        watchdog = StepWatchdog(self._core.watch, self._abandon_step)
         announce(f"ready {url}")
         self._registration.start()
         try:
@@ -397,27 +397,29 @@ class _Instance:
             watchdog.close()
 
     def _serve(self, readable: select.poll) -> None:
-        told_at: float | None = None
+        drain_sent_at: float | None = None
         while True:
-            readable.poll(_PAUSE_S * 1e3)
-            self._look()
+            readable.poll(_POLL_INTERVAL_S * 1e3)
+            self._receive_messages()
             now = time.monotonic()
-            if self._waiting.is_closed and told_at is None:
-                told_at = now
+            if self._requests.is_closed and drain_sent_at is None:
+                drain_sent_at = now
                 self._registration.leave()
-                self._workers.close_doors()
-            is_settled = self._workers.all_drain or now - (told_at or now) > _SETTLE_S
-            if is_settled and self._draining.is_over(now):
+                self._workers.drain()
+            is_acknowledged = (
+                self._workers.are_draining or now - (drain_sent_at or now) > _DRAIN_ACK_TIMEOUT_S
+            )
+            if is_acknowledged and self._draining.is_over(now):
                 return
             self._stats_log.tick(now)
 
-    def _look(self) -> None:
+    def _receive_messages(self) -> None:
         """Process the messages that core and workers have sent."""
         try:
             if select.select([self._core], [], [], 0.0)[0]:
                 self._core.step()
         except EngineDead as exc:
-            raise self._stuck or exc from None
+            raise self._stall or exc from None
         self._workers.check()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -426,9 +428,9 @@ class _Instance:
     def _num_held(self) -> int:
         return num_held(self._core.stats())
 
-    def _give_up(self) -> None:
+    def _abandon_step(self) -> None:
         """Abandon a step that has not returned in time. Runs in the watchdog's thread."""
         # Set the reason first: the main loop notices the end of the core's process at once, and
         # would otherwise report that as the reason.
-        self._stuck = EngineDead(f"{self._core.watch.why_stuck()}; the core's process was ended")
+        self._stall = EngineDead(f"{self._core.watch.why_stuck()}; the core's process was ended")
         self._core.abandon_step()

@@ -69,8 +69,8 @@ from mooncake_engine.text.tokenizer import Tokenizer
 
 _DEFAULTS = ServerOptions()
 _MODEL_PATH = "/v1/models/"
-_MAX_DETOKENIZED = 1 << 20
-_COUNTED = frozenset(
+_MAX_DETOKENIZED_TOKENS = 1 << 20
+_COUNTED_PATHS = frozenset(
     {
         "/v1/completions",
         "/v1/chat/completions",
@@ -113,7 +113,7 @@ def create_app(
     has_reasoning = options.has_reasoning(tokenizer)
     processor = InputProcessor(names, engine.info, tokenizer, tool_format, defaults, has_reasoning)
     objectives = LatencyObjectives.of_ms(options.slo_ttft_ms, options.slo_tbt_ms)
-    metrics = ServerMetrics(engine, objectives, sorted(_COUNTED), cells)
+    metrics = ServerMetrics(engine, objectives, sorted(_COUNTED_PATHS), cells)
     max_body_bytes = options.max_body_bytes or longest_body(engine.info)
     handler = GenerationHandler(engine, tokenizer, metrics, max_body_bytes, tracing)
     live = LiveRequests() if live is None else live
@@ -127,13 +127,13 @@ def create_app(
 
 
 def _middleware(options: ServerOptions, metrics: ServerMetrics) -> list[Middleware]:
-    around = [Middleware(_CountResponses, count=metrics.count_response)]
+    middleware = [Middleware(_CountResponses, count=metrics.count_response)]
     if options.access_log != "off":
         worker = {"worker": options.worker} if options.worker else {}
-        around.append(Middleware(AccessLog, level=options.access_log, named=worker))
+        middleware.append(Middleware(AccessLog, level=options.access_log, extra_fields=worker))
     if options.api_keys:
-        around.append(Middleware(KeyCheck, keys=options.api_keys))
-    return around
+        middleware.append(Middleware(KeyCheck, keys=options.api_keys))
+    return middleware
 
 
 class _CountResponses:
@@ -147,7 +147,7 @@ class _CountResponses:
         path = scope.get("path", "")
         if path.startswith(_MODEL_PATH):
             path = _MODEL_PATH
-        if path not in _COUNTED:
+        if path not in _COUNTED_PATHS:
             return self._app(scope, receive, send)
 
         def counted(message: Message) -> Awaitable[None]:
@@ -217,8 +217,8 @@ async def _engine_error(_: Request, exc: Exception) -> Response:
 
 async def _http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
-    words = HTTPStatus(exc.status_code).phrase
-    message = f"{request.method} {request.url.path}: {words}"
+    phrase = HTTPStatus(exc.status_code).phrase
+    message = f"{request.method} {request.url.path}: {phrase}"
     return ApiError(exc.status_code, message, "invalid_request_error").response()
 
 
@@ -240,14 +240,14 @@ class PlainEndpoints:
 
     async def models(self, _: Request) -> Response:
         """``GET /v1/models``."""
-        cards = [self._card(name) for name in self.processor.model_names]
+        cards = [self._model_card(name) for name in self.processor.model_names]
         return _json({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         """``GET /v1/models/NAME``; the name may contain slashes."""
         name = request.path_params["model"]
         self.processor.check_model(name)
-        return _json(self._card(name))
+        return _json(self._model_card(name))
 
     async def version(self, _: Request) -> Response:
         """``GET /version``."""
@@ -255,7 +255,7 @@ class PlainEndpoints:
 
     async def refuse_adapter(self, _: Request) -> Response:
         """``POST /v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``: always 501."""
-        message = "LoRA adapters are not served: merge the adapter into the model's weights"
+        message = "LoRA adapters are not supported: merge the adapter into the model's weights"
         return ApiError(501, message, "not_implemented_error", code="lora_not_served").response()
 
     async def topology(self, _: Request) -> Response:
@@ -263,7 +263,7 @@ class PlainEndpoints:
         KV connector."""
         topology = self.handler.engine.topology()
         if topology is None:
-            message = "this instance works alone: it has no KV connector"
+            message = "this instance has no KV connector"
             return ApiError(404, message, "not_found_error").response()
         return Response(msgspec.json.encode(topology), media_type="application/json")
 
@@ -274,7 +274,7 @@ class PlainEndpoints:
         await self.handler.engine.refresh()
         load = self.handler.engine.stats().experts
         if load is None:
-            message = "no expert has got a token since the start, or --ep-size is 1"
+            message = "no expert has received a token since the start, or --ep-size is 1"
             return ApiError(404, message, "not_found_error").response()
         return Response(msgspec.json.encode(load), media_type="application/json")
 
@@ -349,7 +349,7 @@ class PlainEndpoints:
         wanted = decode_request(body, TokenizeRequest)
         self.processor.check_model(wanted.model)
         tokenizer = self.processor.tokenizer
-        num_characters, tokenise = self._tokenising(wanted)
+        num_characters, tokenise = self._tokenisation(wanted)
         ids = await self.processor.work.on_text(num_characters, tokenise)
         found: dict[str, Any] = {
             "count": len(ids),
@@ -366,9 +366,9 @@ class PlainEndpoints:
         wanted = decode_request(await self._body(request), DetokenizeRequest)
         self.processor.check_model(wanted.model)
         size = self.processor.info.vocab_size
-        if len(wanted.tokens) > _MAX_DETOKENIZED:
+        if len(wanted.tokens) > _MAX_DETOKENIZED_TOKENS:
             raise InvalidRequest(
-                f"tokens must hold at most {_MAX_DETOKENIZED} ids, got {len(wanted.tokens)}",
+                f"tokens must hold at most {_MAX_DETOKENIZED_TOKENS} ids, got {len(wanted.tokens)}",
                 param="tokens",
             )
         for token_id in (min(wanted.tokens, default=0), max(wanted.tokens, default=0)):
@@ -384,7 +384,7 @@ class PlainEndpoints:
     async def _body(self, request: Request) -> bytes:
         return await read_body(request, self.handler.max_body_bytes)
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _model_card(self, name: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
@@ -393,7 +393,7 @@ class PlainEndpoints:
             "max_model_len": self.processor.info.max_model_len,
         }
 
-    def _tokenising(self, wanted: TokenizeRequest) -> tuple[int, Callable[[], tuple[int, ...]]]:
+    def _tokenisation(self, wanted: TokenizeRequest) -> tuple[int, Callable[[], tuple[int, ...]]]:
         """The number of characters to tokenise, and a function that tokenises them.
 
         Special tokens are added by default, except around a chat template, which contains them."""
@@ -414,9 +414,9 @@ def _json(body: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-_CLIENT_LEFT = 499
+_CLIENT_CLOSED_REQUEST = 499
 """Status logged when the client disconnected before the response started, as nginx does."""
-_GUARDED = ("/v1/", "/tokenize", "/detokenize")
+_KEY_PATHS = ("/v1/", "/tokenize", "/detokenize")
 
 
 class KeyCheck:
@@ -434,7 +434,8 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request to the application, or respond with 401."""
-        if not scope.get("path", "").startswith(_GUARDED) or self._is_known(HTTPConnection(scope)):
+        needs_key = scope.get("path", "").startswith(_KEY_PATHS)
+        if not needs_key or self._has_valid_key(HTTPConnection(scope)):
             await self._app(scope, receive, send)
             return
         message = "wrong or missing API key: send Authorization: Bearer KEY, or x-api-key: KEY"
@@ -443,11 +444,11 @@ class KeyCheck:
         response.headers["WWW-Authenticate"] = "Bearer"
         await response(scope, receive, send)
 
-    def _is_known(self, asked: HTTPConnection) -> bool:
-        shown = asked.headers.get("authorization")
-        if shown is None:
-            shown = f"Bearer {asked.headers.get('x-api-key', '')}"  # as Anthropic's clients do
-        scheme, _, token = shown.partition(" ")
+    def _has_valid_key(self, connection: HTTPConnection) -> bool:
+        authorization = connection.headers.get("authorization")
+        if authorization is None:  # Anthropic's clients send x-api-key
+            authorization = f"Bearer {connection.headers.get('x-api-key', '')}"
+        scheme, _, token = authorization.partition(" ")
         given = token.strip().encode()
         # Every key is compared, each in constant time: timing reveals nothing about any of them.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
@@ -461,18 +462,18 @@ class AccessLog:
     Args:
         app: the wrapped application.
         level: ``errors``, which omits statuses below 400, or ``all``.
-        named: extra fields to add to every line.
+        extra_fields: fields to add to every line.
     """
 
-    def __init__(self, app: ASGIApp, level: str, named: dict[str, str]) -> None:
+    def __init__(self, app: ASGIApp, level: str, extra_fields: dict[str, str]) -> None:
         self._app = app
-        self._named = named
+        self._extra_fields = extra_fields
         self._lowest = 400 if level == "errors" else 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request to the application, and log its outcome."""
         began = time.monotonic()
-        start: Message = {"status": _CLIENT_LEFT, "headers": []}
+        start: Message = {"status": _CLIENT_CLOSED_REQUEST, "headers": []}
 
         def watched(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
@@ -483,10 +484,12 @@ class AccessLog:
             await self._app(scope, receive, watched)
         finally:
             if start["status"] >= self._lowest:
-                _write_line(scope, start, time.monotonic() - began, self._named)
+                _write_line(scope, start, time.monotonic() - began, self._extra_fields)
 
 
-def _write_line(scope: Scope, start: Message, elapsed_s: float, named: dict[str, str]) -> None:
+def _write_line(
+    scope: Scope, start: Message, elapsed_s: float, extra_fields: dict[str, str]
+) -> None:
     host, port = scope.get("client") or ("local", 0)
     request_id = dict(start["headers"]).get(b"x-request-id", b"").decode("latin-1")
     info = {
@@ -497,7 +500,7 @@ def _write_line(scope: Scope, start: Message, elapsed_s: float, named: dict[str,
         "path": scope["path"],
         "status": start["status"],
         "ms": round(elapsed_s * 1000, 3),
-        **named,
+        **extra_fields,
     }
     sys.stderr.write(msgspec.json.encode(info).decode() + "\n")
     sys.stderr.flush()

@@ -422,7 +422,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         num_bytes += len(piece)
         if num_bytes > max_bytes:
             raise InvalidRequest(
-                f"the body must have at most {max_bytes} bytes (--max-body-bytes), got more",
+                f"the body is larger than {max_bytes} bytes (--max-body-bytes)",
                 status=413,
             )
     return b"".join(pieces)
@@ -459,7 +459,7 @@ class GenerationEndpoint(Generic[RequestType]):
                 serving = self._serve(body, request_id, request, sender)
                 await until_disconnect(receive, serving, ending)
         except (ClientGone, ClientDisconnect):
-            log.info("request %s: the client went away", request_id)
+            log.info("request %s: the client disconnected", request_id)
         except EngineError as exc:
             await sender.fail(to_api_error(exc))
         except Exception as exc:  # top of a request: no error may take the server down

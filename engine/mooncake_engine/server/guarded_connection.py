@@ -108,15 +108,15 @@ class GuardedConnection(HttpToolsProtocol):
         longest; if none is idle, it is closed."""
         others = len(self.connections)
         super().connection_made(transport)
-        if others >= self.limits.connections and not self._take_place():
+        if others >= self.limits.connections and not self._close_longest_idle():
             transport.abort()
             return
         self._idle_since = time.monotonic()
-        self._expect(self.limits.head_s, "its request's head")
+        self._set_read_timeout(self.limits.head_s, "the request's head")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers of a closed connection."""
-        self._expect(None)
+        self._set_read_timeout(None)
         self._stop_write_timer()
         super().connection_lost(exc)
 
@@ -135,7 +135,7 @@ class GuardedConnection(HttpToolsProtocol):
         self.scope["extensions"] = extensions
         self._idle_since = None
         self._num_fields = 0
-        self._expect(self.limits.head_s, "its request's head")
+        self._set_read_timeout(self.limits.head_s, "the request's head")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count a header or trailer against the limit."""
@@ -149,7 +149,7 @@ class GuardedConnection(HttpToolsProtocol):
         if len(self.pipeline) >= self.limits.pipelined:
             raise ValueError(f"more than {self.limits.pipelined} requests at once")
         self._num_bytes = 0
-        self._expect(self.limits.body_s, "its request's body")
+        self._set_read_timeout(self.limits.body_s, "the request's body")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -160,7 +160,7 @@ class GuardedConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Stop the read timeout: the request has been received."""
         self._num_bytes = 0
-        self._expect(None)
+        self._set_read_timeout(None)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -174,7 +174,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().pause_writing()
         self._stop_write_timer()
         self._write_timer = self.loop.call_later(
-            self.limits.stalled_s, self._drop, "it takes nothing of its response"
+            self.limits.stalled_s, self._drop, "the client does not read its response"
         )
 
     def resume_writing(self) -> None:
@@ -182,7 +182,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._stop_write_timer()
         super().resume_writing()
 
-    def _take_place(self) -> bool:
+    def _close_longest_idle(self) -> bool:
         """Close the connection that has been idle longest; False if none is idle."""
         self._warn()
         idle = [
@@ -193,7 +193,7 @@ class GuardedConnection(HttpToolsProtocol):
         if not idle:
             return False
         oldest = min(idle, key=lambda other: other._idle_since or 0.0)
-        oldest._drop("it is idle, and others wait")
+        oldest._drop("idle longest when the connection limit was reached")
         return True
 
     def _warn(self) -> None:
@@ -201,19 +201,21 @@ class GuardedConnection(HttpToolsProtocol):
         if now - type(self)._warned_at >= _WARN_EVERY_S:
             type(self)._warned_at = now
             log.warning(
-                "%d connections are open, which is the limit: the longest idle ones are closed for "
-                "new ones, which are refused if none is idle",
+                "the limit of %d connections is reached: each new connection closes the one that "
+                "has been idle longest, and is refused if none is idle",
                 self.limits.connections,
             )
 
-    def _expect(self, within_s: float | None, what: str = "") -> None:
+    def _set_read_timeout(self, within_s: float | None, what: str = "") -> None:
         """Restart the read timeout: the client has ``within_s`` seconds to send ``what``. None
         stops the timeout."""
         if self._read_timer is not None:
             self._read_timer.cancel()
             self._read_timer = None
         if within_s is not None:
-            self._read_timer = self.loop.call_later(within_s, self._drop, f"it is late with {what}")
+            self._read_timer = self.loop.call_later(
+                within_s, self._drop, f"timeout while receiving {what}"
+            )
 
     def _stop_write_timer(self) -> None:
         if self._write_timer is not None:

@@ -69,12 +69,12 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-_SANE = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 def request_id_from(header: str | None) -> str:
     """The client's ``X-Request-Id`` if it is safe to log and echo, else a new one."""
-    if header is not None and _SANE.fullmatch(header):
+    if header is not None and _SAFE_REQUEST_ID.fullmatch(header):
         return header
     return uuid.uuid4().hex
 
@@ -93,17 +93,17 @@ class LiveRequests:
     Args:
         counts: publishes the number of live requests to the other API workers; None where this
             process is the only one.
-        tell_others: tells the other API workers to call ``abort_here`` for a request id; None where
-            there are none.
+        forward_abort: tells the other API workers to call ``abort_here`` for a request id; None
+            where there are none.
     """
 
     def __init__(
         self,
         counts: WorkerCounts | None = None,
-        tell_others: Callable[[str], None] | None = None,
+        forward_abort: Callable[[str], None] | None = None,
     ) -> None:
         self._counts = counts or WorkerCounts()
-        self._tell_others = tell_others
+        self._forward_abort = forward_abort
         self._live: dict[str, set[asyncio.Future[EngineError]]] = {}
         self._num_live = 0
         self._is_closed = False
@@ -138,8 +138,8 @@ class LiveRequests:
     def abort(self, request_id: str) -> None:
         """Abort every request with this id, on all API workers. An unknown id is not an error."""
         self.abort_here(request_id)
-        if self._tell_others is not None:
-            self._tell_others(request_id)
+        if self._forward_abort is not None:
+            self._forward_abort(request_id)
 
     def abort_here(self, request_id: str) -> None:
         """Abort the requests with this id on this worker."""
@@ -152,11 +152,11 @@ class LiveRequests:
     def check_open(self) -> None:
         """Raises ShuttingDown if the instance rejects new requests."""
         if self._is_closed:
-            raise ShuttingDown("the instance is shutting down and takes no new requests")
+            raise ShuttingDown("the instance is shutting down and accepts no new requests")
 
-    def cut_off(self) -> None:
+    def fail_all(self) -> None:
         """Fail every live request."""
-        cause = ShuttingDown("the instance is shutting down and can't wait for this answer's end")
+        cause = ShuttingDown("the instance is shutting down and can't finish this request")
         for endings in self._live.values():
             self._end(endings, cause)
 

@@ -238,7 +238,7 @@ def test_what_can_not_be_served_is_refused_as_by_one_server(tmp_path: Path) -> N
         assert "Traceback" not in program.error_text
     with running(*argv, "--model", "examples/tiny-llama", "--no-core-process") as program:
         assert program.wait() == 2
-        assert "leave --no-core-process out" in program.error_text
+        assert "remove --no-core-process" in program.error_text
 
 
 def test_a_pair_with_workers_answers_as_one_server() -> None:

@@ -55,4 +55,4 @@ def test_an_instance_that_works_alone_has_no_topology(tmp_path: Path) -> None:
     with serving(MODEL, tmp_path, "both", *OPTIONS) as url:
         answer = httpx.get(f"{url}/kv/topology")
         assert answer.status_code == 404
-        assert "works alone" in answer.json()["error"]["message"]
+        assert "no KV connector" in answer.json()["error"]["message"]

@@ -89,18 +89,18 @@ def test_new_requests_are_refused_and_health_says_so(
 def test_what_is_cut_off_is_told(
     client: AsgiClient, engine: FakeEngine, live: LiveRequests, stream: str, status: int
 ) -> None:
-    async def cut_off() -> ManualClient:
+    async def run() -> ManualClient:
         engine.hold_at, engine.held, engine.release = 1, asyncio.Event(), asyncio.Event()
         waiting = ManualClient(f'{{"prompt":"tea","stream":{stream}}}'.encode())
         serving = asyncio.ensure_future(client.app(waiting.scope, waiting.receive, waiting.send))
         await engine.held.wait()
         live.close()
-        live.cut_off()
+        live.fail_all()
         with suppress(asyncio.CancelledError):
             await serving
         return waiting
 
-    waiting = asyncio.run(cut_off())
+    waiting = asyncio.run(run())
     assert waiting.sent[0]["status"] == status
     bodies = [message.get("body", b"") for message in waiting.sent]
     assert b'"code":"shutting_down"' in b"".join(bodies)
