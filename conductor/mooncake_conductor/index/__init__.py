@@ -1,1 +1,1 @@
-"""Which chunk of KV is held where, as far as events, snapshots and predictions say."""
+"""The chunk index: which instances hold which chunks, by events, snapshots and predictions."""

@@ -1,6 +1,7 @@
-"""Chunk to instances: filled by events and predictions, asked for the prefixes of a prompt.
+"""The chunk index: maps chunk keys to the instances that hold them, and looks up prompt prefixes.
 
-What it says is a hint. An instance validates on use, so a stale entry costs a miss, never wrong KV.
+Events and predictions fill it. Its answers are hints: instances validate on use, so a stale entry
+costs a miss, never wrong KV.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mooncake_conductor.index.key_table import KeyArray, KeyTable, as_keys
 from mooncake_conductor.index.predictions import Prediction, Predictions
 
 _NUM_PARTS = 256
-"""Of the table, each of which ``collect`` looks through at once."""
+"""Parts of the table; ``collect`` scans one at a time."""
 
 _FEW = 8
 
@@ -32,19 +33,19 @@ Counts = NDArray[np.int64]
 
 
 class PrefixMatches(Struct, frozen=True, eq=False):
-    """What is known of one prompt's chunks; counts in chunks, indexed by instance slot.
+    """The result of a lookup. Arrays contain counts of chunks, indexed by instance slot.
 
     Args:
-        num_chunks: that the prompt has.
-        device: leading chunks that are in device memory.
+        num_chunks: chunks of the prompt.
+        device: leading chunks in device memory.
         host: leading chunks in device or host memory; at least ``device``.
         local: leading chunks in any tier; at least ``host``.
-        predicted: leading chunks, with those that are being computed or fetched.
-        ready_at: when the predicted ones will be there, in seconds; 0 where none is awaited.
-        held: chunks of the pool's prefix that the instance holds, contiguous or not.
-        pool: leading chunks that somebody holds.
-        runs: the pool's prefix, as (number of chunks, slots that hold them as bits).
-        hinted: ``local`` as instances with an unhealthy index have it; breaks ties only.
+        predicted: leading chunks including those that are being computed or fetched.
+        ready_at: time at which the predicted chunks will be available; 0 if none are predicted.
+        held: chunks of the fleet's prefix that the instance holds, contiguous or not.
+        pool: length of the fleet's prefix: leading chunks that any instance holds.
+        runs: the fleet's prefix as runs (number of chunks, bit mask of the slots that hold them).
+        hinted: ``local`` including instances whose event stream is unhealthy; only breaks ties.
     """
 
     num_chunks: int
@@ -61,27 +62,27 @@ class PrefixMatches(Struct, frozen=True, eq=False):
 
 @dataclass(slots=True)
 class Digest:
-    """How many chunks an instance is believed to hold, and the XOR of their keys."""
+    """Number of chunks that an instance holds according to the index, and the XOR of their keys."""
 
     num_chunks: int = 0
     xor: int = 0
 
 
 class ChunkIndex:
-    """Chunks by key, for all instances of one model, chunk size and hash.
+    """The index for all instances of one model, with one chunk size and hash.
 
     Args:
-        num_slots: how many instances there can be.
+        num_slots: most instances at the same time.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._num_bytes = (num_slots + 7) // 8
-        # Key to the number of its set of holders.
+        # Chunk key -> number of its holder set.
         self._table = KeyTable()
         self._sets = HolderSets()
         self._digests = [[Digest() for _ in range(NUM_TIERS)] for _ in range(num_slots)]
-        # Slots that hold something, as bits, or did until their last chunk went.
+        # Bit mask of the slots that hold chunks, or have held any since they were cleared.
         self.holders = 0
         self._unhealthy = 0
         self._predictions = Predictions(num_slots)
@@ -89,11 +90,11 @@ class ChunkIndex:
         self._never.flags.writeable = False
 
     def __len__(self) -> int:
-        """Entries, including those of instances that are gone and not yet collected."""
+        """Number of entries, including those without holders that are not collected yet."""
         return len(self._table)
 
     def stored(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
-        """An instance says that it holds these chunks now."""
+        """Add chunks that an instance holds now."""
         once = _once(keys)
         if not len(once):
             return
@@ -117,7 +118,7 @@ class ChunkIndex:
             self._replace(held, wanted, len(same))
 
     def removed(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
-        """An instance says that it no longer holds these chunks in that tier."""
+        """Remove chunks that an instance no longer holds in a tier."""
         for held, same in self._by_holders(_once(keys)):
             if not held.has(slot, tier):
                 continue
@@ -132,10 +133,10 @@ class ChunkIndex:
                 self._replace(held, NO_HOLDERS, len(same))
 
     def cleared(self, slot: int, tier: Tier | None = None) -> None:
-        """An instance holds nothing any more: it said so, restarted, or is gone.
+        """Remove all chunks of an instance that has cleared its cache, restarted, or is gone.
 
-        Costs as much as there are different sets of holders. Entries that nobody holds are taken
-        away by ``collect``.
+        The cost is proportional to the number of holder sets. ``collect`` removes the entries that
+        have no holders any more.
         """
         self._sets.drop_slot(slot, tier)
         for each in Tier if tier is None else (tier,):
@@ -145,7 +146,11 @@ class ChunkIndex:
             self._predictions.drop_slot(slot)
 
     def collect(self, num_parts: int = 1) -> int:
-        """Remove entries that nobody holds from the next 256ths; returns how many there were."""
+        """Remove entries without holders from the next parts (1/256 each) of the table.
+
+        Returns:
+            The number of removed entries.
+        """
         found = 0
         for _ in range(num_parts):
             keys, numbers = self._table.scan(1 / _NUM_PARTS)
@@ -163,35 +168,33 @@ class ChunkIndex:
     def predict(
         self, slot: int, keys: Sequence[int], ready_at: float, expires_at: float
     ) -> Prediction:
-        """These chunks will be on that instance at ``ready_at``, if all goes well; ``stored``
-        confirms it."""
+        """Predict that an instance will hold chunks at ``ready_at``; ``stored`` confirms it."""
         return self._predictions.add(slot, keys, ready_at, expires_at)
 
     def retract(self, prediction: Prediction) -> None:
-        """It will not come true, or has ended otherwise; what others predict of the same chunks
-        stays."""
+        """End a prediction. Other predictions of the same chunks stay."""
         self._predictions.retract(prediction)
 
     def set_healthy(self, slot: int, is_healthy: bool) -> None:
-        """Whether events of that instance have arrived without a gap."""
+        """Set whether the events of an instance have arrived without a gap."""
         bit = 1 << slot
         self._unhealthy = self._unhealthy & ~bit if is_healthy else self._unhealthy | bit
 
     def digest(self, slot: int, tier: Tier) -> tuple[int, int]:
-        """``(number of chunks, XOR of their keys)``, to compare with what the instance says."""
+        """``(number of chunks, XOR of their keys)``, to compare with the instance's own digest."""
         digest = self._digests[slot][tier]
         return digest.num_chunks, digest.xor
 
     def num_held(self, slot: int) -> int:
-        """How many chunks an instance holds, those in several tiers as often."""
+        """Number of chunks that an instance holds, summed over tiers."""
         return sum(digest.num_chunks for digest in self._digests[slot])
 
     def num_copies(self, key: int) -> int:
-        """How many instances hold that chunk."""
+        """Number of instances that hold a chunk."""
         return self._sets.by_number[self._table.get(key)].union.bit_count()
 
     def match(self, keys: Sequence[int], now: float) -> PrefixMatches:
-        """Who holds how much of a prompt with these chunks, in order."""
+        """Look up which instances hold how much of a prompt with these chunk keys, in order."""
         numbers: list[int] = self._table.find(as_keys(keys)).tolist() if len(keys) else []
         runs = self._runs(numbers)
         trusted = ~self._unhealthy
@@ -212,7 +215,7 @@ class ChunkIndex:
             local,
             predicted,
             ready_at,
-            # With one run, what an instance holds of it is what it has of the prompt.
+            # With a single run, the chunks that an instance holds are its prefix.
             local if len(pool_runs) <= 1 else self._held(pool_runs),
             sum(length for length, _ in pool_runs),
             pool_runs,
@@ -220,7 +223,7 @@ class ChunkIndex:
         )
 
     def _match_of_one(self, held: HolderSet, length: int) -> PrefixMatches:
-        """Of a prompt all of whose chunks have the same holders, or none; nothing is awaited."""
+        """The match of a prompt whose chunks all have the same holders, without predictions."""
         union, (device_mask, host_mask, disk_mask) = held.union, held.masks
         local = np.zeros(self.num_slots, np.int64)
         if union:
@@ -234,7 +237,7 @@ class ChunkIndex:
         )
 
     def _by_holders(self, once: KeyArray) -> list[tuple[HolderSet, KeyArray]]:
-        """These keys by the sets of those that hold them."""
+        """Group keys by their holder sets."""
         if not len(once):
             return []
         numbers = self._table.find(once)
@@ -244,14 +247,14 @@ class ChunkIndex:
         return [(self._sets.by_number[n], once[numbers == n]) for n in set(listed)]
 
     def _count(self, slot: int, tier: Tier, keys: KeyArray, change: int) -> None:
-        """These chunks came (+1) or went (-1)."""
+        """Update the digest for chunks that were added (+1) or removed (-1)."""
         self.holders |= 1 << slot
         digest = self._digests[slot][tier]
         digest.num_chunks += change * len(keys)
         digest.xor ^= int(np.bitwise_xor.reduce(keys))
 
     def _replace(self, held: HolderSet, wanted: HolderSet, num_chunks: int) -> None:
-        """So many chunks have other holders now."""
+        """Move `num_chunks` chunks from one holder set to another."""
         if wanted is not NO_HOLDERS:
             wanted.num_chunks += num_chunks
         if held is not NO_HOLDERS:
@@ -259,19 +262,19 @@ class ChunkIndex:
             self._sets.release(held)
 
     def _runs(self, numbers: list[int]) -> list[tuple[HolderSet, int]]:
-        """A prompt's chunks as (holders, number of chunks)."""
+        """A prompt's chunks as runs of (holder set, number of chunks)."""
         sets = self._sets.by_number
         if numbers and numbers.count(numbers[0]) == len(numbers):
             return [(sets[numbers[0]], len(numbers))]
         return [(sets[number], len(list(same))) for number, same in groupby(numbers)]
 
     def _bits(self, mask: int) -> NDArray[np.bool_]:
-        """A flag per slot."""
+        """The mask as an array with a flag per slot."""
         raw = np.frombuffer(mask.to_bytes(self._num_bytes, "little"), np.uint8)
         return np.unpackbits(raw, count=self.num_slots, bitorder="little").view(np.bool_)
 
     def _lengths(self, runs: Iterable[tuple[int, int]]) -> Counts:
-        """Leading chunks per slot, from (slots as bits, number of chunks)."""
+        """Leading chunks per slot, from runs of (bit mask of slots, number of chunks)."""
         lengths = np.zeros(self.num_slots, np.int64)
         alive, position = (1 << self.num_slots) - 1, 0
         for mask, length in runs:
@@ -286,7 +289,7 @@ class ChunkIndex:
         return lengths
 
     def _set(self, lengths: Counts, mask: int, length: int) -> None:
-        """Few slots one by one, many at once."""
+        """Set the length of all slots in the mask; few slots one by one, which is faster."""
         if mask.bit_count() > _FEW:
             lengths[self._bits(mask)] = length
             return
@@ -321,7 +324,7 @@ class ChunkIndex:
         local: Counts,
         expected: list[int] | None,
     ) -> tuple[Counts, NDArray[np.float64]]:
-        """``local`` with the chunks that are under way, and when those will be there."""
+        """``local`` including predicted chunks, and when those will be available."""
         ready_at = np.zeros(self.num_slots)
         if expected is None:
             return local, ready_at
@@ -337,14 +340,14 @@ class ChunkIndex:
 
 
 def _once(keys: Iterable[int]) -> KeyArray:
-    """Each of these keys once."""
+    """The keys without duplicates."""
     given = keys if isinstance(keys, tuple | list) else list(keys)
     distinct = set(given)
     return as_keys(given if len(distinct) == len(given) else list(distinct))
 
 
 def _pool(runs: list[tuple[HolderSet, int]], trusted: int) -> tuple[tuple[int, int], ...]:
-    """The leading runs that somebody holds."""
+    """The leading runs that have holders."""
     found = []
     for held, length in runs:
         mask = held.union & trusted

@@ -1,5 +1,7 @@
-"""Events of one publisher, brought into order; gaps heal by a replay, else by a snapshot, else by
-starting afresh."""
+"""The event stream of one publisher: applies its batches to the index in order, and repairs gaps.
+
+A gap is repaired by a replay, else by a snapshot, else by clearing what the publisher holds.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +21,25 @@ from mooncake_conductor.index.kv_event_messages import (
 from mooncake_conductor.index.published_blocks import PORTION_BLOCKS, PublishedBlocks
 
 MAX_EARLY_BATCHES = 4096
-"""Batches that wait for a missing one. Beyond that the stream starts afresh."""
+"""Bound of the batches held back for a missing one; beyond it the stream starts afresh."""
 
 
 class StreamState(Enum):
-    """How far an index can rely on a stream."""
+    """How far the index can rely on a stream."""
 
     HEALTHY = auto()
-    """Every event since the stream began, or began afresh, has been applied."""
+    """All events since the (fresh) start of the stream have been applied."""
     GAP = auto()
-    """Events are missing and a replay is awaited: the index breaks ties only."""
+    """Events are missing and a replay is awaited. The index uses this slot only to break ties."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
-    """What the caller has to ask the publisher for.
+    """The caller must request a replay from the publisher.
 
     Args:
-        start: the sequence number before the first one that is missing. That batch is known; if the
-            publisher now has another one there, it has begun to count anew since.
+        start: the sequence number before the first missing one. That batch is known: if the replay
+            contains another batch with this number, the publisher has restarted.
     """
 
     start: int
@@ -45,7 +47,7 @@ class ReplayRequest:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """The caller has to ask the publisher for all that it holds."""
+    """The caller must request a snapshot of everything that the publisher holds."""
 
 
 Question = ReplayRequest | SnapshotRequest
@@ -53,7 +55,7 @@ Question = ReplayRequest | SnapshotRequest
 
 @dataclass(slots=True)
 class StreamStats:
-    """What happened to a stream so far."""
+    """Counters of a stream."""
 
     num_applied: int = 0
     num_duplicates: int = 0
@@ -66,39 +68,41 @@ class StreamStats:
 
 
 class ChunkHoldings(Protocol):
-    """Where a stream says what its publisher holds: the index, or an instance's part of it."""
+    """Receives what a publisher holds: the index, or one publisher's part of an instance."""
 
     def stored(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
-        """It holds these chunks now."""
+        """Add chunks that it holds now."""
 
     def removed(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
-        """It no longer holds these chunks in that tier."""
+        """Remove chunks that it no longer holds in a tier."""
 
     def cleared(self, slot: int) -> None:
-        """It holds nothing any more."""
+        """Remove all its chunks."""
 
     def set_healthy(self, slot: int, is_healthy: bool) -> None:
-        """Whether its events have arrived without a gap."""
+        """Set whether its events have arrived without a gap."""
 
     def digest(self, slot: int, tier: Tier) -> tuple[int, int]:
-        """``(number of chunks, XOR of their keys)`` that it holds."""
+        """``(number of chunks, XOR of their keys)`` of what it holds."""
 
 
 class EventStream:
     """Applies one publisher's batches to the index, each once and in order.
 
-    Lost batches are asked for again. If the publisher no longer has them, it is asked for all that
-    it holds. If it can't say that either, what it was believed to hold is forgotten: afterwards the
-    index may miss chunks, but it claims none that are gone. That a publisher counts anew shows by a
-    number that was there before, with a later time, live or replayed. Only if exactly as many
-    batches as were known are lost at once, nothing shows it.
+    Lost batches are replayed. If the publisher no longer has them, a snapshot of what it holds is
+    requested. If it does not support that either, everything known about it is cleared: the index
+    may then miss chunks, but it never claims chunks that are gone.
+
+    A restart of the publisher (a new epoch) is detected by a batch, live or replayed, with a known
+    sequence number but a later time. It is missed only if exactly as many batches are lost as were
+    known before.
 
     Args:
-        index: to apply them to.
-        slot: of the instance that publishes.
-        blocks: turns its hashes into keys; None if these are the index's own.
-        asks_snapshots: the publisher may be able to say what it holds, and has been asked now.
-        namespace: blocks of any other are not the instance's; empty: all are.
+        index: receives what the publisher holds.
+        slot: slot of the publishing instance.
+        blocks: converts block hashes to chunk keys; None if the hashes are the index's own keys.
+        asks_snapshots: the publisher may support snapshots, and one has been requested already.
+        namespace: only blocks in this namespace belong to the instance; empty: all do.
     """
 
     def __init__(
@@ -122,7 +126,8 @@ class EventStream:
         self._asked_from = -1
         self._num_asked = int(asks_snapshots)
         self._asks_snapshots = self._awaits_snapshot = asks_snapshots
-        # Of these: asked of an epoch that has ended. Its batches may come after those of the next.
+        # Those of `_num_asked` that were sent in an earlier epoch. Their answers may bring batches
+        # of that epoch after batches of the current one.
         self._num_asked_before = 0
         self._last_published = float("-inf")
         self._early: dict[int, EventBatch] = {}
@@ -131,26 +136,28 @@ class EventStream:
 
     @property
     def num_orphans(self) -> int:
-        """What is left out, as what comes before it is not known; see ``PublishedBlocks``."""
+        """Blocks that are left out because their parent is unknown; see ``PublishedBlocks``."""
         return 0 if self._blocks is None else self._blocks.num_orphans
 
     def end(self) -> None:
-        """Nobody follows it any more: what waits to be placed is nothing to the index, nor is what
-        is left of a snapshot."""
+        """End the stream: drop orphans and the rest of a snapshot that is being applied."""
         self.has_ended = True
         if self._blocks is not None:
             self._blocks.clear()
 
     @property
     def expected(self) -> int:
-        """The sequence number that comes next."""
+        """The next sequence number."""
         return self._expected
 
     def receive(
         self, sequence: int, batch: EventBatch, is_replayed: bool = False
     ) -> Question | None:
-        """Take a batch, live or replayed; returns what to ask the publisher for, if anything. Each
-        of the two kinds has to come in the order in which it was sent."""
+        """Process a batch, live or replayed. Each kind must be passed in the order of its sending.
+
+        Returns:
+            The request to send to the publisher, if any.
+        """
         if self._is_outdated(sequence, batch, is_replayed):
             self.stats.num_outdated += 1
             return None
@@ -167,8 +174,12 @@ class EventStream:
         return None
 
     def replay_ended(self) -> Question | None:
-        """The publisher has sent all that it had when it was asked. What to ask it for next, if
-        more was lost meanwhile; what it sent nothing of stays missing."""
+        """Process the end of a replay: the publisher has sent all batches that it still had.
+
+        Returns:
+            The next request, if batches are still missing: another replay if more were lost in the
+            meantime, else a snapshot.
+        """
         if self._is_answer_outdated() or not self._early or self._num_asked > 0:
             return None
         if self._expected > self._asked_from:
@@ -180,15 +191,18 @@ class EventStream:
     def take_snapshot(
         self, next_sequence: int, batches: Sequence[EventBatch]
     ) -> Generator[None, None, ReplayRequest | None]:
-        """The publisher has said all that it holds. A million tokens take about a second: it is
-        applied in portions, between which others have their turn, but nothing of this publisher.
+        """Apply a snapshot of the publisher.
+
+        A million tokens take about a second, so it is applied in portions: the caller may run other
+        work after each `yield`, but must not pass other batches of this publisher.
 
         Args:
-            next_sequence: of the live batch that follows.
-            batches: what it holds; none if it can't say that, or has not answered.
+            next_sequence: sequence number of the live batch that follows the snapshot.
+            batches: what the publisher holds; empty if it does not support snapshots or has not
+                answered.
 
         Returns:
-            What to ask it for next, if anything.
+            The next request to the publisher, if any.
         """
         self._awaits_snapshot = False
         if self._is_answer_outdated():
@@ -220,7 +234,7 @@ class EventStream:
         return self._ask() if self._early and not self._num_asked else None
 
     def ask_snapshot(self) -> SnapshotRequest:
-        """Have the publisher say all that it holds."""
+        """Register a snapshot request, which the caller must send to the publisher."""
         self._num_asked += 1
         self._awaits_snapshot = True
         return SnapshotRequest()
@@ -231,7 +245,7 @@ class EventStream:
         return ReplayRequest(max(self._expected - 1, 0))
 
     def _is_answer_outdated(self) -> bool:
-        """One of those that are awaited is there; whether it was asked of an epoch that ended."""
+        """Count an answer. Returns whether its request was sent in an earlier epoch."""
         self._num_asked -= 1
         if not self._num_asked_before:
             return False
@@ -239,9 +253,11 @@ class EventStream:
         return True
 
     def _is_superseded(self, next_sequence: int, published_at: float) -> bool:
-        """Whether a snapshot is older than what is known, or of an epoch that has ended. It has the
-        time of the batch before ``next_sequence``, so a lower number with a later time is of a new
-        epoch, as with batches."""
+        """Whether a snapshot is older than what is known, or of an earlier epoch.
+
+        Its time is that of the batch before ``next_sequence``. So, as with batches, a lower
+        sequence number with a later time is from a new epoch.
+        """
         if any(
             at < next_sequence and batch.published_at > published_at
             for at, batch in self._early.items()
@@ -252,31 +268,33 @@ class EventStream:
         return published_at < self._last_published
 
     def _skip_the_gap(self) -> ReplayRequest | None:
-        """What was lost can't be had: forget what was known before it."""
+        """Give up the missing batches: clear what was known, and continue after them."""
         first = min(self._early)
         self._start_afresh(first)
-        # Nothing is left that could be newer, and the publisher's clock may have been set back.
+        # Nothing newer is left to compare with, and the publisher's clock may have been set back.
         self._last_published = self._early[first].published_at
         self._apply_early()
         return self._ask() if self._early else None
 
     def matches_digest(self, tier: Tier, num_chunks: int, xor: int) -> bool:
-        """Whether the index agrees with what the instance says of itself.
+        """Whether the index agrees with the instance's own digest.
 
-        The instance's digest must be of the moment after the last applied batch.
+        That digest must be from the moment after the last applied batch.
         """
         return self._index.digest(self._slot, tier) == (num_chunks, xor)
 
     def _shows_a_new_epoch(self, sequence: int, batch: EventBatch) -> bool:
-        """Whether a later number than this one was published sooner."""
+        """Whether a batch with a later sequence number was published earlier than this one."""
         if sequence < self._expected:
             return batch.published_at > self._last_published
         last = max(self._early, default=-1)
         return sequence <= last and batch.published_at > self._early[last].published_at
 
     def _is_outdated(self, sequence: int, batch: EventBatch, is_replayed: bool) -> bool:
-        """Whether a batch is of an epoch that has ended: that one was asked to replay it, or what
-        came before it was published later."""
+        """Whether a batch is from an earlier epoch.
+
+        That is so if its replay was requested then, or if the batch before it was published later.
+        """
         is_next = sequence == self._expected
         return (is_replayed and bool(self._num_asked_before)) or (
             is_next and batch.published_at < self._last_published
@@ -295,19 +313,19 @@ class EventStream:
 
     def _apply_early(self) -> None:
         while (batch := self._early.pop(self._expected, None)) is not None:
-            if batch.published_at < self._last_published:  # of an epoch that has ended unseen
+            if batch.published_at < self._last_published:  # from an epoch that ended unnoticed
                 self.stats.num_outdated += 1
                 break
             self._apply(batch)
         self._enter(StreamState.GAP if self._early else StreamState.HEALTHY)
 
     def _restart(self) -> None:
-        """The publisher counts from the beginning again: it is another epoch of it."""
+        """Start a new epoch: the publisher has restarted and counts from 0 again."""
         self.stats.num_restarts += 1
         self._early.clear()
         self._start_afresh(0)
         self._awaits_snapshot = False
-        self._enter(StreamState.HEALTHY)  # a gap of this epoch is asked for anew
+        self._enter(StreamState.HEALTHY)  # so that a gap in this epoch requests a replay
 
     def _start_afresh(self, expected: int) -> None:
         self.stats.num_fresh_starts += 1
@@ -333,7 +351,7 @@ class EventStream:
             self._apply_event(event)
 
     def _apply_event(self, event: KVEvent) -> int:
-        """Returns of how many blocks it tells."""
+        """Apply an event. Returns its number of blocks."""
         match event:
             case BlocksStored():
                 self._store(event)
@@ -348,7 +366,7 @@ class EventStream:
         return 0
 
     def _store(self, event: BlocksStored) -> None:
-        """Blocks of a sliding window are no prefix that a prompt could begin with."""
+        """Apply stored blocks. Those of sliding-window layers are skipped: they form no prefix."""
         if self._namespace and event.namespace != self._namespace:
             self.stats.num_skipped += 1
             return

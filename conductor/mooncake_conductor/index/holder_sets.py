@@ -1,7 +1,7 @@
-"""Sets of instances that hold a chunk, each kept once however many chunks share it.
+"""Holder sets: the instances that hold a chunk, stored once for all chunks that share them.
 
-Chunks of one prompt are nearly always held by the same instances. So a chunk's entry is a reference
-to a shared set, and the index costs the same per chunk for one instance as for a hundred.
+The chunks of a prompt are nearly always held by the same instances. A chunk's entry is therefore a
+reference to a shared set, and a chunk costs as much memory with one instance as with a hundred.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TierMasks = tuple[int, int, int]
 
 
 class HolderSet:
-    """Instance slots per tier, as bits. ``union`` has the bits of all tiers.
+    """Bit masks of instance slots per tier. ``union`` is the mask of all tiers.
 
     Args:
-        masks: the bits of each tier.
-        number: of the set among those in use; 0 for that of chunks that nobody holds.
+        masks: bit mask of each tier.
+        number: unique number of the set while it is in use; 0 for the empty set.
     """
 
     __slots__ = ("masks", "num_chunks", "number", "union")
@@ -40,7 +40,7 @@ class HolderSet:
         self.num_chunks = 0
 
     def has(self, slot: int, tier: Tier) -> bool:
-        """Whether that instance holds the chunk in that tier."""
+        """Whether an instance holds the chunk in a tier."""
         return bool(self.masks[tier] >> slot & 1)
 
     def clear(self, slot: int, tier: Tier | None) -> None:
@@ -53,12 +53,12 @@ NO_HOLDERS = HolderSet((0, 0, 0))
 
 
 class HolderSets:
-    """All sets that are in use, by content."""
+    """All sets that are in use, by their masks."""
 
     def __init__(self) -> None:
         self._sets: dict[TierMasks, HolderSet] = {}
         self._dropped: set[HolderSet] = set()
-        # By number; those of released sets are given again.
+        # By number; numbers of released sets are reused.
         self.by_number: list[HolderSet] = [NO_HOLDERS]
         self._free: list[int] = []
 
@@ -66,17 +66,17 @@ class HolderSets:
         return len(self._sets)
 
     def including(self, held: HolderSet, slot: int, tier: Tier) -> HolderSet:
-        """The set that also has this instance in this tier."""
+        """The set plus an instance in a tier."""
         masks = list(held.masks)
         masks[tier] |= 1 << slot
         return self._of((masks[0], masks[1], masks[2]))
 
     def excluding(self, held: HolderSet, slot: int, tier: Tier | None) -> HolderSet:
-        """The set without this instance in this tier, or in any if ``tier`` is None."""
+        """The set without an instance in a tier, or in all tiers if ``tier`` is None."""
         return self._of(_without(held.masks, slot, tier))
 
     def release(self, held: HolderSet) -> None:
-        """Forget a set that no chunk refers to any more."""
+        """Free a set if no chunk refers to it."""
         if held.num_chunks or not held.number:
             return
         if self._sets.get(held.masks) is held:
@@ -87,9 +87,9 @@ class HolderSets:
         held.number = 0
 
     def drop_slot(self, slot: int, tier: Tier | None = None) -> None:
-        """Take an instance out of every set at once: costs as much as there are sets, not chunks.
+        """Remove an instance from all sets. The cost depends on the number of sets, not of chunks.
 
-        Two sets may be equal afterwards; both stay valid, and the one that was there is found.
+        Two sets may be equal afterwards. Both stay valid; lookups by content find the first one.
         """
         kept: dict[TierMasks, HolderSet] = {}
         for held in [*self._sets.values(), *self._dropped]:

@@ -1,10 +1,11 @@
-"""A hash table from 64-bit keys to small numbers, for many keys at a time.
+"""A vectorised hash table from 64-bit keys to small numbers, used by the chunk index.
 
-Buckets of eight keys, one cache line each: a lookup of a whole prompt is a few numpy calls, whose
-reads of memory wait for each other no more than the hardware makes them. A Python dict of millions
-of keys costs four misses per key, one after the other, and five times the memory.
+A bucket is a cache line of eight keys. A lookup of a whole prompt is a few numpy calls, whose cache
+misses overlap. A Python dict with millions of keys costs four dependent misses per key, and five
+times the memory.
 
-Growing copies a piece with every write: ten million keys at once would stop the caller for seconds.
+The table grows incrementally, by copying a part with every write: copying ten million keys at once
+would block the caller for seconds.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ Numbers = NDArray[np.int32]
 
 _WIDTH = 8
 _MAX_LOAD = 1 / 3
-"""Above it more than one key in a thousand lies in the bucket behind its own: at a half it is one
-in a hundred, and every other prompt has such a key."""
+"""Above this load, more than one key in a thousand overflows into the next bucket. At a half it is
+one in a hundred, so that every other prompt contains such a key."""
 _MIN_BUCKETS = 64
 _MOVED_PER_KEY = 4
-"""Buckets that are copied per key that is written, while the table grows."""
+"""Buckets copied per written key while the table grows."""
 _PIECE = 1024
-"""Buckets that are copied at a time at least: each call of numpy has its price."""
+"""Least number of buckets copied at a time, to amortise the cost of numpy calls."""
 _SMALL = 4096
-"""Buckets that are copied in no time."""
-# Arrays of no dimension: numpy takes half as long with them as with its scalars.
+"""Number of buckets whose copy takes negligible time."""
+# 0-dimensional arrays: numpy is twice as fast with them as with its scalars.
 _EMPTY, _REMOVED = np.array(0, np.uint64), np.array(1, np.uint64)
 _FIRST_KEY = np.array(2, np.uint64)
 # Bijective; the upper bits choose the bucket.
@@ -40,10 +41,10 @@ _ALL = (1 << 64) - 1
 
 
 class _Buckets:
-    """One allocation; it never grows.
+    """One allocation of fixed size.
 
     Args:
-        num_buckets: a power of two.
+        num_buckets: number of buckets, a power of two.
     """
 
     def __init__(self, num_buckets: int) -> None:
@@ -53,11 +54,11 @@ class _Buckets:
         self.numbers: Numbers = np.zeros(num_buckets * _WIDTH, np.int32)
         self._by_bucket = self.numbers.reshape(num_buckets, _WIDTH)
         self.shift = np.array(64 - (num_buckets.bit_length() - 1), np.uint64)
-        # Places that are not empty: of keys, and of those that were removed.
+        # Occupied entries: keys, and tombstones of removed keys.
         self.num_used = 0
 
     def find(self, mixed: KeyArray) -> Numbers:
-        """The number of each key; 0 where it does not lie."""
+        """The number of each key; 0 if it is not in the table."""
         homes, rows, hits = self._look(mixed)
         if len(hits) == len(mixed):
             return self._by_bucket.take(homes, axis=0).reshape(-1).take(hits)
@@ -67,7 +68,7 @@ class _Buckets:
         return numbers
 
     def locate(self, mixed: KeyArray) -> Positions:
-        """Where each key lies; -1 where it does not."""
+        """The position of each key; -1 if it is not in the table."""
         homes, rows, hits = self._look(mixed)
         if len(hits) == len(mixed):
             places: Positions = hits + (homes - _ramp(len(mixed))) * _WIDTH
@@ -75,7 +76,7 @@ class _Buckets:
         return self._beyond(mixed, homes, rows, hits)
 
     def _look(self, mixed: KeyArray) -> tuple[Positions, KeyArray, Positions]:
-        """Each key's own bucket, what lies there, and which of it are these keys, in order."""
+        """Each key's home bucket, the content of these buckets, and the hits in them, in order."""
         homes = (mixed >> self.shift).view(np.int64)
         rows = self.keys.take(homes, axis=0)
         return homes, rows, (rows == mixed[:, None]).reshape(-1).nonzero()[0]
@@ -83,12 +84,12 @@ class _Buckets:
     def _beyond(
         self, mixed: KeyArray, homes: Positions, rows: KeyArray, hits: Positions
     ) -> Positions:
-        """Where each key lies, when not all lie in their own buckets."""
+        """The position of each key, if not all were found in their home buckets."""
         found = np.full(len(mixed), -1, np.int64)
         if len(hits):
             at = hits // _WIDTH
             found[at] = homes[at] * _WIDTH + hits % _WIDTH
-        # Places are taken in order: a bucket whose last one is taken may have sent keys on.
+        # Buckets are filled in order: one whose last entry is used may have overflowed.
         is_full = rows[:, -1] != _EMPTY
         if not is_full.any():
             return found
@@ -105,8 +106,10 @@ class _Buckets:
         return found
 
     def insert_new(self, mixed: KeyArray, number: int) -> bool:
-        """Insert keys, each once, if none of them is there. Returns whether it did; it reads the
-        bucket of each once, if that has room."""
+        """Insert distinct keys if none of them is in the table. Returns whether it did.
+
+        Reads each key's bucket only once, unless the bucket is full.
+        """
         homes, rows, hits = self._look(mixed)
         if len(hits):
             return False
@@ -121,7 +124,7 @@ class _Buckets:
         was_empty = self.flat.take(at) == _EMPTY
         self.flat[at] = mixed
         self.numbers[at] = number
-        won = self.flat.take(at) == mixed  # of two for one place the later one has it
+        won = self.flat.take(at) == mixed  # if two keys chose one entry, the later one has it
         self.num_used += int(np.count_nonzero(was_empty & won))
         if not won.all():
             lost = mixed[~won]
@@ -129,7 +132,7 @@ class _Buckets:
         return True
 
     def insert(self, mixed: KeyArray, numbers: Numbers) -> None:
-        """Keys that are not there yet, each once."""
+        """Insert distinct keys that are not in the table."""
         homes = (mixed >> self.shift).view(np.int64)
         while True:
             first_free = (self.keys.take(homes, axis=0) < _FIRST_KEY).argmax(axis=1)
@@ -140,7 +143,7 @@ class _Buckets:
                 at, before = at[has_room], before[has_room]
             here = mixed[has_room]
             self.flat[at] = here
-            won = self.flat.take(at) == here  # of two for one place the later one has it
+            won = self.flat.take(at) == here  # if two keys chose one entry, the later one has it
             self.num_used += int(np.count_nonzero((before == _EMPTY) & won))
             if len(here) == len(mixed) and won.all():
                 self.numbers[at] = numbers
@@ -151,9 +154,14 @@ class _Buckets:
             mixed, numbers, homes = mixed[lost], numbers[lost], homes[lost]
 
     def take_half_of(self, old: _Buckets, begin: int, end: int) -> NDArray[np.bool_]:
-        """Take keys over from a table half as large, of some of its buckets; ``[buckets, width]``:
-        which. Each goes to one of the two buckets that its own has become, to the same place there,
-        if nothing lies in these two yet."""
+        """Move keys from some buckets of a table of half the size.
+
+        Each bucket corresponds to two here. A key moves to the same entry of one of the two, if
+        both are still empty.
+
+        Returns:
+            Which keys were moved, ``[buckets, width]``.
+        """
         rows, numbers = old.keys[begin:end], old._by_bucket[begin:end]
         ours = self.keys[2 * begin : 2 * end].reshape(-1, 2, _WIDTH)
         our_numbers = self._by_bucket[2 * begin : 2 * end].reshape(-1, 2, _WIDTH)
@@ -171,11 +179,11 @@ class _Buckets:
 
 
 class KeyTable:
-    """Numbers above 0 by key; 0 stands for a key that is not there."""
+    """Positive numbers by key; 0 stands for a missing key."""
 
     def __init__(self) -> None:
         self._buckets = _Buckets(_MIN_BUCKETS)
-        # While it grows: what came before, and the first bucket that was not copied yet.
+        # While the table grows: the old buckets, and the first one that is not copied yet.
         self._old: _Buckets | None = None
         self._next_old = self._owed = 0
         self._next_scan = 0
@@ -185,7 +193,7 @@ class KeyTable:
         return self._num_keys
 
     def get(self, key: int) -> int:
-        """The number of one key."""
+        """The number of one key; 0 if it is missing."""
         mixed = max(((key ^ _MIX_XOR) * _MIX_TIMES) & _ALL, int(_FIRST_KEY))
         for buckets in (self._buckets, self._old):
             if buckets is None:
@@ -201,7 +209,7 @@ class KeyTable:
         return 0
 
     def find(self, keys: KeyArray) -> Numbers:
-        """The number of each key."""
+        """The number of each key; 0 if it is missing."""
         mixed = _mix(keys)
         numbers = self._buckets.find(mixed)
         if self._old is not None and not numbers.all():
@@ -210,8 +218,11 @@ class KeyTable:
         return numbers
 
     def add_new(self, keys: KeyArray, number: int) -> bool:
-        """``add``, if none of these keys is there: what most keys of events are. False if nothing
-        was done."""
+        """``add`` if none of these keys is in the table, as for most events.
+
+        Returns:
+            False if nothing was added.
+        """
         mixed = _mix(keys)
         self._make_room(len(keys))
         if self._old is not None and (self._old.locate(mixed) >= 0).any():
@@ -222,13 +233,13 @@ class KeyTable:
         return True
 
     def add(self, keys: KeyArray, number: int) -> None:
-        """Keys that are not there, each of them once, with this number above 0."""
+        """Add distinct keys that are not in the table, with a positive number."""
         self._make_room(len(keys))
         self._num_keys += len(keys)
         self._buckets.insert(_mix(keys), np.full(len(keys), number, np.int32))
 
     def change(self, keys: KeyArray, number: int) -> None:
-        """Give keys that are there another number above 0."""
+        """Set another positive number for keys that are in the table."""
         mixed = _mix(keys)
         for buckets in (self._buckets, self._old):
             if buckets is not None:
@@ -236,7 +247,7 @@ class KeyTable:
                 buckets.numbers[at[at >= 0]] = number
 
     def remove(self, keys: KeyArray) -> None:
-        """Forget these keys, each of them once."""
+        """Remove distinct keys; missing ones are ignored."""
         mixed = _mix(keys)
         for buckets in (self._buckets, self._old):
             if buckets is not None:
@@ -247,8 +258,10 @@ class KeyTable:
                 self._num_keys -= len(there)
 
     def scan(self, share: float) -> tuple[KeyArray, Numbers]:
-        """Keys and numbers of the next part of the table; of all of it, after 1 / share calls
-        during which it has not grown."""
+        """Keys and numbers of the next part of the table.
+
+        1 / share calls cover the whole table, if it has not grown meanwhile.
+        """
         if self._old is not None:
             self._copy(max(int(self._old.num_buckets * share), _SMALL))
         buckets = self._buckets
@@ -261,7 +274,7 @@ class KeyTable:
         return _unmix(flat[taken]), buckets.numbers[begin * _WIDTH : end * _WIDTH][taken]
 
     def _make_room(self, num_keys: int) -> None:
-        """For so many more: copy a piece, or begin to."""
+        """Make room for `num_keys` more keys: continue to grow, or start to."""
         if self._old is not None:
             self._owed += num_keys * _MOVED_PER_KEY
             if self._owed >= _PIECE:
@@ -298,7 +311,7 @@ class KeyTable:
 
 
 def _mix(keys: KeyArray) -> KeyArray:
-    """Spread evenly; the two keys that would look like empty places become a third one's."""
+    """Mix keys to spread them evenly. The two values that mark empty entries map to a third one."""
     mixed: KeyArray = np.maximum((keys ^ _XOR) * _TIMES, _FIRST_KEY)
     return mixed
 
@@ -316,6 +329,6 @@ def _ramp(count: int) -> Positions:
 
 
 def as_keys(keys: Sequence[int]) -> KeyArray:
-    """Numbers from 0 to 2**64 - 1 as an array."""
-    # Twenty times as fast as np.array where numbers have 64 bits.
+    """Integers from 0 to 2**64 - 1 as an array."""
+    # Twenty times as fast as np.array for 64-bit numbers.
     return np.frombuffer(array("Q", keys), np.uint64)

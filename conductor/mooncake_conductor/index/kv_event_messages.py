@@ -1,8 +1,9 @@
-"""KV events on the wire, as vLLM and SGLang publish them: decoded into one form.
+"""Decodes KV events as published by vLLM and SGLang to one set of types.
 
-Three frames: topic, sequence number (8 bytes, big-endian), msgpack. vLLM since its PR 42892 writes
-each event as a map with a ``type``; before that, and SGLang, as an array that begins with the tag.
-A batch is an array ``[ts, events, data_parallel_rank]`` or a map with these names. All are read.
+A message has three frames: topic, sequence number (8 bytes, big-endian), msgpack. Since its PR
+42892 vLLM encodes each event as a map with a ``type``; older versions and SGLang as an array that
+starts with the tag. A batch is an array ``[ts, events, data_parallel_rank]`` or a map with these
+names. All variants are accepted.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ KEY_MASK = (1 << 64) - 1
 REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay, and a snapshot."""
 SNAPSHOT_QUESTION = b"snapshot"
-"""Asks a publisher for all that it holds (vLLM's pull request 50134). To one that does not know it
-it is a sequence number that no batch has: the answer is empty."""
+"""Requests a snapshot of all that a publisher holds (vLLM's pull request 50134). A publisher that
+does not support it reads a sequence number that no batch has, and sends an empty answer."""
 
 _TIERS = {
     None: Tier.DEVICE,
@@ -32,7 +33,7 @@ _TIERS = {
     "CPU_TIER1": Tier.HOST,
     "CPU_TIER2": Tier.HOST,
 }
-"""Any other medium is a slower one."""
+"""Tiers by medium; any other medium counts as a slower tier (DISK)."""
 
 _STORED = (
     *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
@@ -46,16 +47,17 @@ class BlocksStored:
     """An instance holds these blocks now.
 
     Args:
-        keys: the low 64 bits of each block's hash, in order of the prompt.
-        parent: of the first block; None at the beginning of a prompt.
+        keys: the low 64 bits of each block's hash, in the order of the prompt.
+        parent: hash of the first block's parent; None at the start of a prompt.
         block_size: tokens per block.
-        tier: where they lie.
-        token_ids: of all the blocks; empty where the publisher does not say.
-        lora_name: adapter that they were computed with.
-        group: of layers with one kind of cache; None if the model has one.
-        is_full_attention: whether a prefix of them can be reused as such.
-        cache_salt: of the tenant whose prompt it is.
-        namespace: of a store that several models use: whose blocks they are; empty if not said.
+        tier: where the blocks are held.
+        token_ids: token ids of all blocks; empty if not published.
+        lora_name: adapter with which the blocks were computed.
+        group: KV-cache group of layers; None if the model has only one.
+        is_full_attention: whether any prefix of the blocks can be reused (no sliding window).
+        cache_salt: salt of the tenant to whom the prompt belongs.
+        namespace: for a node store that several models use: whose blocks they are; empty if not
+            published.
     """
 
     keys: tuple[int, ...]
@@ -72,7 +74,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """An instance no longer holds these blocks in that tier."""
+    """An instance no longer holds these blocks in a tier."""
 
     keys: tuple[int, ...]
     tier: Tier
@@ -89,13 +91,13 @@ KVEvent = BlocksStored | BlocksRemoved | AllCleared
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """What one message says.
+    """The decoded content of one message.
 
     Args:
-        published_at: by the publisher's clock, in seconds.
-        events: in order.
-        data_parallel_rank: that published it; None if there is one.
-        num_skipped: events of a type that is not known here.
+        published_at: time by the publisher's clock, in seconds.
+        events: the events, in order.
+        data_parallel_rank: the rank that published it; None if there is only one.
+        num_skipped: number of events of unknown types.
     """
 
     published_at: float
@@ -105,10 +107,10 @@ class EventBatch:
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """The third frame of a message.
+    """Decode the third frame of a message.
 
     Raises:
-        MalformedEvent: it is no batch of events; says what was found.
+        MalformedEvent: the payload is not a batch of events.
     """
     try:
         raw = msgspec.msgpack.decode(payload)
@@ -128,10 +130,10 @@ def decode_batch(payload: bytes) -> EventBatch:
 
 
 def decode_sequence(frame: bytes) -> int:
-    """The second frame: 8 bytes, or 24 with the publisher's id behind them; -1 ends a replay.
+    """Decode the second frame: 8 bytes, or 24 with the publisher's id appended; -1 ends a replay.
 
     Raises:
-        MalformedEvent: it has another length.
+        MalformedEvent: the frame has another length.
     """
     if len(frame) not in (8, 24):
         raise MalformedEvent(f"a sequence number has 8 or 24 bytes, found {len(frame)}")
@@ -139,7 +141,7 @@ def decode_sequence(frame: bytes) -> int:
 
 
 def normalise_key(value: Any) -> int:
-    """One key for one hash, whether it came as signed or unsigned number or as bytes.
+    """The key of a block hash, which may be a signed or unsigned number or bytes.
 
     Raises:
         MalformedEvent: it is neither.
@@ -152,14 +154,14 @@ def normalise_key(value: Any) -> int:
 
 
 def _keys(values: Any) -> tuple[int, ...]:
-    """All keys of an event; most publishers send unsigned numbers, which are taken as they are."""
+    """All keys of an event. Most publishers send unsigned numbers, which need no conversion."""
     if values and set(map(type, values)) == {int} and min(values) >= 0:
         return tuple(values)
     return tuple(normalise_key(value) for value in values)
 
 
 def _event(raw: Any) -> KVEvent | None:
-    """One event; None if its type is not known."""
+    """Decode one event; None if its type is unknown."""
     tag, fields = _fields(raw)
     if tag == "BlockStored":
         return _stored(fields)
@@ -192,8 +194,9 @@ def _stored(fields: Mapping[str, Any]) -> BlocksStored:
         None if parent is None else normalise_key(parent),
         block_size,
         _tier(fields),
-        # Blocks that depend on more than tokens, adapter and salt have no name here, nor those of
-        # an adapter that has only a number, as older publishers say it: requests have its name.
+        # Without token ids the blocks get no keys. That applies to blocks that depend on more than
+        # tokens, adapter and salt, and to adapters with only a number (older publishers), because
+        # requests name their adapter.
         () if salt is None or is_nameless else tuple(fields.get("token_ids") or ()),
         lora_name,
         fields.get("group_idx"),
@@ -204,13 +207,15 @@ def _stored(fields: Mapping[str, Any]) -> BlocksStored:
 
 
 def _salt_in(extra_keys: Any, lora_name: str | None) -> str | None:
-    """The cache salt among what blocks depend on beside their tokens, a list per block; None if
-    they depend on anything else, such as an image."""
+    """The cache salt in the extra keys of blocks, a list per block.
+
+    None if the blocks depend on anything else, such as an image.
+    """
     salt = ""
     for block, extras in enumerate(extra_keys or ()):
         others = list(extras or ())
         if lora_name in others:
-            others.remove(lora_name)  # a salt may be the same word
+            others.remove(lora_name)  # only once: a salt may be equal to it
         if not others:
             continue
         if block or len(others) > 1 or not isinstance(others[0], str):

@@ -1,4 +1,4 @@
-"""Chunks that instances will hold soon: computed or fetched for a request that was placed there."""
+"""Predictions: chunks that instances will hold soon, computed or fetched for placed requests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from itertools import repeat
 
 @dataclass(slots=True, eq=False)
 class Prediction:
-    """What one request is going to leave on an instance.
+    """The chunks that one request will leave on an instance.
 
     Args:
-        slot: of the instance.
-        keys: of the chunks; none once it has ended.
-        ready_at: when they will be there.
-        expires_at: after which nobody counts on it.
+        slot: slot of the instance.
+        keys: keys of the chunks; empty once the prediction has ended.
+        ready_at: time at which the chunks will be available.
+        expires_at: time at which the prediction ends.
     """
 
     slot: int
@@ -26,12 +26,12 @@ class Prediction:
 
 
 class Predictions:
-    """Several requests may promise the same chunk: it is expected until the last of them has ended.
+    """All predictions. A chunk may have several; it is expected until the last of them has ended.
 
-    A prediction ends by retraction, when its chunks have come, or when it expires.
+    A prediction ends when it is retracted, when its chunks are stored, or when it expires.
 
     Args:
-        num_slots: how many instances there can be.
+        num_slots: most instances at the same time.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -40,11 +40,11 @@ class Predictions:
         self._order: deque[Prediction] = deque()
 
     def __len__(self) -> int:
-        """Chunks that are expected anywhere."""
+        """Number of chunks that are expected on any instance."""
         return len(self._masks)
 
     def add(self, slot: int, keys: Sequence[int], ready_at: float, expires_at: float) -> Prediction:
-        """These chunks will be there."""
+        """Add a prediction."""
         made = Prediction(slot, keys, ready_at, expires_at)
         expected, masks, bit = self._by_slot[slot], self._masks, 1 << slot
         alone = (made,)
@@ -59,7 +59,7 @@ class Predictions:
         return made
 
     def retract(self, made: Prediction) -> None:
-        """It will not come true, or has. Idempotent."""
+        """End a prediction. Idempotent."""
         keys, made.keys = made.keys, ()
         expected = self._by_slot[made.slot]
         come = []
@@ -73,20 +73,20 @@ class Predictions:
         self._forget(made.slot, come)
 
     def awaits(self, slot: int) -> bool:
-        """Whether anything is expected there."""
+        """Whether any chunk is expected on an instance."""
         return bool(self._by_slot[slot])
 
     def arrived(self, slot: int, keys: Iterable[int]) -> None:
-        """An instance holds these chunks now: nobody awaits them there any more."""
+        """Drop the predictions of chunks that an instance holds now."""
         expected = self._by_slot[slot]
         self._forget(slot, [key for key in keys if key in expected])
 
     def drop_slot(self, slot: int) -> None:
-        """Nothing is expected of an instance any more."""
+        """Drop all predictions of an instance."""
         self._forget(slot, list(self._by_slot[slot]))
 
     def masks(self, keys: Sequence[int], now: float) -> list[int] | None:
-        """The slots that are expected to hold each chunk; None if there are none at all."""
+        """Bit masks of the slots that are expected to hold each chunk; None if all are empty."""
         self._expire(now)
         if not self._masks:
             return None
@@ -94,7 +94,7 @@ class Predictions:
         return masks if any(masks) else None
 
     def ready_at(self, key: int, slot: int) -> float:
-        """When the first of those who promised a chunk will have it there; 0 if nobody did."""
+        """Earliest predicted time at which an instance will hold a chunk; 0 without prediction."""
         promises = self._by_slot[slot].get(key, ())
         return min((promise.ready_at for promise in promises), default=0.0)
 
@@ -109,6 +109,9 @@ class Predictions:
                 del masks[key]
 
     def _expire(self, now: float) -> None:
-        """Predictions of a longer life than those behind them wait for their turn."""
+        """End expired predictions, in the order of their creation.
+
+        One that expires before an older one ends only after that.
+        """
         while self._order and (self._order[0].expires_at <= now or not self._order[0].keys):
             self.retract(self._order.popleft())

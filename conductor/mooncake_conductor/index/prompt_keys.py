@@ -1,10 +1,10 @@
-"""Keys of a prompt's chunks: what the index is asked for, and filled with.
+"""Chunk keys of prompts, which the chunk index uses.
 
     link_i = BLAKE2b(link_{i-1}, 16 tokens), 64 bits; link_0 from adapter and cache salt
 
-Every fourth link is the key of a chunk of 64 tokens. They are the conductor's own: publishers name
-their blocks each in its own way, but they publish the tokens, and blocks of any multiple of 16
-tokens end at a link. A collision costs one worse choice, never a wrong answer.
+Every fourth link is the key of a chunk of 64 tokens. The keys are the conductor's own: each
+publisher hashes its blocks in its own way, but all publish the tokens, and blocks of any multiple
+of 16 tokens end at a link. A collision causes a worse choice, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ LINKS_PER_CHUNK = 4
 CHUNK_TOKENS = LINK_TOKENS * LINKS_PER_CHUNK
 BYTES_PER_TOKEN = 4
 MAX_CHUNKS = 4096
-"""Of a longer prompt the rest has no keys: 256 Ki tokens."""
+"""Bound of the keys of a prompt, 256 Ki tokens; the rest of a longer prompt has no keys."""
 _KEY_BYTES = 8
 _LINK_BYTES = 8 * LINK_TOKENS
 Keys = tuple[int, ...]
 
 
 def chain_root(adapter: str = "", cache_salt: str = "") -> bytes:
-    """What a prompt's first tokens are chained to: KV of another adapter or tenant is another's."""
+    """The root of a prompt's chain. Adapters and tenants don't share KV, so their roots differ."""
     if not adapter and not cache_salt:
         return bytes(_KEY_BYTES)
     data = f"{adapter}\0{cache_salt}".encode("utf-8", "replace")
@@ -33,10 +33,10 @@ def chain_root(adapter: str = "", cache_salt: str = "") -> bytes:
 
 
 def extend_links(parent: bytes, token_ids: Sequence[int]) -> list[bytes]:
-    """The links of tokens that follow ``parent``; what is left over at their end has none.
+    """The links of tokens that follow ``parent``. A partial link at the end is left out.
 
     Raises:
-        ValueError: an id is no number from 0 to 2**64.
+        ValueError: a token id is not an integer from 0 to 2**64 - 1.
     """
     try:
         data = array("Q", token_ids).tobytes()
@@ -51,7 +51,7 @@ def extend_links(parent: bytes, token_ids: Sequence[int]) -> list[bytes]:
 
 
 def token_keys(token_ids: Sequence[int], root: bytes = bytes(_KEY_BYTES)) -> Keys:
-    """Keys of all full chunks of a prompt; none if an id is no number from 0 on."""
+    """Keys of all full chunks of a prompt; empty if a token id is invalid."""
     try:
         links = extend_links(root, token_ids[: MAX_CHUNKS * CHUNK_TOKENS])
     except ValueError:
@@ -60,7 +60,7 @@ def token_keys(token_ids: Sequence[int], root: bytes = bytes(_KEY_BYTES)) -> Key
 
 
 def text_keys(prompt: bytes, root: bytes = bytes(_KEY_BYTES)) -> Keys:
-    """The same of a text whose tokens are not known, in chunks of about as many tokens."""
+    """Keys of a text whose tokens are unknown, in chunks of about CHUNK_TOKENS tokens."""
     keys, width = [], CHUNK_TOKENS * BYTES_PER_TOKEN
     for start in range(0, min(len(prompt), MAX_CHUNKS * width) - width + 1, width):
         piece = root + prompt[start : start + width]
@@ -70,5 +70,5 @@ def text_keys(prompt: bytes, root: bytes = bytes(_KEY_BYTES)) -> Keys:
 
 
 def key_of(link: bytes) -> int:
-    """A link as the index has it."""
+    """A link as a key of the index."""
     return int.from_bytes(link, "big")

@@ -1,4 +1,4 @@
-"""One publisher's blocks, and which chunks of the index they make up."""
+"""Maps a publisher's blocks to the chunks of the index that they form."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ class _Block:
     """A block that the publisher holds in some tier.
 
     Args:
-        parent: its hash; None at the beginning of a prompt.
-        link: at its end.
-        first_link, end_link: its part of the prompt's chain.
-        tiers: in which it is held, as bits.
-        chunks: keys of those that it is a part of.
+        parent: hash of the parent block; None at the start of a prompt.
+        link: link at the block's end.
+        first_link: number of links before the block in its prompt's chain.
+        end_link: number of links up to the block's end.
+        tiers: bit mask of the tiers that hold it.
+        chunks: keys of the chunks of which it is a part.
     """
 
     parent: int | None
@@ -44,9 +45,9 @@ class _Orphan:
     """A block whose parent is not known yet.
 
     Args:
-        parent: its hash.
-        token_ids: of the block.
-        tiers: in which it is held, as bits.
+        parent: hash of the parent block.
+        token_ids: token ids of the block.
+        tiers: bit mask of the tiers that hold it.
     """
 
     parent: int
@@ -55,21 +56,23 @@ class _Orphan:
 
 
 PORTION_BLOCKS = 256
-"""What is said of many more blocks is applied in portions of about so many, of a few milliseconds
-each: who routes requests between two of them does not wait for all."""
+"""Blocks per portion when many blocks are applied; a portion takes a few milliseconds, so that
+requests can be routed between two portions."""
 MAX_NAMES = 1 << 20
 MAX_ADAPTERS = 1 << 12
-"""Whose names are kept."""
+"""Bound of the adapter names that are kept."""
 MAX_ORPHAN_TOKENS = 1 << 21
-"""Of one publisher; 8 bytes each. What is beyond that is left out."""
+"""Bound of the tokens in one publisher's orphans, 8 bytes each. Further orphans are left out."""
 
 
 class BlockNames:
-    """Where blocks end in their prompts' chains, for publishers that call the same blocks by the
-    same hashes: of a prompt that several stores have parts of, a part's parent is another's.
+    """The ends of blocks in their prompts' chains, shared by publishers with the same block hashes.
+
+    Several node stores may hold parts of one prompt. Then a block in one store may have its parent
+    in another one.
 
     Args:
-        capacity: the oldest are forgotten.
+        capacity: number of blocks; the oldest are forgotten.
     """
 
     def __init__(self, capacity: int = MAX_NAMES) -> None:
@@ -79,7 +82,7 @@ class BlockNames:
         self._come: list[int] = []
 
     def put(self, hash_: int, link: bytes, end_link: int) -> None:
-        """A block ends at that link, the so many-th of its prompt."""
+        """Add a block that ends at `link`, which is link number `end_link` of its prompt."""
         self._ends[hash_] = link, end_link
         self._ends.move_to_end(hash_)
         if len(self._ends) > self._capacity:
@@ -88,14 +91,16 @@ class BlockNames:
             self._come.append(hash_)
 
     def await_end(self, hash_: int, place: Callable[[int], None]) -> None:
-        """Have ``tell`` call ``place`` with the hash once that block has been put."""
+        """Have ``tell`` call ``place`` with the hash once that block has been added."""
         self._awaited.setdefault(hash_, {})[place] = None
         if len(self._awaited) > self._capacity:
             self._awaited.popitem(last=False)
 
     def tell(self) -> Iterator[None]:
-        """Tell those who wait of what has been put since, and of what they put thereby, in
-        portions."""
+        """Call the waiting callbacks for all added blocks, including those that callbacks add.
+
+        Yields between portions.
+        """
         num_told = 0
         while self._come:
             hash_ = self._come.pop()
@@ -106,35 +111,35 @@ class BlockNames:
                 yield
 
     def end(self, hash_: int) -> tuple[bytes, int] | None:
-        """The link where that block ends, and how many it has before and in it."""
+        """The link at which a block ends, and its number in the prompt; None if unknown."""
         return self._ends.get(hash_)
 
 
 class PublishedBlocks:
-    """Turns a publisher's hashes into keys of the index.
+    """Converts a publisher's block hashes to chunk keys of the index.
 
-    A chunk is held in a tier while all blocks are that it consists of. Blocks whose size is no
-    multiple of 16 tokens, or whose parent is not known, are counted and left out: the index claims
-    less then, and nothing wrong. With ``names``, those with an unknown parent are placed once
-    somebody has said it.
+    A tier holds a chunk while it holds all blocks of the chunk. Blocks whose size is not a multiple
+    of 16 tokens, or whose parent is unknown, are counted and left out: the index then misses chunks
+    but never claims wrong ones. With ``names``, blocks with an unknown parent become orphans, which
+    are placed once any publisher has published the parent.
 
     Args:
-        names: of blocks that other publishers may have said; None: nobody calls blocks alike.
-        adapters: names of those that blocks were computed with are added to it.
+        names: ends of blocks of other publishers; None: their block hashes differ.
+        adapters: set to which the names of adapters of published blocks are added.
     """
 
     def __init__(self, names: BlockNames | None = None, adapters: set[str] | None = None) -> None:
         self.placed: Callable[[Tier, Keys], None] = lambda tier, keys: None
-        """Told of chunks that are complete in a tier since the parent of a block became known."""
+        """Called with chunks that became complete in a tier because a block's parent was found."""
         self._names = names
         self._adapters: set[str] = set() if adapters is None else adapters
         self._num_left_out = 0
         self._orphans: dict[int, _Orphan] = {}
-        self._orphans_behind: dict[int, dict[int, None]] = {}  # by their parent
+        self._orphans_behind: dict[int, dict[int, None]] = {}  # parent -> its orphans
         self._num_orphan_tokens = 0
         self._blocks: dict[int, _Block] = {}
-        # Key of a chunk -> hashes of its blocks; more than once where prompts part behind the
-        # chunk and inside of a block.
+        # Chunk key -> hashes of its blocks. There are several entries if prompts diverge after the
+        # chunk but within a block.
         self._parts: dict[int, list[tuple[int, ...]]] = {}
         self.num_unknown = 0
 
@@ -143,12 +148,11 @@ class PublishedBlocks:
 
     @property
     def num_orphans(self) -> int:
-        """Blocks that wait for their parent, and events since it was last cleared that are left out
-        for want of it."""
+        """Orphans, plus events since the last `clear` that were left out for want of a parent."""
         return len(self._orphans) + self._num_left_out
 
     def stored(self, event: BlocksStored) -> Keys:
-        """Keys of the chunks that are complete in that tier now."""
+        """Add stored blocks. Returns the keys of chunks that are complete in the tier now."""
         if event.lora_name and len(self._adapters) < MAX_ADAPTERS:
             self._adapters.add(event.lora_name)
         if event.token_ids:
@@ -166,7 +170,7 @@ class PublishedBlocks:
         return tuple(complete)
 
     def removed(self, hashes: Iterable[int], tier: Tier) -> Keys:
-        """Keys of the chunks that are no longer complete in that tier."""
+        """Remove blocks. Returns the keys of chunks that are no longer complete in the tier."""
         bit, gone = 1 << tier, []
         for hash_ in hashes:
             if (orphan := self._orphans.get(hash_)) is not None:
@@ -183,7 +187,7 @@ class PublishedBlocks:
         return tuple(gone)
 
     def clear(self) -> None:
-        """The publisher holds nothing."""
+        """Remove all blocks and orphans."""
         self._num_left_out = self._num_orphan_tokens = 0
         for held in (self._orphans, self._orphans_behind, self._blocks, self._parts):
             held.clear()
@@ -194,7 +198,7 @@ class PublishedBlocks:
         )
 
     def _name(self, event: BlocksStored) -> None:
-        """Place new blocks in their prompts' chains."""
+        """Compute the positions of new blocks in their prompt's chain."""
         if event.parent is None:
             link, num_links = chain_root(event.lora_name or "", event.cache_salt), 0
         elif (end := self._end(event.parent)) is not None:
@@ -215,7 +219,7 @@ class PublishedBlocks:
             parent = hash_
 
     def _place(self, hash_: int, parent: int | None, num_links: int, links: list[bytes]) -> _Block:
-        """A block with these links, behind so many of its prompt."""
+        """Add a block with these links, after `num_links` links of its prompt."""
         last = num_links + len(links)
         block = self._blocks[hash_] = _Block(parent, links[-1], num_links, last)
         if self._names is not None:
@@ -224,7 +228,7 @@ class PublishedBlocks:
         return block
 
     def _await_parent(self, event: BlocksStored, parent: int) -> None:
-        """Keep blocks until their parent is known, as far as they fit."""
+        """Keep blocks as orphans until their parent is known, within MAX_ORPHAN_TOKENS."""
         num_tokens = len(event.token_ids)
         left = MAX_ORPHAN_TOKENS - self._num_orphan_tokens
         if self._names is None or not _is_whole(event) or num_tokens > left:
@@ -242,9 +246,9 @@ class PublishedBlocks:
             parent = hash_
 
     def _place_behind(self, parent: int) -> None:
-        """A block is known now: place those that follow on it."""
+        """Place the orphans of a parent that is known now."""
         end = self._end(parent)
-        if end is None:  # it has been forgotten again
+        if end is None:  # the parent has been forgotten again
             return
         link, num_links = end
         for hash_ in list(self._orphans_behind.get(parent, ())):
@@ -276,7 +280,7 @@ class PublishedBlocks:
         return None if self._names is None else self._names.end(hash_)
 
     def _end_chunks(self, hash_: int, num_links: int, links: list[bytes]) -> None:
-        """Chunks that end in this block, which begins after so many links of its prompt."""
+        """Register the chunks that end in a block, which starts after `num_links` links."""
         for offset, link in enumerate(links, num_links + 1):
             if offset % LINKS_PER_CHUNK:
                 continue
@@ -290,7 +294,7 @@ class PublishedBlocks:
                     self._blocks[part].chunks.append(key)
 
     def _back_to(self, hash_: int, first_link: int) -> tuple[int, ...] | None:
-        """The blocks from this one back to that which has ``first_link``; None if one is gone."""
+        """The blocks from this one back to the one with ``first_link``; None if one is missing."""
         parts, block = [hash_], self._blocks[hash_]
         while block.first_link > first_link:
             if block.parent is None or block.parent not in self._blocks:
@@ -313,6 +317,6 @@ class PublishedBlocks:
 
 
 def _is_whole(event: BlocksStored) -> bool:
-    """Whether its blocks have tokens, as many as they say, and in whole links."""
+    """Whether the event has the tokens of all its blocks, and blocks consist of whole links."""
     is_cut_at_links = event.block_size % LINK_TOKENS == 0
     return is_cut_at_links and len(event.token_ids) == event.block_size * len(event.keys)

@@ -1,8 +1,8 @@
-"""Which of an instance's publishers holds what; the index knows the instance alone.
+"""Tracks what each publisher of an instance holds, while the index knows only the whole instance.
 
-Data-parallel ranks publish apart, and so does the store that the instance saves to: a chunk is the
-instance's from the first of them that holds it to the last. Which rank a prompt's beginning is on
-decides where in the instance the prompt is computed.
+The data-parallel ranks of an instance publish separately, as does the node store that it saves to.
+The instance holds a chunk while any of them does. The rank that holds a prompt's prefix should also
+compute the prompt.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from mooncake_conductor.index.holder_sets import Tier
 
 
 class PublisherHoldings:
-    """The publishers of one instance: its ranks, and behind them its store, if that publishes.
+    """The publishers of one instance: its ranks, then its node store if that publishes.
 
     Args:
-        index: where the instance has a slot.
-        num_ranks: of the instance.
-        num_stores: 0 or 1.
+        index: receives what the instance as a whole holds.
+        num_ranks: number of its data-parallel ranks.
+        num_stores: number of publishing stores, 0 or 1.
     """
 
     def __init__(self, index: ChunkHoldings, num_ranks: int, num_stores: int = 0) -> None:
         self._index = index
         self._num_ranks = num_ranks
-        # By tier, from a chunk's key to the publishers that hold it, as bits.
+        # Per tier: chunk key -> bit mask of the publishers that hold it.
         self._holders: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
         self._unhealthy = 0
         self.publishers = tuple(
@@ -35,7 +35,7 @@ class PublisherHoldings:
         )
 
     def leading_chunks(self, keys: Iterable[int]) -> list[int]:
-        """By rank, how many of a prompt's first chunks it has in its device's memory."""
+        """Leading chunks of a prompt in device memory, per rank."""
         held, still = self._holders[Tier.DEVICE], (1 << self._num_ranks) - 1
         leading = [0] * self._num_ranks
         for number, key in enumerate(keys, 1):
@@ -48,7 +48,7 @@ class PublisherHoldings:
         return leading
 
     def stored(self, publisher: int, slot: int, tier: Tier, keys: Iterable[int]) -> None:
-        """One holds these chunks now."""
+        """Add chunks that a publisher holds now."""
         held, bit, first = self._holders[tier], 1 << publisher, []
         for key in keys:
             if key not in held:
@@ -57,7 +57,7 @@ class PublisherHoldings:
         self._index.stored(slot, tier, first)
 
     def removed(self, publisher: int, slot: int, tier: Tier, keys: Iterable[int]) -> None:
-        """One no longer holds these chunks in that tier."""
+        """Remove chunks that a publisher no longer holds in a tier."""
         held, bit, last = self._holders[tier], 1 << publisher, []
         for key in keys:
             if (others := held.get(key, 0) & ~bit) != held.get(key, 0):
@@ -69,25 +69,25 @@ class PublisherHoldings:
         self._index.removed(slot, tier, last)
 
     def cleared(self, publisher: int, slot: int) -> None:
-        """One holds nothing any more."""
+        """Remove all chunks of a publisher."""
         for tier in Tier:
             self.removed(publisher, slot, tier, self.held_by(publisher, tier))
         if not any(self._holders):
             self._index.cleared(slot)
 
     def set_healthy(self, publisher: int, slot: int, is_healthy: bool) -> None:
-        """Whether one's events have arrived without a gap: the instance is as its worst one."""
+        """Set a publisher's health. The instance is healthy if all its publishers are."""
         bit = 1 << publisher
         self._unhealthy = self._unhealthy & ~bit if is_healthy else self._unhealthy | bit
         self._index.set_healthy(slot, not self._unhealthy)
 
     def held_by(self, publisher: int, tier: Tier) -> Sequence[int]:
-        """Keys of all chunks that one holds in that tier."""
+        """Keys of all chunks that a publisher holds in a tier."""
         return [key for key, held in self._holders[tier].items() if held >> publisher & 1]
 
 
 class OnePublisher(ChunkHoldings):
-    """What one publisher's events are applied to."""
+    """The holdings of one publisher, to which its event stream applies events."""
 
     def __init__(self, holdings: PublisherHoldings, number: int) -> None:
         self._holdings = holdings
