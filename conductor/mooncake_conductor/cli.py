@@ -45,19 +45,19 @@ Number = TypeVar("Number", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line. Returns the exit status."""
     options = build_parser().parse_args(arguments)
     try:
         return int(options.run(options))
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT  # as shells have it; what was being done needs no traceback
+        return 128 + signal.SIGINT  # the shell's convention, without a traceback
     except ConductorError as exc:
         print(f"mooncake-conductor: {exc}", file=sys.stderr)
         return 1
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """One run."""
+    """`simulate`: one run."""
     requests = _requests(options)
     result = _run(options, scaled(requests, options.load), Bar(options.policy))
     rows = [(options.policy, summarise(result, _objective(options)))]
@@ -71,7 +71,7 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Policies × loads × cache sizes, each run on the same requests."""
+    """`compare`: policies × loads × cache sizes, each on the same requests."""
     requests = _requests(options)
     found: dict[tuple[str, float, int], RunSummary] = {}
     cells = list(product(options.caches, options.loads, options.policies))
@@ -91,7 +91,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def goodput(options: argparse.Namespace) -> int:
-    """Systems × loads on the same nodes and requests."""
+    """`goodput`: systems × loads on the same nodes and requests."""
     requests, wanted, cluster = _requests(options), _objective(options), _cluster(options)
     cells = list(product(options.loads, options.systems))
     found: dict[tuple[str, float], RunSummary] = {}
@@ -111,7 +111,7 @@ def goodput(options: argparse.Namespace) -> int:
 
 
 def calibrate_instance(options: argparse.Namespace) -> int:
-    """Measure a live instance."""
+    """`calibrate`: measure a live instance."""
     plan = CalibrationPlan(
         tuple(options.prompt_tokens),
         batches=tuple(options.batches),
@@ -134,11 +134,11 @@ def calibrate_instance(options: argparse.Namespace) -> int:
 
 
 class Bar:
-    """How far a run has come, on a terminal; silent elsewhere.
+    """A progress bar; silent if the stream is not a terminal.
 
     Args:
-        name: of the run.
-        stream: a terminal or not.
+        name: name of the run.
+        stream: output; None: stderr.
     """
 
     def __init__(self, name: str, stream: TextIO | None = None) -> None:
@@ -146,7 +146,7 @@ class Bar:
         self._stream = sys.stderr if stream is None else stream
 
     def __call__(self, share: float) -> None:
-        """The run has come to ``share``, 0 to 1."""
+        """Show the progress ``share``, 0 to 1."""
         if not self._stream.isatty():
             return
         filled = round(_BAR * share)
@@ -218,7 +218,7 @@ def _write(path: Path, rows: Sequence[tuple[str, RunSummary]], charts: Sequence[
 def _comparison_charts(
     options: argparse.Namespace, found: dict[tuple[str, float, int], RunSummary]
 ) -> list[Chart]:
-    """Over load at the first cache size, and over cache size at the first load."""
+    """Charts over load (at the first cache size), and over cache size (at the first load)."""
     cache, load = options.caches[0], options.loads[0]
 
     def over_load(figure: Callable[[RunSummary], float]) -> list[Series]:

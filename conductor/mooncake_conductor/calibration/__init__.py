@@ -1,1 +1,1 @@
-"""What a live instance costs, measured through its API."""
+"""Calibration: measures the latencies of a live instance through its API."""

@@ -1,4 +1,7 @@
-"""A running OpenAI-compatible server, asked and timed. The only file of the conductor with I/O."""
+"""HTTP client that sends requests to a running OpenAI-compatible server and times the answers.
+
+The only file of the conductor with network I/O.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ _DONE = b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class TimedCompletion:
-    """One streamed answer, as its client sees it.
+    """Timing of one streamed answer, as seen by the client.
 
     Args:
-        started: when the request was sent, by ``time.perf_counter``.
-        arrivals: when each part of the answer came, by the same clock.
-        num_tokens: of the answer; a part may have several. 0: as many as parts.
+        started: time at which the request was sent, by ``time.perf_counter``.
+        arrivals: time at which each part of the answer arrived, by the same clock.
+        num_tokens: tokens of the answer; a part may contain several. 0: one per part.
     """
 
     started: float
@@ -41,7 +44,7 @@ class TimedCompletion:
 
     @property
     def tokens_per_part(self) -> float:
-        """Of the parts after the first."""
+        """Mean tokens per part after the first."""
         num_parts = len(self.arrivals) - 1
         return max(self.num_tokens - 1, num_parts) / max(num_parts, 1)
 
@@ -57,9 +60,9 @@ class LiveInstance:
 
     Args:
         url: ``http://host:port``, without a path.
-        timeout_s: of a read; a server that says nothing for longer has failed.
-        api_key: sent as a bearer token; none if empty.
-        model: empty to take the first that the server lists.
+        timeout_s: timeout of a read in seconds, after which a silent server counts as failed.
+        api_key: sent as a bearer token; empty: none.
+        model: the model to request; empty: the first one that the server lists.
     """
 
     def __init__(
@@ -76,10 +79,10 @@ class LiveInstance:
         self.model = model or self._first_model()
 
     def complete(self, prompt: Sequence[int], num_tokens: int) -> TimedCompletion:
-        """Send token ids, take exactly that many tokens as a stream.
+        """Send a prompt of token ids, and stream exactly `num_tokens` tokens.
 
         Raises:
-            CalibrationFailed: the server can't be reached, refuses, or stays silent.
+            CalibrationFailed: the server can't be reached, refuses the request, or times out.
         """
         body = {
             "model": self.model,

@@ -1,4 +1,4 @@
-"""A row of the device table, measured: bounded requests, fitted costs, a file to keep."""
+"""Measures an instance: sends a bounded number of requests, fits and stores its latencies."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from mooncake_conductor.cost.online_fit import nonnegative_least_squares
 from mooncake_conductor.errors import CalibrationFailed, ConductorConfigError
 
 LONGEST = 8
-"""Times the tokens of a plan that an answer may have at most, where answers don't overlap."""
+"""Answers that don't overlap are requested again, with up to this multiple of the plan's tokens."""
 _MIN_COMMON = 8
-"""Parts of each answer that come while all of them decode: fewer may be of one burst, with hardly
-any time between them."""
+"""Least number of parts of each answer that arrive while all answers decode. Fewer could be from
+one burst, with hardly any time between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationPlan:
-    """What is asked of an instance; no more than this.
+    """The requests that a calibration sends; no others are sent.
 
     Args:
-        prompt_tokens: lengths of prompts; each is asked for ``repeats`` times, one at a time.
-        repeats: after one that is not counted.
-        queue: prompts of each length that are sent at once, too: what the last of them waits for is
-            computation, the rest of a lone one's time is not.
-        batches: requests that decode at once.
+        prompt_tokens: lengths of prompts; each is sent ``repeats`` times, one at a time.
+        repeats: measured repetitions, after one warm-up that is not counted.
+        queue: prompts of each length that are also sent concurrently. The last one waits for
+            computation only, so the overhead of single requests can be separated.
+        batches: numbers of requests that decode concurrently.
         decode_context: tokens of their prompts.
-        decode_tokens: of each answer; up to 8 times as many where answers don't overlap.
+        decode_tokens: tokens of each answer; up to 8 times as many if answers don't overlap.
         max_token_id: token ids are drawn below it; at least 16.
     """
 
@@ -60,33 +60,36 @@ class CalibrationPlan:
 
     @property
     def num_requests(self) -> int:
-        """How many requests it sends, if all answers overlap; at most 4 times as many decode."""
+        """Number of requests if all answers overlap; otherwise up to 4 times as many decodes."""
         prefills = len(self.prompt_tokens) * (self.repeats + 1 + self.queue)
         return prefills + sum(self.batches) * len(self.decode_context)
 
 
 class Completer(Protocol):
-    """An instance that answers prompts and says when: ``LiveInstance``."""
+    """An instance whose answers are timed; implemented by ``LiveInstance``."""
 
     model: str
 
     def complete(self, prompt: Sequence[int], num_tokens: int) -> TimedCompletion:
-        """Take that many tokens for a prompt of token ids; may be called from several threads."""
+        """Generate `num_tokens` tokens for a prompt of token ids. Thread-safe."""
         ...
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
-    """What was measured, as it stands in a file; times in seconds.
+    """The result of a calibration, as stored in a file. Times in seconds.
+
+    ``fixed`` to ``step_per_context_token`` are the coefficients of ``LatencyModel``.
 
     Args:
-        name, model: of the row, and what ran.
-        fixed, per_token, per_token_squared, step, step_per_sequence, step_per_context_token: of the
-            instance, as ``LatencyModel`` has them.
-        prefill_error, step_error: the largest relative errors of the fit.
-        first_token: of a first token's time, what keeps no instance busy.
-        hand_over: from a first token to the beginning of the first step of decoding, on an idle
+        name: name of the row.
+        model: model that the instance served.
+        prefill_error: largest relative error of the prefill fit.
+        step_error: largest relative error of the decode step fit.
+        first_token: part of the TTFT in which no instance is busy.
+        hand_over: time from the first token to the start of the first decode step, on an idle
             decode instance.
-        join_steps: that a busy decode instance takes longer, besides the running one.
+        join_steps: further steps, besides the running one, until a busy decode instance includes a
+            new sequence.
     """
 
     name: str
@@ -105,7 +108,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
     @property
     def latency(self) -> LatencyModel:
-        """As the conductor and the simulator use it."""
+        """The latency model of the instance."""
         return LatencyModel(
             self.fixed,
             self.per_token,
@@ -122,10 +125,10 @@ def calibrate(
     plan: CalibrationPlan,
     progress: Callable[[float], None] | None = None,
 ) -> DeviceRow:
-    """Measure an instance that nobody else uses meanwhile.
+    """Measure an instance, which must have no other load.
 
     Raises:
-        CalibrationFailed: it does not answer.
+        CalibrationFailed: the instance does not answer.
     """
     rng, prefills, steps = random.Random(1), [], []
     share = 1 / (len(plan.prompt_tokens) + len(plan.batches) * len(plan.decode_context))
@@ -167,15 +170,15 @@ def calibrate(
 
 
 def write_row(path: Path, row: DeviceRow) -> None:
-    """Keep a row for ``simulate --calibrated``."""
+    """Write a row to a file, for ``simulate --calibrated``."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(row), indent=2) + b"\n")
 
 
 def read_row(path: Path) -> DeviceRow:
-    """A row that was kept.
+    """Read a row from a file.
 
     Raises:
-        ConductorConfigError: it is none; says why.
+        ConductorConfigError: the file can't be read, or contains no row.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=DeviceRow)
@@ -188,12 +191,12 @@ def read_row(path: Path) -> DeviceRow:
 
 
 def random_prompt(rng: random.Random, length: int, plan: CalibrationPlan) -> list[int]:
-    """Token ids that no cache has seen."""
+    """Random token ids, which no prefix cache contains."""
     return [rng.randrange(8, plan.max_token_id) for _ in range(length)]
 
 
 def _queue_seconds(instance: Completer, prompts: Sequence[Sequence[int]]) -> float:
-    """From when these are sent at once until the last of them has its first token."""
+    """Seconds from sending these prompts concurrently until the last one has its first token."""
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(lambda prompt: instance.complete(prompt, 1), prompts))
     return max(a.arrivals[0] for a in answers) - min(a.started for a in answers)
@@ -202,9 +205,9 @@ def _queue_seconds(instance: Completer, prompts: Sequence[Sequence[int]]) -> flo
 def _step_seconds(
     instance: Completer, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> tuple[float, int]:
-    """A step's time while all of them decode, and how many tokens each took for that.
+    """Seconds of a decode step while all requests decode, and the tokens requested per answer.
 
-    Answers that are over before the last prompt is computed are asked for again, longer.
+    If answers end before the last prompt is computed, longer ones are requested.
     """
     for tokens in (num_tokens, 2 * num_tokens, 4 * num_tokens, LONGEST * num_tokens):
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -219,8 +222,10 @@ def _step_seconds(
 
 
 def _common_gaps(done: Sequence[TimedCompletion]) -> list[float]:
-    """Each answer's mean seconds per token while all of them decode, none if that is too short: a
-    mean, as tokens may arrive in bursts."""
+    """Each answer's mean seconds per token while all of them decode; empty if that is too short.
+
+    Means, because tokens may arrive in bursts.
+    """
     begin = max(each.arrivals[0] for each in done)
     end = min(each.arrivals[-1] for each in done)
     common = [[at for at in each.arrivals if begin <= at <= end] for each in done]
@@ -235,7 +240,7 @@ def _common_gaps(done: Sequence[TimedCompletion]) -> list[float]:
 def _fit(
     points: Sequence[tuple[tuple[float, ...], float]],
 ) -> tuple[list[float], float]:
-    """Coefficients of least relative error, none below 0, and the largest relative error left."""
+    """Nonnegative coefficients of least relative error, and the largest relative error left."""
     rows = np.array([features for features, _ in points])
     seconds = np.array([took for _, took in points])
     scales = np.maximum(rows.max(axis=0), 1e-12)

@@ -1,4 +1,4 @@
-"""What a request's way through a proxy costs, besides what its instances compute."""
+"""Measures the latency that the path through a proxy adds to the computation of its instances."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from mooncake_conductor.errors import CalibrationFailed
 _PROBE_TOKENS = 2
 _NUM_PROBES = 24
 _MIN_PROBES = 12
-"""That were answered while all others decoded."""
+"""Least number of probes that are answered while all background requests decode."""
 
 
 def measure_path(row: DeviceRow, proxy: Completer, plan: CalibrationPlan) -> DeviceRow:
-    """A row of one instance, with what the way through a proxy adds: the first token's, and the
-    hand-over to a decode instance that is idle, and to one that decodes.
+    """Add the overhead of the path through a proxy to a row: that of the first token, and that of
+    the handover to an idle and to a busy decode instance.
 
     Args:
-        row: of the instances behind the proxy, which nobody else uses meanwhile.
-        proxy: of prefill and decode instances; not more of the latter than the plan's largest
-            batch, which is to keep all of them busy.
-        plan: of requests.
+        row: measured latencies of the instances behind the proxy, which must have no other load.
+        proxy: a proxy with prefill and decode instances; at most as many of the latter as the
+            plan's largest batch, which has to keep all of them busy.
+        plan: the requests to send.
 
     Raises:
-        CalibrationFailed: it does not answer.
+        CalibrationFailed: the proxy does not answer.
     """
     rng, costs, first_tokens, hand_overs = random.Random(2), row.latency, [], []
     for length in plan.prompt_tokens:
@@ -56,10 +56,11 @@ def measure_path(row: DeviceRow, proxy: Completer, plan: CalibrationPlan) -> Dev
 def _join_steps(
     proxy: Completer, plan: CalibrationPlan, hand_over: float, rng: random.Random
 ) -> int:
-    """How many steps later than at the end of the running one a new request's first step begins,
-    where its decode instance has others.
+    """Steps between the end of the running step and the first step of a new request, on a decode
+    instance with other requests.
 
-    They end half a step after it has come, on average, and its own step follows.
+    On average a new request arrives in the middle of a step, and its own step follows that one:
+    1.5 steps are therefore subtracted from the measured gap.
     """
     others = [random_prompt(rng, plan.decode_context[0], plan) for _ in range(max(plan.batches))]
     for num_tokens in (plan.decode_tokens * times for times in (LONGEST // 2, LONGEST)):
@@ -84,6 +85,6 @@ def _join_steps(
 def _beside(
     probes: Sequence[TimedCompletion], busy: Sequence[TimedCompletion]
 ) -> list[TimedCompletion]:
-    """Those that came to their second token while all others decoded."""
+    """The probes whose first two tokens arrived while all background requests decoded."""
     begin, end = max(b.arrivals[0] for b in busy), min(b.arrivals[-1] for b in busy)
     return [probe for probe in probes if begin <= probe.arrivals[0] and probe.arrivals[1] <= end]

@@ -1,1 +1,1 @@
-"""Replays traces against modelled engines and links, through the code that serves."""
+"""The simulator: replays traces on modelled engines and links, with the real conductor."""

@@ -1,8 +1,9 @@
-"""The field's other layout, to compare with: instances that prefill and decode in one batch.
+"""Simulation of coupled instances, which prefill and decode in one batch, as a baseline.
 
-As vLLM runs them: a step computes part of the oldest prompt and one token of every sequence that
-decodes; prefixes are reused from the instance's own device memory. A balancer sends each request
-to the instance with the fewest tokens to prefill, then the fewest sequences. No conductor, no pool.
+As in vLLM, a step computes a chunk of the oldest prompt and one token of every decoding sequence;
+prefixes are reused from the instance's own device memory. A load balancer sends each request to the
+instance with the fewest tokens to prefill, then the fewest sequences. There is no conductor and no
+KVCache pool.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mooncake_conductor.simulator.simulation import (
 from mooncake_conductor.simulator.trace_file import TraceRequest
 
 WHOLE_PROMPTS = 1 << 40
-"""As many tokens per step as any prompt has: no chunked prefill."""
+"""More tokens per step than any prompt has: no chunked prefill."""
 
 
 @dataclass(slots=True)
@@ -38,12 +39,12 @@ class _Prefill:
 
 
 class CoupledNode(DecodeNode):
-    """One instance.
+    """One coupled instance.
 
     Args:
-        latency: of the instance.
-        cluster: its batch, its memory, the trace's chunks.
-        step_tokens: of a prompt that one step computes.
+        latency: latency model of the instance.
+        cluster: provides batch size, memory and chunk size.
+        step_tokens: prompt tokens that one step computes.
     """
 
     def __init__(self, latency: LatencyModel, cluster: Cluster, step_tokens: int) -> None:
@@ -56,7 +57,7 @@ class CoupledNode(DecodeNode):
         self._step_tokens = step_tokens
 
     def prefill(self, number: int, request: TraceRequest, now: float) -> None:
-        """A request has come. The step that runs ends without it."""
+        """Queue a request. The running step ends without it."""
         if not self.prompts:
             if self._running and self._at < now:
                 self._take_steps(1, self.step_s)
@@ -65,7 +66,7 @@ class CoupledNode(DecodeNode):
         self.num_queued_tokens += request.num_input
 
     def advance(self, now: float) -> list[Decoded]:
-        """Step until ``now``; first tokens are in ``first_tokens``."""
+        """Run steps until ``now``; first tokens are appended to ``first_tokens``."""
         finished = self._pop_finished()
         while (head := self._head()) is not None:
             seconds = self._mixed_seconds(head)
@@ -79,12 +80,12 @@ class CoupledNode(DecodeNode):
         return finished + super().advance(now)
 
     def next_event(self) -> float | None:
-        """When a step with a prompt ends, or the batch changes."""
+        """Time of the next end of a step with a prompt, or of the next batch change."""
         head = self._head()
         return super().next_event() if head is None else self._at + self._mixed_seconds(head)
 
     def _head(self) -> _Prefill | None:
-        """The oldest prompt, if its sequence has room."""
+        """The oldest prompt, if its sequence fits into the batch."""
         if not self.prompts:
             return None
         head = self.prompts[0]
@@ -97,7 +98,7 @@ class CoupledNode(DecodeNode):
         return head
 
     def _mixed_seconds(self, head: _Prefill) -> float:
-        """A step hides the reading of weights behind the prompt's products."""
+        """Seconds of a step with a prompt, whose compute hides the reading of weights."""
         end = min(head.num_done + self._step_tokens, head.request.num_input)
         costs = self._latency
         prompt = costs.prefill_seconds(end, head.num_done) - costs.fixed
@@ -108,7 +109,7 @@ class CoupledNode(DecodeNode):
         return max(prompt, costs.step) + self.step_s - costs.step
 
     def _compute(self, head: _Prefill) -> None:
-        """A step's part of a prompt is done; its first token may be."""
+        """Note that a step has computed its part of a prompt, and maybe the first token."""
         request = head.request
         before = head.num_done
         head.num_done = min(before + self._step_tokens, request.num_input)
@@ -127,8 +128,8 @@ class CoupledSimulation:
     """Replays requests on coupled instances.
 
     Args:
-        cluster: as many instances as it has nodes in all.
-        step_tokens: of a prompt that one step computes.
+        cluster: the cluster; all its nodes become coupled instances.
+        step_tokens: prompt tokens that one step computes.
     """
 
     def __init__(self, cluster: Cluster, step_tokens: int) -> None:
@@ -143,7 +144,7 @@ class CoupledSimulation:
     def run(
         self, requests: Sequence[TraceRequest], progress: Callable[[float], None] | None = None
     ) -> SimulationResult:
-        """Replay to the end of the last request; sessions are not closed loops here."""
+        """Replay until the last request has ended. Turns arrive by their times, not in a loop."""
         self._records = new_records(requests, self._cluster.latency)
         steps = max(len(requests) // 100, 1)
         for number, request in enumerate(requests):
@@ -173,7 +174,7 @@ class CoupledSimulation:
             self._plan(chosen)
 
     def _plan(self, chosen: int) -> None:
-        """Come again when the instance's batch changes."""
+        """Schedule the next batch change of an instance."""
         when = self._nodes[chosen].next_event()
         if when is not None and self._planned.get(chosen) != when:
             self._planned[chosen] = when

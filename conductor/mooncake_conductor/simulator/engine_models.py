@@ -1,4 +1,4 @@
-"""Modelled instances: a prefill node with its host cache, and a decode node with its batch."""
+"""Models of engines: a prefill node with its chunk cache, and a decode node with its batch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from mooncake_conductor.cost.latency_model import LatencyModel
 
 _CLOCK_S = 1e-9
-"""Times that differ by less are the same: sums of floats leave crumbs."""
+"""Times that differ by less are considered equal, because of rounding errors."""
 _TAIL_SHARE = 0.1
-"""A request's TBT is the mean of its longest tenth of gaps, as in FAST'25."""
+"""A request's TBT is the mean of the longest tenth of its gaps, as in FAST'25."""
 
 
 class ChunkCache:
-    """Least recently used chunks; a prompt's tail is older than its head.
+    """An LRU cache of chunks. The end of a prompt is evicted before its beginning.
 
     Args:
-        num_chunks: capacity.
+        num_chunks: capacity in chunks.
     """
 
     def __init__(self, num_chunks: int) -> None:
@@ -31,19 +31,19 @@ class ChunkCache:
         return len(self._order)
 
     def prefix(self, keys: Sequence[int]) -> int:
-        """How many leading chunks are there."""
+        """Number of leading chunks that are cached."""
         order = self._order
         return next((at for at, key in enumerate(keys) if key not in order), len(keys))
 
     def touch(self, keys: Sequence[int]) -> None:
-        """These chunks are read: those that are there are used now."""
+        """Mark cached chunks as used now."""
         order = self._order
         for key in reversed(keys):
             if key in order:
                 order.move_to_end(key)
 
     def insert(self, keys: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Use these chunks now; returns those that are new, and those that were evicted."""
+        """Insert chunks, or mark them as used now. Returns (new chunks, evicted chunks)."""
         order = self._order
         new = []
         for key in reversed(keys):
@@ -59,7 +59,7 @@ class ChunkCache:
 
     @property
     def victim(self) -> int | None:
-        """What would be evicted next; None while there is room."""
+        """The chunk that would be evicted next; None while there is free space."""
         is_full = len(self._order) >= self.num_chunks
         return next(iter(self._order), None) if is_full else None
 
@@ -69,12 +69,16 @@ class PrefillJob:
     """A request on a prefill node.
 
     Args:
-        request_id: whose.
-        num_tokens: of its prompt.
-        keys: of its chunks.
-        num_fetched: leading tokens that come from elsewhere; 0 if none do.
-        loaded_at: when those are there.
-        keeps_copy: whether they stay.
+        request_id: the request.
+        num_tokens: tokens of its prompt.
+        keys: keys of its chunks.
+        num_fetched: leading tokens that are fetched from other nodes.
+        loaded_at: time at which those have arrived.
+        keeps_copy: whether they stay in the cache.
+        num_reused: tokens that are not computed, set at the start.
+        started_at: start of the prefill.
+        compute_s: seconds of computation.
+        ends_at: end of the prefill.
     """
 
     request_id: str
@@ -90,14 +94,14 @@ class PrefillJob:
 
 
 class PrefillNode:
-    """One prefill at a time, first come, first served; a load hides behind the layers.
+    """A node that runs one prefill at a time, in FIFO order; KV loads overlap layer by layer.
 
     Args:
-        latency: of the node.
-        cache: of its host.
+        latency: latency model of the node.
+        cache: its chunk cache.
         chunk_tokens: tokens per chunk.
-        chunk_load_s: from host to device memory.
-        num_layers: of the model.
+        chunk_load_s: seconds to load a chunk from the cache to device memory.
+        num_layers: layers of the model.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class PrefillNode:
         self._num_layers = num_layers
 
     def start_next(self, now: float) -> PrefillJob | None:
-        """Begin with the next prefill if the node is idle; what is cached is seen now."""
+        """Start the next prefill if the node is idle. The cache is looked up now."""
         if self.running is not None or not self.queue:
             return None
         job = self.running = self.queue.popleft()
@@ -136,7 +140,7 @@ class PrefillNode:
         return job
 
     def finish(self) -> tuple[PrefillJob, list[int], list[int]]:
-        """End the running prefill; returns it, the new chunks of the cache, and the evicted."""
+        """End the running prefill. Returns (job, new chunks in the cache, evicted chunks)."""
         job, self.running = self.running, None
         assert job is not None, "no prefill is running"
         kept: Iterable[int] = job.keys
@@ -153,10 +157,11 @@ class Decoded:
     """A request that a decode node has finished.
 
     Args:
-        request_id: whose.
-        joined_at, ended_at: its time in the batch.
-        mean_tbt: seconds.
-        tail_tbt: mean of its longest tenth of steps.
+        request_id: the request.
+        joined_at: time at which it joined the batch.
+        ended_at: time of its last token.
+        mean_tbt: mean seconds per step.
+        tail_tbt: mean seconds of the longest tenth of its steps.
     """
 
     request_id: str
@@ -167,15 +172,17 @@ class Decoded:
 
 
 class DecodeNode:
-    """A batch that steps together. Only changes of the batch are events: between them the time of
-    k steps has a closed form, as every step's context is longer by one token per sequence.
+    """A node with a continuous decode batch.
+
+    Only changes of the batch are events. Between them the time of k steps has a closed form,
+    because each step's context is longer by one token per sequence.
 
     Args:
-        latency: of the node.
-        max_batch: sequences at a time.
-        kv_tokens: that fit.
-        join_steps: that a sequence waits for beside the running one, where others decode: an engine
-            looks for what has come between two steps, and may have planned the next one already.
+        latency: latency model of the node.
+        max_batch: sequences in the batch.
+        kv_tokens: tokens of KV that fit.
+        join_steps: further steps, besides the running one, until a new sequence joins other ones:
+            an engine checks for new requests between steps, and may have planned the next step.
     """
 
     def __init__(
@@ -205,12 +212,14 @@ class DecodeNode:
         return self._latency.step_seconds(len(self._running), self._context)
 
     def add(self, request_id: str, num_tokens: int, num_output: int) -> None:
-        """A request has come with its KV; it joins at the end of a step, if there is room. Its time
-        is that of the next ``advance``."""
+        """Queue a request whose KV has arrived; it joins the batch between steps, if it fits.
+
+        Its arrival time is that of the next ``advance``.
+        """
         self.waiting.append((request_id, num_tokens, num_output))
 
     def advance(self, now: float) -> list[Decoded]:
-        """Step until ``now``: returns who finished; those who wait join if there is room."""
+        """Run steps until ``now``, and admit waiting requests that fit. Returns finished ones."""
         finished: list[Decoded] = []
         while self._running:
             to_finish = self._running[0][0] - self.num_steps
@@ -225,7 +234,7 @@ class DecodeNode:
         return finished
 
     def next_event(self) -> float | None:
-        """When the batch changes next, if nothing comes; None if nothing is to be done."""
+        """Time of the next change of the batch without new requests; None if idle."""
         if not self._running:
             return None
         to_finish = self._running[0][0] - self.num_steps
@@ -235,7 +244,7 @@ class DecodeNode:
         return self._at + self._duration(to_finish)
 
     def _admit(self, now: float) -> None:
-        """Let waiting requests in at a boundary between steps, those whose time has come."""
+        """Admit waiting requests between two steps, if they fit and have waited `join_steps`."""
         is_idle = not self._running
         is_in_step = not is_idle and self._at < now - _CLOCK_S
         while len(self._joins_at) < len(self.waiting):
@@ -249,7 +258,7 @@ class DecodeNode:
             self._join(*self.waiting.popleft())
 
     def _join(self, request_id: str, num_tokens: int, num_output: int) -> None:
-        """A sequence decodes from the next step on."""
+        """Add a sequence, which decodes from the next step on."""
         self._context += num_tokens
         self._reserved += num_tokens + num_output
         entry = (self.num_steps + num_output, self.num_steps, self._at, request_id, num_tokens)
@@ -314,13 +323,13 @@ class DecodeNode:
         return count * self.step_s + slope * count * (count - 1) / 2
 
     def _steps_until(self, now: float) -> int:
-        """Whole steps that end by ``now``, with the batch as it is."""
+        """Number of steps that end by ``now``, with the current batch."""
         left = now - self._at
         if left <= 0:
             return 0
         half = self._latency.step_per_context_token * len(self._running) / 2
         linear = self.step_s - half
-        # The root's stable form: the other loses all digits where context costs next to nothing.
+        # The numerically stable root: the other form cancels if context costs almost nothing.
         found = 2 * left / (linear + math.sqrt(linear * linear + 4 * half * left))
         count = int(found + 1e-9)
         while count and self._duration(count) > left + 1e-9:

@@ -1,4 +1,4 @@
-"""One HTML page of charts, with nothing to load: it can be mailed, and opened in ten years."""
+"""Writes a self-contained HTML page or SVG file with charts of a run."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines in a frame.
+    """A line chart.
 
     Args:
-        title: what is shown.
-        x_label, y_label: with their units.
+        title: title of the chart.
+        x_label: label of the x axis, with its unit.
+        y_label: label of the y axis, with its unit.
         series: the lines.
     """
 
@@ -81,7 +82,7 @@ def run_charts(result: SimulationResult) -> list[Chart]:
 def page(
     title: str, rows: Sequence[tuple[str, RunSummary]], charts: Sequence[Chart], setting: str
 ) -> str:
-    """The whole document."""
+    """The whole HTML document."""
     drawn = "\n".join(_figure(chart) for chart in charts if any(s.points for s in chart.series))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -104,7 +105,7 @@ def _table(rows: Sequence[tuple[str, RunSummary]]) -> str:
 
 
 def _shares(values: Sequence[float]) -> list[tuple[float, float]]:
-    """What share of the values is at most so large, at evenly spread ranks."""
+    """The cumulative distribution of the values, at evenly spread ranks."""
     ordered = sorted(values)
     if not ordered:
         return []
@@ -114,7 +115,7 @@ def _shares(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def svg_file(chart: Chart) -> str:
-    """One chart as a file of its own."""
+    """One chart as the content of an SVG file."""
     frame = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}">'
     return f"{frame}\n<style>{_SVG_STYLE}</style>\n{_drawing(chart)}\n</svg>\n"
 
@@ -164,7 +165,7 @@ def _axes(chart: Chart, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> l
 
 
 def _ticks(largest: float) -> list[float]:
-    """From 0 to just above the largest value, in round steps."""
+    """Axis ticks from 0 to just above the largest value, in round steps."""
     if largest <= 0:
         return [0.0, 1.0]
     step = 10.0 ** len(str(int(largest))) / 100 if largest >= 1 else 0.01

@@ -1,4 +1,4 @@
-"""What a run comes to: figures, a table, a CSV file."""
+"""Results of a run: summary, load swing, table and CSV file."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from mooncake_conductor.slo_admission import Alone, Objective
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Figures of a run; times in seconds.
+    """Figures of a run. Times in seconds.
+
+    TTFTs are of the requests that got a first token; TBTs are of the longest tenth of each
+    request's gaps.
 
     Args:
-        num_requests, num_completed: all of the trace, and those that got all their tokens.
-        refused_early, refused_late: at arrival, and after a prefill in vain.
-        wasted_prefill_s: computation of those.
+        num_requests: requests of the trace.
+        num_completed: requests that got all their tokens.
+        refused_early: requests refused at arrival.
+        refused_late: requests refused after a prefill, which was wasted.
+        wasted_prefill_s: computation of the wasted prefills.
         within_slo: share of all requests that completed within both objectives.
-        goodput: those per second.
-        mean_ttft, p50_ttft, p90_ttft, p99_ttft: of the requests that got a first token.
-        mean_tbt, p90_tbt: of each request's longest tenth of gaps.
-        hit_rate: reused tokens of all prompt tokens that were prefilled.
+        goodput: requests per second that completed within both objectives.
+        hit_rate: share of reused tokens in the prompts that were prefilled.
         prefill_s: computation per prefilled request.
-        fetched_gb: between nodes.
+        fetched_gb: GB fetched between nodes.
     """
 
     num_requests: int
@@ -50,7 +53,7 @@ class RunSummary:
 
 
 def summarise(result: SimulationResult, wanted: Objective) -> RunSummary:
-    """The figures of a run."""
+    """Compute the figures of a run."""
     records = result.records
     prefilled = [record for record in records if record.prefill_s > 0]
     late = [record for record in records if record.stage == "prefill"]
@@ -88,12 +91,14 @@ def is_within(record: RequestRecord, wanted: Objective) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Swing:
-    """How much the loads of prefill and decode swing, in their own units, and against each other.
+    """Fluctuation of prefill and decode load over the middle of a run, in their own units.
 
     Args:
-        prefill_sd, decode_sd: standard deviations over the middle of a run.
-        prefill_mean, decode_mean: means.
-        correlation: of both; below 0 where one drains while the other fills.
+        prefill_sd: standard deviation of the prefill load.
+        decode_sd: standard deviation of the decode load.
+        prefill_mean: mean prefill load.
+        decode_mean: mean decode load.
+        correlation: correlation of both; negative if one drains while the other fills.
     """
 
     prefill_sd: float
@@ -104,7 +109,7 @@ class Swing:
 
     @property
     def text(self) -> str:
-        """A line to show."""
+        """The figures as a line of text."""
         return (
             f"load: prefill queue {self.prefill_mean:.3g} s, swings by {self.prefill_sd:.3g}; "
             f"decode batch {self.decode_mean:.3g}, swings by {self.decode_sd:.3g}; correlation "
@@ -113,7 +118,7 @@ class Swing:
 
 
 def swing(result: SimulationResult) -> Swing:
-    """The swing of a run, without its first and last tenth."""
+    """Compute the swing of a run, without its first and last tenth."""
     samples = result.samples[len(result.samples) // 10 : -(len(result.samples) // 10) or None]
     prefill = np.array([sample.prefill_queue_s for sample in samples])
     decode = np.array([sample.decode_batch for sample in samples])
@@ -145,7 +150,7 @@ COLUMNS = (
 
 
 def table(rows: Sequence[tuple[str, RunSummary]]) -> str:
-    """Runs below each other, in columns."""
+    """A text table with a row per run."""
     cells = [["", *(title for title, _, _ in COLUMNS)]]
     for name, summary in rows:
         cells.append([name, *cells_of(summary)])
@@ -165,7 +170,7 @@ def cells_of(summary: RunSummary) -> list[str]:
 
 
 def write_csv(path: Path, records: Sequence[RequestRecord]) -> None:
-    """A line per request."""
+    """Write one line per request."""
     names = [each.name for each in fields(RequestRecord)]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)

@@ -1,4 +1,4 @@
-"""Discrete events: a trace, modelled instances and links, and the conductor that serves."""
+"""Discrete-event simulation of a trace on modelled instances and links, with the real conductor."""
 
 from __future__ import annotations
 
@@ -33,26 +33,28 @@ HOT_RANKS = (10, 100, 1000)
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What is simulated.
+    """The simulated cluster.
 
     Args:
-        num_prefill, num_decode: instances.
-        latency: of each.
-        kv_bytes_per_token, num_layers: of the model.
-        cache_tokens: of a prefill node's host cache.
-        link_gb_s: of a node's network.
-        host_gb_s: of a node, from host to device memory.
-        max_batch, kv_tokens: of a decode node.
-        chunk_tokens: of the trace's hash ids.
-        cache_tier: where prefill nodes keep chunks; those in device memory need no load.
-        decode_cache_tokens: of the prompts that a decode node has decoded, those that it still has;
-            0: it keeps none.
+        num_prefill: prefill nodes.
+        num_decode: decode nodes.
+        latency: latency model of each node.
+        kv_bytes_per_token: KV bytes per token of the model.
+        num_layers: layers of the model.
+        cache_tokens: capacity of a prefill node's cache, in tokens.
+        link_gb_s: bandwidth of a node's network link, in GB/s.
+        host_gb_s: bandwidth from host to device memory, in GB/s.
+        max_batch: sequences per decode node.
+        kv_tokens: tokens of KV per decode node.
+        chunk_tokens: tokens per hash id of the trace.
+        cache_tier: tier in which prefill nodes cache chunks; device memory needs no load.
+        decode_cache_tokens: tokens of decoded prompts that a decode node caches; 0: none.
         shares_prefixes: whether prefill nodes can read chunks from each other.
-        first_token_s: of a first token's time, what keeps no node busy: HTTP, the proxy's hop.
-        hand_over_s: from a first token to the first step of decoding, besides moving the KV; the
-            setup of a transfer is part of it.
-        join_steps: that a decode node with others takes until a new sequence is in its batch,
-            besides the running one.
+        first_token_s: part of the TTFT in which no node is busy (HTTP, the hop of the proxy).
+        hand_over_s: seconds from the first token to the first decode step, besides the transfer of
+            the KV but including its setup.
+        join_steps: further steps, besides the running one, until a busy decode node includes a new
+            sequence.
     """
 
     num_prefill: int
@@ -76,10 +78,10 @@ class Cluster:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of one request; times in seconds, from the beginning of the trace.
+    """The outcome of one request. Times in seconds from the start of the trace.
 
-    ``refused`` is the code of the refusal, ``stage`` where it was said: arrival or prefill.
-    ``alone_ttft`` and ``alone_tbt`` are what it would take alone, with nothing reused.
+    ``refused`` is the code of a refusal, ``stage`` when it was refused: at arrival or after the
+    prefill. ``alone_ttft`` and ``alone_tbt`` are its unloaded latencies, with nothing reused.
     """
 
     number: int
@@ -105,15 +107,17 @@ class RequestRecord:
 
     @property
     def mean_gap(self) -> float | None:
-        """Seconds per token after the first as its client sees them, with the hand-over; None if
-        there is no second one."""
+        """Mean seconds per token after the first as seen by the client, including the handover.
+
+        None if there is no second token.
+        """
         if self.ttft is None or self.ended_at is None or self.num_output < 2:
             return None
         return (self.ended_at - self.arrived_at - self.ttft) / (self.num_output - 1)
 
 
 def new_records(requests: Sequence[TraceRequest], latency: LatencyModel) -> list[RequestRecord]:
-    """A record per request, before anything has happened to it."""
+    """The initial record of each request."""
     return [
         RequestRecord(
             number,
@@ -129,14 +133,14 @@ def new_records(requests: Sequence[TraceRequest], latency: LatencyModel) -> list
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """The load at a time, as means over nodes.
+    """The load at one time, as means over nodes.
 
     Args:
-        at_s: the time.
-        prefill_queue_s: of the prefill nodes.
-        decode_batch: sequences on the decode nodes, with those that wait for room.
-        decode_step_s: of the decode nodes.
-        num_copies: of the 10th, 100th and 1,000th chunk by how often the trace asks for it.
+        at_s: time of the sample.
+        prefill_queue_s: seconds of queued prefills per prefill node.
+        decode_batch: sequences per decode node, including those that wait for capacity.
+        decode_step_s: seconds of a step per decode node.
+        num_copies: copies of the 10th, 100th and 1,000th most frequently requested chunk.
     """
 
     at_s: float
@@ -148,15 +152,16 @@ class LoadSample:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """A whole run.
+    """The result of a run.
 
     Args:
-        records: of every request, in the order of their arrival.
-        samples: of the load, every 15 s.
-        ended_at: when the last request ended.
-        prefill_busy_s, num_fetched_bytes: sums over nodes.
-        num_replications: copies of hot chunks that were made ahead.
-        role_changes: ``(time, node, new role)``.
+        records: records of all requests, in the order of the trace.
+        samples: samples of the load, every 15 s.
+        ended_at: end of the last request.
+        prefill_busy_s: busy seconds of prefill nodes, summed up.
+        num_fetched_bytes: bytes fetched between prefill nodes.
+        num_replications: copies of hot chunks that were made in advance.
+        role_changes: role switches ``(time, node, new role)``.
     """
 
     records: list[RequestRecord]
@@ -169,13 +174,13 @@ class SimulationResult:
 
 
 class Simulation:
-    """Replays requests on a cluster through a conductor.
+    """Replays requests on a simulated cluster through a conductor.
 
     Args:
-        cluster: what is simulated.
-        settings: of the conductor.
-        seed: of everything that is left to chance.
-        roles: when nodes change sides; None for never.
+        cluster: the simulated cluster.
+        settings: settings of the conductor.
+        seed: seed of the random numbers.
+        roles: when nodes switch their role; None: never.
     """
 
     def __init__(
@@ -222,11 +227,11 @@ class Simulation:
     def run(
         self, requests: Sequence[TraceRequest], progress: Callable[[float], None] | None = None
     ) -> SimulationResult:
-        """Replay to the end of the last request.
+        """Replay until the last request has ended.
 
         Args:
-            requests: by time.
-            progress: called now and then with the share of requests that have ended.
+            requests: the requests, sorted by time.
+            progress: called periodically with the share of requests that have ended.
         """
         self._requests = list(requests)
         self._records = new_records(requests, self._cluster.latency)
@@ -299,7 +304,7 @@ class Simulation:
         heapq.heappush(self._events, (time, next(self._order), act))
 
     def _schedule_arrivals(self) -> None:
-        """Requests at their times; of a session the first turn only, the others follow it."""
+        """Schedule all requests; of a session only the first turn, as each turn starts the next."""
         for number, request in enumerate(self._requests):
             if request.session is not None and request.session in self._sessions:
                 self._sessions[request.session].append(number)
@@ -360,7 +365,7 @@ class Simulation:
         self.conductor.index.removed(slot, tier, evicted)
 
     def _change_roles(self, roles: RoleChanges) -> None:
-        """A node that changes sides keeps nothing of what it held."""
+        """Make a role switch, if one is due. The node loses its cache."""
         change = roles.tick(self._now)
         if change is None:
             return
@@ -403,7 +408,7 @@ class Simulation:
     def _hand_over(
         self, slot: int, decode_slot: int, job: PrefillJob, record: RequestRecord
     ) -> None:
-        """Push streams the KV while it is computed; pull moves it afterwards."""
+        """Transfer the KV: with push during the prefill, with pull after it."""
         held = self._decode_caches[decode_slot].prefix(job.keys) * self._cluster.chunk_tokens
         num_bytes = (job.num_tokens - held) * self._cluster.kv_bytes_per_token
         pulls = self.conductor.settings.binds_late
@@ -418,7 +423,7 @@ class Simulation:
             record.ended_at = self._now + first_token_s
             self._close(record)
             return
-        # The client's clock from here on: it is as late for every token as for the first.
+        # From here on times are as seen by the client: every token is as late as the first.
         way_s = first_token_s + max(self._cluster.hand_over_s - self._links.setup_s, 0.0)
         self._at(max(done, self._now) + way_s, lambda: self._join(decode_slot, record))
 
@@ -432,7 +437,7 @@ class Simulation:
         self._wake(slot)
 
     def _wake(self, slot: int) -> None:
-        """Step a decode node until now, and come again when its batch changes."""
+        """Advance a decode node to the current time, and schedule its next batch change."""
         node = self._decode[slot]
         for decoded in node.advance(self._now):
             self._end_decode(decoded)
@@ -458,7 +463,7 @@ class Simulation:
         self._close(record)
 
     def _close(self, record: RequestRecord) -> None:
-        """A request has ended; the next turn of its session comes after its delay."""
+        """End a request, and schedule the next turn of its session after its delay."""
         self._num_open -= 1
         request = self._requests[record.number]
         turns = self._sessions.get(request.session) if request.session is not None else None

@@ -1,4 +1,4 @@
-"""Whole ways to serve a trace on the same number of nodes, to compare their goodput over load."""
+"""Complete serving systems on the same number of nodes, to compare their goodput over load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mooncake_conductor.slo_admission import AdmissionMode, Objective, Objective
 
 Progress = Callable[[float], None]
 _CHUNKED_TOKENS = 512
-"""Of a prompt per step: on eight A800 the largest round number whose step stays below 100 ms."""
+"""Prompt tokens per step: the largest round number whose step takes under 100 ms on eight A800."""
 
 
 def _conductor(
@@ -27,7 +27,7 @@ def _conductor(
 def _static(
     cluster: Cluster, wanted: Objective, requests: Sequence[TraceRequest], progress: Progress | None
 ) -> SimulationResult:
-    """DistServe: nothing reused, the shortest queue, the decode node chosen after the prefill."""
+    """DistServe: no reuse, shortest queue, and the decode node is chosen after the prefill."""
     settings = ConductorSettings("least-loaded", binds_late=True)
     return Simulation(replace(cluster, cache_tokens=0), settings).run(requests, progress)
 
@@ -50,8 +50,8 @@ SYSTEMS = {
     "coupled": _whole,
     "static": _static,
 }
-"""``conductor``: policy ``cost`` with predictive admission. ``coupled``: vLLM's layout, whole
-prompts per step; ``coupled-chunked``: parts of them. ``static``: DistServe's."""
+"""``conductor``: policy ``cost`` with predictive admission. ``coupled``: as vLLM without PD, with
+whole prompts per step; ``coupled-chunked``: with chunked prefill. ``static``: as DistServe."""
 
 
 def serve(
@@ -61,5 +61,5 @@ def serve(
     requests: Sequence[TraceRequest],
     progress: Progress | None = None,
 ) -> RunSummary:
-    """What one system makes of a trace."""
+    """Simulate one system on a trace, and summarise the run."""
     return summarise(SYSTEMS[system](cluster, wanted, requests, progress), wanted)

@@ -1,4 +1,4 @@
-"""Traces for the simulator: Mooncake's JSON lines, with sessions and in delta form."""
+"""Reads traces for the simulator: Mooncake's JSON lines, optionally with sessions or deltas."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from mooncake_conductor.errors import InvalidTrace
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _SESSION_KEYS = 1 << 62
-"""Keys of chunks that a session has made itself lie above the trace's own."""
+"""First key of chunks that sessions generate; the trace's own keys are smaller."""
 _MAX_SESSION_CHUNKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request.
+    """One request of a trace.
 
     Args:
-        at_s: when it comes, from the trace's beginning; a later turn of a session comes
-            ``delay_s`` after the turn before has ended.
-        num_input, num_output: tokens.
-        keys: names of its full chunks.
-        session: that it is a turn of; None if it stands alone.
-        delay_s: between the end of the turn before and this one.
+        at_s: arrival time, in seconds from the trace's start; a later turn of a session arrives
+            ``delay_s`` after the end of the previous turn instead.
+        num_input: tokens of the prompt.
+        num_output: tokens of the answer.
+        keys: keys of the prompt's full chunks.
+        session: the session of which it is a turn; None: a single request.
+        delay_s: seconds between the end of the previous turn and this one.
     """
 
     at_s: float
@@ -55,17 +56,18 @@ class _Line(msgspec.Struct):
 def read_trace(
     path: Path, *, chunk_tokens: int = 512, is_delta: bool = False
 ) -> list[TraceRequest]:
-    """All requests, by time; turns of a session in their order.
+    """Read all requests, sorted by time; turns of a session keep their order.
 
     Args:
-        path: a file of JSON lines, times in milliseconds, from whenever: the first request comes at
-            the trace's beginning. A turn without one comes behind its session's turn before.
-        chunk_tokens: that one of the trace's hash ids stands for.
-        is_delta: later turns of a session carry only what is new; their prompt is all that was
-            said before and that.
+        path: a file of JSON lines. Times are in milliseconds from any origin, and are shifted so
+            that the first request is at 0. A turn without a time follows the previous turn of its
+            session.
+        chunk_tokens: tokens per hash id of the trace.
+        is_delta: later turns of a session contain only new tokens; their prompt is the whole
+            conversation so far plus these.
 
     Raises:
-        InvalidTrace: it can't be read, or a line is no request; says which.
+        InvalidTrace: the file can't be read, or a line is no request; the error names the line.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -88,15 +90,17 @@ def read_trace(
 
 
 def scaled(requests: Sequence[TraceRequest], load: float) -> list[TraceRequest]:
-    """The same requests at ``load`` times their rate."""
+    """Scale the arrival rate of the requests by ``load``."""
     return [replace(request, at_s=request.at_s / load) for request in requests]
 
 
 def at_random(
     requests: Sequence[TraceRequest], per_s: float, rng: random.Random
 ) -> list[TraceRequest]:
-    """The same requests in their order, at random times: so many per second on average (Poisson),
-    where a trace has bursts of its own and rounded times."""
+    """Replace the arrival times by a Poisson process of `per_s` requests per second.
+
+    The order stays the same. Traces themselves have bursts and rounded times.
+    """
     found, at_s = [], 0.0
     for request in requests:
         at_s += rng.expovariate(per_s)
@@ -126,13 +130,15 @@ def _request(
 def replicated(
     requests: Sequence[TraceRequest], num_copies: int, rng: random.Random, spread_s: float = 60.0
 ) -> list[TraceRequest]:
-    """The users of a trace so many times over: copies share no chunk and no session with each
-    other. All but the first begin a random time later, at most ``spread_s``."""
+    """Replicate the users of a trace. Copies share no chunks and no sessions with each other.
+
+    All copies but the first are delayed by a random time of at most ``spread_s`` seconds.
+    """
     span = 1 + max((key for request in requests for key in request.keys), default=0)
     found = list(requests)
     for number in range(1, num_copies):
         later = rng.uniform(0.0, spread_s)
-        named: dict[int, int] = {}  # an object per key, however many prompts have it
+        named: dict[int, int] = {}  # prompts share one int object per key, to save memory
         for request in requests:
             keys = tuple(named.setdefault(key, key + number * span) for key in request.keys)
             session = None if request.session is None else f"{request.session}/{number}"
@@ -142,7 +148,7 @@ def replicated(
 
 
 def _accumulated(requests: list[TraceRequest], chunk_tokens: int) -> list[TraceRequest]:
-    """Turns with their whole prompts: a session's tokens are one sequence that grows."""
+    """Expand delta turns to their whole prompts: a session's tokens are one growing sequence."""
     said: dict[str, int] = {}
     first: dict[str, tuple[int, tuple[int, ...]]] = {}
     whole = []
