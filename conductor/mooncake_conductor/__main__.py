@@ -1,4 +1,4 @@
-"""``python -m mooncake_conductor``."""
+"""`python -m mooncake_conductor` runs `mooncake-conductor`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The conductor: places requests, admits or refuses them, and keeps account of what it promised.
+"""The conductor: places requests on instances, admits or refuses them, and tracks reservations.
 
-Pure: time and chance are arguments. The proxy and the simulator call the same object.
+Pure: time and random numbers are arguments. The proxy and the simulator use the same class.
 """
 
 from __future__ import annotations
@@ -35,27 +35,28 @@ from mooncake_conductor.slo_admission import (
 )
 
 _REFIT_EVERY = 16
-"""Reports between two solutions of the regression; the first ones are used at once."""
+"""Measurements between two refits of the latency model; each of the first ones causes a refit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConductorSettings:
-    """How requests are placed.
+    """How requests are placed and admitted.
 
     Args:
-        policy: by name.
+        policy: name of the prefill policy.
         admission: when load leads to a refusal.
-        objectives: what classes want.
-        threshold, boundary: of the policy ``mooncake``.
-        binds_late: the decode instance is chosen again when the prefill ends (pull), instead of
+        objectives: objectives of the request classes.
+        threshold: parameter of the policy ``mooncake``.
+        boundary: parameter of the policy ``mooncake``.
+        binds_late: choose the decode instance again when the prefill ends (pull), instead of only
             once at arrival (push).
-        is_coupled: who prefills a request decodes it too; there is no hand-over.
-        replication: when copies of hot chunks are proposed; None for never.
-        reservation_s: after which a reservation is taken away.
-        decode_share: quantile of past decode durations that a request is expected to take.
-        lateness_share: quantile of past delays, against what was forecast, that admission adds to
-            a first token's forecast; 0 adds none. Under overload every request is admitted at the
-            edge of its objective: without it half of them would miss it.
+        is_coupled: the prefill instance also decodes the request; no KV is transferred.
+        replication: when copies of hot chunks are proposed; None: never.
+        reservation_s: seconds after its expected first token at which a reservation expires.
+        decode_share: a request is expected to decode for this quantile of past decode durations.
+        lateness_share: admission adds this quantile of past delays, relative to their forecasts,
+            to a TTFT forecast; 0: adds nothing. Under overload, requests are admitted up to the
+            edge of their objective; without the addition half of them would miss it.
     """
 
     policy: str = DEFAULT_POLICY
@@ -73,14 +74,14 @@ class ConductorSettings:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was decided about a request, with every term that led to it.
+    """A decision about a request, with all terms that led to it.
 
     Args:
-        request_id: whose.
-        verdict: admitted or not.
+        request_id: the request.
+        verdict: whether it is admitted.
         prefill: where and how it is prefilled.
         decode: where it decodes.
-        decided_at: the time.
+        decided_at: time of the decision.
         replications: copies of hot chunks that should be made now.
     """
 
@@ -92,7 +93,7 @@ class Decision:
     replications: tuple[Replication, ...] = ()
 
     def explain(self, names: dict[int, str]) -> dict[str, Any]:
-        """As plain data for logs and traces, instances by name."""
+        """The decision as plain data for logs and traces, with names of instances."""
         prefill, decode = asdict(self.prefill), asdict(self.decode)
         prefill["plan"] = self.prefill.plan.value
         for part in (prefill, decode):
@@ -114,9 +115,9 @@ class Conductor:
     """Places requests on a fleet.
 
     Args:
-        fleet: the instances; add them through the conductor.
-        settings: how.
-        rng: breaks ties and spreads retries.
+        fleet: the instances; must be added and removed through the conductor.
+        settings: how requests are placed and admitted.
+        rng: breaks ties and adds jitter to retry times.
     """
 
     def __init__(self, fleet: Fleet, settings: ConductorSettings, rng: random.Random) -> None:
@@ -141,11 +142,11 @@ class Conductor:
         self._estimators: dict[int, tuple[LatencyEstimator, int]] = {}
 
     def add(self, spec: InstanceSpec) -> int:
-        """An instance has come; returns its slot."""
+        """Add an instance. Returns its slot."""
         return self.fleet.add(spec)
 
     def remove(self, slot: int, now: float) -> list[str]:
-        """An instance is gone: returns the requests that still needed it, all released."""
+        """Remove an instance. Returns the ids of requests that needed it, which are released."""
         ended = self.book.release_slot(slot, now)
         self.fleet.remove(slot, now)
         self.index.cleared(slot)
@@ -155,16 +156,15 @@ class Conductor:
         return ended
 
     def expect(self, slot: int, latency: LatencyModel) -> None:
-        """An instance's costs are believed to be these, until it is measured; one that was measured
-        keeps what was found."""
+        """Set the expected latencies of an instance; ignored if it has been measured."""
         if slot not in self._estimators:
             self.fleet.set_latency(slot, latency)
 
     def route(self, request: RoutingRequest, now: float) -> Decision:
-        """Place a request, or refuse it; what an admitted one needs is reserved.
+        """Place or refuse a request, and reserve what an admitted one needs.
 
         Raises:
-            UnknownInstance: there is no prefill or no decode instance at all.
+            UnknownInstance: there is no prefill or no decode instance.
         """
         if not len(self.fleet.prefill_slots) or not len(self.fleet.decode_slots):
             raise UnknownInstance("no prefill instance, or no decode instance, to choose from")
@@ -189,11 +189,12 @@ class Conductor:
         return decision
 
     def prefilled(self, request_id: str, now: float) -> tuple[Verdict, int | None]:
-        """The prefill is done: whether the request may decode, and on which slot.
+        """Report a completed prefill, and decide whether and where the request may decode.
 
-        A request that is refused now has lost its reservation. One without a reservation, because
-        it took too long, is admitted nowhere in particular, as all are while there is no decode
-        instance: None.
+        Returns:
+            The verdict and the slot of the decode instance. A refused request has lost its
+            reservation. The slot is None if the request is refused, its reservation has expired, or
+            there is no decode instance.
         """
         was_prefilling = self.book.is_prefilling(request_id)
         made = self.book.prefilled(request_id, now)
@@ -202,7 +203,7 @@ class Conductor:
         if was_prefilling:
             self._lateness.report(now - made.expected_at)
         request = made.request
-        # What is bound to the instance already must not be counted as its own rival.
+        # The request itself must not count as load of the instance that it is bound to.
         self.ledger.release(request_id)
         wanted, alone = self._wanted(request)
         only = self._takers(request, made.choice.slot)
@@ -219,9 +220,11 @@ class Conductor:
         return verdict, decode.slot
 
     def decode_elsewhere(self, request_id: str, avoid: frozenset[int], now: float) -> int | None:
-        """Its decode instance failed it: the slot of another one, bound to it from now on.
+        """Bind a request to another decode instance, because its own one failed.
 
-        None if it has no reservation, or decodes already, or there is none.
+        Returns:
+            The slot; None if the request has no reservation or decodes already, or there is no
+            decode instance.
         """
         made = self.book.get(request_id)
         if made is None or made.stage is Stage.DECODING or not len(self.fleet.decode_slots):
@@ -236,26 +239,26 @@ class Conductor:
         return decode.slot
 
     def joined(self, request_id: str, now: float) -> None:
-        """The request decodes."""
+        """Report that the request decodes."""
         self.book.joined(request_id, now)
 
     def finished(self, request_id: str, now: float) -> None:
-        """The request has all its tokens."""
+        """Report that the request has completed."""
         self.book.finished(request_id, now)
 
     def ended(self, request_id: str, now: float) -> None:
-        """The request failed, was cancelled, or its client left."""
+        """Report that the request failed, was cancelled, or that its client disconnected."""
         self.book.release(request_id, now)
 
     def measured_prefill(self, slot: int, num_tokens: int, num_reused: int, seconds: float) -> None:
-        """An instance reports what a prefill took, without waiting and loads."""
+        """Report the measured time of a prefill, without queueing and KV loads."""
         self._estimator(slot).prefilled(num_tokens, num_reused, seconds)
         self._refit(slot)
 
     def measured_step(
         self, slot: int, num_sequences: int, num_context_tokens: int, seconds: float
     ) -> None:
-        """An instance reports what a step of decoding took."""
+        """Report the measured time of a decode step."""
         self._estimator(slot).stepped(num_sequences, num_context_tokens, seconds)
         self._refit(slot)
 
@@ -266,13 +269,13 @@ class Conductor:
         self.book.reserve(made, now)
 
     def _takers(self, request: RoutingRequest, prefill_slot: int) -> frozenset[int] | None:
-        """Slots that can decode what that one prefills; None if all can."""
+        """Slots that can decode what the instance in `prefill_slot` prefills; None: all can."""
         if self.settings.is_coupled:
             return frozenset((prefill_slot,))
         return request.takers(prefill_slot) if request.takers is not None else None
 
     def _held_by_decoders(self, request: RoutingRequest, now: float) -> PrefixMatches | None:
-        """What of its prompt decode instances have; None where they have nothing at all."""
+        """Which decode instances hold the prompt's chunks; None if they hold nothing at all."""
         if not self.index.holders & self.fleet.decode_mask:
             return None
         return self.index.match(request.keys, now)
@@ -280,8 +283,10 @@ class Conductor:
     def _again(
         self, request: RoutingRequest, slot: int, match: PrefixMatches | None, best: DecodeChoice
     ) -> DecodeChoice:
-        """The instance that was chosen at arrival, by the load of now; the best one if that takes
-        nothing any more."""
+        """The decode choice of the arrival, evaluated with the current load.
+
+        If its instance is not available any more, the best choice instead.
+        """
         if slot not in self.fleet.decode_slots:
             return best
         load = self.ledger.now()
@@ -302,7 +307,7 @@ class Conductor:
         return Forecast(ttft, decode.tbt, drain, alone)
 
     def _wanted(self, request: RoutingRequest) -> tuple[Objective, Alone]:
-        """What a request wants in seconds, and what that was derived from."""
+        """The request's objective in seconds, and the unloaded times that it was derived from."""
         wanted = self.admission.objectives.of(request.request_class)
         if not wanted.is_relative:
             return wanted, NOT_ALONE

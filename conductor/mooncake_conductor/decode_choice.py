@@ -1,4 +1,4 @@
-"""Which instance decodes: seconds of decoding and of the KV's way there, within the objective."""
+"""Chooses the decode instance with the least KV transfer and decode time within the objective."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mooncake_conductor.policies.situation import RoutingRequest
 IsAllowed = NDArray[np.bool_]
 _TIE_S = 1e-9
 FULL = float("inf")
-"""The TBT of an instance that has no room at all."""
+"""TBT of an instance without a free batch slot or KV capacity."""
 
 
 class DecodeView(Enum):
-    """Which load decides."""
+    """Which load of the decode instances decides."""
 
     NOW = auto()
-    """What decodes at the moment."""
+    """The current load."""
     PREDICTED = auto()
-    """What will decode when the prefill ends."""
+    """The expected load at the end of the prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class DecodeChoice:
     """Where a request decodes.
 
     Args:
-        slot: of the decode instance.
-        tbt: expected seconds per token there; ``FULL`` if there is no room.
-        tail: seconds that its KV still needs once the prefill has ended.
-        num_sequences: that it will share the instance with.
-        num_held: tokens of its prompt that the instance has already.
+        slot: slot of the decode instance.
+        tbt: expected seconds per token there; ``FULL`` if it has no capacity.
+        tail: seconds of KV transfer that remain after the end of the prefill.
+        num_sequences: sequences that share the instance.
+        num_held: tokens of the prompt that the instance holds already.
     """
 
     slot: int
@@ -49,11 +49,11 @@ class DecodeChoice:
 
 
 class DecodeChooser:
-    """Takes the decode instance with the fewest seconds among those that meet the objective.
+    """Chooses the decode instance of least cost, in seconds, among those that meet the objective.
 
     Args:
         fleet: the instances.
-        ledger: who decodes where.
+        ledger: the requests bound to decode instances.
         view: which load decides.
         rng: breaks ties.
     """
@@ -74,9 +74,14 @@ class DecodeChooser:
         tbt_slo: float,
         only: frozenset[int] | None = None,
     ) -> DecodeChoice:
-        """Where it decodes from ``eta`` on; the least bad instance if none meets the objective.
+        """Choose a decode instance; the least bad one if none meets the objective.
 
-        ``only`` has the slots that can take the KV; None if all can.
+        Args:
+            request: the request to place.
+            match: which instances hold the prompt's chunks; None: no decode instance holds any.
+            eta: time at which decoding starts.
+            tbt_slo: TBT objective in seconds.
+            only: slots that can receive the KV; None: all can.
         """
         fleet = self._fleet
         slots = fleet.decode_slots
@@ -108,11 +113,11 @@ class DecodeChooser:
         )
 
     def load(self, eta: float) -> DecodeLoad:
-        """What the view shows."""
+        """The load of the decode instances that decides, for decoding that starts at `eta`."""
         return self._ledger.now() if self._view is DecodeView.NOW else self._ledger.at(eta)
 
     def tbt(self, load: DecodeLoad, num_tokens: float) -> Values:
-        """Seconds per token on each instance with one more request of that many tokens."""
+        """TBT on each instance with one more request of `num_tokens`; ``FULL`` without capacity."""
         fleet, slots = self._fleet, self._fleet.decode_slots
         context = load.num_context + num_tokens
         tbt = fleet.step_seconds(slots, load.num_sequences + 1, context)
@@ -121,14 +126,14 @@ class DecodeChooser:
         return np.where(has_slot & has_memory, tbt, FULL)
 
     def _tail_seconds(self, moved: Values) -> Values:
-        """The last layer's KV, sent when all others are across."""
+        """Seconds to transfer the last layer's KV, which is sent after the prefill has ended."""
         fleet = self._fleet
         moved_bytes = moved * fleet.kv_bytes_per_token / fleet.num_layers
         return fleet.links.setup_s + moved_bytes / fleet.links.bytes_per_s[fleet.decode_slots]
 
 
 def _allowed(slots: Slots, avoid: frozenset[int], only: frozenset[int] | None) -> IsAllowed:
-    """Which of these slots may be taken; all of them if none may."""
+    """Which slots may be chosen: those in `only` but not `avoid`, else those in `only` or all."""
     allowed = np.ones(len(slots), np.bool_)
     if only is not None:
         allowed = np.isin(slots, list(only))

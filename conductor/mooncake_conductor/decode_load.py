@@ -1,4 +1,7 @@
-"""Who decodes where, now and at a time to come: what a new request would meet on each instance."""
+"""The decode ledger: which requests decode on which instance, now and at a future time.
+
+From it follows the load that a new request would meet on each decode instance.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ _INITIAL_DECODE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """What decode instances hold at some time, in the order of the fleet's decode slots.
+    """Load of the decode instances at one time, in the order of the fleet's decode slots.
 
     Args:
-        num_sequences: decoding at once.
-        num_context: tokens of KV that they have.
+        num_sequences: sequences in the decode batch.
+        num_context: tokens of KV of these sequences.
     """
 
     num_sequences: Values
@@ -27,11 +30,11 @@ class DecodeLoad:
 
 
 class DecodeLedger:
-    """Every request between its reservation and its end, bound to a decode instance.
+    """Every request between its reservation and its end, with its decode instance.
 
     Args:
         fleet: the instances.
-        share: quantile of past decode durations that a request is expected to take.
+        share: a request is expected to decode for this quantile of past decode durations.
     """
 
     def __init__(self, fleet: Fleet, *, share: float = 0.5) -> None:
@@ -54,7 +57,7 @@ class DecodeLedger:
     def bind(
         self, request_id: str, slot: int, eta: float, num_tokens: int, request_class: str
     ) -> None:
-        """A request will decode there once its prefill ends, at ``eta``."""
+        """Bind a request to the decode instance in `slot`, where it will decode from `eta` on."""
         if request_id in self._rows:
             self.release(request_id)
         row = self._free.pop() if self._free else self._grow()
@@ -64,36 +67,39 @@ class DecodeLedger:
         self._is_active[row], self._has_joined[row] = True, False
 
     def join(self, request_id: str, now: float) -> None:
-        """The request decodes from now on."""
+        """Note that the request decodes from now on."""
         row = self._rows.get(request_id)
         if row is not None:
             self._start[row], self._has_joined[row] = now, True
 
     def finish(self, request_id: str, now: float) -> None:
-        """It has decoded to its end: its duration counts for those that come."""
+        """End a request that has completed; its decode duration is recorded for predictions."""
         row = self._rows.get(request_id)
         if row is not None and self._has_joined[row]:
             self._durations[self._class[row]].report(now - float(self._start[row]))
         self.release(request_id)
 
     def release(self, request_id: str) -> None:
-        """It has ended in whatever way."""
+        """Remove a request, however it has ended."""
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._is_active[row] = False
             self._free.append(row)
 
     def now(self) -> DecodeLoad:
-        """What decodes already."""
+        """Load of the requests that decode now."""
         return self._count(self._is_active & self._has_joined)
 
     def reserved(self) -> DecodeLoad:
-        """What decodes, and all that will."""
+        """Load of all bound requests, whether they decode already or not."""
         return self._count(self._is_active)
 
     def at(self, time: float) -> DecodeLoad:
-        """What will decode at ``time``: without those that will have finished, as far as past
-        durations tell, and with those whose prefill will have ended by then."""
+        """Expected load at a future `time`.
+
+        It excludes requests that will have finished by then, by past decode durations, and includes
+        those whose prefill will have ended.
+        """
         if not self._rows:
             return self._count(self._is_active)
         expected = np.array([quantile.value for quantile in self._durations])
@@ -102,7 +108,7 @@ class DecodeLedger:
         return self._count(is_there & ((will_end > time) | ~self._has_joined))
 
     def expected_seconds(self, request_class: str) -> float:
-        """How long a request of that class is expected to decode."""
+        """Expected decode duration of a request class, in seconds."""
         return self._durations[self._class_of(request_class)].value
 
     def _count(self, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> DecodeLoad:

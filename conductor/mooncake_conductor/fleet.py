@@ -1,4 +1,7 @@
-"""The instances as columns of numbers, by slot: what policies compute on, all at once."""
+"""The fleet: all instances of one model as numpy columns by slot, and their prefill queues.
+
+Policies evaluate all instances at once on these columns.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,17 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
-    """What is known of an instance when it comes.
+    """The properties of an instance when it is added.
 
     Args:
-        name: unique.
+        name: unique name.
         role: what it does.
-        latency: its costs.
-        link_gb_s: of its network.
-        host_gb_s: from its host memory to its devices.
-        disk_gb_s: from its disk.
-        kv_tokens: that fit in its device memory.
-        max_batch: sequences that it decodes at a time.
+        latency: its latency model.
+        link_gb_s: bandwidth of its network link, in GB/s.
+        host_gb_s: bandwidth from host to device memory, in GB/s.
+        disk_gb_s: bandwidth of its disk, in GB/s.
+        kv_tokens: tokens of KV that fit into its device memory.
+        max_batch: sequences that it decodes at the same time.
     """
 
     name: str
@@ -55,11 +58,11 @@ class Fleet:
     """All instances of one model.
 
     Args:
-        num_slots: how many there can be at a time.
-        chunk_tokens: of the index's chunks.
-        kv_bytes_per_token: of the model.
-        num_layers: of the model; a prompt's layers are loaded and sent one after another.
-        setup_s: of a transfer.
+        num_slots: most instances at the same time.
+        chunk_tokens: tokens per chunk of the index.
+        kv_bytes_per_token: KV bytes per token of the model.
+        num_layers: layers of the model; KV is loaded and sent layer by layer.
+        setup_s: setup time of a transfer, in seconds.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Fleet:
         self.decode_slots: Slots = np.zeros(0, np.int64)
         self.prefill_mask = 0
         self.decode_mask = 0
-        # Who can send a prefix to others, and who can take one from them.
+        # Which instances can send prefixes to others, and which can fetch them.
         self.sender_mask = 0
         self.sends = np.zeros(num_slots, np.bool_)
         self.fetches = np.ones(num_slots, np.bool_)
@@ -102,10 +105,10 @@ class Fleet:
         self._prefill_costs = self.prefill[:, self.prefill_slots]
 
     def add(self, spec: InstanceSpec) -> int:
-        """Give an instance a slot.
+        """Add an instance. Returns its slot.
 
         Raises:
-            ConductorConfigError: its name is taken, or all slots are.
+            ConductorConfigError: the name is in use, or all slots are.
         """
         if spec.name in self.names.values():
             raise ConductorConfigError(f"there is an instance {spec.name!r} already")
@@ -124,10 +127,10 @@ class Fleet:
         return free
 
     def remove(self, slot: int, now: float) -> None:
-        """An instance is gone; its slot can be given to another.
+        """Remove an instance; its slot can be reused.
 
         Raises:
-            UnknownInstance: there is none in that slot.
+            UnknownInstance: the slot is empty.
         """
         if slot not in self.names:
             raise UnknownInstance(f"no instance in slot {slot}")
@@ -140,49 +143,53 @@ class Fleet:
         self._list_roles()
 
     def role(self, slot: int) -> Role:
-        """What an instance does.
+        """The role of an instance.
 
         Raises:
-            UnknownInstance: there is none in that slot.
+            UnknownInstance: the slot is empty.
         """
         if slot not in self._roles:
             raise UnknownInstance(f"no instance in slot {slot}")
         return self._roles[slot]
 
     def share_prefixes(self, slot: int, *, sends: bool, fetches: bool) -> None:
-        """Say of an instance whether others can read prefixes that it holds, and it theirs. Where
-        that was not said, all fetch from all that prefill."""
+        """Set whether an instance can send its prefixes to others, and fetch theirs.
+
+        By default all instances fetch, and those that prefill send.
+        """
         if (self._said_to_send.get(slot), bool(self.fetches[slot])) == (sends, fetches):
             return
         self._said_to_send[slot], self.fetches[slot] = sends, fetches
         self._list_roles()
 
     def drain(self, slot: int, is_draining: bool = True) -> None:
-        """Give an instance no more requests, or give it some again."""
+        """Start or stop to drain an instance: it gets no new requests while it drains."""
         self.is_draining[slot] = is_draining
         self._list_roles()
 
     def set_away(self, slot: int, is_away: bool = True) -> None:
-        """An instance is not to be chosen for anything until it is back; what is bound to it stays,
-        and counts from then on."""
+        """Mark an instance as away: it is not chosen until it is back.
+
+        Requests bound to it stay bound, and count as its load again when it is back.
+        """
         if bool(self.is_away[slot]) is not is_away:
             self.is_away[slot] = is_away
             self._list_roles()
 
     def set_role(self, slot: int, role: Role) -> None:
-        """An instance does something else from now on; it must have no work."""
+        """Set the role of an instance, which must be idle."""
         self.role(slot)
         self._roles[slot] = role
         self.is_draining[slot] = False
         self._list_roles()
 
     def slots_of(self, mask: int) -> Slots:
-        """The slots whose bits are set, lowest first."""
+        """The slots whose bits are set in `mask`, lowest first."""
         raw = np.frombuffer(mask.to_bytes((self.num_slots + 7) // 8, "little"), np.uint8)
         return np.flatnonzero(np.unpackbits(raw, bitorder="little"))
 
     def set_latency(self, slot: int, latency: LatencyModel) -> None:
-        """An instance's costs are known better now, and so is what is queued there."""
+        """Set the latency model of an instance, and rescale the prefills queued there."""
         before = self.prefill[:, slot].tolist()
         self.prefill[:, slot] = latency.prefill_coefficients
         if tuple(before) != latency.prefill_coefficients:
@@ -191,17 +198,17 @@ class Fleet:
         self._gather_costs()
 
     def prefill_seconds(self, slot: int, num_tokens: int, num_reused: int) -> float:
-        """What an instance would compute on a prompt."""
+        """Seconds that an instance would compute on a prompt."""
         fixed, per_token, squared = self.prefill[:, slot].tolist()
         pairs = num_tokens * num_tokens - num_reused * num_reused
         return float(fixed + per_token * (num_tokens - num_reused) + squared * pairs)
 
     def all_prefill_seconds(self, num_tokens: int, num_reused: Values) -> Values:
-        """What each of the prefill instances would compute on a prompt.
+        """Seconds that each prefill instance would compute on a prompt.
 
         Args:
-            num_tokens: of the prompt.
-            num_reused: ``[..., prefill instances]``.
+            num_tokens: tokens of the prompt.
+            num_reused: tokens that are reused, ``[..., prefill instances]``.
         """
         fixed, per_token, squared = self._prefill_costs
         computed = num_tokens - num_reused
@@ -209,15 +216,15 @@ class Fleet:
         return fixed + computed * (per_token + squared * (num_tokens + num_reused))  # type: ignore[no-any-return]  # numpy's sums of rows
 
     def step_seconds(self, slots: Slots, num_sequences: Values, num_context: Values) -> Values:
-        """What a step of each of these instances would take."""
+        """Seconds of a decode step on each of these instances."""
         step, per_sequence, per_context = self.step[:, slots]
         others = np.maximum(num_sequences - 1, 0)
         return step + per_sequence * others + per_context * num_context  # type: ignore[no-any-return]  # numpy's sums of rows
 
     def alone_seconds(self, num_tokens: int, num_output_tokens: float) -> tuple[float, float]:
-        """What a request's first token and each further one take on the fastest idle instances.
+        """Seconds of a request's first token and of each further one on the fastest idle instances.
 
-        Endless where there is no prefill, or no decode instance.
+        Infinite if there is no prefill or no decode instance.
         """
         slots = self.decode_slots
         prefill = self.all_prefill_seconds(num_tokens, np.zeros(1))
@@ -227,7 +234,8 @@ class Fleet:
 
     def _list_roles(self) -> None:
         roles = sorted(each for each in self._roles.items() if not self.is_away[each[0]])
-        # An instance that drains still decodes what is bound to it; whoever chooses looks for that.
+        # A draining instance stays listed, because it still decodes what is bound to it; choosers
+        # check `is_draining`.
         takes_prefills = [slot for slot, role in roles if role is not Role.DECODE]
         prefill = [slot for slot in takes_prefills if not self.is_draining[slot]] or takes_prefills
         decode = [slot for slot, role in roles if role is not Role.PREFILL]
@@ -247,17 +255,17 @@ class Fleet:
 
 
 def _ratio(before: Sequence[float], after: LatencyModel, num_tokens: int) -> float:
-    """How many times as long as was thought a prefill of so many tokens takes."""
+    """Ratio of the new to the old estimate for a prefill of `num_tokens`."""
     fixed, per_token, squared = before
     seconds = fixed + per_token * num_tokens + squared * num_tokens * num_tokens
     return after.prefill_seconds(num_tokens, 0) / seconds if seconds > 0 else 1.0
 
 
 class PrefillQueues:
-    """What every prefill instance still has to do: first come, first served.
+    """The FIFO prefill queues of all instances.
 
     Args:
-        num_slots: of the fleet.
+        num_slots: slots of the fleet.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -271,14 +279,14 @@ class PrefillQueues:
         ]
 
     def seconds(self, slots: Slots, now: float) -> Values:
-        """How long a new prefill would wait on each of these instances."""
+        """Seconds that a new prefill would wait on each of these instances."""
         spent = np.minimum(np.maximum(now - self._head_since[slots], 0.0), self._head[slots])
         return np.maximum(self._pending[slots] - spent, 0.0)
 
     def enter(
         self, slot: int, request_id: str, seconds: float, num_tokens: int, now: float
     ) -> None:
-        """A prefill of that length is queued."""
+        """Queue a prefill of `seconds`, which computes `num_tokens`."""
         entries = self._entries[slot]
         entries[request_id] = (seconds, num_tokens)
         self._pending[slot] += seconds
@@ -288,7 +296,7 @@ class PrefillQueues:
             self._new_head(slot, now)
 
     def leave(self, slot: int, request_id: str, now: float) -> None:
-        """A prefill is done, or will never be."""
+        """Remove a prefill that is complete or cancelled. Idempotent."""
         entries = self._entries[slot]
         if request_id not in entries:
             return
@@ -301,7 +309,7 @@ class PrefillQueues:
             self._new_head(slot, now)
 
     def rescale(self, slot: int, ratio_of: Callable[[int], float]) -> None:
-        """Each of the queued prefills takes so many times as long, by the tokens it computes."""
+        """Multiply the seconds of each queued prefill by `ratio_of` its tokens."""
         entries = self._entries[slot]
         if not entries:
             return
@@ -311,7 +319,7 @@ class PrefillQueues:
         self._head[slot] = next(iter(entries.values()))[0]
 
     def clear(self, slot: int) -> None:
-        """Nothing is queued there any more."""
+        """Empty the queue of an instance."""
         self._entries[slot].clear()
         for column in (self.num_requests, self.num_tokens, self._pending, self._head):
             column[slot] = 0.0
@@ -319,6 +327,6 @@ class PrefillQueues:
     def _new_head(self, slot: int, now: float) -> None:
         entries = self._entries[slot]
         if not entries:
-            self._pending[slot] = 0.0  # sums of floats leave crumbs
+            self._pending[slot] = 0.0  # drop accumulated rounding errors
         self._head[slot] = next(iter(entries.values()))[0] if entries else 0.0
         self._head_since[slot] = now

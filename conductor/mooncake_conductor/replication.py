@@ -1,9 +1,9 @@
-"""Copies of hot chunks, made before they are asked for again: when all who hold them will be busy.
+"""Replicates hot chunks before they are requested again, if the links of all holders are busy.
 
-A fetch leaves a copy where that pays, so what is hot spreads by itself. It does so one request
-late, and each of those requests waits for the same links. Where the links of every holder are taken
-for most of the time to come, a further copy is worth its transfer at once. Mooncake (FAST'25)
-copies on demand only, and names the sender's congestion as what limits it; the rule is ours.
+A fetch leaves a copy where that pays, so hot chunks spread by themselves, but one request too late,
+and each of these requests waits for the same links. If the links of all holders are booked for most
+of the near future, another copy is worth its transfer immediately. Mooncake (FAST'25) copies on
+demand only, and names congestion at the sender as the limit; this rule is our own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class ReplicationRule:
     """When a copy is made.
 
     Args:
-        busy_share: of the horizon that the links of all holders must be taken for.
-        horizon_s: how far that looks.
-        cooldown_s: between two copies of the same chunk.
-        min_heat: requests, decayed, below which nothing is hot.
+        busy_share: share of the horizon for which the links of all holders must be booked.
+        horizon_s: seconds into the future that are considered.
+        cooldown_s: seconds between two copies of the same chunk.
+        min_heat: decayed number of requests from which a chunk is hot.
     """
 
     busy_share: float = 0.7
@@ -50,8 +50,9 @@ class Replication:
     """A copy to make.
 
     Args:
-        source, target: slots.
-        keys: of the chunks, in order.
+        source: slot of the sender.
+        target: slot of the receiver.
+        keys: keys of the chunks, in order.
     """
 
     source: int
@@ -60,13 +61,13 @@ class Replication:
 
 
 class Replicator:
-    """Proposes copies; whoever asks makes them, or does not.
+    """Proposes copies; the caller decides whether to make them.
 
     Args:
-        fleet: whose links are looked at.
-        heat: how often chunks are asked for.
-        reports: which instances have room.
-        rule: when.
+        fleet: the instances and their links.
+        heat: request frequency of chunks.
+        reports: which instances have free space.
+        rule: when a copy is made.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Replicator:
         self._cooling: OrderedDict[int, float] = OrderedDict()
 
     def propose(self, keys: Sequence[int], match: PrefixMatches, now: float) -> list[Replication]:
-        """Copies of what a request has just asked for, at most one per run of equal holders."""
+        """Propose copies of the chunks of a request, at most one per run of equal holders."""
         found, start = [], 0
         for length, mask in match.runs:
             run = tuple(keys[start : start + length])
@@ -101,12 +102,13 @@ class Replicator:
         return self._heat.of(key, now) >= self._rule.min_heat
 
     def _are_busy(self, holders: np.ndarray[tuple[int], np.dtype[np.int64]], now: float) -> bool:
-        """Whether every holder will be sending for most of the horizon."""
+        """Whether the links of all holders are booked for most of the horizon."""
         taken = self._fleet.links.sending_until[holders] - now
         return bool(taken.min() >= self._rule.busy_share * self._rule.horizon_s)
 
     def _target(self, mask: int, run: tuple[int, ...], now: float) -> int | None:
-        """Who lacks the run, is soonest free to receive it, and loses less by it than it gains."""
+        """The instance to copy to: it lacks the chunks, its next victim is colder than they are,
+        and its link is free to receive first."""
         if self._cooling.get(run[0], -np.inf) > now:
             return None
         fleet = self._fleet

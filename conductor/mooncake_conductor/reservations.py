@@ -1,7 +1,8 @@
-"""What requests have reserved: prefill time, predicted chunks, a place to decode.
+"""Reservations of requests: prefill time, link time, predicted chunks and decode capacity.
 
-Every reservation has an owner and a deadline, and ends exactly once, in whatever way the request
-does: finished, failed, cancelled, refused late, overdue, its owner or its instance gone.
+Every reservation has an owner and a deadline, and ends exactly once: when its request finishes,
+fails, is cancelled or refused after the prefill, when it expires, or when its owner or instance is
+gone.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from mooncake_conductor.policies.situation import PrefillChoice, RoutingRequest,
 
 
 class Stage(Enum):
-    """How far a request has come."""
+    """Progress of a request."""
 
     PREFILLING = auto()
     """Queued or running on its prefill instance."""
     HANDED_OVER = auto()
-    """Prefilled; its KV is on the way."""
+    """Prefilled; its KV is being transferred."""
     DECODING = auto()
 
 
 class ReservationEvent(Enum):
-    """What happens to a reservation."""
+    """Changes of a reservation."""
 
     RESERVED = "reserved"
     PREFILLED = "prefilled"
@@ -42,16 +43,17 @@ class ReservationEvent(Enum):
 
 @dataclass(slots=True)
 class Reservation:
-    """One request's.
+    """The reservation of one request.
 
     Args:
-        request: whose.
-        choice: of its prefill instance.
-        decode_slot: bound to it; may change until it decodes.
-        deadline: when it is taken away.
-        expected_at: when the prefill should be done.
-        prediction: of the chunks that it will leave there.
-        transfers: that have the links: its fetches, then its KV's way to the decode instance.
+        request: the request.
+        choice: the choice of its prefill instance.
+        decode_slot: slot of its decode instance; may change until it decodes.
+        deadline: time at which the reservation expires.
+        expected_at: expected end of the prefill.
+        stage: progress of the request.
+        prediction: chunks that the prefill will leave on its instance.
+        transfers: bookings of links: its fetches, later the transfer to the decode instance.
     """
 
     request: RoutingRequest
@@ -68,18 +70,17 @@ OnChange = Callable[[ReservationEvent, Reservation, float], None]
 
 
 def _ignore(event: ReservationEvent, made: Reservation, now: float) -> None:
-    """Nobody shares."""
+    """Default of `on_change`: changes are not shared."""
 
 
 class ReservationBook:
-    """All live reservations.
+    """All live reservations of a conductor.
 
     Args:
-        fleet: whose queues hold the prefills.
-        index: that predictions go to.
-        ledger: that decodes go to.
-        sends_late: KV goes to the decode instance once the prefill is done (pull), instead of
-            while it is computed (push).
+        fleet: the instances, with their prefill queues and links.
+        index: receives the predictions.
+        ledger: receives the bindings to decode instances.
+        sends_late: KV is transferred after the prefill (pull) instead of during it (push).
     """
 
     def __init__(
@@ -91,24 +92,24 @@ class ReservationBook:
         self._sends_late = sends_late
         self._live: dict[str, Reservation] = {}
         self._deadlines: list[tuple[float, str]] = []
-        # Receives every change, in order; for who shares them with other conductors.
+        # Called with every change, in order, to share them with other conductors.
         self.on_change: OnChange = _ignore
 
     def __len__(self) -> int:
         return len(self._live)
 
     def of_owner(self, owner: str) -> list[Reservation]:
-        """All that one has reserved."""
+        """All reservations of an owner."""
         return [made for made in self._live.values() if made.request.owner == owner]
 
     def get(self, request_id: str) -> Reservation | None:
-        """A live one."""
+        """The live reservation of a request, if any."""
         return self._live.get(request_id)
 
     def reserve(self, made: Reservation, now: float) -> None:
-        """Take prefill time, links for the fetches, and a place to decode; predict the chunks.
+        """Reserve prefill time, links for the fetches and decode capacity, and predict the chunks.
 
-        A request that comes again under the same id has lost what it had.
+        An existing reservation with the same request id is released first.
         """
         request, choice = made.request, made.choice
         self.release(request.request_id, now)
@@ -116,7 +117,7 @@ class ReservationBook:
         heapq.heappush(self._deadlines, (made.deadline, request.request_id))
         computed = request.num_tokens - choice.num_reused
         queues = self._fleet.queues
-        # While it waits for its load, nobody else is prefilled there.
+        # While a prefill waits for its KV load, its instance prefills nothing else.
         seconds = behind_queue(choice.queue, choice.load, choice.compute, self._fleet.num_layers)
         taken = seconds - choice.queue
         queues.enter(choice.slot, request.request_id, taken, computed, now)
@@ -129,7 +130,11 @@ class ReservationBook:
         self.on_change(ReservationEvent.RESERVED, made, now)
 
     def prefilled(self, request_id: str, now: float) -> Reservation | None:
-        """The prefill is done: its time is free again."""
+        """Note that the prefill is complete, and release its time.
+
+        Returns:
+            The reservation of the request, if any.
+        """
         made = self._live.get(request_id)
         if made is not None and made.stage is Stage.PREFILLING:
             made.stage = Stage.HANDED_OVER
@@ -141,13 +146,15 @@ class ReservationBook:
         return made
 
     def is_prefilling(self, request_id: str) -> bool:
-        """Whether a live one's prefill is not done."""
+        """Whether the request has a live reservation and its prefill is not complete."""
         made = self._live.get(request_id)
         return made is not None and made.stage is Stage.PREFILLING
 
     def rebind(self, request_id: str, decode_slot: int, now: float, num_held: int = 0) -> None:
-        """The request will decode there, where so many of its tokens are already. Once its prefill
-        is done, its KV takes the links."""
+        """Bind a request to a decode instance that holds `num_held` tokens of its prompt already.
+
+        If the prefill is complete, the links are booked for the transfer of its KV.
+        """
         made = self._live.get(request_id)
         if made is not None and made.stage is not Stage.DECODING:
             made.decode_slot = decode_slot
@@ -157,7 +164,7 @@ class ReservationBook:
             self.on_change(ReservationEvent.REBOUND, made, now)
 
     def joined(self, request_id: str, now: float) -> None:
-        """The request decodes."""
+        """Note that the request decodes."""
         made = self.prefilled(request_id, now)
         if made is not None:
             made.stage = Stage.DECODING
@@ -166,14 +173,14 @@ class ReservationBook:
             self.on_change(ReservationEvent.JOINED, made, now)
 
     def finished(self, request_id: str, now: float) -> None:
-        """The request has all its tokens."""
+        """End the reservation of a completed request."""
         self._ledger.finish(request_id, now)
         if (made := self._live.get(request_id)) is not None:
             self.on_change(ReservationEvent.FINISHED, made, now)
         self.release(request_id, now)
 
     def release(self, request_id: str, now: float) -> bool:
-        """The request has ended; returns whether it held anything."""
+        """End the reservation of a request, if any. Returns whether it had one."""
         made = self.prefilled(request_id, now)
         self._ledger.release(request_id)
         self._live.pop(request_id, None)
@@ -183,7 +190,7 @@ class ReservationBook:
         return made is not None
 
     def sweep(self, now: float) -> list[str]:
-        """Release what is past its deadline."""
+        """Release expired reservations. Returns their request ids."""
         overdue = []
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, request_id = heapq.heappop(self._deadlines)
@@ -194,11 +201,11 @@ class ReservationBook:
         return overdue
 
     def release_owner(self, owner: str, now: float) -> list[str]:
-        """A proxy is gone: release what it had reserved."""
+        """Release all reservations of an owner: a proxy that is gone."""
         return self._release_where(lambda made: made.request.owner == owner, now)
 
     def release_slot(self, slot: int, now: float) -> list[str]:
-        """An instance is gone: release what still needs it."""
+        """Release all reservations that still need an instance: it is gone."""
 
         def needs(made: Reservation) -> bool:
             prefills = made.stage is Stage.PREFILLING and made.choice.slot == slot
@@ -210,7 +217,7 @@ class ReservationBook:
         return self._release_where(needs, now)
 
     def uses(self, slot: int) -> bool:
-        """Whether an instance still has work, or KV that a decode instance has not taken yet."""
+        """Whether an instance has work, or KV that a decode instance has not received yet."""
         return any(
             made.decode_slot == slot
             or (made.choice.slot == slot and made.stage is not Stage.DECODING)
@@ -224,7 +231,7 @@ class ReservationBook:
         return ended
 
     def _send(self, made: Reservation, num_held: int, now: float) -> None:
-        """Its KV goes to the decode instance; one that was bound before gets no more of it."""
+        """Book the transfer of the KV to the decode instance; cancels earlier transfers."""
         self._end_transfers(made, now)
         source, fleet = made.choice.slot, self._fleet
         if source == made.decode_slot:
@@ -239,7 +246,7 @@ class ReservationBook:
         made.transfers = []
 
     def _new_chunks(self, made: Reservation) -> tuple[int, ...]:
-        """What its prefill adds to what its instance holds."""
+        """Keys of the chunks that the prefill adds to those that its instance holds."""
         choice = made.choice
         if choice.fetches and choice.keeps_copy:
             return made.request.keys[choice.fetches[0].start :]

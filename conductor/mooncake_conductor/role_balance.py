@@ -1,7 +1,7 @@
-"""Which side is short, whether an instance should change sides, and how many there should be.
+"""Role balance: the load of both roles, which role is short of instances, and role switches.
 
-Roles are fixed and change only on significant shifts of load, as in the paper: a two-state rule
-with hysteresis. An instance that is to change gets no more requests, and changes once it is idle.
+Roles are switched only after significant shifts of load, as in the paper: a rule with hysteresis.
+An instance that is to switch is drained, and switches once it is idle.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mooncake_conductor.reservations import ReservationBook
 
 @dataclass(frozen=True, slots=True)
 class RoleRule:
-    """When a side is short.
+    """When a role is short of instances.
 
     Args:
-        high: load of a side from which it is short, if the other's is below ``low``.
-        low: load of the other side below which it can spare an instance.
-        hold_s: how long both must hold before anything is proposed, and between two proposals.
-        min_each: instances that each side keeps.
+        high: load from which a role is short, if the other's load is at most ``low``.
+        low: load up to which the other role can spare an instance.
+        hold_s: seconds for which both must hold before a switch is proposed, and between proposals.
+        min_each: instances that each role keeps.
     """
 
     high: float = 0.9
@@ -42,7 +42,7 @@ class RoleRule:
 
 
 class Balance(Enum):
-    """Which side is short."""
+    """Which role is short of instances."""
 
     EVEN = "even"
     SHORT_OF_PREFILL = "short of prefill"
@@ -51,12 +51,13 @@ class Balance(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FleetLoad:
-    """The load of both sides; 1 is as much as the objectives allow.
+    """The load of both roles; 1 is the most that the objectives allow.
 
     Args:
-        prefill: mean seconds of queue, as a share of the objective for the first token.
-        decode: mean share of decode slots or of KV memory that is taken, whichever is more.
-        num_prefill, num_decode: instances.
+        prefill: mean queueing time of prefills, as a share of the TTFT objective.
+        decode: mean share of batch slots or KV memory in use, whichever is more.
+        num_prefill: prefill instances.
+        num_decode: decode instances.
     """
 
     prefill: float
@@ -65,8 +66,10 @@ class FleetLoad:
     num_decode: int
 
     def wanted(self, target: float = 0.7) -> tuple[int, int]:
-        """Prefill and decode instances at which the load would be ``target``, at least 1 each:
-        what an autoscaler computes from the loads."""
+        """Numbers of prefill and decode instances at which the load would be ``target``.
+
+        At least 1 each. This is what an autoscaler computes from the loads.
+        """
         return (
             max(math.ceil(self.num_prefill * self.prefill / target), 1),
             max(math.ceil(self.num_decode * self.decode / target), 1),
@@ -75,11 +78,11 @@ class FleetLoad:
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """An instance that should change sides once it has no work.
+    """An instance that should switch its role once it is idle.
 
     Args:
-        slot: which.
-        role: what it becomes.
+        slot: slot of the instance.
+        role: its new role.
     """
 
     slot: int
@@ -87,13 +90,13 @@ class RoleChange:
 
 
 def fleet_load(fleet: Fleet, ledger: DecodeLedger, ttft_s: float, now: float) -> FleetLoad:
-    """The load of now.
+    """The current load of both roles.
 
     Args:
         fleet: the instances.
-        ledger: who decodes where.
-        ttft_s: objective for the first token; must be finite.
-        now: the time.
+        ledger: the requests bound to decode instances.
+        ttft_s: TTFT objective in seconds; must be finite.
+        now: current time.
     """
     queue = fleet.queues.seconds(fleet.prefill_slots, now)
     slots, held = fleet.decode_slots, ledger.reserved()
@@ -110,10 +113,10 @@ def fleet_load(fleet: Fleet, ledger: DecodeLedger, ttft_s: float, now: float) ->
 
 
 class RoleBalancer:
-    """Looks at loads now and then, and says who should change sides.
+    """Observes the load, and proposes which instance should switch its role.
 
     Args:
-        rule: when.
+        rule: when a role is short of instances.
     """
 
     def __init__(self, rule: RoleRule) -> None:
@@ -123,8 +126,11 @@ class RoleBalancer:
         self._proposed_at = -math.inf
 
     def observe(self, load: FleetLoad, now: float) -> Balance:
-        """The state with this load: a side that was short stays so until its load is below the
-        middle of both limits, or the other's above it."""
+        """Update the state with the current load, and return it.
+
+        A role that was short stays so until its load falls below the middle of both limits, or the
+        other role's load rises above it.
+        """
         rule, middle = self._rule, (self._rule.low + self._rule.high) / 2
         prefill, decode = load.prefill, load.decode
         state = self.state
@@ -142,7 +148,7 @@ class RoleBalancer:
     def propose(
         self, fleet: Fleet, ledger: DecodeLedger, load: FleetLoad, now: float
     ) -> RoleChange | None:
-        """The instance with the least work on the side that can spare one, if it is time."""
+        """Propose to switch the least loaded instance of the role that can spare one, if due."""
         self.observe(load, now)
         waits_until = max(self._since, self._proposed_at) + self._rule.hold_s
         if self.state is Balance.EVEN or now < waits_until:
@@ -162,14 +168,16 @@ class RoleBalancer:
 
 
 class RoleChanges:
-    """Carries a change through: drain, wait until idle, change; or give up if the load turns.
+    """Carries out role switches: drains the instance, waits until it is idle, and reports it.
+
+    A switch is abandoned if the load changes meanwhile.
 
     Args:
         fleet: the instances.
-        book: what they still have to do.
-        ledger: who decodes where.
-        rule: when.
-        ttft_s: objective for the first token, which prefill load is measured by.
+        book: the reservations, which tell whether an instance is idle.
+        ledger: the requests bound to decode instances.
+        rule: when a role is short of instances.
+        ttft_s: TTFT objective in seconds, relative to which prefill load is measured.
     """
 
     def __init__(
@@ -191,16 +199,19 @@ class RoleChanges:
 
     @property
     def state(self) -> Balance:
-        """Which side is short."""
+        """Which role is short of instances."""
         return self._balancer.state
 
     def load(self, now: float) -> FleetLoad:
-        """The load of both sides: what autoscalers are shown."""
+        """The load of both roles, as shown to autoscalers."""
         return fleet_load(self._fleet, self._ledger, self._ttft_s, now)
 
     def tick(self, now: float) -> RoleChange | None:
-        """Call now and then; returns a change that can be made at once. Whoever makes it calls
-        ``Fleet.set_role``."""
+        """Do the next step; must be called periodically.
+
+        Returns:
+            A switch that can be made now, if any. The caller makes it with ``Fleet.set_role``.
+        """
         load = self.load(now)
         if self._pending is None:
             change = self._balancer.propose(self._fleet, self._ledger, load, now)

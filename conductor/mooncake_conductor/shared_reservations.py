@@ -1,8 +1,8 @@
-"""Several conductors on one fleet: each tells the others what it has reserved.
+"""Shares reservations between several conductors on the same fleet.
 
-Instances go by name, as every conductor numbers its slots by itself; times are from now on, as
-clocks differ. What is told is applied as if it had been decided here, and ends with its deadline,
-or with its owner, once that is gone.
+Messages identify instances by name, because each conductor numbers its slots itself, and contain
+relative times, because clocks differ. A remote reservation is applied as if it had been made here;
+it ends with its deadline, or when its owner is gone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mooncake_conductor.reservations import (
     Stage,
 )
 
-# What a snapshot tells at once: so many requests, or fewer that have so many keys together. As JSON
-# that is less than 150 kB, also where prompts are long.
+# Bounds of a portion of a snapshot: requests, and keys of all their chunks. As JSON a portion is
+# less than 150 kB, even with long prompts.
 PORTION = 64
 PORTION_KEYS = 4096
 
@@ -31,11 +31,18 @@ class Reserved(Struct, tag="reserved", frozen=True):
 
     Args:
         request_id: unique among all conductors.
-        prefill, decode: names of its instances.
-        num_tokens, num_reused, num_output, request_class: of the request.
-        keys: of its prompt's chunks, 8 bytes each.
-        ttft, queue, load, compute: as in ``PrefillChoice``; seconds.
-        lifetime_s: until its deadline.
+        prefill: name of its prefill instance.
+        decode: name of its decode instance.
+        num_tokens: tokens of its prompt.
+        num_reused: tokens that are not computed again.
+        num_output: expected output tokens.
+        request_class: class of the request.
+        keys: keys of its prompt's chunks, 8 bytes each.
+        ttft: as in ``PrefillChoice``, in seconds, like the next three.
+        queue: seconds in the prefill queue.
+        load: seconds to load the reused prefix.
+        compute: seconds of computation.
+        lifetime_s: seconds until its deadline.
     """
 
     request_id: str
@@ -54,7 +61,7 @@ class Reserved(Struct, tag="reserved", frozen=True):
 
 
 class Moved(Struct, tag="moved", frozen=True):
-    """A request that was placed has come further, or has ended. ``decode`` where it is bound."""
+    """A placed request has progressed or ended. ``decode`` names its decode instance."""
 
     request_id: str
     event: ReservationEvent
@@ -66,13 +73,13 @@ Publish = Callable[[ReservationChange], None]
 
 
 class ReservationExchange:
-    """One conductor's end.
+    """One conductor's end of the exchange.
 
     Args:
-        book: of the conductor.
-        owner: of what this conductor reserves.
-        names: of its slots.
-        slot_of: the slot of an instance; None for one that is not known here.
+        book: reservations of the conductor.
+        owner: owner of the reservations that this conductor makes.
+        names: names of its slots.
+        slot_of: returns the slot of an instance; None if it is unknown here.
     """
 
     def __init__(
@@ -90,15 +97,15 @@ class ReservationExchange:
         book.on_change = self._tell
 
     def start(self, publish: Publish) -> None:
-        """Tell every change from now on."""
+        """Publish every change from now on."""
         self._publish = publish
 
     def snapshot(self, now: float) -> list[ReservationChange]:
-        """All that this conductor has reserved, and how far it has come."""
+        """All reservations of this conductor, with their progress."""
         return [change for portion in self.portions(lambda: now) for change in portion]
 
     def portions(self, now: Callable[[], float]) -> Iterator[list[ReservationChange]]:
-        """The same, little by little: each portion is as things are when it is asked for."""
+        """Yield the snapshot in portions; each is up to date when it is yielded."""
         told: list[ReservationChange] = []
         num_told = num_keys = 0
         for made in self._book.of_owner(self._owner):
@@ -129,9 +136,19 @@ class ReservationExchange:
         *,
         is_snapshot: bool = False,
     ) -> list[tuple[Reservation, ReservationEvent]]:
-        """Apply what another conductor has told; returns whose prefill, or decoding, has begun or
-        ended, for who believes instances to hold what they worked on. Of a snapshot much is known
-        already; what is known to be elsewhere is placed anew, as news of that was lost."""
+        """Apply changes that another conductor has published.
+
+        Args:
+            owner: owner of the reservations.
+            changes: the changes, in order.
+            now: current time.
+            is_snapshot: the changes are part of a snapshot. Known reservations are skipped then;
+                one that is known to be on other instances is placed again, as an update was lost.
+
+        Returns:
+            The existing reservations that have progressed, for callers that estimate which chunks
+            instances hold.
+        """
         applied = []
         for change in changes:
             made = self._book.get(change.request_id)
@@ -146,7 +163,7 @@ class ReservationExchange:
         return applied
 
     def retain(self, owner: str, request_ids: Collection[str], now: float) -> None:
-        """Another conductor has reserved this, and nothing else."""
+        """Release all reservations of another conductor except these."""
         for made in self._book.of_owner(owner):
             if made.request.request_id not in request_ids:
                 self._book.release(made.request.request_id, now)
@@ -224,7 +241,7 @@ class ReservationExchange:
 
 
 def _has_come_to(made: Reservation, event: ReservationEvent) -> bool:
-    """Whether a reservation is where an event of a snapshot would bring it, or further."""
+    """Whether a reservation has already progressed to the event of a snapshot, or further."""
     if event is ReservationEvent.JOINED:
         return made.stage is Stage.DECODING
     return made.stage is not Stage.PREFILLING

@@ -1,4 +1,7 @@
-"""Whether a request is served at all: objectives per class, refusals, and when to come back."""
+"""Admission by objectives: compares forecasts with the objectives of request classes.
+
+Refuses requests that would miss their objectives, and suggests when to retry.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from mooncake_conductor.decode_choice import DecodeView
 from mooncake_conductor.errors import ConductorConfigError
 
 MIN_RETRY_S, MAX_RETRY_S = 1, 60
-"""Clients ignore a ``Retry-After`` beyond a minute and come back at once."""
+"""Bounds of ``Retry-After``. Clients ignore values above a minute and retry immediately."""
 _JITTER = 0.2
 _SHED_POWER = 5
 
@@ -23,54 +26,54 @@ class AdmissionMode(Enum):
     NONE = "none"
     """Never."""
     BASELINE = "baseline"
-    """Prefill load at arrival; decode load once the prefill is done, and in vain."""
+    """By prefill load at arrival, and by decode load after the prefill, which is wasted then."""
     EARLY = "early"
-    """Both at arrival, by the load of that moment."""
+    """By both loads at arrival, as they are then."""
     PREDICTIVE = "predictive"
-    """Both at arrival, by the decode load that will be there when the prefill ends."""
+    """By both loads at arrival, the decode load as expected at the end of the prefill."""
 
     @property
     def view(self) -> DecodeView:
-        """The decode load that decides."""
+        """Which decode load decides."""
         is_now = self in (AdmissionMode.BASELINE, AdmissionMode.EARLY)
         return DecodeView.NOW if is_now else DecodeView.PREDICTED
 
 
 class Refusal(Enum):
-    """Why a request is not served: the ``code`` of the error that its client gets."""
+    """Why a request is refused. The value is the ``code`` of the error that the client gets."""
 
     SLO_TTFT = "slo_ttft"
-    """Its first token would come too late."""
+    """Its first token would miss the TTFT objective."""
     SLO_TBT = "slo_tbt"
-    """Its tokens would come too slowly."""
+    """Its tokens would miss the TBT objective."""
     DECODE_FULL = "decode_full"
-    """No decode instance has room."""
+    """No decode instance has capacity."""
     SHED = "shed"
-    """It is of a class that makes way when load rises."""
+    """Its class is best effort, and is shed under high load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Seconds that a request takes on the fastest instance, alone and with nothing reused."""
+    """Unloaded latencies: seconds on the fastest idle instance, with nothing reused."""
 
     ttft: float
     tbt: float
 
 
 NOT_ALONE = Alone(math.inf, math.inf)
-"""Where no objective is a multiple."""
+"""Used if no objective is a multiple of the unloaded latency."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a class of requests wants; of two limits the tighter one holds.
+    """The objective of a request class. Of an absolute and a relative limit the tighter one holds.
 
     Args:
-        ttft_s: time to the first token at most.
-        tbt_s: time between tokens at most.
-        is_best_effort: it is refused the more often, the nearer load comes to its objectives.
-        ttft_scale, tbt_scale: the same as multiples of what the request would take alone, with
-            nothing reused, as the paper states its objectives.
+        ttft_s: limit of the TTFT, in seconds.
+        tbt_s: limit of the TBT, in seconds.
+        is_best_effort: requests are shed, more often the closer load is to the objective.
+        ttft_scale: limit of the TTFT as a multiple of the unloaded latency, as in the paper.
+        tbt_scale: limit of the TBT as a multiple of the unloaded latency.
     """
 
     ttft_s: float = math.inf
@@ -89,7 +92,7 @@ class Objective:
         return math.isfinite(min(self.ttft_scale, self.tbt_scale))
 
     def in_seconds(self, alone: Alone) -> Objective:
-        """What it means for a request that would take so long alone."""
+        """The objective in seconds for a request with these unloaded latencies."""
         ttft, tbt = self.ttft_s, self.tbt_s
         if math.isfinite(self.ttft_scale):
             ttft = min(ttft, self.ttft_scale * alone.ttft)
@@ -99,17 +102,17 @@ class Objective:
 
 
 def objective(ttft: str, tbt: str, *, is_best_effort: bool = False) -> Objective:
-    """An objective from options: milliseconds, or multiples like ``10x``.
+    """Parse an objective: limits in milliseconds, or multiples of the unloaded latency (``10x``).
 
     Raises:
-        ConductorConfigError: one is neither.
+        ConductorConfigError: a limit is neither.
     """
     (ttft_s, ttft_scale), (tbt_s, tbt_scale) = _limit(ttft), _limit(tbt)
     return Objective(ttft_s, tbt_s, is_best_effort, ttft_scale, tbt_scale)
 
 
 def _limit(text: str) -> tuple[float, float]:
-    """Seconds and multiple; one of them is infinite."""
+    """Parse a limit to (seconds, multiple); one of them is infinite."""
     number = text.strip().lower()
     try:
         if number.endswith("x"):
@@ -124,30 +127,30 @@ def _limit(text: str) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Objectives by class.
+    """Objectives of all request classes.
 
     Args:
-        default: of a class that is not named.
-        by_class: of those that are.
+        default: objective of classes that are not in `by_class`.
+        by_class: objectives by class name.
     """
 
     default: Objective = field(default_factory=Objective)
     by_class: Mapping[str, Objective] = field(default_factory=dict)
 
     def of(self, request_class: str) -> Objective:
-        """What that class wants."""
+        """The objective of a class."""
         return self.by_class.get(request_class, self.default)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a request would meet.
+    """Expected latencies of a request.
 
     Args:
-        ttft: seconds to the first token; 0 once the prefill is done.
-        tbt: seconds between tokens; infinite if no instance has room.
-        drain_s: until a sequence leaves the decode instance, on average.
-        alone: what objectives in multiples refer to.
+        ttft: seconds to the first token; 0 after the prefill.
+        tbt: seconds between tokens; infinite if no instance has capacity.
+        drain_s: mean seconds until a sequence leaves the decode instance.
+        alone: unloaded latencies, to which relative objectives refer.
     """
 
     ttft: float
@@ -158,11 +161,11 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Admitted, or why not and when to come back.
+    """Whether a request is admitted, and if not, why and when to retry.
 
     Args:
-        refusal: None if the request is admitted.
-        retry_after_s: whole seconds, 1 to 60; 0 if it is admitted.
+        refusal: reason of the refusal; None if the request is admitted.
+        retry_after_s: when to retry, 1 to 60 whole seconds; 0 if the request is admitted.
     """
 
     refusal: Refusal | None = None
@@ -170,7 +173,7 @@ class Verdict:
 
     @property
     def is_admitted(self) -> bool:
-        """Whether it is served."""
+        """Whether the request is served."""
         return self.refusal is None
 
 
@@ -182,8 +185,8 @@ class Admission:
 
     Args:
         mode: when load leads to a refusal.
-        objectives: what the classes want.
-        rng: spreads the times at which refused clients come back.
+        objectives: objectives of the request classes.
+        rng: adds jitter to retry times, and decides which best-effort requests are shed.
     """
 
     def __init__(self, mode: AdmissionMode, objectives: Objectives, rng: random.Random) -> None:
@@ -192,7 +195,7 @@ class Admission:
         self._rng = rng
 
     def at_arrival(self, request_class: str, forecast: Forecast) -> Verdict:
-        """Before anything is done for a request."""
+        """Decide at the arrival of a request."""
         if self.mode is AdmissionMode.NONE:
             return ADMITTED
         wanted = self.objectives.of(request_class).in_seconds(forecast.alone)
@@ -209,7 +212,7 @@ class Admission:
         return self._verdict(refusal, wanted, forecast)
 
     def after_prefill(self, request_class: str, forecast: Forecast) -> Verdict:
-        """Once the prefill is done: the decode instance's own check, in every mode but none."""
+        """Decide again after the prefill, by the decode load, in every mode but `none`."""
         if self.mode is AdmissionMode.NONE:
             return ADMITTED
         wanted = self.objectives.of(request_class).in_seconds(forecast.alone)
@@ -232,7 +235,7 @@ class Admission:
         return Verdict(refusal, self.retry_after(max(late, drained)))
 
     def retry_after(self, seconds: float) -> int:
-        """Whole seconds for ``Retry-After``: about as many, never below 1 nor above 60."""
+        """About `seconds` as whole seconds for ``Retry-After``, with jitter, from 1 to 60."""
         if not math.isfinite(seconds):
             return MAX_RETRY_S
         spread = seconds * (1 + self._rng.uniform(-_JITTER, _JITTER))

@@ -1,1 +1,1 @@
-"""What things cost, in seconds: prefill, loads, transfers, decode steps."""
+"""The cost model: seconds of prefills, decode steps, KV loads and KV transfers."""

@@ -1,4 +1,7 @@
-"""How long a prefill and a decode step take, and where the coefficients come from at the start."""
+"""The latency model of an instance: seconds per prefill and decode step, with initial estimates.
+
+Before an instance is measured (`online_fit.py`), its coefficients come from the tables here.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """Seconds of one instance. A prompt of n tokens of which p are reused costs
-    ``fixed + per_token·(n − p) + per_token_squared·(n² − p²)``; a step of b sequences with c tokens
-    of context in all costs ``step + step_per_sequence·(b − 1) + step_per_context_token·c``.
+    """Latencies of one instance, in seconds.
 
-    All coefficients are at least 0, so more work never costs less.
+    The prefill of a prompt of n tokens, p of them reused, takes
+    ``fixed + per_token·(n − p) + per_token_squared·(n² − p²)``. A decode step of b sequences with c
+    tokens of context in total takes
+    ``step + step_per_sequence·(b − 1) + step_per_context_token·c``.
+
+    All coefficients are at least 0, so that more work never takes less time.
     """
 
     fixed: float
@@ -33,22 +39,22 @@ class LatencyModel:
 
     @property
     def prefill_coefficients(self) -> tuple[float, float, float]:
-        """Of 1, n − p and n² − p²."""
+        """Coefficients of 1, n − p and n² − p²."""
         return self.fixed, self.per_token, self.per_token_squared
 
     @property
     def step_coefficients(self) -> tuple[float, float, float]:
-        """Of 1, b − 1 and the tokens of context."""
+        """Coefficients of 1, b − 1 and the tokens of context."""
         return self.step, self.step_per_sequence, self.step_per_context_token
 
     def prefill_seconds(self, num_tokens: float, num_reused: float) -> float:
-        """One prefill, alone on the instance."""
+        """Seconds of one prefill without queueing."""
         computed = num_tokens - num_reused
         pairs = num_tokens * num_tokens - num_reused * num_reused
         return self.fixed + self.per_token * computed + self.per_token_squared * pairs
 
     def step_seconds(self, num_sequences: float, num_context_tokens: float) -> float:
-        """One step of decoding."""
+        """Seconds of one decode step."""
         others = max(num_sequences - 1, 0)
         context = self.step_per_context_token * num_context_tokens
         return self.step + self.step_per_sequence * others + context
@@ -56,14 +62,14 @@ class LatencyModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model's config says about costs.
+    """The properties of a model that determine its costs.
 
     Args:
-        num_layers: transformer layers.
-        num_heads: query heads.
-        head_dims: of keys and values of one head, added.
-        active_parameters: weights that one token meets.
-        kv_bytes_per_token: KV of all layers.
+        num_layers: number of transformer layers.
+        num_heads: number of query heads.
+        head_dims: key width plus value width of one head.
+        active_parameters: parameters used per token.
+        kv_bytes_per_token: KV bytes per token of all layers.
     """
 
     num_layers: int
@@ -78,11 +84,12 @@ class Device:
     """One accelerator, or one CPU socket.
 
     Args:
-        tflops: peak of dense bfloat16.
-        linear_share, attention_share: of the peak that products and attention reach.
-        memory_gb_s: bandwidth of its memory.
-        host_gb_s: bandwidth from host memory.
-        memory_gib: capacity.
+        tflops: peak of dense bfloat16, in TFLOPS.
+        linear_share: share of the peak that matrix products reach.
+        attention_share: share of the peak that attention reaches.
+        memory_gb_s: bandwidth of its memory, in GB/s.
+        host_gb_s: bandwidth from host memory, in GB/s.
+        memory_gib: capacity of its memory, in GiB.
     """
 
     tflops: float
@@ -94,7 +101,7 @@ class Device:
 
 
 DEVICES = {
-    # Shares of the peak: Vidur's measured kernels for A100 and H100; the others are assumed.
+    # Shares of the peak: from Vidur's measured kernels for A100 and H100; assumed for the others.
     "A100": Device(312, 0.66, 0.40, 2039, 25, 80),
     "A800": Device(312, 0.66, 0.40, 2039, 25, 80),
     "H100": Device(989, 0.60, 0.36, 3350, 50, 80),
@@ -113,21 +120,21 @@ MODELS = {
 }
 
 MEASURED = {
-    # LLaMA3-70B on 8×A800: fitted to the measured prefills of Mooncake (FAST'25, figure 14), at
-    # most 8 % off; decode from the same figure and the batch sizes of arXiv 2407.00079, figure 2.
+    # LLaMA3-70B on 8×A800: prefill fitted to Mooncake's measurements (FAST'25, figure 14), at most
+    # 8 % off; decode from the same figure and the batch sizes of arXiv 2407.00079, figure 2.
     ("llama-3-70b", "A800", 8): LatencyModel(0.1041, 0.10208e-3, 9.405e-10, 0.0265, 0.18e-3, 3.1e-8)
 }
 
 _MEMORY_SHARE = 0.7
-"""Of a memory's bandwidth that decoding reaches."""
+"""Share of the memory bandwidth that decoding reaches."""
 _PREFILL_FIXED_S, _STEP_PER_SEQUENCE_S = 0.02, 0.1e-3
 
 
 def cold_start(model: str, device: str, num_devices: int) -> LatencyModel:
-    """Costs before anything was measured: known figures, else from the peaks of the device.
+    """Initial latencies before any measurement: from published figures, else from device peaks.
 
     Raises:
-        ConductorConfigError: no such model or device; lists those that there are.
+        ConductorConfigError: the model or device is unknown; the error lists the known ones.
     """
     measured = MEASURED.get((model, device, num_devices))
     if measured is not None:
@@ -138,7 +145,7 @@ def cold_start(model: str, device: str, num_devices: int) -> LatencyModel:
 
 
 def estimate(shape: ModelShape, chip: Device, num_devices: int) -> LatencyModel:
-    """Costs from a model's config and a device's peaks."""
+    """Estimate latencies from a model's shape and a device's peaks."""
     flops = num_devices * chip.tflops * 1e12
     memory = num_devices * chip.memory_gb_s * 1e9 * _MEMORY_SHARE
     return LatencyModel(
@@ -152,10 +159,10 @@ def estimate(shape: ModelShape, chip: Device, num_devices: int) -> LatencyModel:
 
 
 def find(table: Mapping[str, Row], name: str, kind: str) -> Row:
-    """The row of that name.
+    """The row with this name.
 
     Raises:
-        ConductorConfigError: there is none; lists those that there are.
+        ConductorConfigError: there is none; the error lists the known names.
     """
     row = table.get(name)
     if row is None:

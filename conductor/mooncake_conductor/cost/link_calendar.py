@@ -1,4 +1,4 @@
-"""When the links between instances are free: each direction of each is a queue."""
+"""The link calendar: until when each direction of each instance's link is booked for transfers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Chunks of a prompt that one instance reads from another.
+    """Consecutive chunks of a prompt that one instance reads from another.
 
     Args:
-        source: slot that is read from.
+        source: slot of the instance that is read from.
         start: index of the first chunk in the prompt.
-        num_chunks: how many follow each other.
+        num_chunks: number of chunks.
     """
 
     source: int
@@ -28,11 +28,13 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """Both ends of a link, taken for a transfer.
+    """A transfer that has booked its sender's and its receiver's link.
 
     Args:
-        source, target: slots.
-        start, done: when it begins and ends.
+        source: slot of the sender.
+        target: slot of the receiver.
+        start: time at which the transfer starts.
+        done: time at which it is complete.
     """
 
     source: int
@@ -42,14 +44,14 @@ class Booking:
 
 
 class LinkCalendar:
-    """Sending and receiving side of every instance's link.
+    """Bookings of the sending and the receiving side of every instance's link.
 
-    A transfer takes ``setup + bytes / bandwidth`` and begins when its sender and its receiver are
-    free. One that is booked later never makes another one earlier.
+    A transfer takes ``setup + bytes / bandwidth`` and starts when both its sender and its receiver
+    are free. Transfers on one side are served in the order of their bookings.
 
     Args:
         bytes_per_s: bandwidth of each instance's link, by slot.
-        setup_s: of a transfer.
+        setup_s: setup time of a transfer, in seconds.
     """
 
     def __init__(self, bytes_per_s: Seconds, setup_s: float) -> None:
@@ -59,7 +61,7 @@ class LinkCalendar:
         self.receiving_until = np.zeros(len(bytes_per_s))
 
     def book(self, source: int, target: int, num_bytes: float, now: float) -> Booking:
-        """Take both ends for a transfer, if there is anything to move."""
+        """Book both ends for a transfer of `num_bytes`; without bytes nothing is booked."""
         if num_bytes <= 0:
             return Booking(source, target, now, now)
         sent, received = self.sending_until[source], self.receiving_until[target]
@@ -72,15 +74,17 @@ class LinkCalendar:
     def book_all(
         self, fetches: Sequence[Fetch], target: int, chunk_bytes: float, now: float
     ) -> list[Booking]:
-        """Take the links for all of a prompt's fetches."""
+        """Book the links for all fetches of a prompt."""
         return [
             self.book(fetch.source, target, fetch.num_chunks * chunk_bytes, now)
             for fetch in fetches
         ]
 
     def give_back(self, booking: Booking, now: float) -> None:
-        """A transfer has ended, or will never be: what was booked behind it comes as much sooner as
-        it still had to go."""
+        """Release a booking that is complete or cancelled.
+
+        Later bookings move forward by the time that it had left.
+        """
         left = booking.done - max(booking.start, now)
         if left <= 0:
             return
@@ -91,5 +95,5 @@ class LinkCalendar:
             until[slot] = max(until[slot] - left, min(until[slot], now))
 
     def cut(self, slot: int, now: float) -> None:
-        """An instance is gone: nothing more moves over its link."""
+        """Clear the bookings of an instance that is gone."""
         self.sending_until[slot] = self.receiving_until[slot] = now

@@ -1,4 +1,4 @@
-"""Coefficients that follow what instances report, and quantiles of what they report."""
+"""Online estimation: fits latency models to measurements, and computes running quantiles."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from numpy.typing import NDArray
 from mooncake_conductor.cost.latency_model import LatencyModel
 
 _FORGETTING = 0.999
-"""A report of a thousand reports ago counts a third."""
+"""Weight of past reports per new report: one that is a thousand reports old counts a third."""
 _PRIOR_REPORTS = 1.0
-"""How many reports the coefficients of the start are worth: reports of the usual size, so that
-short prompts are believed as soon as long ones."""
+"""Weight of the initial coefficients, in reports of the usual size. Scaling by the usual size lets
+measurements of short prompts override the prior as soon as those of long ones."""
 _DOUBTED_FROM = 4.0
-"""Times what was expected. A first request that compiles kernels, or an instance that got no
-processor for a moment, takes a hundred times as long as the next one will; believed, it would keep
-requests away, and with them the reports that say better."""
+"""A report above this multiple of the expected time is an outlier candidate. A first request that
+compiles kernels, or an instance that was descheduled for a moment, takes a hundred times as long as
+the next one. Such a report would keep requests away from the instance, and with them the reports
+that would correct it."""
 
 
 def nonnegative_least_squares(
     gram: NDArray[np.float64], moment: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Solves ``gram · x = moment`` for x of at least 0: what would be below 0 is left out.
+    """Solve ``gram · x = moment`` with x ≥ 0; features with negative coefficients are left out.
 
     Args:
-        gram: ``[features, features]``, the features' products summed over reports.
-        moment: ``[features]``, features times values.
+        gram: ``[features, features]``, products of features summed over reports.
+        moment: ``[features]``, products of features and values summed over reports.
     """
     free = np.ones(len(moment), dtype=np.bool_)
     found = np.zeros(len(moment))
-    # Reports that are too few to tell features apart share the value among them.
+    # The ridge makes the solution unique while reports are too few to separate the features.
     ridge = 1e-9 * max(float(np.trace(gram)), 1e-9)
     while free.any():
         tiny = ridge * np.eye(int(free.sum()))
@@ -46,13 +47,13 @@ def nonnegative_least_squares(
 
 
 class OnlineFit:
-    """Least squares over reports as they come, older ones counting less.
+    """Recursive least squares over reports; older reports count less.
 
-    Features are scaled by the size that they usually have; coefficients stay at least 0.
+    Features are scaled by their usual size; coefficients are never negative.
 
     Args:
-        prior: coefficients to begin with.
-        scales: the usual size of each feature.
+        prior: initial coefficients.
+        scales: usual size of each feature.
     """
 
     def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
@@ -66,9 +67,12 @@ class OnlineFit:
         self.num_reports = 0
 
     def report(self, features: Sequence[float], seconds: float) -> None:
-        """What something took. A report that is no finite number above 0 is ignored, and one far
-        above what was expected waits for the next one: alone it is dropped. Expected is what the
-        coefficients say that were last asked for."""
+        """Add a measurement.
+
+        One that is not a finite positive number is ignored. One far above the expected time is held
+        back, and counts only if the next one is also far above. The expected time is that of the
+        latest `coefficients`.
+        """
         if not 0 < seconds < float("inf"):
             return
         row = np.array(features) / self._scales
@@ -81,7 +85,7 @@ class OnlineFit:
         self._take(row, seconds)
 
     def coefficients(self) -> list[float]:
-        """What fits best now, none below 0."""
+        """The best fit to all reports so far; no coefficient is negative."""
         usual = np.diag(self._gram) / max(self._weight, 1.0)
         prior = _PRIOR_REPORTS * np.where(usual > 0, usual, 1.0)
         self._found = nonnegative_least_squares(
@@ -97,10 +101,10 @@ class OnlineFit:
 
 
 class LatencyEstimator:
-    """Keeps one instance's latency model up to date.
+    """Estimates one instance's latency model from its measurements.
 
     Args:
-        cold: the model until something was reported.
+        cold: the model before the first measurement.
     """
 
     def __init__(self, cold: LatencyModel) -> None:
@@ -108,28 +112,28 @@ class LatencyEstimator:
         self._step = OnlineFit(cold.step_coefficients, (1.0, 16.0, 65536.0))
 
     def prefilled(self, num_tokens: int, num_reused: int, seconds: float) -> None:
-        """A prefill took that long, without waiting and loads."""
+        """Add a measured prefill, without queueing and KV loads."""
         computed, pairs = num_tokens - num_reused, num_tokens**2 - num_reused**2
         self._prefill.report((1.0, computed, pairs), seconds)
 
     def stepped(self, num_sequences: int, num_context_tokens: int, seconds: float) -> None:
-        """A step of decoding took that long."""
+        """Add a measured decode step."""
         self._step.report((1.0, max(num_sequences - 1, 0), num_context_tokens), seconds)
 
     def model(self) -> LatencyModel:
-        """The costs as they are known now."""
+        """The current estimate."""
         fixed, per_token, squared = self._prefill.coefficients()
         step, per_sequence, per_context = self._step.coefficients()
         return LatencyModel(fixed, per_token, squared, step, per_sequence, per_context)
 
 
 class RunningQuantile:
-    """A quantile of the last reports.
+    """A quantile of the latest reports.
 
     Args:
-        share: 0 to 1.
-        initial: until something was reported.
-        window: how many reports count.
+        share: the quantile, 0 to 1.
+        initial: value before the first report.
+        window: number of reports that count.
     """
 
     def __init__(self, share: float, initial: float, window: int = 512) -> None:
@@ -140,7 +144,7 @@ class RunningQuantile:
         self._ordered: list[float] = []
 
     def report(self, value: float) -> None:
-        """One more value."""
+        """Add a value."""
         if len(self._recent) == self._window:
             oldest = self._recent.popleft()
             del self._ordered[bisect_left(self._ordered, oldest)]
@@ -149,7 +153,7 @@ class RunningQuantile:
 
     @property
     def value(self) -> float:
-        """The quantile."""
+        """The current quantile."""
         if not self._ordered:
             return self._initial
         return self._ordered[min(int(self._share * len(self._ordered)), len(self._ordered) - 1)]

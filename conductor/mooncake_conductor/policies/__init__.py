@@ -1,1 +1,1 @@
-"""How a prefill instance is chosen: one short file per family, all on the same state."""
+"""Policies that choose the prefill instance, one file per family, all on the same `Situation`."""

@@ -1,4 +1,4 @@
-"""The default policy: every way to a prefix on every instance, in seconds; the least is taken."""
+"""The default policy: the plan and prefill instance of least cost in seconds."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from mooncake_conductor.policies.heat import CacheReports, HeatMeter
 from mooncake_conductor.policies.situation import Plan, PrefillChoice, Situation
 
 _OTHERS_PRICE = 2.0
-"""What a second that others lose counts, beside one that this request waits."""
+"""Weight of a second that other requests lose, relative to one that this request waits."""
 
 
 class CostPolicy:
-    """Recompute, use what is local, wait for what is under way, or fetch from whoever has it.
+    """Recompute, reuse the local prefix, join a prefill in flight, or fetch from other instances.
 
-    The pool holds chunks once: a fetch leaves a copy only where that is worth what it pushes out.
+    Chunks are ideally held once in the fleet: a fetch keeps a copy only if that is worth more than
+    what it evicts.
 
     Args:
-        heat: how often chunks are asked for.
-        reports: what instances would evict next.
-        num_copies: of a chunk in the fleet, from the index.
+        heat: request frequency of chunks.
+        reports: which chunk each instance would evict next.
+        num_copies: returns the number of copies of a chunk in the fleet.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class CostPolicy:
         lost = ttft - seen.queue
         space, drop = self._space(seen, sources)
         if sources:
-            # What is copied, or computed although another instance holds it, takes space twice.
+            # Chunks that are copied, or recomputed although another instance holds them, take
+            # space twice.
             twice = np.maximum(seen.match.pool - seen.match.held[seen.slots], 0)
             lost[:-1] += twice * space
             lost[-1] += twice * np.minimum(space, drop)
@@ -67,21 +69,27 @@ class CostPolicy:
         )
 
     def _space(self, seen: Situation, sources: tuple[Fetch, ...]) -> tuple[Values, Values]:
-        """What a chunk costs others, in seconds, on each instance: kept there, for what it pushes
-        out, and not kept, for fetching it again. Room that is free costs nothing."""
+        """Seconds that a chunk costs other requests on each instance, if kept and if not kept.
+
+        If kept, it costs the chunk that it evicts, or nothing if there is free space; if not kept,
+        it costs fetching it again.
+        """
         self._value_victims(seen)
         space = self._victim_values[seen.slots]
         if not sources:
             return space, np.full(len(space), np.inf)
-        # The middle chunk stands for all: heat falls along a prompt.
+        # The middle chunk represents all: heat decreases along a prompt.
         key = seen.request.keys[seen.match.pool // 2]
         heat = self._heat.of(key, seen.now) / (self._num_copies(key) + 1)
         fleet = seen.fleet
         return space, heat * fleet.chunk_bytes / fleet.links.bytes_per_s[seen.slots]
 
     def _value_victims(self, seen: Situation) -> None:
-        """What the next victims are worth, where they have changed: losing the last copy of a chunk
-        costs a computation, losing another one a fetch, as often as it is asked for."""
+        """Update the values of the chunks that instances would evict next.
+
+        Losing the last copy of a chunk costs a computation, losing another copy a fetch, each
+        multiplied by how often the chunk is requested.
+        """
         fleet = seen.fleet
         if not len(self._victim_values):
             self._victim_values = np.zeros(fleet.num_slots)
@@ -99,7 +107,7 @@ class CostPolicy:
 
 
 class _Way(NamedTuple):
-    """One plan on all prefill instances."""
+    """One plan, evaluated on all prefill instances."""
 
     plan: Plan
     num_reused: Values
@@ -118,7 +126,7 @@ def _local(seen: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
 
 
 def _join(seen: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
-    """Wait for what a sibling is computing or fetching on that instance."""
+    """Wait for chunks that another request is computing or fetching on the same instance."""
     match = seen.match
     if match.predicted is match.local:
         return None
@@ -127,7 +135,7 @@ def _join(seen: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
 
 
 def _fetch(seen: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
-    """Take the pool's prefix: what is held there, and the rest from its senders."""
+    """Use the fleet's longest prefix: local chunks where held, the rest fetched from senders."""
     total = sum(fetch.num_chunks for fetch in sources)
     if not total:
         return None
@@ -150,7 +158,7 @@ _WAYS = (_recompute, _local, _join, _fetch)
 
 
 def _sources(seen: Situation) -> tuple[Fetch, ...]:
-    """For each run of the pool's prefix the instance that is soonest free to send it."""
+    """For each run of the fleet's prefix, the holder whose link is free to send first."""
     until, start, chosen = seen.fleet.links.sending_until, 0, []
     for length, mask in seen.match.runs:
         senders = seen.fleet.slots_of(mask & seen.fleet.sender_mask)
@@ -162,6 +170,6 @@ def _sources(seen: Situation) -> tuple[Fetch, ...]:
 
 
 def _missing(sources: tuple[Fetch, ...], seen: Situation, slot: int) -> tuple[Fetch, ...]:
-    """What that instance does not hold itself."""
+    """The fetches that the instance needs, without those of chunks that it holds itself."""
     masks = [mask for _, mask in seen.match.runs]
     return tuple(fetch for fetch, mask in zip(sources, masks, strict=False) if not mask >> slot & 1)

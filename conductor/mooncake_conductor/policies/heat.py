@@ -1,4 +1,4 @@
-"""How often chunks are asked for, and whether a copy of them is worth what it pushes out."""
+"""Heat: how often chunks are requested, and which chunks instances would evict for a new one."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Iterable
 
 HALF_LIFE_S = 300.0
 MAX_CHUNKS = 1_000_000
-"""Of chunks that were not asked for since as many others were, at most so many are remembered."""
+"""Chunks per generation. A chunk is forgotten after this many others were requested since."""
 _MAX_HALF_LIVES = 500
-"""A weight of 2 to that power is still a number."""
+"""Half-lives until weights are rebased, before 2 to that power overflows a float."""
 
 
 class HeatMeter:
-    """Requests per chunk, decaying.
+    """Exponentially decaying request counts of chunks.
 
-    A request at time t adds ``2 ** (t / half-life)``: what decays is what is read, not what is
-    kept. Chunks are kept in two generations: one that fills, and the one before.
+    A request at time t adds ``2 ** (t / half-life)``, so that stored counts need no updates: the
+    decay is applied when they are read. Chunks are kept in two generations: the current one and the
+    one before.
 
     Args:
-        half_life_s: after which a request counts half.
-        max_chunks: of a generation.
+        half_life_s: seconds after which a request counts half.
+        max_chunks: chunks per generation.
     """
 
     def __init__(self, half_life_s: float = HALF_LIFE_S, max_chunks: int = MAX_CHUNKS) -> None:
@@ -31,7 +32,7 @@ class HeatMeter:
         self._carry = 0.0
 
     def touch(self, keys: Iterable[int], now: float) -> None:
-        """A request asks for these chunks."""
+        """Count a request for these chunks."""
         age = (now - self._since) / self._half_life_s
         if len(self._counts) >= self._max_chunks or age > _MAX_HALF_LIVES:
             self._before, self._carry = self._counts, 0.5**age
@@ -42,7 +43,7 @@ class HeatMeter:
             counts[key] = weight + (before.get(key, 0.0) * carry if count is None else count)
 
     def of(self, key: int, now: float) -> float:
-        """The decayed number of requests; 0 for a chunk that was forgotten."""
+        """The decayed number of requests for a chunk; 0 if it is forgotten."""
         count = self._counts.get(key)
         if count is None:
             count = self._before.get(key, 0.0) * self._carry
@@ -50,9 +51,9 @@ class HeatMeter:
 
 
 class CacheReports:
-    """What instances say about their host caches: whether there is room, and what would go next.
+    """The chunk that each instance's host cache would evict next.
 
-    An instance that said nothing is taken to have room.
+    An instance without a report is assumed to have free space.
     """
 
     def __init__(self) -> None:
@@ -60,15 +61,15 @@ class CacheReports:
         self._changed: set[int] = set()
 
     def report(self, slot: int, victim: int | None) -> None:
-        """The chunk that an instance would evict next; None while it has room."""
+        """Set the chunk that an instance would evict next; None: it has free space."""
         self._victims[slot] = victim
         self._changed.add(slot)
 
     def victim(self, slot: int) -> int | None:
-        """What a new chunk would push out."""
+        """The chunk that a new one would evict; None: there is free space."""
         return self._victims.get(slot)
 
     def changed(self) -> set[int]:
-        """The slots that have reported since this was asked last."""
+        """The slots that have reported since the last call."""
         found, self._changed = self._changed, set()
         return found

@@ -1,4 +1,4 @@
-"""Policies that look at load and local prefixes: random to Preble's."""
+"""Policies that use load and local prefixes only, without transfers: random to Preble's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREBLE_WINDOW_S = 180.0
 
 
 class RandomPolicy:
-    """Any instance."""
+    """A random instance."""
 
     def choose(self, seen: Situation) -> PrefillChoice:
         candidates = seen.candidates()
@@ -21,7 +21,7 @@ class RandomPolicy:
 
 
 class RoundRobinPolicy:
-    """One after another."""
+    """The instances in turn."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -33,14 +33,14 @@ class RoundRobinPolicy:
 
 
 class LeastLoadedPolicy:
-    """The shortest queue, in seconds."""
+    """The instance with the shortest queue, in seconds."""
 
     def choose(self, seen: Situation) -> PrefillChoice:
         return seen.with_local_prefix(seen.least(seen.queue))
 
 
 class CacheLocalPolicy:
-    """The least queue and computation with the instance's own prefix: no transfers."""
+    """The least queueing plus computation, with each instance's own prefix."""
 
     def choose(self, seen: Situation) -> PrefillChoice:
         costs = seen.queue + seen.compute(seen.tokens(seen.own))
@@ -48,7 +48,7 @@ class CacheLocalPolicy:
 
 
 class LMetricPolicy:
-    """Tokens to compute times batch size (arXiv 2603.15202): no parameter, no seconds."""
+    """Least tokens to compute times batch size (arXiv 2603.15202); needs no cost model."""
 
     def choose(self, seen: Situation) -> PrefillChoice:
         queues, slots = seen.fleet.queues, seen.slots
@@ -58,10 +58,12 @@ class LMetricPolicy:
 
 
 class DynamoPolicy:
-    """NVIDIA Dynamo's router cost in blocks: those to compute less credits for what is held.
+    """NVIDIA Dynamo's router cost, in blocks: blocks to compute minus credits for cached blocks.
 
     Args:
-        device, host, disk: credit for a held block of each tier.
+        device: credit for a block in device memory.
+        host: credit for a block in host memory.
+        disk: credit for a block on disk.
     """
 
     def __init__(self, device: float = 1.0, host: float = 0.75, disk: float = 0.25) -> None:
@@ -79,17 +81,17 @@ class DynamoPolicy:
 
 
 class SGLangPolicy:
-    """sglang-router's ``cache_aware``: the longest match, unless loads are far apart.
+    """sglang-router's ``cache_aware``: the longest match, unless the load is imbalanced.
 
-    Its router knows what it has sent where, not what instances hold; here it is given the index,
-    which is the better of the two.
+    The original knows only what it has sent where; here it uses the index of what instances hold,
+    which is more accurate.
 
     Args:
-        absolute, relative: requests, and times, by which the longest queue is longer than the
-            shortest where load decides.
-        threshold: share of the prompt that must match; below it the instance with the least in
-            its cache takes the request.
-        num_held: chunks that an instance holds, by slot.
+        num_held: returns the number of chunks that an instance holds, by slot.
+        absolute: load decides if the longest queue exceeds the shortest by this many requests...
+        relative: ...and by this factor.
+        threshold: share of the prompt that must match; below it the instance with the smallest
+            cache takes the request.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class SGLangPolicy:
         elif float(matched.max()) > self._threshold:
             costs = -matched
         else:
-            # Its tree has what was sent, done or not.
+            # sglang-router's tree includes requests that are not completed yet.
             sent = seen.fleet.queues.num_tokens[seen.slots] / seen.fleet.chunk_tokens
             held = [self._num_held(int(slot)) for slot in seen.slots]
             costs = sent + np.array(held, np.float64)
@@ -121,10 +123,10 @@ class SGLangPolicy:
 
 
 class PreblePolicy:
-    """Preble's E2 (arXiv 2407.00023): exploit where more is cached than missed, else explore.
+    """Preble's E2 (arXiv 2407.00023): exploit if more is cached than missed, else explore.
 
-    Exploring takes the least of recent load, eviction and new prefill, in seconds; what an
-    eviction costs is taken to be the prefill of as many tokens as the prompt brings.
+    Exploration minimises recent load plus eviction plus new prefill, in seconds. The cost of an
+    eviction is assumed to be the prefill of as many tokens as the prompt adds.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Mooncake's Algorithm 1, as published: arXiv 2407.00079 and FAST'25.
 
-The two forms differ where ``best / own`` equals the threshold: arXiv's estimate transfers then,
-though it does not migrate, FAST's recomputes. A division by an own prefix of 0, which the paper
-leaves open, is infinite if anybody has a prefix, else 1.
+The two versions differ if ``best / own`` equals the threshold: arXiv's estimate includes a transfer
+then, though it does not migrate; FAST's recomputes. The ratio for an own prefix of 0, which the
+paper leaves open, is infinite if any instance has a prefix, else 1.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from mooncake_conductor.policies.situation import Plan, PrefillChoice, Situation
 
 
 class Boundary(Enum):
-    """Which published form decides at equality."""
+    """Which published version decides at equality."""
 
     ARXIV = "arxiv"
     FAST = "fast"
 
 
 class MooncakePolicy:
-    """Algorithm 1: the least of queue, transfer and prefill, with a threshold for transfers.
+    """Algorithm 1: the least queueing plus transfer plus prefill, with a threshold for transfers.
 
     Args:
         threshold: ``kvcache_balancing_threshold``; the paper gives no value.
-        boundary: the form.
+        boundary: the published version to follow.
     """
 
     def __init__(self, threshold: float = 2.0, boundary: Boundary = Boundary.FAST) -> None:
@@ -67,8 +67,7 @@ class MooncakePolicy:
         return (ratio > self._threshold) & (best > own)
 
     def _best_match(self, seen: Situation, own: Counts) -> tuple[int, int]:
-        """The longest prefix that can be sent, and the instance that has it and is soonest free to
-        send."""
+        """The longest prefix that can be sent, and its holder whose link is free to send first."""
         sends = seen.fleet.sends[seen.slots]
         if not sends.any():
             return 0, 0
@@ -77,7 +76,7 @@ class MooncakePolicy:
         return longest, int(np.argmin(np.where(sends & (own == longest), until, np.inf)))
 
     def _transfer_seconds(self, seen: Situation, source: int, moved: Values) -> Values:
-        """EstimateKVCacheTransferTime, with the congestion at the sender that the text asks for."""
+        """EstimateKVCacheTransferTime, including the congestion at the sender, as in the paper."""
         links = seen.fleet.links
         sender = seen.slots[source]
         wait = max(float(links.sending_until[sender]) - seen.now, 0.0)

@@ -1,4 +1,4 @@
-"""The policies by name."""
+"""Registry of the prefill policies by name."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ DEFAULT_POLICY = "cost"
 
 @dataclass(frozen=True, slots=True)
 class PolicyParts:
-    """What policies are made of.
+    """Everything that policies are constructed from.
 
     Args:
-        index: of chunks.
-        heat: how often chunks are asked for.
-        reports: what instances would evict next.
-        threshold: of ``mooncake``.
-        boundary: of ``mooncake``.
+        index: the chunk index.
+        heat: request frequency of chunks.
+        reports: which chunk each instance would evict next.
+        threshold: parameter of ``mooncake``.
+        boundary: parameter of ``mooncake``.
     """
 
     index: ChunkIndex
@@ -59,10 +59,10 @@ POLICIES: dict[str, Callable[[PolicyParts], PrefillPolicy]] = {
 
 
 def make_policy(name: str, parts: PolicyParts) -> PrefillPolicy:
-    """The policy of that name.
+    """Create the policy with this name.
 
     Raises:
-        ConductorConfigError: there is none; lists those that there are.
+        ConductorConfigError: there is none; the error lists the known names.
     """
     if name not in POLICIES:
         raise ConductorConfigError(f"no policy {name!r}: there are {', '.join(POLICIES)}")

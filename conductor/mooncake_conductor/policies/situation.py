@@ -1,4 +1,4 @@
-"""What a policy sees of the moment, and what it answers."""
+"""The input of prefill policies (a request and the fleet's state) and their output."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _TIE_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """A request as far as routing cares.
+    """The properties of a request that routing uses.
 
     Args:
-        request_id: unique among those that live.
-        num_tokens: of its prompt.
-        keys: of its prompt's full chunks, in order.
-        num_output_tokens: that are expected.
-        request_class: whose objectives and durations it shares.
-        owner: who answers for its reservations: a proxy.
-        avoid: slots that it is not placed on while there are others: it has failed there.
-        takers: the slots that can take its KV from a prefill slot; None if all can.
+        request_id: unique among live requests.
+        num_tokens: tokens of its prompt.
+        keys: keys of its prompt's full chunks, in order.
+        num_output_tokens: expected number of output tokens.
+        request_class: class that determines its objectives and expected decode duration.
+        owner: owner of its reservations: a proxy process.
+        avoid: slots on which it has failed; avoided while there are others.
+        takers: maps a prefill slot to the slots that can receive its KV; None: all can.
     """
 
     request_id: str
@@ -54,16 +54,18 @@ class Plan(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillChoice:
-    """Where a request is prefilled, and with what.
+    """Where a request is prefilled, and from which reused prefix.
 
     Args:
-        slot: of the prefill instance.
-        plan: where the prefix comes from.
+        slot: slot of the prefill instance.
+        plan: where the reused prefix comes from.
         num_reused: tokens that are not computed again.
-        fetches: what is read from other instances.
-        keeps_copy: whether what is read stays there.
-        ttft: expected seconds to the first token; parts of it follow.
-        queue, load, compute: seconds.
+        ttft: expected seconds to the first token, composed of the following parts.
+        queue: seconds in the prefill queue.
+        load: seconds to load the reused prefix.
+        compute: seconds of computation.
+        fetches: chunks that are read from other instances.
+        keeps_copy: whether fetched chunks stay in the instance's cache.
     """
 
     slot: int
@@ -79,18 +81,18 @@ class PrefillChoice:
 
 @dataclass(slots=True)
 class Situation:
-    """One request, the fleet, and what the index knows; vectors run over the prefill instances.
+    """One request with the state of the fleet and the index. Vectors run over prefill instances.
 
     Args:
         fleet: the instances.
-        request: to be placed.
-        match: who holds its prefix.
-        now: the time.
+        request: the request to place.
+        match: which instances hold its prefix.
+        now: current time.
         rng: breaks ties.
-        slots: of the prefill instances.
-        queue: seconds that a new prefill waits there.
-        own: leading chunks that each has itself.
-        local_load: seconds to bring those into device memory.
+        slots: slots of the prefill instances.
+        queue: seconds that a new prefill waits on each.
+        own: leading chunks that each holds itself.
+        local_load: seconds that each needs to load those into device memory.
     """
 
     fleet: Fleet
@@ -110,12 +112,12 @@ class Situation:
         self.local_load = self._local_load()
 
     def tokens(self, num_chunks: Counts) -> Values:
-        """Tokens that so many chunks save: the last one of a prompt is always computed."""
+        """Tokens that `num_chunks` cached chunks save; a prompt's last token is always computed."""
         held = num_chunks * self.fleet.chunk_tokens
         return np.minimum(held, self.request.num_tokens - 1).astype(np.float64)
 
     def compute(self, num_reused: Values) -> Values:
-        """Seconds of computation; a row of values per way, or one."""
+        """Seconds of computation; `num_reused` may have one row per plan."""
         return self.fleet.all_prefill_seconds(self.request.num_tokens, num_reused)
 
     def _local_load(self) -> Values:
@@ -127,12 +129,12 @@ class Situation:
         return on_host / fleet.host_bytes_per_s[slots] + on_disk / fleet.disk_bytes_per_s[slots]
 
     def candidates(self) -> Slots:
-        """Indices of the instances that the request has not failed on; of all if it did on all."""
+        """Indices of the instances on which the request has not failed, else of all."""
         untried = np.isin(self.slots, list(self.request.avoid), invert=True)
         return np.flatnonzero(untried if untried.any() else np.ones(len(self.slots), np.bool_))
 
     def least(self, costs: Values) -> int:
-        """Index of the least cost; of equal ones that with the longest prefix, then by chance."""
+        """Index of the least cost. Ties: the longest prefix, then random."""
         if self.request.avoid:
             left = self.candidates()
             ties = left[costs[left] <= costs[left].min() + _TIE_S]
@@ -144,7 +146,7 @@ class Situation:
         return int(ties[0] if len(ties) == 1 else ties[self.rng.randrange(len(ties))])
 
     def with_local_prefix(self, index: int) -> PrefillChoice:
-        """That instance, with what it has itself."""
+        """The choice of an instance with its own cached prefix."""
         slot, num_tokens = int(self.slots[index]), self.request.num_tokens
         reused = min(int(self.own[index]) * self.fleet.chunk_tokens, num_tokens - 1)
         compute = self.fleet.prefill_seconds(slot, num_tokens, reused)
@@ -161,13 +163,13 @@ class Situation:
 
 
 def behind_queue(queue: float, load: float, compute: float, num_layers: int) -> float:
-    """Seconds to the first token: a load hides behind the queue, then behind the layers."""
+    """Seconds to the first token. The load overlaps with the queue, then with the layers."""
     return max(queue + compute, load + compute / num_layers)
 
 
 class PrefillPolicy(Protocol):
-    """Chooses prefill instances. One object per conductor; it may keep what it has seen."""
+    """Chooses prefill instances. One object per conductor; it may be stateful."""
 
     def choose(self, seen: Situation) -> PrefillChoice:
-        """Where to prefill. There is at least one prefill instance."""
+        """Choose where to prefill. There is at least one prefill instance."""
         ...
