@@ -1,1 +1,2 @@
-"""KV over RDMA verbs: RoCE v2 and InfiniBand, one-sided, through rdma-core's pyverbs."""
+"""The rdma transport: one-sided RDMA verbs over RoCE v2 and InfiniBand, with rdma-core's libibverbs
+and pyverbs."""

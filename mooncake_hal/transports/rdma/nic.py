@@ -1,4 +1,4 @@
-"""One port of a NIC: what pyverbs says of it, its queue pairs, and its registered memory."""
+"""One port of a NIC: its attributes, its queue pairs and its registered memory."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ ChildT = TypeVar("ChildT", "NicMemory", "QueuePair")
 
 MAX_READS = 16
 MIN_RNR_TIMER = 12
-RNR_RETRY_FOR_EVER = 7  # only receives can be "not ready", and nothing here is received
+RNR_RETRY_FOR_EVER = 7  # irrelevant: only receives can be "not ready", and none are posted here
 HOP_LIMIT = 64
-MAX_GID_INDEX = 255  # an address has eight bits for it
+MAX_GID_INDEX = 255  # the index has eight bits in an address
 IDLE_CQ_DEPTH = 16
 
 
-# -- what pyverbs says ----------------------------------------------------------------------------
+# -- port attributes ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PortAttributes:
-    """What a port and its device can do.
+    """The attributes of a port and its device.
 
     Args:
         link: INFINIBAND or ETHERNET.
         lid: local identifier; 0 on Ethernet.
-        mtu: active MTU, as the enum of the verbs.
-        max_message: longest request, in bytes.
-        max_requests: most requests in flight on a queue pair that a completion queue can hold.
-        served_reads, own_reads: RDMA READs at once, as their target and as their origin.
-        gids: the port's GID table, without kinds that are not known here.
+        mtu: active MTU, as a value of the verbs' enum.
+        max_message: maximum size of a request in bytes.
+        max_requests: maximum number of requests in flight on a queue pair, such that a completion
+            queue can hold their completions.
+        served_reads, own_reads: concurrent RDMA READs, as their target and as their initiator.
+        gids: the port's GID table, without entries of unknown types.
     """
 
     link: str
@@ -61,7 +62,7 @@ def require_pyverbs() -> None:
     """Import pyverbs.
 
     Raises:
-        TransportUnavailable: it is absent, or is not of libibverbs' release.
+        TransportUnavailable: it is not installed, or not of the same release as libibverbs.
     """
     try:
         import pyverbs.device  # noqa: F401 - the module that loads libibverbs
@@ -70,7 +71,7 @@ def require_pyverbs() -> None:
 
 
 def query_port(device: str, port: int) -> PortAttributes:
-    """Ask pyverbs about a port; raises TransportUnavailable."""
+    """Query a port's attributes with pyverbs; raises TransportUnavailable."""
     from pyverbs.device import Context
     from pyverbs.pyverbs_error import PyverbsError
 
@@ -105,15 +106,15 @@ def query_port(device: str, port: int) -> PortAttributes:
 
 
 class Nic:
-    """A port that is up: its context, its protection domain, its address.
+    """An open port: its device context, protection domain and address.
 
     Args:
-        number: its index among the endpoint's NICs.
+        number: index among the endpoint's NICs.
         name: ``device:port``.
-        settings: of the endpoint.
+        settings: the endpoint's settings.
 
     Raises:
-        TransportUnavailable: it can't be opened or has no usable address.
+        TransportUnavailable: the port can't be opened or has no usable address.
     """
 
     def __init__(self, number: int, name: str, settings: RdmaSettings) -> None:
@@ -139,7 +140,7 @@ class Nic:
                 undo.callback(library.ibv_dealloc_pd, self.pd)
                 found = verbs.IbvPd.from_address(self.pd)
                 verbs.check_layout("ibv_pd", {"context": (found.context, self.context)})
-                # of queue pairs that only serve: nothing of theirs ever completes here
+                # for queue pairs that only serve, which never have completions on this side
                 self.idle_cq = int(
                     library.ibv_create_cq(self.context, IDLE_CQ_DEPTH, None, None, 0)
                 )
@@ -149,29 +150,30 @@ class Nic:
             raise TransportUnavailable("rdma", f"{name} can't be opened: {exc}") from exc
 
     def info(self) -> NicInfo:
-        """What peers need to know of it."""
+        """The information about the port that peers need."""
         return NicInfo(self.name, self.attributes.link, self.gid.text, self.attributes.lid)
 
     def register(self, region: MemoryRegion) -> NicMemory:
         """Register memory.
 
         Raises:
-            TransportUnavailable: the kernel, driver or NIC refuses; says why, for each way tried.
+            TransportUnavailable: the kernel, driver or NIC rejects it; the message has the reason
+                for each method that was tried.
         """
         return self._keep(
             lambda: NicMemory(self.name, register_memory(self.pd, region, self.name), self.discard)
         )
 
     def queue_pair(self, *, sends: bool = True) -> QueuePair:
-        """Make a queue pair; raises TransportUnavailable.
+        """Create a queue pair; raises TransportUnavailable.
 
         Args:
-            sends: whether it is going to post requests; the other kind only serves its peer's.
+            sends: whether it will post requests; otherwise it only serves the peer's.
         """
         return self._keep(lambda: QueuePair(self, sends=sends))
 
     def close(self) -> None:
-        """Close the port, and all that is left on it. Idempotent."""
+        """Close the port with all its queue pairs and registered memory. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._num_in_making)
@@ -181,13 +183,13 @@ class Nic:
         self._undo.close()
 
     def discard(self, child: NicMemory | QueuePair) -> None:
-        """Called by what has been closed."""
+        """Called by a child when it has been closed."""
         with self._changed:
             self._children.discard(child)
 
     def _keep(self, make: Callable[[], ChildT]) -> ChildT:
-        # Counted and not locked: to pin a large pool takes seconds, in which a broken connection
-        # must get its new queue pair. ``close`` waits for what is being made on its context.
+        # Counted instead of locked: pinning a large pool takes seconds, during which a broken
+        # connection must be able to get a new queue pair. ``close`` waits until the count is 0.
         with self._changed:
             if self._closed:
                 raise TransportUnavailable("rdma", f"{self.name} is closed")
@@ -208,10 +210,10 @@ class Nic:
 
 
 class QueuePair:
-    """A reliable connection, from reset to ready to send. Made by ``Nic.queue_pair``.
+    """A queue pair of a reliable connection. Created by ``Nic.queue_pair``.
 
-    Every call is safe against ``close`` in another thread: behind it are pointers, and a call on a
-    destroyed object would end the process.
+    Every method is safe against a concurrent ``close``: underneath are pointers, and a call on a
+    destroyed object would crash the process.
     """
 
     def __init__(self, nic: Nic, *, sends: bool) -> None:
@@ -235,7 +237,7 @@ class QueuePair:
             raise TransportUnavailable("rdma", f"{nic.name}: no queue pair: {exc}") from exc
 
     def info(self) -> QueuePairInfo:
-        """What the other end needs to connect to it."""
+        """The information that the other end needs to connect to it."""
         nic = self.nic
         return QueuePairInfo(
             nic.number,
@@ -248,10 +250,10 @@ class QueuePair:
         )
 
     def connect(self, remote: QueuePairInfo) -> None:
-        """Make it ready to send to, and to serve, the other end.
+        """Connect to the other end, ready to send and to serve.
 
         Raises:
-            TransportUnavailable: the verbs refuse, such as for want of a route.
+            TransportUnavailable: a verb failed, for example because there is no route.
         """
         nic, settings = self.nic, self.nic.settings
         to_receive = verbs.IbvQpAttr(
@@ -280,19 +282,19 @@ class QueuePair:
             raise TransportUnavailable("rdma", f"{nic.name} to {remote.gid}: {exc}") from exc
 
     def post(self, requests: WorkRequestArray, batch: SendBatch, first_id: int) -> None:
-        """Post a batch, numbered from ``first_id``; OSError if it is not taken whole."""
+        """Post a batch, numbered from ``first_id``; raises OSError if not all of it is accepted."""
         with self._lock:
             self._require_open()
             self._post(requests, batch, first_id)
 
     def completions(self, most: int) -> list[verbs.IbvWc]:
-        """Return up to ``most`` work completions, good until the next call; never blocks."""
+        """Return up to ``most`` work completions, valid until the next call; never blocks."""
         with self._lock:
             self._require_open()
             return self._poller.poll(most)
 
     def take_event(self) -> None:
-        """Take the event that made ``fd`` readable, and ask for the next one."""
+        """Consume the event that made ``fd`` readable, and request the next one."""
         cq, context = ctypes.c_void_p(), ctypes.c_void_p()
         with self._lock:
             self._require_open()
@@ -302,11 +304,12 @@ class QueuePair:
                 )
                 self._library.ibv_ack_cq_events(self._cq, 1)
             except BlockingIOError:
-                pass  # taken before: ``fd`` does not block
+                pass  # consumed before: ``fd`` is non-blocking
             self._poller.request_event()
 
     def close(self) -> None:
-        """Destroy it: when this returns, no request of it touches memory here. Idempotent."""
+        """Destroy the queue pair: once this returns, its requests access no local memory.
+        Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -362,7 +365,7 @@ class QueuePair:
     def _path(self, remote: QueuePairInfo) -> verbs.IbvAhAttr:
         nic, settings = self.nic, self.nic.settings
         path = verbs.IbvAhAttr(port_num=nic.port, sl=settings.service_level)
-        if nic.attributes.link == INFINIBAND:  # one subnet: the identifier is the whole address
+        if nic.attributes.link == INFINIBAND:  # within one subnet, the LID is the whole address
             path.dlid = remote.lid
             return path
         path.is_global = 1

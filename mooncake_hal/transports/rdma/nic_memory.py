@@ -1,8 +1,9 @@
-"""Registering memory with a NIC: host memory, and accelerator memory without a copy (GPUDirect).
+"""Registration of memory with a NIC: host memory, and accelerator memory directly (GPUDirect).
 
-Accelerator memory is tried as a plain address first: with a peer-memory module (nvidia_peermem for
-CUDA) the kernel resolves it. Otherwise the driver is asked for a dma-buf of the range. Which
-of the two worked is logged. Neither is under test: soft-RoCE supports no dma-buf.
+Accelerator memory is first registered by its address, which the kernel can resolve with a
+peer-memory module (nvidia_peermem for CUDA). If that fails, the driver is asked to export the range
+as a dma-buf. The method that worked is logged. Neither method is covered by tests: soft-RoCE does
+not support dma-buf.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ logger = logging.getLogger(__name__)
 PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem")
 
 ACCESS = verbs.ACCESS_LOCAL_WRITE | verbs.ACCESS_REMOTE_WRITE | verbs.ACCESS_REMOTE_READ
-"""Of everything registered, and of every queue pair."""
+"""Access flags of all registered memory and of every queue pair."""
 
 _CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD = 1
 _CU_ERROR_NAMES = {1: "invalid value", 3: "not initialised", 801: "not supported by this driver"}
 
 
 class NicMemory:
-    """A region as one NIC knows it.
+    """A region's registration with one NIC.
 
     Args:
-        nic: names the NIC in messages.
+        nic: name of the NIC, for messages.
         mr: address of its ``ibv_mr``.
-        on_close: called when the NIC has deregistered it.
+        on_close: called when the NIC has deregistered the memory.
     """
 
     def __init__(self, nic: str, mr: int, on_close: Callable[[NicMemory], None]) -> None:
@@ -48,10 +49,11 @@ class NicMemory:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Deregister it: when this returns the NIC reads and writes it no more. Idempotent.
+        """Deregister the memory: once this returns, the NIC does not access it any more.
+        Idempotent.
 
         Raises:
-            TransferError: the NIC keeps it.
+            TransferError: deregistration failed.
         """
         with self._lock:
             if not self._mr:
@@ -65,15 +67,16 @@ class NicMemory:
 
 
 def register_memory(pd: int, region: MemoryRegion, nic: str) -> int:
-    """Register a region; return the address of its ``ibv_mr``.
+    """Register a region; returns the address of its ``ibv_mr``.
 
     Args:
         pd: address of the NIC's ``ibv_pd``.
-        region: what to register.
-        nic: names the NIC in messages.
+        region: the region to register.
+        nic: name of the NIC, for messages.
 
     Raises:
-        TransportUnavailable: the kernel, driver or NIC refuses; says why, for each way tried.
+        TransportUnavailable: the kernel, driver or NIC rejects it; the message has the reason for
+            each method that was tried.
     """
     library = verbs.load()
     try:
@@ -99,7 +102,7 @@ def register_memory(pd: int, region: MemoryRegion, nic: str) -> int:
 
 
 def peer_memory_reason(modules: Path = Path("/sys/module")) -> str:
-    """Say whether a peer-memory module is loaded."""
+    """Describe whether a peer-memory module is loaded."""
     loaded = [name for name in PEER_MEMORY_MODULES if (modules / name).is_dir()]
     return f"{loaded[0]} is loaded" if loaded else f"none of {PEER_MEMORY_MODULES} is loaded"
 
@@ -117,7 +120,7 @@ def _register_dmabuf(pd: int, region: MemoryRegion, nic: str) -> int:
     end = -(-(region.address + region.nbytes) // page) * page
     fd = _export_dmabuf(region.device, start, end - start)
     try:
-        # the NIC is to address it as the accelerator does: its iova is the region's address
+        # the iova is the region's address, so that the NIC uses the accelerator's addresses
         mr = library.ibv_reg_dmabuf_mr(
             pd, region.address - start, region.nbytes, region.address, fd, ACCESS
         )
@@ -134,7 +137,7 @@ def _register_dmabuf(pd: int, region: MemoryRegion, nic: str) -> int:
 
 
 def _export_dmabuf(device: str, address: int, nbytes: int) -> int:
-    """Ask the accelerator's driver for a dma-buf over a page-aligned range; returns its fd."""
+    """Export a page-aligned range as a dma-buf with the accelerator's driver; returns its fd."""
     if not device.startswith("cuda"):
         raise TransportUnavailable(
             "rdma", f"{device} memory is not taken by its address, and has no known dma-buf export"

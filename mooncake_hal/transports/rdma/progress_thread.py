@@ -1,4 +1,4 @@
-"""The thread that takes completions and keeps deadlines for all peers of an endpoint."""
+"""The thread that handles completions and deadlines of all peers of an endpoint."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ IDLE_SECONDS = 3600.0
 
 
 class ProgressThread:
-    """Waits for completion events and deadlines, and calls what was added for them.
+    """Waits for completion events and deadlines, and calls the callbacks that handle them.
 
-    Callbacks run on its thread and must not block. An exception out of one is logged and given
-    to ``on_error``, which fails what depended on it.
+    Callbacks run on this thread and must not block. An exception from a callback is logged and
+    passed to ``on_error``, which fails the affected transfers.
 
     Args:
-        tick: called when it is due; returns when it wants to be called next, in
-            ``time.monotonic`` terms, or None.
-        on_error: called with an exception out of a callback.
+        tick: handles deadlines; called when the next one is due. Returns the ``time.monotonic``
+            value at which to call it next, or None.
+        on_error: called with the exception of a failed callback.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class ProgressThread:
         self._poller.register(fd, select.EPOLLIN)
 
     def remove(self, fd: int) -> None:
-        """Stop calling; before ``fd`` is closed."""
+        """Remove the callback of ``fd``; must be called before ``fd`` is closed."""
         if self._callbacks.pop(fd, None) is not None:
             self._poller.unregister(fd)
 
     def wake_by(self, moment: float) -> None:
-        """Have ``tick`` called at that ``time.monotonic`` moment at the latest."""
+        """Call ``tick`` at the given ``time.monotonic`` value at the latest."""
         with self._lock:
             if moment >= self._next:
                 return
@@ -74,7 +74,7 @@ class ProgressThread:
         try:
             os.write(self._wake_in, b"x")
         except BlockingIOError:
-            return  # the pipe is full: it will wake
+            return  # the pipe is full: the thread will wake anyway
 
     def _run(self) -> None:
         while not self._closing:
@@ -114,7 +114,8 @@ class ProgressThread:
 
 
 def is_readable(fd: int, seconds: float = 0.0) -> bool:
-    """Wait until a descriptor is readable; return whether it is. Any number will do."""
-    poller = select.poll()  # select.select takes none above 1023
+    """Wait until a descriptor is readable or the time has passed; returns whether it is
+    readable."""
+    poller = select.poll()  # select.select does not support descriptors above 1023
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(seconds * 1000))

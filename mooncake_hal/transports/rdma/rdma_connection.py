@@ -1,6 +1,6 @@
-"""One reliable connection of a peer: posts what is queued, takes what has completed.
+"""One reliable connection of a peer: posts queued work requests and polls completions.
 
-A connection outlives its queue pair: after an error it gets a new one, and goes on.
+A connection outlives its queue pair: after an error it gets a new one and continues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_COOLDOWN_SECONDS = 300.0
 WC_SUCCESS = 0
 WC_FLUSHED = 5
 ACCESS_ERRORS = {4: "local protection", 9: "remote invalid request", 10: "remote access"}
-"""Statuses that are a transfer's fault, not the path's."""
+"""Statuses that are caused by the transfer itself, not by the path."""
 
 STATUS_NAMES = {
     **ACCESS_ERRORS,
@@ -49,7 +49,7 @@ STATUS_NAMES = {
 
 
 class ConnectionState(Enum):
-    """What a connection is good for."""
+    """The state of a connection."""
 
     READY = auto()
     REOPENING = auto()
@@ -57,16 +57,16 @@ class ConnectionState(Enum):
 
 
 class Completion(Protocol):
-    """A work completion, as far as it is looked at."""
+    """The fields of a work completion that are read."""
 
     @property
     def wr_id(self) -> int:
-        """Number of the request that is done, and with it all before it."""
+        """Number of the completed request; all earlier ones have completed, too."""
         ...
 
     @property
     def status(self) -> int:
-        """WC_SUCCESS, or why it failed."""
+        """WC_SUCCESS, or the reason of the failure."""
         ...
 
 
@@ -75,16 +75,16 @@ class SendingQueuePair(Protocol):
 
     @property
     def fd(self) -> int:
-        """Descriptor that is readable when something completed."""
+        """Descriptor that is readable if there is a completion event."""
         ...
 
     @property
     def inline_bytes(self) -> int:
-        """Longest write that can travel inside its request."""
+        """Longest write that can be sent inline in its work request."""
         ...
 
     def info(self) -> QueuePairInfo:
-        """What the other end needs to connect to it."""
+        """The information that the other end needs to connect to it."""
         ...
 
     def connect(self, remote: QueuePairInfo) -> None:
@@ -92,19 +92,19 @@ class SendingQueuePair(Protocol):
         ...
 
     def post(self, requests: WorkRequestArray, batch: SendBatch, first_id: int) -> None:
-        """Post a batch, numbered from ``first_id``; OSError if it is not taken whole."""
+        """Post a batch, numbered from ``first_id``; raises OSError if not all of it is accepted."""
         ...
 
     def completions(self, most: int) -> Sequence[Completion]:
-        """Return up to ``most`` completions, good until the next call; never blocks."""
+        """Return up to ``most`` completions, valid until the next call; never blocks."""
         ...
 
     def take_event(self) -> None:
-        """Take the event that made ``fd`` readable, and ask for the next one."""
+        """Consume the event that made ``fd`` readable, and request the next one."""
         ...
 
     def close(self) -> None:
-        """Destroy it: no request of it touches memory here any more. Idempotent."""
+        """Destroy the queue pair: its requests access no local memory any more. Idempotent."""
         ...
 
 
@@ -112,9 +112,9 @@ class SendingNic(Protocol):
     """A port to send from; see ``Nic``.
 
     Args:
-        number, name, settings: as there.
-        window: most requests in flight on one queue pair.
-        max_message: longest request, in bytes.
+        number, name, settings: see ``Nic``.
+        window: maximum number of requests in flight on one queue pair.
+        max_message: maximum size of a request in bytes.
     """
 
     number: int
@@ -124,7 +124,7 @@ class SendingNic(Protocol):
     max_message: int
 
     def queue_pair(self) -> SendingQueuePair:
-        """Make a queue pair to post to; raises TransportUnavailable."""
+        """Create a queue pair to post to; raises TransportUnavailable."""
         ...
 
 
@@ -133,8 +133,8 @@ class ConnectionFault(NamedTuple):
 
     Args:
         status: the work completion's status; 0 if posting failed.
-        refused: the transfer that is refused, if one is.
-        reason: in words.
+        refused: the transfer that caused the failure and must not be retried, or None.
+        reason: description for messages.
     """
 
     status: int
@@ -143,12 +143,14 @@ class ConnectionFault(NamedTuple):
 
 
 class RdmaConnection:
-    """Not thread-safe: its peer holds a lock around every call.
+    """A reliable connection between two NICs, with its send window.
+
+    Not thread-safe: its peer holds a lock during every call.
 
     Args:
-        number: its index among the peer's connections.
-        nic: our NIC.
-        remote_nic: number of the NIC at the other end.
+        number: index among the peer's connections.
+        nic: the local NIC.
+        remote_nic: index of the NIC at the other end.
     """
 
     def __init__(self, number: int, nic: SendingNic, remote_nic: int) -> None:
@@ -166,39 +168,41 @@ class RdmaConnection:
 
     @property
     def fd(self) -> int:
-        """Descriptor that is readable when something completed; -1 while closed."""
+        """Descriptor that is readable if there is a completion event; -1 while closed."""
         return self._pair.fd if self._pair is not None else -1
 
     def open(self) -> QueuePairInfo:
-        """Make a fresh queue pair; return what the other end needs to connect.
+        """Create a new queue pair; returns the information that the other end needs to connect.
 
         Raises:
-            TransportUnavailable: the NIC makes none.
+            TransportUnavailable: the NIC can't create one.
         """
         self.state = ConnectionState.REOPENING
         self._pair = self.nic.queue_pair()
         return self._pair.info()
 
     def connect(self, remote: QueuePairInfo) -> None:
-        """Connect to the other end; ready afterwards. Raises TransportUnavailable."""
+        """Connect the queue pair to the other end; the connection is ready afterwards. Raises
+        TransportUnavailable."""
         self._require_queue_pair().connect(remote)
         self.state = ConnectionState.READY
 
     def close(self) -> None:
-        """Destroy the queue pair: nothing in flight touches memory here any more."""
+        """Destroy the queue pair: requests in flight access no local memory any more."""
         self.state = ConnectionState.DOWN
         if self._pair is not None:
             self._pair.close()
             self._pair = None
 
     def mark_down(self, now: float) -> None:
-        """Take it out of use for a while, longer each time in a row."""
+        """Take the connection out of use; the time until it is retried doubles with each
+        consecutive failure."""
         self.close()
         self.retry_at = now + self._cooldown
         self._cooldown = min(2 * self._cooldown, MAX_COOLDOWN_SECONDS)
 
     def post_queued(self) -> ConnectionFault | None:
-        """Post what fits."""
+        """Post as many queued pieces as the window permits."""
         pair = self._require_queue_pair()
         while True:
             run = self.window.post_next(self._least)
@@ -211,7 +215,8 @@ class RdmaConnection:
                 return ConnectionFault(0, None, f"posting failed: {exc}")
 
     def take_completions(self) -> tuple[list[tuple[RdmaTransfer, int]], ConnectionFault | None]:
-        """Take an event and all completions; return pieces done per transfer, and what broke."""
+        """Consume an event and poll all completions; returns the completed pieces per transfer, and
+        the fault if one failed."""
         pair = self._require_queue_pair()
         pair.take_event()
         done: list[tuple[RdmaTransfer, int]] = []
@@ -228,14 +233,14 @@ class RdmaConnection:
         return done, None
 
     def probe(self) -> None:
-        """Post a write of nothing, which needs no memory at either end."""
+        """Post an empty write, which needs no memory at either end."""
         nothing = np.zeros(1, np.uint64)
         keys = np.zeros(1, np.uint32)
         empty = SendBatch(RDMA_WRITE, nothing, nothing, nothing, keys, keys)
         self._require_queue_pair().post(self._requests, empty, 0)
 
     def wait_for_probe(self, deadline: float) -> str | None:
-        """Wait until the probe has completed; return what is wrong, if something is."""
+        """Wait until the probe completes; returns what went wrong, or None."""
         pair = self._require_queue_pair()
         while True:
             for completion in pair.completions(1):
@@ -249,7 +254,8 @@ class RdmaConnection:
                 pair.take_event()
 
     def take_unfinished(self) -> list[PieceRun[RdmaTransfer]]:
-        """Return all that is not done; only after ``close``."""
+        """Empty the window; returns everything that has not completed. Call it only after
+        ``close``."""
         return self.window.take_unfinished()
 
     def _require_queue_pair(self) -> SendingQueuePair:

@@ -1,4 +1,4 @@
-"""The ``rdma`` transport, and an endpoint's NICs, registered memory and served queue pairs."""
+"""The rdma transport: its endpoints, with their NICs, registered memory and served queue pairs."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ logger = logging.getLogger(__name__)
 
 NAME = "rdma"
 MAX_QUEUE_PAIRS = 256
-"""Queue pairs that one peer may ask for."""
+"""Maximum number of queue pairs that one peer may request."""
 
 
 class RdmaDataPath:
-    """NICs, registered memory and served queue pairs; also the ``RdmaPeerContext`` of its peers.
+    """Data path over RDMA: NICs, registered memory and served queue pairs. It is also the
+    ``RdmaPeerContext`` of its peers.
 
     Args:
         options: how to open the endpoint.
         local: the endpoint's own regions.
 
     Raises:
-        TransportUnavailable: no usable NIC.
+        TransportUnavailable: there is no usable NIC.
         HalError, ValueError: a setting is unknown or out of range.
     """
 
@@ -89,7 +90,7 @@ class RdmaDataPath:
                 memories.append(nic.register(region))
                 undo.callback(memories[-1].close)
             undo.pop_all()
-        # every NIC addresses it as this process does
+        # NICs use the same addresses as this process
         shifts, on_host = [0] * len(memories), region.device == "cpu"
         with self._lock:
             self._memories[key] = memories
@@ -103,7 +104,7 @@ class RdmaDataPath:
             peers = list(self._peers)
         for peer in peers:
             peer.abort_in_region(key)
-        with ExitStack() as withdrawals:  # one NIC's error leaves the region to no other
+        with ExitStack() as withdrawals:  # deregisters from all NICs even if one of them fails
             for memory in memories:
                 withdrawals.callback(memory.close)
 
@@ -164,7 +165,7 @@ class RdmaDataPath:
                 f"{len(call.queue_pairs)} connections need as many NICs, not {call.nics}"
             )
         pairs: list[QueuePair] = []
-        self._served[session] = pairs  # `departed` closes what there is, whatever happens here
+        self._served[session] = pairs  # `session_ended` closes them even if this fails half way
         for nic, remote in zip(call.nics, call.queue_pairs, strict=True):
             pairs.append(self._served_pair(nic, remote))
         return [pair.info() for pair in pairs]
@@ -198,10 +199,11 @@ class RdmaDataPath:
 
 
 def _probe_connections(connections: list[RdmaConnection], deadline: float) -> None:
-    """Send something over every connection; take those down over which it does not arrive.
+    """Test every connection with an empty write; marks the connections down that do not complete
+    it.
 
     Raises:
-        TransportUnavailable: all of them.
+        TransportUnavailable: no connection completed it.
     """
     for connection in connections:
         connection.probe()
@@ -217,7 +219,7 @@ def _probe_connections(connections: list[RdmaConnection], deadline: float) -> No
 
 
 class RdmaTransport:
-    """Moves bytes by RDMA reads and writes between registered regions.
+    """Moves bytes with RDMA reads and writes between registered regions.
 
     Raises:
         TransportUnavailable: pyverbs or libibverbs does not load.
@@ -225,7 +227,7 @@ class RdmaTransport:
 
     name = NAME
     can_revoke = True
-    ends_writes = False  # packets of a destroyed queue pair may be under way to the peer's
+    ends_writes = False  # packets of a destroyed queue pair may still be in flight to the peer
 
     def __init__(self) -> None:
         require_pyverbs()

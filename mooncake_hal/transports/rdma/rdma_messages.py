@@ -1,4 +1,4 @@
-"""What two RDMA endpoints send each other, and which NICs can reach each other. Pure."""
+"""Messages between two rdma endpoints, and which of their NICs can reach each other. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ INFINIBAND = "InfiniBand"
 ETHERNET = "Ethernet"
 
 MAX_NICS = 256
-"""Of one endpoint: each costs its peers a queue pair, and a byte has its number."""
+"""Maximum number of NICs of one endpoint: each costs its peers a queue pair, and a NIC's index is
+sent as one byte."""
 
 Byte = Annotated[int, msgspec.Meta(ge=0, lt=2**8)]
 U16 = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
@@ -26,12 +27,12 @@ U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has nothing longer
 
 
 class NicInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One port of a NIC, as peers need to know it.
+    """One port of a NIC, as published to peers.
 
     Args:
         name: ``device:port``.
         link: INFINIBAND or ETHERNET.
-        gid: its GID.
+        gid: the port's GID.
         lid: local identifier; 0 on Ethernet.
     """
 
@@ -41,25 +42,25 @@ class NicInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     lid: U16
 
     def __post_init__(self) -> None:
-        ipaddress.IPv6Address(self.gid)  # decoding fails with its reason if it is none
+        ipaddress.IPv6Address(self.gid)  # makes decoding fail if it is invalid
 
 
 class RdmaEndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an RDMA endpoint publishes."""
+    """The info that an rdma endpoint publishes."""
 
     nics: Annotated[list[NicInfo], msgspec.Meta(max_length=MAX_NICS)]
 
 
 class QueuePairInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One end of a queue pair.
+    """One end of a reliable connection.
 
     Args:
-        nic: which of its endpoint's NICs it is on.
-        gid, lid: address of that port.
+        nic: index of its NIC among the endpoint's NICs.
+        gid, lid: address of that NIC's port.
         qpn: queue pair number.
         psn: first packet sequence number that it sends.
-        mtu: largest MTU, as the enum of the verbs.
-        reads: RDMA READs that it can serve at once.
+        mtu: largest MTU, as a value of the verbs' enum.
+        reads: number of RDMA READs that it can serve concurrently.
     """
 
     nic: Byte
@@ -81,7 +82,7 @@ class OpenQueuePairs(
     forbid_unknown_fields=True,
     rename={"nics": "rails", "queue_pairs": "lanes"},
 ):
-    """Call: make queue pairs. ``nics`` says on which of the server's NICs each belongs."""
+    """Call: create queue pairs; ``nics`` has the index of the server's NIC for each of them."""
 
     nics: list[int]
     queue_pairs: list[QueuePairInfo]
@@ -94,7 +95,7 @@ class ReopenQueuePair(
     forbid_unknown_fields=True,
     rename={"queue_pair": "lane"},
 ):
-    """Call: replace one queue pair by a new one."""
+    """Call: replace a queue pair by a new one."""
 
     number: int
     queue_pair: QueuePairInfo
@@ -107,18 +108,18 @@ class QueuePairsOpened(
     forbid_unknown_fields=True,
     rename={"queue_pairs": "lanes"},
 ):
-    """Answer to both: the server's ends."""
+    """Reply to both calls: the server's queue pairs."""
 
     queue_pairs: list[QueuePairInfo]
 
 
 class RegionKeys(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How to address one region, per NIC of its endpoint.
+    """The keys of one region, for each NIC of its endpoint.
 
     Args:
-        keys: the NIC's key.
-        shifts: what to add to an address, modulo 2**64, to get the NIC's address.
-        on_host: whether the endpoint's CPU can read it.
+        keys: each NIC's key of the region.
+        shifts: for each NIC, the offset from a process's address to the NIC's, modulo 2**64.
+        on_host: whether the endpoint's CPU can read the region.
     """
 
     keys: list[U32]
@@ -132,7 +133,7 @@ _calls: msgspec.msgpack.Decoder[OpenQueuePairs | ReopenQueuePair] = msgspec.msgp
 
 
 def decode_call(payload: bytes) -> OpenQueuePairs | ReopenQueuePair:
-    """Read a call; raises PeerLost if it is none."""
+    """Decode a call; raises PeerLost if it is invalid."""
     try:
         return _calls.decode(payload)
     except UNREADABLE as exc:
@@ -140,7 +141,7 @@ def decode_call(payload: bytes) -> OpenQueuePairs | ReopenQueuePair:
 
 
 def decode_endpoint_info(data: bytes) -> RdmaEndpointInfo:
-    """Read what an endpoint published; raises TransferError if it is something else."""
+    """Decode an endpoint's published info; raises TransferError if it is invalid."""
     try:
         return msgspec.msgpack.decode(data, type=RdmaEndpointInfo)
     except UNREADABLE as exc:
@@ -148,7 +149,7 @@ def decode_endpoint_info(data: bytes) -> RdmaEndpointInfo:
 
 
 def decode_region_keys(data: bytes, nics: int) -> RegionKeys:
-    """Read how to address a region; raises PeerLost if it does not say so for every rail."""
+    """Decode a region's keys; raises PeerLost if they are not for ``nics`` NICs."""
     try:
         found = msgspec.msgpack.decode(data, type=RegionKeys)
     except UNREADABLE as exc:
@@ -161,10 +162,11 @@ def decode_region_keys(data: bytes, nics: int) -> RegionKeys:
 def pair_nics(
     ours: list[NicInfo], theirs: list[NicInfo], connections: int
 ) -> list[tuple[int, int]]:
-    """Choose (our NIC, their NIC) for each queue pair, spread over all NICs of both ends.
+    """Choose (our NIC, the peer's NIC) for each queue pair, spread over all NICs of both ends.
 
-    NIC n is paired with NIC n where both have it, as in rail-optimised fabrics. ``connections`` is
-    raised so that no NIC stays idle. Empty if no two NICs can reach each other.
+    NIC n is paired with NIC n if both ends have it, as in rail-optimised fabrics. Returns at least
+    ``connections`` pairs, and more if some NIC would be idle otherwise; none if no two NICs can
+    reach each other.
     """
     if not ours or not theirs:
         return []
@@ -183,7 +185,7 @@ def pair_nics(
 
 
 def why_nics_unreachable(ours: NicInfo, theirs: NicInfo) -> str | None:
-    """Say why two ports can't reach each other, as far as their addresses say; else None."""
+    """Return why two ports can't reach each other according to their addresses, or None."""
     if ours.link != theirs.link:
         return f"{ours.name} is {ours.link}, {theirs.name} is {theirs.link}"
     here, there = ipaddress.IPv6Address(ours.gid), ipaddress.IPv6Address(theirs.gid)
@@ -195,7 +197,7 @@ def why_nics_unreachable(ours: NicInfo, theirs: NicInfo) -> str | None:
 
 
 def why_unreachable(ours: list[NicInfo], theirs: list[NicInfo]) -> str | None:
-    """Say why no NIC of ours reaches one of theirs, or None if one may."""
+    """Return why none of our NICs can reach one of the peer's, or None if one may."""
     reasons = [why_nics_unreachable(here, there) for here in ours for there in theirs]
     if not reasons:
         return "an endpoint without NICs"

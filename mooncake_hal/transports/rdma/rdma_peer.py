@@ -1,4 +1,5 @@
-"""A peer: its reliable connections, the transfers on them, and what happens when they fail."""
+"""The client's side of the rdma transport: a peer's reliable connections, its transfers, and
+recovery from failures."""
 
 from __future__ import annotations
 
@@ -49,39 +50,41 @@ from mooncake_hal.transports.transfers import (
 logger = logging.getLogger(__name__)
 
 STUCK_SECONDS = 1.0
-"""How long a stopped transfer's requests may linger before their queue pair is destroyed."""
+"""If a stopped transfer's requests are still in flight after this time, their queue pair is
+destroyed."""
 
 REFRESH_SECONDS = 5.0
-"""How long an unknown remote address may wait for the peer to say that it is not just new."""
+"""Timeout for the peer to confirm its registrations, if a remote address is unknown or was
+rejected."""
 
 
 class RdmaPeerContext(Protocol):
-    """What a peer needs of its endpoint."""
+    """The parts of an endpoint that its peers use."""
 
     @property
     def progress(self) -> ProgressThread:
-        """Takes completions and keeps deadlines."""
+        """The endpoint's progress thread."""
         ...
 
     @property
     def local(self) -> AttachedRegions:
-        """Our own regions."""
+        """The endpoint's own regions."""
         ...
 
     @property
     def local_keys(self) -> KeyTables:
-        """Our NICs' keys of them."""
+        """The NICs' keys of these regions."""
         ...
 
 
 class RdmaPeer:
-    """A peer over reliable connections.
+    """Moves transfers over reliable connections to one endpoint.
 
     Args:
-        endpoint: where it belongs.
-        session: to it; closed with it.
-        connections: ready ones and such as are down; at least one is ready.
-        remote_nics: how many NICs the other end has.
+        endpoint: the local endpoint.
+        session: session to the other end; closed with the peer.
+        connections: the connections, each ready or down; at least one is ready.
+        remote_nics: number of NICs of the other end.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class RdmaPeer:
     # -- called by the endpoint -------------------------------------------------------------------
 
     def lost(self, error: TransferError) -> None:
-        """Fail and drain everything; the peer is unusable. Idempotent."""
+        """Fail and drain all transfers; the peer can't be used afterwards. Idempotent."""
         with self._lock:
             if self._error is not None:
                 return
@@ -139,7 +142,8 @@ class RdmaPeer:
                 self._end(transfer)
 
     def abort_in_region(self, key: int) -> None:
-        """End every transfer that touches our region ``key``; drained when this returns."""
+        """Fail every transfer that touches our region ``key``; they are drained when this
+        returns."""
         with self._lock:
             touched = [
                 transfer
@@ -150,7 +154,8 @@ class RdmaPeer:
             transfer.handle.abort(RegionRevoked("its local region was revoked under the transfer"))
 
     def tick(self, now: float) -> float | None:
-        """Stop what is late, break what does not drain; return when to be called next."""
+        """Stop transfers whose deadline has passed, and break connections that do not drain;
+        returns when to be called next."""
         with self._lock:
             for transfer in list(self._transfers):
                 if transfer.error is None and now >= transfer.handle.deadline:
@@ -210,7 +215,7 @@ class RdmaPeer:
             self._stop(transfer, TransferCancelled("cancelled by this side"))
 
     def _stop(self, transfer: RdmaTransfer, error: TransferError) -> None:
-        """Post no more of it; it ends when what is in flight is done."""
+        """Stop posting a transfer's pieces; it ends when those in flight have completed."""
         if transfer.error is not None or transfer not in self._transfers:
             return
         transfer.error = error
@@ -231,7 +236,8 @@ class RdmaPeer:
     # -- connections ------------------------------------------------------------------------------
 
     def _stripe(self, run: PieceRun[RdmaTransfer]) -> None:
-        """Queue a run's pieces on the usable connections and post what fits."""
+        """Queue a run's pieces on the usable connections, and post as many as the windows
+        permit."""
         usable = [
             connection
             for connection in self._connections
@@ -245,7 +251,7 @@ class RdmaPeer:
             self.lost(PeerLost("no connection to the peer works any more"))
             return
         parts = stripe(run.transfer.ends, run.start, run.stop, len(usable))
-        # start elsewhere each time, so that small transfers use all connections too
+        # start at another connection each time, so that small transfers use all of them, too
         self._turn += 1
         for at, (start, stop) in enumerate(parts):
             usable[(self._turn + at) % len(usable)].window.add(PieceRun(run.transfer, start, stop))
@@ -260,7 +266,7 @@ class RdmaPeer:
             self._broken(connection, fault)
 
     def _on_event(self, connection: RdmaConnection) -> None:
-        """Take what completed on a connection; on the progress thread."""
+        """Handle a connection's completions; called on the progress thread."""
         with self._lock:
             if connection.state is not ConnectionState.READY:
                 return
@@ -274,9 +280,10 @@ class RdmaPeer:
                 self._post_queued(connection)
 
     def _broken(self, connection: RdmaConnection, fault: ConnectionFault) -> None:
-        """Destroy a broken connection's queue pair; end a refused transfer, move the rest."""
+        """Destroy a broken connection's queue pair; fail the transfer that caused it, if any, and
+        post the others' pieces again."""
         self._shut(connection)
-        left = connection.take_unfinished()  # before anything can post to it again
+        left = connection.take_unfinished()  # before new pieces are posted to the connection
         if fault.refused is not None:
             self._reopen(connection)
             self._on_refused(fault.refused, fault.reason)
@@ -288,7 +295,7 @@ class RdmaPeer:
         self._resume(left)
 
     def _resume(self, runs: list[PieceRun[RdmaTransfer]]) -> None:
-        """Post again what a closed connection had not done."""
+        """Post the pieces again that a closed connection had not completed."""
         for run in runs:
             if run.transfer.error is None:
                 self._stripe(run)
@@ -311,13 +318,14 @@ class RdmaPeer:
                 self._resume(left)
 
     def _retry_down(self, now: float) -> None:
-        """Try connections again that have been down for long enough."""
+        """Reopen the connections whose cooldown has passed."""
         for connection in self._connections:
             if connection.state is ConnectionState.DOWN and now >= connection.retry_at:
                 self._reopen(connection)
 
     def _reopen(self, connection: RdmaConnection) -> None:
-        """Ask the peer for a new queue pair to go with a new one of ours."""
+        """Replace a connection's queue pair: create a new one, and request a new one of the
+        peer."""
         try:
             call = ReopenQueuePair(connection.number, connection.open())
         except TransportUnavailable as exc:
@@ -328,7 +336,7 @@ class RdmaPeer:
         )
 
     def _reopened(self, connection: RdmaConnection, answer: Future[bytes]) -> None:
-        """On the session's thread, or at once if the session is over."""
+        """Called on the session's thread, or immediately if the session is over."""
         with self._lock:
             if self._error is not None:
                 self._shut(connection)
@@ -358,10 +366,11 @@ class RdmaPeer:
     # -- refused transfers ------------------------------------------------------------------------
 
     def _on_refused(self, transfer: RdmaTransfer, reason: str) -> None:
-        """End a transfer that the other side refused; why, is known once all news is in."""
+        """Fail a transfer that the peer's NIC rejected. The reason is known once all pending
+        notifications of the peer were processed."""
         if transfer.error is not None:
             return
-        transfer.unfinished += 1  # held open until the reason is known
+        transfer.unfinished += 1  # keeps it from ending until the reason is known
         transfer.awaits_reason = True
         self._stop(transfer, TransferError(f"the peer's NIC refused the transfer: {reason}"))
         self._session.ping().add_done_callback(lambda _: self._end_refused(transfer))
@@ -376,7 +385,7 @@ class RdmaPeer:
             self._end_if_done(transfer)
 
     def _refusal_reason(self, transfer: RdmaTransfer) -> TransferError | None:
-        """Look the transfer's remote spans up again, in what is registered now."""
+        """Look up the transfer's remote spans again, among the regions that are registered now."""
         try:
             index, positions = self._session.regions.locate(
                 transfer.spans.remote, transfer.spans.nbytes

@@ -1,4 +1,5 @@
-"""Offers the ``rdma`` transport, and lists the RDMA ports of this host. Standard library only."""
+"""Offers the ``rdma`` transport, and lists the RDMA ports of this host. Imports only the standard
+library."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RdmaHost:
-    """Where the kernel shows RDMA.
+    """The kernel's directories for RDMA.
 
     Args:
-        devices: folder with a folder per device.
-        nodes: folder with the files that verbs are called through.
+        devices: directory with a subdirectory per device.
+        nodes: directory with the device files through which verbs are called.
     """
 
     devices: Path = Path("/sys/class/infiniband")
@@ -32,7 +33,7 @@ THIS_HOST = RdmaHost()
 
 
 def active_ports(host: RdmaHost = THIS_HOST) -> list[str]:
-    """Return ``device:port`` of every port that is up, in the order of their names."""
+    """Return ``device:port`` of every port that is up, ordered by name."""
     states = sorted(host.devices.glob("*/ports/*/state"))
     return [
         f"{state.parents[2].name}:{state.parent.name}"
@@ -42,11 +43,11 @@ def active_ports(host: RdmaHost = THIS_HOST) -> list[str]:
 
 
 PRIORITY = 40
-"""Above tcp and the adapters, below what stays inside one host or one super-node."""
+"""Above tcp and the adapters; below the transports within one host or one super-node."""
 
 
 def probe(host: RdmaHost = THIS_HOST) -> Availability:
-    """Look for a port that is up, for access to it, and for pyverbs."""
+    """Check for a port that is up, for permission to access it, and for pyverbs."""
     reason = _why_not(host)
     return (
         Availability(False, reason) if reason else Availability(True, ", ".join(active_ports(host)))
@@ -84,5 +85,5 @@ def load() -> Transport:
 
 @hookimpl
 def mooncake_hal_transport() -> TransportSpec:
-    """Offer ``rdma``."""
+    """Offer the transport."""
     return TransportSpec("rdma", API_VERSION, PRIORITY, probe, load)

@@ -1,6 +1,7 @@
-"""The transport's settings, and which ports and GIDs are taken where they say nothing. Pure.
+"""The rdma transport's settings, and the default choice of ports and GIDs. Pure, except for reading
+the environment.
 
-Settings are read from ``EndpointOptions.extra`` and the environment.
+Settings come from ``EndpointOptions.extra`` and the environment variable MOONCAKE_HAL_RDMA.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from mooncake_hal.hal_env import rdma_settings
 
 @dataclass(frozen=True, slots=True)
 class RdmaSettings:
-    """Everything that can be set, by these names.
+    """The settings, by their names.
 
     Args:
-        devices: comma-separated NICs, each ``name`` or ``name:port``; empty takes every port
-            that is up.
-        gid_index: entry of the GID table to use on every NIC; below zero chooses.
-        window: work requests in flight per queue pair.
-        window_bytes: bytes in flight per queue pair; bounds what a cancelled transfer drains.
-        piece_bytes: longest single work request; longer spans are cut, to be striped.
-        inline_bytes: writes up to this size travel inside their work request.
+        devices: comma-separated NICs, each ``name`` or ``name:port``; empty: every port that is up.
+        gid_index: index in the GID table to use on every NIC; below zero: see ``choose_gid``.
+        window: maximum number of work requests in flight per queue pair.
+        window_bytes: maximum number of bytes in flight per queue pair; bounds what a cancelled
+            transfer drains.
+        piece_bytes: maximum size of a work request; longer spans are cut into pieces, which are
+            striped.
+        inline_bytes: writes of up to this size are sent inline in their work request.
         traffic_class: RoCE traffic class (DSCP in its upper six bits).
         service_level: InfiniBand service level, RoCE priority.
         timeout: local acknowledgement timeout, 4.096 µs times two to this power.
-        retries: retransmissions until a NIC or peer counts as dead. At most 6: some devices take
-            7 for "for ever", and then a dead peer is never reported.
+        retries: retransmissions before a NIC or peer is considered dead. At most 6: some devices
+            interpret 7 as "for ever" and then never report a dead peer.
     """
 
     devices: str = ""
@@ -46,10 +48,10 @@ class RdmaSettings:
 
     @classmethod
     def of(cls, extra: Mapping[str, str]) -> RdmaSettings:
-        """Read settings.
+        """Parse settings.
 
         Raises:
-            ValueError: an unknown name, or a value out of range; says which.
+            ValueError: a name is unknown, or a value is out of range; the message names it.
         """
         known = {field.name: str(field.type) for field in fields(cls)}
         unknown = sorted(set(extra) - set(known))
@@ -65,11 +67,11 @@ class RdmaSettings:
 
 
 def settings_of_endpoint(extra: Mapping[str, str]) -> RdmaSettings:
-    """Settings of an endpoint: what its options say, else what MOONCAKE_HAL_RDMA says.
+    """Settings of an endpoint: those in its options override those in MOONCAKE_HAL_RDMA.
 
     Raises:
-        HalError: the variable holds an unknown name, or a value out of range.
-        ValueError: the options do.
+        HalError: MOONCAKE_HAL_RDMA has an unknown name or a value out of range.
+        ValueError: the options have an unknown name or a value out of range.
     """
     everywhere = rdma_settings()
     try:
@@ -102,14 +104,14 @@ def _read(name: str, kind: str, text: str) -> str | int:
 
 
 def choose_ports(wanted: str, ports: list[str]) -> list[str]:
-    """Return the ports that were asked for, or all that are up.
+    """Return the wanted ports, or all ports that are up.
 
     Args:
         wanted: as in ``RdmaSettings.devices``.
-        ports: all that are up, as ``device:port``.
+        ports: all ports that are up, as ``device:port``.
 
     Raises:
-        TransportUnavailable: none, or not the ones that were asked for.
+        TransportUnavailable: no port is up, or a wanted one is not.
     """
     if not ports:
         raise TransportUnavailable("rdma", "no RDMA port of this host is up")
@@ -123,7 +125,7 @@ def choose_ports(wanted: str, ports: list[str]) -> list[str]:
 
 
 class GidKind(IntEnum):
-    """What a GID is good for; the values are those of ibv_gid_type."""
+    """The protocol that a GID selects; the values are those of ibv_gid_type."""
 
     INFINIBAND = 0
     ROCE_V1 = 1
@@ -151,15 +153,15 @@ class Gid:
 
 
 def choose_gid(table: list[Gid], nic: str, wanted_index: int = -1) -> Gid:
-    """Choose a port's GID: RoCE v2 over IPv4, then IPv6, then link-local, then others.
+    """Choose a port's GID. Preference: RoCE v2 over IPv4, over IPv6, link-local, then others.
 
     Args:
-        table: entries of one port; empty (all zero) ones are passed over.
-        nic: names the port in messages.
-        wanted_index: take this entry and no other; below zero chooses.
+        table: the port's GID table; empty (all-zero) entries are ignored.
+        nic: name of the port, for messages.
+        wanted_index: index of the only entry to accept; below zero: any.
 
     Raises:
-        TransportUnavailable: no usable entry.
+        TransportUnavailable: there is no usable entry.
     """
     usable = [gid for gid in table if int(gid.address) & (2**64 - 1)]
     if wanted_index >= 0:

@@ -1,7 +1,8 @@
-"""What one queue pair has to do, has in flight and has done; striping over queue pairs. Pure.
+"""The send window of a queue pair: queued, in flight and completed requests; and striping over
+queue pairs. Pure.
 
-Requests of a reliable connection complete in the order they were posted, so one number says how
-far it has got, and whatever was not done when it broke can be posted again from there.
+Requests on a reliable connection complete in the order in which they were posted. So one number
+describes the progress, and after a failure the requests after it can be posted again.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from numpy.typing import NDArray
 
 
 class HasEnds(Protocol):
-    """A transfer's pieces, as far as a window looks at them."""
+    """The property of a transfer that a window reads."""
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """[n] bytes of all pieces up to and including each."""
+        """[n] cumulative bytes of the pieces, each included."""
         ...
 
 
@@ -29,7 +30,8 @@ TransferT = TypeVar("TransferT", bound=HasEnds)
 
 @dataclass(frozen=True, slots=True)
 class PieceRun(Generic[TransferT]):
-    """Consecutive pieces ``start`` to ``stop`` of one transfer; ``first_id`` once posted."""
+    """Consecutive pieces ``[start, stop)`` of one transfer. Once posted, ``first_id`` is the number
+    of the first one's request."""
 
     transfer: TransferT
     start: int
@@ -41,17 +43,17 @@ class PieceRun(Generic[TransferT]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pieces."""
+        """Total size of the pieces in bytes."""
         before = int(self.transfer.ends[self.start - 1]) if self.start else 0
         return int(self.transfer.ends[self.stop - 1]) - before
 
 
 class SendWindow(Generic[TransferT]):
-    """Bounds how many requests and bytes are in flight, and keeps them in order.
+    """Limits the requests and bytes in flight, and tracks them in order.
 
     Args:
-        requests: most requests in flight.
-        nbytes: most bytes in flight; a longer piece is posted alone.
+        requests: maximum number of requests in flight.
+        nbytes: maximum number of bytes in flight; a longer piece is posted alone.
     """
 
     def __init__(self, requests: int, nbytes: int) -> None:
@@ -65,12 +67,12 @@ class SendWindow(Generic[TransferT]):
 
     @property
     def in_flight(self) -> int:
-        """Requests posted and not done."""
+        """Number of requests that were posted and have not completed."""
         return self._next_id - 1 - self._done_id
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to post and nothing in flight."""
+        """Whether no pieces are queued or in flight."""
         return not self._queue and not self._flight
 
     def add(self, run: PieceRun[TransferT]) -> None:
@@ -78,11 +80,12 @@ class SendWindow(Generic[TransferT]):
         self._queue.append(run)
 
     def post_next(self, least: int = 1) -> PieceRun[TransferT] | None:
-        """Move the next pieces into flight and return them to be posted, as many as fit.
+        """Move as many queued pieces as the limits permit to in flight; returns them for the caller
+        to post.
 
         Args:
-            least: how many requests must be free, unless nothing is in flight, so that refills
-                come in batches.
+            least: minimum number of free requests, unless none are in flight; makes refills come
+                in batches.
         """
         room = self._requests - self.in_flight
         if not self._queue or room < (least if self._flight else 1):
@@ -102,7 +105,8 @@ class SendWindow(Generic[TransferT]):
         return run
 
     def complete(self, last_id: int) -> list[tuple[TransferT, int]]:
-        """Take in that all requests up to ``last_id`` are done; return pieces done per transfer."""
+        """Mark all requests up to ``last_id`` as completed; returns the number of completed pieces
+        per transfer."""
         done = []
         while self._flight and self._done_id < last_id:
             run = self._flight.popleft()
@@ -117,16 +121,17 @@ class SendWindow(Generic[TransferT]):
         return done
 
     def owner_of(self, request_id: int) -> TransferT | None:
-        """Return whose request that is, if it is in flight."""
+        """Return the transfer of a request that is in flight, or None."""
         for run in self._flight:
             if run.first_id <= request_id < run.first_id + len(run):
                 return run.transfer
         return None
 
     def take_unfinished(self) -> list[PieceRun[TransferT]]:
-        """Empty the window; return all that is not done, to be posted again, here or elsewhere.
+        """Empty the window; returns all pieces that have not completed, which can be posted again
+        on any connection.
 
-        Only when nothing in flight can touch memory any more.
+        Call it only when requests in flight can't access memory any more.
         """
         left = [
             PieceRun(run.transfer, run.start, run.stop) for run in (*self._flight, *self._queue)
@@ -138,7 +143,7 @@ class SendWindow(Generic[TransferT]):
         return left
 
     def drop(self, transfer: TransferT) -> int:
-        """Forget a transfer's pieces that are not posted; return how many they were."""
+        """Remove a transfer's queued pieces; returns their number."""
         dropped = sum(len(run) for run in self._queue if run.transfer is transfer)
         if dropped:
             self._queue = deque(run for run in self._queue if run.transfer is not transfer)
@@ -149,7 +154,7 @@ class SendWindow(Generic[TransferT]):
         return any(run.transfer is transfer for run in self._flight)
 
     def _within_bytes(self, head: PieceRun[TransferT]) -> int:
-        """Return up to which of its pieces the bytes in flight stay within bounds."""
+        """Return the end of the run's pieces that fit into the limit of bytes in flight."""
         before = int(head.transfer.ends[head.start - 1]) if head.start else 0
         budget = self._nbytes - self._bytes
         stop = int(np.searchsorted(head.transfer.ends, before + max(budget, 0), side="right"))
@@ -159,15 +164,15 @@ class SendWindow(Generic[TransferT]):
 def stripe(
     ends: NDArray[np.int64], start: int, stop: int, connections: int
 ) -> list[tuple[int, int]]:
-    """Divide pieces ``start`` to ``stop`` into consecutive runs of about equal bytes.
+    """Divide pieces ``[start, stop)`` into consecutive runs of about equal size in bytes.
 
     Args:
-        ends: [n] bytes of all pieces up to and including each.
-        start, stop: which pieces.
-        connections: how many runs are wanted; fewer come back where there are fewer pieces.
+        ends: [n] cumulative bytes of the pieces, each included.
+        start, stop: range of pieces.
+        connections: wanted number of runs; there are fewer if there are fewer pieces.
 
     Returns:
-        (first, last + 1) of each run, in order, none of them empty.
+        (start, stop) of each run, in order, none of them empty.
     """
     before = int(ends[start - 1]) if start else 0
     total = int(ends[stop - 1]) - before

@@ -1,19 +1,20 @@
-"""libibverbs through its public ABI: the objects and calls of the data path.
+"""ctypes bindings of libibverbs' public ABI: the objects and calls of the data path.
 
 Why not pyverbs: it posts one Python object per request, which costs more than 2 µs per piece, and
-no release of it says where the C object behind a Python object lies. So everything from the opened
-device to the queue pair is made here, by functions that libibverbs exports. pyverbs says what
-there is to open: devices, ports, GIDs, limits.
+no release of it exposes the address of the C object behind a Python object. So everything from the
+opened device to the queue pair is created here, with functions that libibverbs exports. pyverbs is
+used to query devices, ports, GIDs and limits.
 
-Why ctypes and not a C file: a batch of up to a window of requests is posted by one call, so the
-microsecond of a ctypes call is shared by hundreds of pieces, and a serving host needs neither a
+Why ctypes and not a C file: one call posts a batch of up to a window of requests, so that the
+microsecond of a ctypes call is divided over hundreds of pieces, and a serving host needs neither a
 compiler nor headers. ctypes also releases the GIL around every call, which pyverbs does not.
 
-What is relied on is <infiniband/verbs.h>, whose ABI has not changed since libibverbs 1.1: programs
-built then run today. ibv_post_send, ibv_poll_cq and ibv_req_notify_cq are inline functions there
-that call through the table in struct ibv_context, and so do we. Structs that the library allocates
-are described up to the last field that is read; structs that we allocate are described whole. What
-can be checked is: that every function is there, and that each object holds what it was made with.
+This module relies on <infiniband/verbs.h>, whose ABI has not changed since libibverbs 1.1: programs
+built then still run. ibv_post_send, ibv_poll_cq and ibv_req_notify_cq are inline functions there
+that call through the table in struct ibv_context; this module calls through the same table. Structs
+that the library allocates are declared up to the last field that is read; structs that we allocate
+are declared in full. At run time it checks that every function exists, and that each object has the
+values that it was created with.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE, ACCESS_REMOTE_READ = 1, 2, 4
 QPT_RC = 2
 QPS_INIT, QPS_RTR, QPS_RTS = 1, 2, 3
 
-# ibv_qp_attr_mask: what each step of a reliable connection sets
+# ibv_qp_attr_mask: the attributes that each state transition of a reliable connection sets
 _STATE, _ACCESS, _PKEY, _PORT, _AV = 1 << 0, 1 << 3, 1 << 4, 1 << 5, 1 << 7
 _PATH_MTU, _TIMEOUT, _RETRY, _RNR_RETRY = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 _RQ_PSN, _INITIATED_READS, _MIN_RNR_TIMER = 1 << 12, 1 << 13, 1 << 15
@@ -99,7 +100,7 @@ class IbvContextOps(Structure):
 
 
 class IbvContext(Structure):
-    """``struct ibv_context``, up to where a mutex begins."""
+    """``struct ibv_context``, up to its mutex."""
 
     _fields_ = (
         ("device", c_void_p),
@@ -137,7 +138,7 @@ class IbvCompChannel(Structure):
 
 
 class IbvCq(Structure):
-    """``struct ibv_cq``, up to where a mutex begins."""
+    """``struct ibv_cq``, up to its mutex."""
 
     _fields_ = (
         ("context", c_void_p),
@@ -149,7 +150,7 @@ class IbvCq(Structure):
 
 
 class IbvQp(Structure):
-    """``struct ibv_qp``, up to where a mutex begins."""
+    """``struct ibv_qp``, up to its mutex."""
 
     _fields_ = (
         ("context", c_void_p),
@@ -178,7 +179,7 @@ class IbvQpCap(Structure):
 
 
 class IbvQpInitAttr(Structure):
-    """``struct ibv_qp_init_attr``; the library writes back what it granted into ``cap``."""
+    """``struct ibv_qp_init_attr``; the library writes the granted capabilities to ``cap``."""
 
     _fields_ = (
         ("qp_context", c_void_p),
@@ -192,7 +193,7 @@ class IbvQpInitAttr(Structure):
 
 
 class IbvGid(Structure):
-    """``union ibv_gid``: sixteen bytes in network order, aligned as two 64-bit words are."""
+    """``union ibv_gid``: sixteen bytes in network order, aligned like two 64-bit words."""
 
     _fields_ = (("words", c_uint64 * 2),)
 
@@ -224,7 +225,7 @@ class IbvAhAttr(Structure):
 
 
 class IbvQpAttr(Structure):
-    """``struct ibv_qp_attr``; a mask says which fields a call reads."""
+    """``struct ibv_qp_attr``; a call's mask selects the fields that it reads."""
 
     _fields_ = (
         ("qp_state", c_int),
@@ -298,10 +299,10 @@ _SINCE_34: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @lru_cache(maxsize=1)
 def load(name: str = SONAME) -> ctypes.CDLL:
-    """Load libibverbs. Its functions raise OSError, with the function's name, where they fail.
+    """Load libibverbs. A function that fails raises OSError with the function's name.
 
     Raises:
-        TransportUnavailable: it is absent, or is not the library that is meant.
+        TransportUnavailable: the library is not installed, or it is not rdma-core's.
     """
     try:
         library = ctypes.CDLL(name, use_errno=True)
@@ -325,11 +326,12 @@ def load(name: str = SONAME) -> ctypes.CDLL:
 
 
 def open_device(name: str) -> int:
-    """Open a device by its name; return its ``ibv_context``, to be closed by ibv_close_device.
+    """Open a device by name; returns the address of its ``ibv_context``, which the caller closes
+    with ibv_close_device.
 
     Raises:
-        TransportUnavailable: libibverbs has no such device, or lays its structs out differently.
-        OSError: it can't be opened.
+        TransportUnavailable: libibverbs lists no such device, or its structs have another layout.
+        OSError: the device can't be opened.
     """
     library = load()
     count = c_int()
@@ -351,21 +353,21 @@ def open_device(name: str) -> int:
         "ibv_context",
         {
             "ops": (bool(opened.ops.post_send and opened.ops.poll_cq), True),
-            "cmd_fd": (_is_device_file(opened.cmd_fd), True),  # found only past the whole table
+            "cmd_fd": (_is_device_file(opened.cmd_fd), True),  # checks the size of the whole table
         },
     )
     return context
 
 
 def check_layout(struct: str, fields: dict[str, tuple[object, object]]) -> None:
-    """Compare fields of a struct that the library made with what it was made with.
+    """Compare fields of a struct that the library allocated with the values it was created with.
 
     Args:
-        struct: its name in verbs.h.
-        fields: name to (found, wanted).
+        struct: name of the struct in verbs.h.
+        fields: (found, wanted) by the field's name.
 
     Raises:
-        TransportUnavailable: they differ: this library's ABI is not the one described here.
+        TransportUnavailable: they differ: the library's ABI is not the one declared here.
     """
     wrong = {name: pair for name, pair in fields.items() if pair[0] != pair[1]}
     if wrong:
@@ -384,11 +386,12 @@ def _is_device_file(fd: int) -> bool:
 
 
 PostBatch = Callable[[WorkRequestArray, SendBatch, int], None]
-"""Posts a batch whose requests are numbered from the int; OSError if the NIC takes it not whole."""
+"""Posts a batch whose requests are numbered from the last argument on; raises OSError if the NIC
+does not accept all of it."""
 
 
 def batch_poster(qp: int) -> PostBatch:
-    """Return how to post to the ``ibv_qp`` at an address; valid until it is destroyed."""
+    """Return a function that posts to the ``ibv_qp`` at an address, until that is destroyed."""
     post_send = IbvContext.from_address(IbvQp.from_address(qp).context).ops.post_send
     bad = c_void_p()
     bad_reference = byref(bad)
@@ -404,7 +407,7 @@ def batch_poster(qp: int) -> PostBatch:
 
 
 class CompletionPoller:
-    """Takes completions off the ``ibv_cq`` at an address; valid until it is destroyed."""
+    """Polls the ``ibv_cq`` at an address, until that is destroyed."""
 
     def __init__(self, cq: int) -> None:
         self._cq = cq
@@ -414,14 +417,14 @@ class CompletionPoller:
         self._completions = (IbvWc * POLL_BATCH)()
 
     def poll(self, most: int) -> list[IbvWc]:
-        """Return up to ``most`` completions, good until the next call; OSError if it is broken."""
+        """Return up to ``most`` completions, valid until the next call; raises OSError."""
         count = self._poll(self._cq, min(most, POLL_BATCH), self._completions)
         if count < 0:
             raise OSError(-count, "ibv_poll_cq failed")
         return self._completions[:count]
 
     def request_event(self) -> None:
-        """Have the next completion, of any kind, raise an event."""
+        """Request an event for the next completion of any kind."""
         code = self._request_event(self._cq, 0)
         if code:
             raise OSError(code, f"ibv_req_notify_cq: {os.strerror(code)}")

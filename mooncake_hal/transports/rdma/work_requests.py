@@ -1,7 +1,7 @@
-"""From a transfer's pieces and the NICs' memory keys to work requests. Pure.
+"""Work requests, built from a transfer's pieces and the NICs' memory keys. Pure.
 
-A batch is built by a handful of numpy assignments and posted by one call: ``struct ibv_send_wr``
-and ``struct ibv_sge`` are part of libibverbs' stable ABI. That costs some tens of nanoseconds per
+A batch is built by a few numpy assignments and posted by one call: ``struct ibv_send_wr`` and
+``struct ibv_sge`` are part of libibverbs' stable ABI. That costs some tens of nanoseconds per
 piece; a pyverbs object per piece costs more than 2 µs.
 """
 
@@ -51,9 +51,9 @@ class SendBatch:
 
     Args:
         opcode: RDMA_READ or RDMA_WRITE.
-        local, remote, nbytes: as in ``Spans``, in the NIC's own addresses.
-        lkeys, rkeys: the NIC's keys of the memory of each piece.
-        inline: whether each piece is sent inside its request, or None if none is.
+        local, remote, nbytes: as in ``Spans``, but in the NICs' addresses.
+        lkeys, rkeys: the NICs' keys of each piece's memory.
+        inline: whether each piece is sent inline in its request; None: no piece is.
     """
 
     opcode: int
@@ -66,13 +66,14 @@ class SendBatch:
 
 
 class WorkRequestArray:
-    """Work requests, linked once, that are filled and posted again and again.
+    """A reusable array of linked work requests, which is filled and posted for every batch.
 
-    Posting copies them into the NIC's queue, so they may be refilled at once.
+    Posting copies the requests to the NIC's queue, so they may be refilled immediately.
 
     Args:
-        depth: how many can be posted together.
-        signal_every: distance of the ones that report their completion; the last always does.
+        depth: maximum number of requests in a batch.
+        signal_every: every so many requests, one reports its completion; a batch's last one always
+            does.
     """
 
     def __init__(self, depth: int, signal_every: int) -> None:
@@ -92,7 +93,8 @@ class WorkRequestArray:
         self._last = 0
 
     def fill(self, batch: SendBatch, first_id: int) -> int:
-        """Fill in at most ``depth`` pieces, numbered from ``first_id``; return how many."""
+        """Fill in a batch of up to ``depth`` pieces, numbered from ``first_id``; returns their
+        number."""
         count = len(batch.nbytes)
         requests, pieces = self.requests[:count], self.pieces[:count]
         self.requests["next"][self._last] = self._links[self._last]
@@ -114,13 +116,13 @@ class WorkRequestArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyTable:
-    """How every NIC addresses every region, at one moment.
+    """A snapshot of every NIC's keys of every region.
 
     Args:
-        regions: [regions] the endpoint's keys of the regions, by address.
-        keys: [NICs, regions] the NIC's key.
-        shifts: [NICs, regions] what to add to an address, modulo 2**64.
-        on_host: [regions] whether the CPU can read it, which inline sends need.
+        regions: [regions] the endpoint's keys of the regions, ordered by address.
+        keys: [NICs, regions] the NICs' keys.
+        shifts: [NICs, regions] offset from a process's address to the NIC's, modulo 2**64.
+        on_host: [regions] whether the CPU can read the region, which inline sends require.
     """
 
     regions: list[int]
@@ -129,16 +131,16 @@ class KeyTable:
     on_host: NDArray[np.bool_]
 
     def touched(self, positions: NDArray[np.intp]) -> set[int]:
-        """Return the regions that lie at ``positions``."""
+        """Return the endpoint's keys of the regions at these positions."""
         return {self.regions[at] for at in np.unique(positions).tolist()}
 
 
 class KeyTables:
-    """Builds key tables, and keeps the last: regions change rarely, transfers are many.
+    """Builds key tables, and caches the last one: regions change rarely, and transfers are many.
 
     Args:
-        nics: how many NICs the endpoint has.
-        lookup: returns the keys of regions; None for one that was revoked meanwhile.
+        nics: number of NICs of the endpoint.
+        lookup: returns the keys of regions; None for a region that has been revoked.
     """
 
     def __init__(
@@ -160,7 +162,7 @@ class KeyTables:
         shifts = np.zeros((self._nics, len(regions)), np.uint64)
         on_host = np.zeros(len(regions), np.bool_)
         for at, found in enumerate(self._lookup(regions)):
-            if found is not None:  # else key 0, which every NIC refuses
+            if found is not None:  # otherwise key 0, which every NIC rejects
                 keys[:, at] = found.keys
                 shifts[:, at] = found.shifts
                 on_host[at] = found.on_host
@@ -173,15 +175,16 @@ class RdmaTransfer:
 
     Args:
         opcode: RDMA_READ or RDMA_WRITE.
-        spans: what was asked for.
-        pieces: the same, cut.
-        local_at, remote_at: [n] which region each piece lies in, on either side.
-        local_keys, remote_keys: the regions' keys at the moment it began.
-        handle: what the caller holds; set right after construction.
-        unfinished: pieces that are queued or in flight; at zero the transfer ends.
-        error: why it ends early, once it does.
-        stopped_at: ``time.monotonic`` of that moment.
-        awaits_reason: whether the peer is still being asked what was wrong.
+        spans: the spans of the transfer.
+        pieces: the spans cut into pieces.
+        local_at, remote_at: [n] position of each piece's region, on either side.
+        local_keys, remote_keys: the regions' keys at the start of the transfer.
+        handle: the transfer object that the caller holds; set right after construction.
+        unfinished: number of pieces that are queued or in flight; at zero, the transfer ends.
+        error: why it was stopped early, or None.
+        stopped_at: ``time.monotonic`` value when it was stopped.
+        awaits_reason: whether it waits for the peer's notifications to determine the reason of a
+            failure.
     """
 
     opcode: int
@@ -209,7 +212,7 @@ class RdmaTransfer:
 def batch_of(
     run: PieceRun[RdmaTransfer], nic: int, remote_nic: int, inline_bytes: int
 ) -> SendBatch:
-    """Return the pieces of a run in the addresses and keys of a NIC at either end."""
+    """Return a run's pieces as a batch, in the addresses and keys of the two NICs."""
     transfer, part = run.transfer, slice(run.start, run.stop)
     local_at, remote_at = transfer.local_at[part], transfer.remote_at[part]
     nbytes = transfer.pieces.nbytes[part]
