@@ -14,7 +14,7 @@ from mooncake_kv.errors import KVConfigError
 
 logger = logging.getLogger(__name__)
 
-_SOMEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+_PROBE_TARGETS = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Documentation addresses (RFC 5737, RFC 3849), used to ask the kernel for our address on the
 default route."""
 
@@ -38,7 +38,7 @@ def settle_addresses(config: KVTransferConfig) -> KVTransferConfig:
                 f"peers can't connect to --kv-advertise-host {advertised}: name an address"
             )
     elif ipaddress.ip_address(host).is_unspecified:
-        advertised = _facing_the_world(host)
+        advertised = _default_route_address(host)
         logger.warning(
             "listening on %s for peers, who are told %s, the address of the default route; "
             "--kv-advertise-host names another",
@@ -79,12 +79,12 @@ def resolve(host: str, option: str) -> str:
     return str(found[0][4][0])
 
 
-def _facing_the_world(host: str) -> str:
+def _default_route_address(host: str) -> str:
     """Our address on the default route. Sends no packet."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((_SOMEWHERE[family], 9))
+            probe.connect((_PROBE_TARGETS[family], 9))
             return str(probe.getsockname()[0])
     except OSError as exc:
         raise KVConfigError(

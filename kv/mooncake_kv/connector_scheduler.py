@@ -35,7 +35,7 @@ from mooncake_kv.params import InstanceAddress
 from mooncake_kv.peers import Handshake, PeerTable
 from mooncake_kv.protocol import AnyMessage
 from mooncake_kv.ranks import (
-    SILENCE_S,
+    REPORT_TIMEOUT_S,
     LoadReport,
     PushReport,
     RankGroup,
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 
-CLOSING_ROUNDS = 4
+CLOSING_ITERATIONS = 4
 """Iterations of the event loop at shutdown, in which closed connections run their callbacks."""
 
 
@@ -154,11 +154,11 @@ class ConnectorScheduler(ABC):
         peer's session. Loop thread."""
 
     @abstractmethod
-    def _take_report(self, rank: int, report: LoadReport | PushReport) -> None:
+    def _on_rank_report(self, rank: int, report: LoadReport | PushReport) -> None:
         """Process the report of a rank that has drained a load or a push. Loop thread."""
 
     @abstractmethod
-    def _give_up(self, request_id: str, reason: str) -> None:
+    def _fail_request(self, request_id: str, reason: str) -> None:
         """Fail a request after an unexpected exception. Its KV is not transferred, and its blocks
         are released once no transfer can change them. Loop thread."""
 
@@ -174,7 +174,7 @@ class ConnectorScheduler(ABC):
             if len(self._readiness) == self._num_ranks:
                 self._ranks_ready.set()
         else:
-            self._loop.call(decoded.request_id, self._take_report, rank, decoded)
+            self._loop.call(decoded.request_id, self._on_rank_report, rank, decoded)
 
     def start(
         self,
@@ -201,7 +201,9 @@ class ConnectorScheduler(ABC):
         raise_descriptor_limit()
         self._loop = IoLoop(
             "kv-connector",
-            lambda request_id, exc: self._give_up(request_id, f"the connector failed: {exc!r}"),
+            lambda request_id, exc: self._fail_request(
+                request_id, f"the connector failed: {exc!r}"
+            ),
             lambda dead: post(ConnectorFailed(dead)),
         )
         ends_writes = all(rank.ends_writes for rank in ready)
@@ -228,7 +230,7 @@ class ConnectorScheduler(ABC):
         if not self._is_started:
             return
         self._is_started = False
-        self._loop.run(self._shut(), START_TIMEOUT_S + self._config.transfer_timeout_s)
+        self._loop.run(self._shut_down(), START_TIMEOUT_S + self._config.transfer_timeout_s)
         self._loop.close()
 
     def compatibility(self) -> CompatibilityReport:
@@ -277,19 +279,19 @@ class ConnectorScheduler(ABC):
         advertised = "" if host == config.host else f", {host} for peers"
         logger.info("KV side channel on %s port %d%s", config.host, server.port, advertised)
 
-    def _make_loads(self, context: ConnectorContext) -> RankLoads:
+    def _make_rank_loads(self, context: ConnectorContext) -> RankLoads:
         """The loads that are sent to all ranks of this instance."""
-        limit_s = self._config.transfer_timeout_s + SILENCE_S
+        limit_s = self._config.transfer_timeout_s + REPORT_TIMEOUT_S
         return RankLoads(self._ranks, limit_s, context.has_stalled)
 
-    async def _shut(self) -> None:
+    async def _shut_down(self) -> None:
         if not await self._drain():
             # To peers, a closed port proves that this process writes no more: keep it open.
             logger.error("writes to peers have not ended; their blocks stay reserved until we do")
             return
         self._peers.close()
         self._server.close()
-        for _ in range(CLOSING_ROUNDS):
+        for _ in range(CLOSING_ITERATIONS):
             await asyncio.sleep(0)
 
 

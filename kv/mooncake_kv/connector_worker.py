@@ -339,7 +339,7 @@ class RankTransports:
         self._use.close()
 
 
-def lone_thread(name: str, bind: Callable[[], None] | None = None) -> ThreadPoolExecutor:
+def single_thread(name: str, bind: Callable[[], None] | None = None) -> ThreadPoolExecutor:
     """Make a pool of one thread that is started immediately, so that a later ``submit`` can't fail
     because the host has no thread left.
 
@@ -382,7 +382,7 @@ class ConnectorWorker(ABC):
         self._is_closed = False
 
     @abstractmethod
-    def _obey(self, message: bytes) -> None:
+    def _execute(self, message: bytes) -> None:
         """Execute a message from the scheduler side. Called with the lock held."""
 
     @abstractmethod
@@ -395,7 +395,7 @@ class ConnectorWorker(ABC):
         Messages that arrive after ``close`` are dropped."""
         with self._lock:
             if not self._is_closed:
-                self._obey(message)
+                self._execute(message)
 
     def begin_step(self, steps: Sequence[PushStep]) -> LayerDone | None:
         """Prepare for a step that runs these requests' tokens. The step's thread; returns

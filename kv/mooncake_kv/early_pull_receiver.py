@@ -44,7 +44,7 @@ class _Reservation:
         newest: the holder's latest progress; None until a holder reports.
         changed: set when ``newest`` or ``error`` has changed.
         error: reason for which the request is abandoned; empty if it is not.
-        former: holders that a newer one has replaced.
+        replaced: holders that a newer one has replaced.
         may_be_written: while the ranks may write the blocks.
     """
 
@@ -56,7 +56,7 @@ class _Reservation:
     newest: PrefillProgress | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     error: str = ""
-    former: set[Writer] = field(default_factory=set)
+    replaced: set[Writer] = field(default_factory=set)
     may_be_written: bool = False
 
     def fail(self, reason: str) -> None:
@@ -69,7 +69,7 @@ class _Reservation:
         holder."""
         is_same = message.prompt_digest == self.prompt_digest
         is_whole = message.first_token is None or message.num_tokens == self.num_tokens
-        return is_same and is_whole and not self.error and message.holder not in self.former
+        return is_same and is_whole and not self.error and message.holder not in self.replaced
 
     def remote(self, progress: PrefillProgress) -> RemoteKV:
         """The location of the KV that a holder has computed so far."""
@@ -156,21 +156,21 @@ class EarlyPullReceiver:
         newest = reserved.newest
         if newest is not None and newest.holder != message.holder:
             if message.error:
-                reserved.former.add(message.holder)
+                reserved.replaced.add(message.holder)
                 return LeaseStatus.EXPIRED
-            reserved.former.add(newest.holder)
+            reserved.replaced.add(newest.holder)
             newest = None
         if newest is None:
             remote = reserved.remote(message)
-            self._reader.leases.keep(message.request_id, remote, self._lose)
+            self._reader.leases.keep(message.request_id, remote, self._on_lease_lost)
         if message.error:
             reserved.fail(f"the prefill instance gave up: {message.error}")
-        if newest is None or _order(message) > _order(newest):
+        if newest is None or _progress_key(message) > _progress_key(newest):
             reserved.newest = message
             reserved.changed.set()
         return LeaseStatus.HELD
 
-    def _lose(self, request_id: str, reason: str) -> None:
+    def _on_lease_lost(self, request_id: str, reason: str) -> None:
         """Fail a request whose holder is silent or has lost its KV; a running read detects that
         itself."""
         reserved = self._reserved.get(request_id)
@@ -186,7 +186,7 @@ class EarlyPullReceiver:
         self._reader.counts.transfers += 1
         try:
             await self._post(metaserver, params)
-            first_token = await self._follow(reserved)
+            first_token = await self._read_prompt(reserved)
             error = None
         except KVTransferError as exc:  # no rank has been sent an order, or all have reported
             reserved.may_be_written = False
@@ -210,14 +210,14 @@ class EarlyPullReceiver:
         if newest is not None:
             self._reader.leases.spawn_failed(reserved.remote(newest), error)
 
-    async def _follow(self, reserved: _Reservation) -> FirstToken:
+    async def _read_prompt(self, reserved: _Reservation) -> FirstToken:
         """Read each chunk as it becomes available, until the whole prompt is read and confirmed."""
-        give_up_at = self._context.clock() + self._max_load_s
+        deadline = self._context.clock() + self._max_load_s
         known: tuple[Writer, int] | None = None
         peer: PeerInstance | None = None
         stop = reserved.start
         while True:
-            progress = await self._next(reserved, give_up_at)
+            progress = await self._next_progress(reserved, deadline)
             if known is None or known[0] != progress.holder:
                 peer = await self._reader.peers.reach(reserved.remote(progress))
             if known != (progress.holder, progress.attempt):
@@ -231,13 +231,13 @@ class EarlyPullReceiver:
                 await self._reader.confirm(peer, reserved.remote(progress), reserved.request_id)
                 return progress.first_token
 
-    async def _next(self, reserved: _Reservation, give_up_at: float) -> PrefillProgress:
+    async def _next_progress(self, reserved: _Reservation, deadline: float) -> PrefillProgress:
         """Wait for progress that has not been processed yet.
 
         Raises:
             KVTransferError: the request was abandoned, or the wait timed out.
         """
-        wait_s = give_up_at - self._context.clock()
+        wait_s = deadline - self._context.clock()
         if reserved.newest is None:
             wait_s = min(wait_s, self._context.lease_s)
         try:
@@ -280,7 +280,7 @@ class EarlyPullReceiver:
             nbytes = await self._reader.read(order)
         except KVTransferError:  # raised after all ranks have reported
             reserved.may_be_written = False
-            if reserved.error or progress.holder not in reserved.former:
+            if reserved.error or progress.holder not in reserved.replaced:
                 raise
             return False
         reserved.may_be_written = False
@@ -289,6 +289,6 @@ class EarlyPullReceiver:
         return True
 
 
-def _order(message: PrefillProgress) -> tuple[int, int, bool]:
+def _progress_key(message: PrefillProgress) -> tuple[int, int, bool]:
     """Sort key of one holder's messages: a repeated one may arrive after later ones."""
     return message.attempt, message.num_tokens, message.first_token is not None

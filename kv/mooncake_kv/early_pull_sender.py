@@ -46,7 +46,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class _Sent:
+class _EarlyPull:
     """A prompt that a reader waits for; ``changed`` is set while ``newest`` has not been sent."""
 
     target: PushTarget
@@ -75,56 +75,58 @@ class EarlyPullSender:
         self._peers = peers
         self._sender = sender
         self._host, self._port = address
-        self._sent: dict[str, _Sent] = {}
+        self._pulls: dict[str, _EarlyPull] = {}
 
     def begin(self, request_id: str, target: PushTarget) -> None:
         """Start a request; notifies its reader before anything is computed."""
         self._sender.grant(request_id)
-        sent = self._sent[request_id] = _Sent(target)
+        pull = self._pulls[request_id] = _EarlyPull(target)
         self._peers.hold(target.remote)
-        self._context.spawn(self._report(request_id, sent), request_id)
+        self._context.spawn(self._report(request_id, pull), request_id)
 
     def advance(self, request_id: str, progress: Progress) -> None:
         """Record a request's progress, to be sent in the next message to its reader."""
-        sent = self._sent.get(request_id)
-        if sent is not None and not sent.newest.is_last:
-            sent.newest = progress
-            sent.changed.set()
+        pull = self._pulls.get(request_id)
+        if pull is not None and not pull.newest.is_last:
+            pull.newest = progress
+            pull.changed.set()
 
     def complete(self, request_id: str, progress: Progress) -> None:
         """Complete a prompt's prefill; ``LeaseEnded`` follows when its blocks can be freed, which
         is immediately if the reader no longer wants them."""
         self.advance(request_id, progress)
         if not self._sender.is_held(request_id):
-            self._sender.give_up(request_id)
+            self._sender.drop(request_id)
 
     def cancel(self, request_id: str, reason: str) -> None:
         """Notify the reader that a prompt will not be computed, or is no longer held."""
         self.advance(request_id, Progress(error=reason))
 
-    async def _report(self, request_id: str, sent: _Sent) -> None:
+    async def _report(self, request_id: str, pull: _EarlyPull) -> None:
         """Send a request's progress to its reader, one message at a time, each with the state at
         the time of sending."""
-        remote = sent.target.remote
+        remote = pull.target.remote
         try:
             while True:
-                sent.changed.clear()
-                told = sent.newest
-                if await self._tell(request_id, sent.target, told) is not LeaseStatus.HELD:
+                pull.changed.clear()
+                progress = pull.newest
+                if await self._send(request_id, pull.target, progress) is not LeaseStatus.HELD:
                     self._sender.end(request_id, LeaseStatus.EXPIRED)  # nobody waits for it
                     return
-                if told.is_last:
+                if progress.is_last:
                     return
-                await sent.changed.wait()
+                await pull.changed.wait()
         except KVTransferError as exc:
-            logger.warning("the reader of %s can't be told of it: %s", request_id, exc)
+            logger.warning(
+                "the reader of %s can't be notified of its progress: %s", request_id, exc
+            )
             self._peers.forget(remote, str(exc))
             self._sender.end(request_id, LeaseStatus.EXPIRED)
         finally:
-            del self._sent[request_id]
+            del self._pulls[request_id]
             self._peers.release(remote)
 
-    async def _tell(self, request_id: str, target: PushTarget, progress: Progress) -> LeaseStatus:
+    async def _send(self, request_id: str, target: PushTarget, progress: Progress) -> LeaseStatus:
         holder = Writer(self._context.instance.engine_id, request_id, self._host, self._port)
         reply = await self._peers.get(target.remote).client.ask(
             lambda ticket: PrefillProgress(

@@ -89,7 +89,7 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
         pairs of instances in advance."""
         facts = {f"the model's {name}": value for name, value in self.model_settings.items()}
         meaning = self.numerics.meaning.items()
-        facts |= {f"KV's {name}": value for name, value in meaning if not self.can_mend(name)}
+        facts |= {f"KV's {name}": value for name, value in meaning if not self.can_convert(name)}
         facts |= {"model": self.model_fingerprint, "KV geometry": str(self.geometry)}
         if self.geometry.groups:
             facts["KV-cache groups"] = str(self.geometry.groups)
@@ -97,7 +97,7 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
             facts["tokenizer"] = self.tokenizer_fingerprint
         return facts
 
-    def can_mend(self, fact: str) -> bool:
+    def can_convert(self, fact: str) -> bool:
         """Whether this instance can decode from KV that differs in that fact of ``numerics``."""
         return fact == ROPE_ORDER and self.turns_rope
 
@@ -198,7 +198,7 @@ def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Ch
         )
     meant = differences(prefill.numerics.meaning, decode.numerics.meaning)
     for name, (ours, theirs) in meant.items():
-        if not decode.can_mend(name):
+        if not decode.can_convert(name):
             yield _Check(f"KV's {name}", ours, theirs, _SAME_NUMBERS)
 
 

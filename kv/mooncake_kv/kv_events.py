@@ -132,7 +132,7 @@ class KVEventLog:
         extra_keys: list[list[str] | None] | None = None
         if cache_salt and parent is None:
             extra_keys = [[cache_salt], *[None] * (len(digests) - 1)]
-        self._end_removals()
+        self._flush_removals()
         stored = BlockStored(
             [event_key(digest) for digest in digests],
             None if parent is None else event_key(parent),
@@ -156,7 +156,7 @@ class KVEventLog:
 
     def flush(self) -> None:
         """Publish the events of the step, if there are any."""
-        self._end_removals()
+        self._flush_removals()
         if self._events:
             events, self._events = self._events, []
             self._publish(events)
@@ -168,7 +168,7 @@ class KVEventLog:
             self._on_close()
             self._on_close = None
 
-    def _end_removals(self) -> None:
+    def _flush_removals(self) -> None:
         if self._removed:
             self._events.append(BlockRemoved(self._removed, MEDIUM_GPU))
             self._removed = []

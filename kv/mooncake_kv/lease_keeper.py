@@ -20,7 +20,7 @@ OnLost = Callable[[str, str], None]
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptLease:
     remote: RemoteKV
     last_renewed: float
     on_lost: OnLost
@@ -37,7 +37,7 @@ class LeaseKeeper:
     def __init__(self, context: ConnectorContext, peers: PeerTable) -> None:
         self._context = context
         self._peers = peers
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _KeptLease] = {}
         # PeerTable drops a peer that is not asked anything for IDLE_S, however long its leases are.
         interval = KeepaliveInterval(context.lease_s, IDLE_S / KEEPALIVES_PER_LEASE)
         self._keepalive = Keepalive(interval, self._renew, context.spawn, context.has_stalled)
@@ -45,9 +45,9 @@ class LeaseKeeper:
     def keep(self, request_id: str, remote: RemoteKV, on_lost: OnLost) -> None:
         """Renew a request's lease until ``drop``."""
         self.drop(request_id)
-        self._kept[request_id] = _Kept(remote, self._context.clock(), on_lost)
+        self._kept[request_id] = _KeptLease(remote, self._context.clock(), on_lost)
         self._peers.hold(remote)
-        self._keepalive.hasten(remote)
+        self._keepalive.wake_for(remote)
 
     def drop(self, request_id: str) -> None:
         """Stop renewing a request's lease. Idempotent."""
@@ -57,27 +57,29 @@ class LeaseKeeper:
 
     async def keep_leases(self) -> None:
         """Renew all leases periodically, until cancelled."""
-        await self._keepalive.give(lambda: self._kept)
+        await self._keepalive.run(lambda: self._kept)
 
     def spawn_failed(self, remote: RemoteKV, reason: str) -> None:
         """Notify a holder that its KV will not be read."""
-        self._context.spawn(self._tell(remote, lambda peer: peer.failed(remote.request_id, reason)))
+        self._context.spawn(
+            self._notify(remote, lambda peer: peer.failed(remote.request_id, reason))
+        )
 
     def spawn_done(self, remote: RemoteKV, reader: str) -> None:
         """Notify a holder that its KV is not needed any more."""
-        self._context.spawn(self._tell(remote, lambda peer: peer.done(remote.request_id, reader)))
+        self._context.spawn(self._notify(remote, lambda peer: peer.done(remote.request_id, reader)))
 
-    async def _tell(
-        self, remote: RemoteKV, say: Callable[[PeerInstance], Awaitable[object]]
+    async def _notify(
+        self, remote: RemoteKV, send: Callable[[PeerInstance], Awaitable[object]]
     ) -> None:
         """Notify a holder, if it can be reached; otherwise its lease times out."""
         try:
-            await say(self._peers.get(remote))
+            await send(self._peers.get(remote))
         except KVTransferError as exc:
             logger.info("could not tell the holder of %s: %s", remote.request_id, exc)
             self._peers.forget(remote, str(exc))
 
-    async def _renew(self, group: dict[str, _Kept], within_s: float) -> None:
+    async def _renew(self, group: dict[str, _KeptLease], within_s: float) -> None:
         """Renew one peer's leases. Fails those that the peer has lost, or all of them if it has
         been silent for a lease."""
         names = {kept.remote.request_id: name for name, kept in group.items()}
@@ -92,15 +94,15 @@ class LeaseKeeper:
             kept.last_renewed = now
         for remote_id in lost:
             name = names[remote_id]
-            self._lose(name, group[name], "the prefill instance no longer holds its KV")
+            self._report_lost(name, group[name], "the prefill instance no longer holds its KV")
 
-    def _drop_silent(self, group: dict[str, _Kept], reason: str) -> None:
+    def _drop_silent(self, group: dict[str, _KeptLease], reason: str) -> None:
         for request_id, kept in group.items():
             if self._context.clock() - kept.last_renewed > self._context.lease_s:
-                self._lose(request_id, kept, reason)
+                self._report_lost(request_id, kept, reason)
                 self._peers.forget(kept.remote, reason)
 
-    def _lose(self, request_id: str, kept: _Kept, reason: str) -> None:
+    def _report_lost(self, request_id: str, kept: _KeptLease, reason: str) -> None:
         """Report a lost lease, unless it was dropped or replaced meanwhile."""
         if self._kept.get(request_id) is kept:
             kept.on_lost(request_id, reason)

@@ -23,7 +23,7 @@ from enum import Enum, auto
 from mooncake_kv.protocol import LeaseStatus, Writer
 
 NO_READER = ""
-REMEMBERED_ENDINGS = 65_536
+MAX_ENDINGS = 65_536
 """Ended leases, and ended reservations, whose outcome is kept to answer repeated messages."""
 
 
@@ -86,11 +86,8 @@ class LeaseTable:
 
     def _remember(self, request_id: str, ending: LeaseStatus, reader: str) -> None:
         self._endings[request_id] = ending, reader
-        if len(self._endings) > REMEMBERED_ENDINGS:
+        if len(self._endings) > MAX_ENDINGS:
             self._endings.popitem(last=False)
-
-
-Written = tuple[tuple[int, int, int], ...]
 
 
 class ReservationState(Enum):
@@ -115,7 +112,7 @@ class Reservation:
         deadline: if no message arrives until then, a writer is asked for its status, and a
             reservation without a writer ends.
         last_heard: when the writer last sent a message.
-        last_sign: when anything at the writer's address last answered, the writer or its kernel.
+        last_reachable: when the writer, or at least the kernel at its address, last answered.
         stage: the state.
         writer: the writer that it was granted to, if any.
         prompt_digest: digest of the prompt whose KV is to be written.
@@ -125,7 +122,7 @@ class Reservation:
     tokens: tuple[int, int]
     deadline: float
     last_heard: float
-    last_sign: float
+    last_reachable: float
     stage: ReservationState = ReservationState.OFFERED
     writer: Writer | None = None
     prompt_digest: str = ""
@@ -192,7 +189,7 @@ class ReservationTable:
             return False
         del self._held[request_id]
         self._endings[request_id] = ending, writer
-        if len(self._endings) > REMEMBERED_ENDINGS:
+        if len(self._endings) > MAX_ENDINGS:
             self._endings.popitem(last=False)
         return True
 
@@ -220,5 +217,5 @@ class ReservationTable:
         return late
 
     def _heard(self, held: Reservation, now: float) -> None:
-        held.last_heard = held.last_sign = now
+        held.last_heard = held.last_reachable = now
         held.deadline = now + self._silence_s

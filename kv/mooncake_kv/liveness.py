@@ -24,10 +24,10 @@ from mooncake_kv.protocol import StatusReply, StatusRequest
 logger = logging.getLogger(__name__)
 
 KEEPALIVES_PER_LEASE = 6
-LONGEST_PUSH_PAUSE_S = 1.0
+MAX_PUSH_INTERVAL_S = 1.0
 """Maximum interval between the keepalives of an instance that pushes, however long the leases."""
 
-SHORTEST_PAUSE_S = 0.02
+MIN_INTERVAL_S = 0.02
 """Minimum interval between keepalives, however short a lease a request names."""
 
 
@@ -50,17 +50,17 @@ class KeepaliveInterval:
 
     Args:
         lease_s: this instance's own lease, in seconds.
-        longest_s: maximum interval, however long the leases, in seconds.
+        max_s: maximum interval, however long the leases, in seconds.
     """
 
     lease_s: float
-    longest_s: float = float("inf")
+    max_s: float = float("inf")
 
     def of(self, remotes: Iterable[RemoteKV]) -> float:
         """The interval in seconds: a sixth of the shortest lease among these peers and ours."""
         leases = (remote.lease_s for remote in remotes if remote.lease_s is not None)
         shortest_s = min((self.lease_s, *leases))
-        return max(min(shortest_s / KEEPALIVES_PER_LEASE, self.longest_s), SHORTEST_PAUSE_S)
+        return max(min(shortest_s / KEEPALIVES_PER_LEASE, self.max_s), MIN_INTERVAL_S)
 
 
 class Keepalive(Generic[Item]):
@@ -85,28 +85,28 @@ class Keepalive(Generic[Item]):
         self._send = send
         self._spawn = spawn
         self._has_stalled = has_stalled
-        self._is_silent = False
+        self._was_stalled = False
         self._in_flight: set[_Key] = set()
         self._pause_s = 0.0
-        self._is_shorter = asyncio.Event()
+        self._interval_shortened = asyncio.Event()
 
-    def hasten(self, remote: RemoteKV) -> None:
+    def wake_for(self, remote: RemoteKV) -> None:
         """Account for a new peer: wake up early if its lease requires a shorter interval."""
         if self._interval.of([remote]) < self._pause_s:
-            self._is_shorter.set()
+            self._interval_shortened.set()
 
-    async def give(self, concerned: Callable[[], Mapping[str, Item]]) -> None:
+    async def run(self, items: Callable[[], Mapping[str, Item]]) -> None:
         """Send every peer keepalives for its items, periodically, until cancelled.
 
         Args:
-            concerned: returns the current items, by request id.
+            items: returns the current items, by request id.
         """
         while True:
-            await self._pause(concerned)
-            if self._must_be_silent():
+            await self._pause(items)
+            if self._is_suspended():
                 continue
             by_peer: defaultdict[_Key, dict[str, Item]] = defaultdict(dict)
-            for request_id, item in concerned().items():
+            for request_id, item in items().items():
                 remote = item.remote
                 by_peer[remote.engine_id, remote.host, remote.port][request_id] = item
             for key, group in by_peer.items():
@@ -114,13 +114,13 @@ class Keepalive(Generic[Item]):
                     self._in_flight.add(key)
                     self._spawn(self._send_one(key, group))
 
-    def _must_be_silent(self) -> bool:
+    def _is_suspended(self) -> bool:
         """Whether to let peers consider this instance dead, because a step of the engine hangs:
         they would otherwise hold KV for it for as long as the step does."""
-        was_silent, self._is_silent = self._is_silent, self._has_stalled()
-        if self._is_silent and not was_silent:
+        was_stalled, self._was_stalled = self._was_stalled, self._has_stalled()
+        if self._was_stalled and not was_stalled:
             logger.error("no step of the engine returns: keepalives to peers are suspended")
-        return self._is_silent
+        return self._was_stalled
 
     async def _send_one(self, key: _Key, group: dict[str, Item]) -> None:
         try:
@@ -128,26 +128,26 @@ class Keepalive(Generic[Item]):
         finally:
             self._in_flight.discard(key)
 
-    async def _pause(self, concerned: Callable[[], Mapping[str, Item]]) -> None:
+    async def _pause(self, items: Callable[[], Mapping[str, Item]]) -> None:
         """Wait until the next keepalive is due; a new peer with a shorter lease shortens the
         wait."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self._pause_s = self._longest_pause(concerned())
+        self._pause_s = self._longest_pause(items())
         while (left_s := began + self._pause_s - loop.time()) > 0:
-            self._is_shorter.clear()
+            self._interval_shortened.clear()
             with suppress(asyncio.TimeoutError):
                 async with timeout(left_s):
-                    await self._is_shorter.wait()
-            self._pause_s = min(self._pause_s, self._longest_pause(concerned()))
+                    await self._interval_shortened.wait()
+            self._pause_s = min(self._pause_s, self._longest_pause(items()))
 
-    def _longest_pause(self, concerned: Mapping[str, Item]) -> float:
-        return self._interval.of(item.remote for item in concerned.values())
+    def _longest_pause(self, items: Mapping[str, Item]) -> float:
+        return self._interval.of(item.remote for item in items.values())
 
 
 CONNECT_TIMEOUT_S = 2.0
 
-_OWN_SHORTAGES = (
+_LOCAL_SHORTAGES = (
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOBUFS,
@@ -158,11 +158,11 @@ _OWN_SHORTAGES = (
 the peer."""
 
 
-class _Line(asyncio.BaseProtocol):
+class _IdleConnection(asyncio.BaseProtocol):
     """An idle TCP connection, whose keepalives let the kernel detect that the peer's host died."""
 
     def __init__(self) -> None:
-        self.over = asyncio.Event()
+        self.closed = asyncio.Event()
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -178,11 +178,11 @@ class _Line(asyncio.BaseProtocol):
         pass  # the transport closes itself
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.over.set()
+        self.closed.set()
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Close the connection. Idempotent."""
-        self.over.set()
+        self.closed.set()
         if self._transport is not None:
             self._transport.abort()
 
@@ -201,17 +201,17 @@ class StatusInquiry:
 
     def __init__(self, peers: PeerTable) -> None:
         self._peers = peers
-        self._lines: dict[tuple[str, int], _Line] = {}
+        self._connections: dict[tuple[str, int], _IdleConnection] = {}
 
     async def ask(
-        self, writer: PeerAddress, request_ids: Sequence[str], *, is_near: bool
+        self, writer: PeerAddress, request_ids: Sequence[str], *, is_local: bool
     ) -> StatusReply:
         """Ask an instance for the status of its pushes.
 
         Args:
             writer: the epoch, and the address of its side channel.
             request_ids: its own names of the requests.
-            is_near: whether its side channel is in this process' network namespace.
+            is_local: whether its side channel is in this process' network namespace.
 
         Raises:
             PeerGone: our own kernel says that nothing listens at its address, or another instance
@@ -221,54 +221,56 @@ class StatusInquiry:
             KVTransferError: the status is unknown.
         """
         try:
-            await self._reach(writer)
+            await self._connect(writer)
         except ConnectionRefusedError as exc:
-            raise await self._missing(writer, "nobody", is_near=is_near) from exc
+            raise await self._replaced(writer, "nobody", is_local=is_local) from exc
         except (OSError, asyncio.TimeoutError) as exc:
             reason = f"instance {writer.engine_id} can't be reached: {exc!r}"
-            is_ours = is_near and await is_own_address(writer.host)
-            if is_ours or (isinstance(exc, OSError) and exc.errno in _OWN_SHORTAGES):
+            is_ours = is_local and await is_own_address(writer.host)
+            if is_ours or (isinstance(exc, OSError) and exc.errno in _LOCAL_SHORTAGES):
                 raise KVTransferError(reason) from exc
             raise PeerUnreachable(reason) from exc
         named = tuple(request_ids)
         reply = await self._peers.get(writer).client.ask(
             lambda ticket: StatusRequest(ticket, named), StatusReply, tries=1
         )
-        self._hang_up(writer)
+        self._disconnect(writer)
         if reply.engine_id != writer.engine_id:
-            raise await self._missing(writer, reply.engine_id, is_near=is_near)
+            raise await self._replaced(writer, reply.engine_id, is_local=is_local)
         return reply
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
-        for line in self._lines.values():
-            line.hang_up()
-        self._lines.clear()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
 
-    async def _reach(self, writer: PeerAddress) -> None:
+    async def _connect(self, writer: PeerAddress) -> None:
         """Connect, if not yet connected. The kernel completes the connection for a process that
         lives, however busy it is."""
-        line = self._lines.get((writer.host, writer.port))
-        if line is not None and not line.over.is_set():
+        connection = self._connections.get((writer.host, writer.port))
+        if connection is not None and not connection.closed.is_set():
             return
         async with timeout(CONNECT_TIMEOUT_S):
             loop = asyncio.get_running_loop()
-            _, line = await loop.create_connection(_Line, writer.host, writer.port)
-        self._hang_up(writer)  # a concurrent inquiry may have connected first
-        self._lines = {at: each for at, each in self._lines.items() if not each.over.is_set()}
-        self._lines[writer.host, writer.port] = line
+            _, connection = await loop.create_connection(_IdleConnection, writer.host, writer.port)
+        self._disconnect(writer)  # a concurrent inquiry may have connected first
+        self._connections = {
+            at: each for at, each in self._connections.items() if not each.closed.is_set()
+        }
+        self._connections[writer.host, writer.port] = connection
 
-    def _hang_up(self, writer: PeerAddress) -> None:
-        line = self._lines.pop((writer.host, writer.port), None)
-        if line is not None:
-            line.hang_up()
+    def _disconnect(self, writer: PeerAddress) -> None:
+        connection = self._connections.pop((writer.host, writer.port), None)
+        if connection is not None:
+            connection.close()
 
-    async def _missing(
-        self, writer: PeerAddress, found: str, *, is_near: bool
+    async def _replaced(
+        self, writer: PeerAddress, found: str, *, is_local: bool
     ) -> PeerGone | PeerAbsent:
         """The exception to raise when ``found`` listens at the writer's address."""
         self._peers.forget(writer, f"{found} listens there now")
-        if is_near and await is_own_address(writer.host):
+        if is_local and await is_own_address(writer.host):
             return PeerGone(f"instance {writer.engine_id} is gone: {found} listens there")
         where = f"{writer.host} port {writer.port}"
         return PeerAbsent(

@@ -140,7 +140,7 @@ class PeerInstance:
             self._handshake.ranks.broadcast(ConnectPeer(metadata.engine_id, ranks, order))
             self.metadata = metadata
 
-    async def introduce(self) -> None:
+    async def say_hello(self) -> None:
         """Send Hello again, to a peer that has evicted our metadata.
 
         Raises:
@@ -192,7 +192,7 @@ class _Entry:
     """A peer, and when it was last used."""
 
     peer: PeerInstance
-    last_wanted: float
+    last_used: float
 
 
 class PeerTable:
@@ -239,7 +239,7 @@ class PeerTable:
         """
         key, now = _key(remote), asyncio.get_running_loop().time()
         if key not in self._entries:
-            self._make_room()
+            self._evict_idle_peer()
             client = SideChannelClient(remote.host, remote.port, self._secret)
             peer = PeerInstance(remote.engine_id, client, self._handshake)
             self._entries[key] = _Entry(peer, now)
@@ -247,7 +247,7 @@ class PeerTable:
             self._urls_of[key[0]].add(key[1])
         self._entries.move_to_end(key)
         entry = self._entries[key]
-        entry.last_wanted = now
+        entry.last_used = now
         return entry.peer
 
     async def reach(self, remote: RemoteKV) -> PeerInstance:
@@ -271,7 +271,7 @@ class PeerTable:
         peer.check_claims(remote)
         return peer
 
-    def _make_room(self) -> None:
+    def _evict_idle_peer(self) -> None:
         if len(self._entries) < self._max_peers:
             return
         for key in list(self._entries):
@@ -302,7 +302,7 @@ class PeerTable:
         """Drop peers that have been idle for IDLE_S. Where instances come and go at changing
         addresses, nothing else detects that a peer left while it was idle."""
         for key, entry in list(self._entries.items()):
-            if now - entry.last_wanted > IDLE_S:
+            if now - entry.last_used > IDLE_S:
                 self._forget(key, f"it was not needed for {IDLE_S:g} s")
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class PublishedState:
         """Events that describe the whole state: each block after its parent, in its first medium;
         then, without tokens, the blocks in their other media."""
         yield AllBlocksCleared()
-        elsewhere: dict[tuple[_Kind, str | None], list[int]] = {}
+        other_media: dict[tuple[_Kind, str | None], list[int]] = {}
         for hashes in self._runs():
             first = self._blocks[hashes[0]]
             blocks = [self._blocks[each] for each in hashes]
@@ -75,8 +75,8 @@ class PublishedState:
             )
             for each, block in zip(hashes, blocks, strict=True):
                 for medium in block.mediums[1:]:
-                    elsewhere.setdefault((block.kind, medium), []).append(each)
-        for (kind, medium), hashes in elsewhere.items():
+                    other_media.setdefault((block.kind, medium), []).append(each)
+        for (kind, medium), hashes in other_media.items():
             for at in range(0, len(hashes), MAX_EVENT_BLOCKS):
                 yield _stored(kind, hashes[at : at + MAX_EVENT_BLOCKS], medium)
 

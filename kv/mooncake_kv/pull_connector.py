@@ -56,7 +56,7 @@ class MooncakeConnector(ConnectorScheduler):
         self._readers: set[str] = set()
 
     def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
-        self._loads = self._make_loads(context)
+        self._loads = self._make_rank_loads(context)
         leases = LeaseKeeper(context, self._peers)
         self._reader = KVReader(context, self._loads, self._peers, leases)
         self._sender = PullSender(context)
@@ -76,15 +76,15 @@ class MooncakeConnector(ConnectorScheduler):
             return LeaseReply(message.ticket, self._early_receiver.handle(message))
         return self._sender.handle(message)
 
-    def _take_report(self, rank: int, report: LoadReport | PushReport) -> None:
+    def _on_rank_report(self, rank: int, report: LoadReport | PushReport) -> None:
         assert isinstance(report, LoadReport), "the workers of this connector load"
         self._loads.report(rank, report)
 
-    def _give_up(self, request_id: str, reason: str) -> None:
+    def _fail_request(self, request_id: str, reason: str) -> None:
         if request_id in self._early_receiver:
             self._early_receiver.cancel(request_id, reason)
         else:
-            self._receiver.give_up(request_id, reason)
+            self._receiver.abort(request_id, reason)
         self._end_lease(request_id, reason)
 
     async def _drain(self) -> bool:
@@ -188,4 +188,4 @@ class MooncakeConnector(ConnectorScheduler):
 
     def _end_lease(self, request_id: str, reason: str) -> None:
         self._early_sender.cancel(request_id, reason)
-        self._sender.give_up(request_id)
+        self._sender.drop(request_id)

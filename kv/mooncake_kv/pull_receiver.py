@@ -41,7 +41,7 @@ class PullReceiver:
     def expect(self, request_id: str, remote: RemoteKV) -> None:
         """Renew a request's lease until the request is loaded or cancelled."""
         self._expected[request_id] = _Expected(remote)
-        self._reader.leases.keep(request_id, remote, self._lose)
+        self._reader.leases.keep(request_id, remote, self._on_lease_lost)
 
     def load(self, request_id: str, local_blocks: tuple[int, ...], start: int) -> None:
         """Load an expected request's prompt from token ``start`` on; ``LoadEnded`` follows."""
@@ -76,7 +76,7 @@ class PullReceiver:
             expected.remote, "the request ended before its KV was read"
         )
 
-    def give_up(self, request_id: str, reason: str) -> None:
+    def abort(self, request_id: str, reason: str) -> None:
         """Fail a request, even an unknown one; a running load reports its own end."""
         expected = self._expected.get(request_id)
         if expected is None or not expected.is_loading:
@@ -87,7 +87,7 @@ class PullReceiver:
         self._expected.pop(request_id, None)
         self._reader.leases.drop(request_id)
 
-    def _lose(self, request_id: str, reason: str) -> None:
+    def _on_lease_lost(self, request_id: str, reason: str) -> None:
         """Fail a queued request whose lease is lost; a running load detects the loss itself."""
         expected = self._expected.get(request_id)
         if expected is not None and not expected.is_loading:

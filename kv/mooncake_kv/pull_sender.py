@@ -63,7 +63,7 @@ class PullSender:
             self._context.post(LeaseEnded(request_id))
         return status
 
-    def give_up(self, request_id: str) -> None:
+    def drop(self, request_id: str) -> None:
         """End a request's lease, even an unknown one. A peer that is reading the KV asks for the
         lease afterwards, and then discards what it has read."""
         self._leases.end(request_id, LeaseStatus.EXPIRED)

@@ -13,7 +13,7 @@ from functools import partial
 from mooncake_hal.errors import HalError, PeerLost
 from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
 from mooncake_hal.transport import Transfer
-from mooncake_kv.connector_worker import ConnectorWorker, RankContext, lone_thread
+from mooncake_kv.connector_worker import ConnectorWorker, RankContext, single_thread
 from mooncake_kv.errors import ConnectorDead
 from mooncake_kv.handshake import RankMetadata
 from mooncake_kv.order_transfers import OrderTransfers
@@ -38,30 +38,30 @@ class PullWorker(ConnectorWorker):
     """One rank's half of MooncakeConnector; see ``ConnectorWorker``."""
 
     def __init__(self, context: RankContext) -> None:
-        self._endings_name = f"kv-end-{context.rank}"
-        self._endings = lone_thread(self._endings_name)  # never behind a load
+        self._cleanup_name = f"kv-end-{context.rank}"
+        self._cleanup_thread = single_thread(self._cleanup_name)  # never behind a load
         super().__init__(context)
         self._placement = KVShardSpec(context.memory.shard, context.memory.layout)
         self._connections = PeerConnections(self._transports.forget)
         self._sources: dict[str, _Source] = {}
-        self._former: list[_Source] = []  # forgotten; their last loads may still be draining
+        self._retired: list[_Source] = []  # forgotten; their last loads may still be draining
         self._loads: dict[str, _RunningLoad] = {}
-        self._ends: set[Future[None]] = set()  # pending cancellations and disconnections
+        self._cleanups: set[Future[None]] = set()  # pending cancellations and disconnections
         self._announce()
 
-    def _obey(self, message: bytes) -> None:
+    def _execute(self, message: bytes) -> None:
         command = decode_to_rank(message)
         if isinstance(command, Load):
             self._begin(command)
         elif isinstance(command, CancelLoad):
             running = self._loads.get(command.request_id)
             if running is not None:
-                self._end(running.command.engine_id, running.cancel)
+                self._clean_up(running.command.engine_id, running.cancel)
         elif isinstance(command, ConnectPeer):
-            self._dismiss(command.engine_id)
-            threads, endings = self._make_threads(), ThreadPoolExecutor(1, self._endings_name)
+            self._retire(command.engine_id)
+            threads, cleanup = self._make_threads(), ThreadPoolExecutor(1, self._cleanup_name)
             self._sources[command.engine_id] = _Source(
-                command.engine_id, command.ranks, threads, endings, command.rope_order
+                command.engine_id, command.ranks, threads, cleanup, command.rope_order
             )
         elif isinstance(command, ForgetPeer):
             self._forget(command.engine_id)
@@ -69,11 +69,11 @@ class PullWorker(ConnectorWorker):
     def _drain(self) -> None:
         for load in list(self._loads.values()):
             load.cancel()
-        for source in (*self._former, *self._sources.values()):
+        for source in (*self._retired, *self._sources.values()):
             source.threads.shutdown(wait=True)
-            source.endings.shutdown(wait=True)
-        self._endings.shutdown(wait=True)
-        wait(list(self._ends))  # including those of instances that were forgotten long ago
+            source.cleanup.shutdown(wait=True)
+        self._cleanup_thread.shutdown(wait=True)
+        wait(list(self._cleanups))  # including those of instances that were forgotten long ago
 
     def _begin(self, command: Load) -> None:
         self._loads[command.request_id] = load = _RunningLoad(
@@ -81,7 +81,7 @@ class PullWorker(ConnectorWorker):
         )
         source = self._sources.get(command.engine_id)
         try:
-            (source.threads if source else self._endings).submit(self._run, load)
+            (source.threads if source else self._cleanup_thread).submit(self._run, load)
         except RuntimeError as exc:  # the host has no thread left
             if load.claim():
                 self._report(load, str(exc))
@@ -125,7 +125,7 @@ class PullWorker(ConnectorWorker):
         if source is None:
             raise PeerLost(f"instance {command.engine_id} was given up before the read began")
         ranks = source.ranks
-        movement = BlockTransfer(
+        block_transfer = BlockTransfer(
             command.local_blocks,
             command.remote_blocks,
             (command.start, command.stop),
@@ -136,7 +136,7 @@ class PullWorker(ConnectorWorker):
             self.context.memory.geometry,
             self._placement,
             [rank.placement for rank in ranks],
-            movement,
+            block_transfer,
         )
         transfers: list[Transfer] = []
         for plan in plans:
@@ -155,34 +155,34 @@ class PullWorker(ConnectorWorker):
             self.turn_rope(command.local_blocks, tokens, source.rope_order)
 
     def _forget(self, engine_id: str) -> None:
-        if self._dismiss(engine_id):
+        if self._retire(engine_id):
             self._connections.forget(engine_id)
-            self._end(engine_id, partial(self._transports.forget, engine_id))
+            self._clean_up(engine_id, partial(self._transports.forget, engine_id))
 
-    def _end(self, engine_id: str, end: Callable[[], None]) -> None:
+    def _clean_up(self, engine_id: str, end: Callable[[], None]) -> None:
         """Cancel a load, or close the connections to an instance, which may take seconds to drain.
         Runs on that instance's own thread, or on the shared one if the host has no thread left."""
-        sources = (*self._former, *self._sources.values())
-        own = next((s.endings for s in reversed(sources) if s.engine_id == engine_id), None)
+        sources = (*self._retired, *self._sources.values())
+        own = next((s.cleanup for s in reversed(sources) if s.engine_id == engine_id), None)
         try:
-            ending = (own or self._endings).submit(end)
+            pending = (own or self._cleanup_thread).submit(end)
         except RuntimeError:
-            ending = self._endings.submit(end)
-        self._ends.add(ending)
-        ending.add_done_callback(self._ends.discard)
+            pending = self._cleanup_thread.submit(end)
+        self._cleanups.add(pending)
+        pending.add_done_callback(self._cleanups.discard)
 
-    def _dismiss(self, engine_id: str) -> bool:
+    def _retire(self, engine_id: str) -> bool:
         """Accept no new loads from an instance; returns False if it was not known."""
         source = self._sources.pop(engine_id, None)
         if source is None:
             return False
         source.threads.shutdown(wait=False)
         busy = {load.command.engine_id for load in list(self._loads.values())}
-        for former in self._former:
-            if former.engine_id not in busy:
-                former.endings.shutdown(wait=False)  # queued work still completes
-        self._former = [former for former in self._former if former.engine_id in busy]
-        self._former.append(source)
+        for retired in self._retired:
+            if retired.engine_id not in busy:
+                retired.cleanup.shutdown(wait=False)  # queued work still completes
+        self._retired = [retired for retired in self._retired if retired.engine_id in busy]
+        self._retired.append(source)
         return True
 
     def _make_threads(self) -> ThreadPoolExecutor:
@@ -193,12 +193,12 @@ class PullWorker(ConnectorWorker):
 @dataclass(frozen=True, slots=True)
 class _Source:
     """An instance to read from. It has its own threads, so that a hung instance delays no other:
-    ``threads`` read, and the single one of ``endings`` cancels reads and closes connections."""
+    ``threads`` read, and the single one of ``cleanup`` cancels reads and closes connections."""
 
     engine_id: str
     ranks: tuple[RankMetadata, ...]
     threads: ThreadPoolExecutor
-    endings: ThreadPoolExecutor
+    cleanup: ThreadPoolExecutor
     rope_order: str
 
 

@@ -47,12 +47,12 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
     def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
         self._ranks.broadcast(LocalRanks(context.instance.ranks))
         address = (self._address.host, self._address.port)
-        self._turns = self._make_loads(context)
+        self._turns = self._make_rank_loads(context)
         self._inquiry = StatusInquiry(self._peers)
         self._sender = PushSender(context, self._ranks, self._peers, address)
         self._receiver = PushReceiver(
             context,
-            lambda writer, names, is_near: self._inquiry.ask(writer, names, is_near=is_near),
+            lambda writer, names, is_local: self._inquiry.ask(writer, names, is_local=is_local),
             partial(post_params, rule=self._rule),
             self._turns.run,
             max_load_s=self._config.push_timeout_s,
@@ -64,15 +64,15 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
             return self._sender.status(message)
         return self._receiver.handle(message)
 
-    def _take_report(self, rank: int, report: LoadReport | PushReport) -> None:
+    def _on_rank_report(self, rank: int, report: LoadReport | PushReport) -> None:
         if isinstance(report, LoadReport):  # of a TurnRope: this connector's workers load no KV
             self._turns.report(rank, report)
         else:
             self._sender.report(rank, report)
 
-    def _give_up(self, request_id: str, reason: str) -> None:
-        self._receiver.give_up(request_id, reason)
-        self._sender.give_up(request_id, reason)
+    def _fail_request(self, request_id: str, reason: str) -> None:
+        self._receiver.abort(request_id, reason)
+        self._sender.abort(request_id, reason)
 
     async def _drain(self) -> bool:
         self._inquiry.close()

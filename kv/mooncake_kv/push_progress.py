@@ -171,11 +171,11 @@ class InstancePair:
     readers: tuple[KVShardSpec, ...]
 
 
-def plan_push(sides: InstancePair, writer: int, movement: BlockTransfer) -> list[PeerSpans]:
+def plan_push(pair: InstancePair, writer: int, movement: BlockTransfer) -> list[PeerSpans]:
     """Plan the writes of one prefill rank.
 
     Args:
-        sides: both instances.
+        pair: both instances.
         writer: index of the prefill rank that plans.
         movement: the transfer; ``local`` is the writer's side, and ``layers`` None means all.
 
@@ -185,15 +185,15 @@ def plan_push(sides: InstancePair, writer: int, movement: BlockTransfer) -> list
     Raises:
         PlanError: the block tables are too short, or the writers don't hold what a reader needs.
     """
-    shards = [placement.shard for placement in sides.writers]
+    shards = [placement.shard for placement in pair.writers]
     swapped = replace(
         movement, local_blocks=movement.remote_blocks, remote_blocks=movement.local_blocks
     )
     plans = []
-    for reader, placement in enumerate(sides.readers):
+    for reader, placement in enumerate(pair.readers):
         if writer not in elect_sources(placement.shard, shards, movement.spread):
             continue
-        for plan in plan_transfer(sides.geometry, placement, sides.writers, swapped):
+        for plan in plan_transfer(pair.geometry, placement, pair.writers, swapped):
             if plan.peer == writer:
                 spans = Spans(plan.spans.remote, plan.spans.local, plan.spans.nbytes)
                 plans.append(PeerSpans(reader, spans))

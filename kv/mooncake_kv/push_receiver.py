@@ -21,7 +21,7 @@ from mooncake_kv.errors import (
 )
 from mooncake_kv.handshake import InstanceMetadata, check_prefill_peer
 from mooncake_kv.leases import Reservation, ReservationState, ReservationTable
-from mooncake_kv.liveness import LONGEST_PUSH_PAUSE_S, KeepaliveInterval
+from mooncake_kv.liveness import MAX_PUSH_INTERVAL_S, KeepaliveInterval
 from mooncake_kv.metaserver_client import Metaserver
 from mooncake_kv.numerics import foreign_rope_order
 from mooncake_kv.params import FirstToken, KVTransferDict
@@ -46,11 +46,11 @@ from mooncake_kv.ranks import TurnRope, spread_of
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED_WRITERS = 1024
+MAX_WRITERS = 1024
 """Prefill instances whose metadata is kept. The one that has sent neither Hello nor PushOpen for
 longest is evicted, and has to send Hello again."""
 
-SILENT_PAUSES = 3
+MISSED_KEEPALIVES = 3
 """Missed keepalives after which the writer is asked for its status."""
 
 UNREACHABLE_LEASES = 10
@@ -108,8 +108,8 @@ class PushReceiver:
         self._post = post
         self._turn = turn
         self._max_load_s = max_load_s
-        self._pause_s = KeepaliveInterval(context.lease_s, LONGEST_PUSH_PAUSE_S).of(())
-        self._table = ReservationTable(context.lease_s, SILENT_PAUSES * self._pause_s)
+        self._pause_s = KeepaliveInterval(context.lease_s, MAX_PUSH_INTERVAL_S).of(())
+        self._table = ReservationTable(context.lease_s, MISSED_KEEPALIVES * self._pause_s)
         self._writers: OrderedDict[str, InstanceMetadata] = OrderedDict()
         self._started: dict[str, float] = {}
         self._blocks: dict[str, tuple[int, ...]] = {}  # of requests whose load has not ended
@@ -149,14 +149,14 @@ class PushReceiver:
         if self._table.revoke(request_id, self._context.clock()):
             self._finish(request_id, "the request ended before a prefill instance came")
 
-    def give_up(self, request_id: str, reason: str) -> None:
+    def abort(self, request_id: str, reason: str) -> None:
         """Fail a request, even an unknown one. If a writer was granted its blocks, they stay
         reserved until that writer has stopped."""
         held = self._table.get(request_id)
         if held is None or self._table.revoke(request_id, self._context.clock()):
             self._finish(request_id, reason)
         else:
-            self._give_up(request_id, reason, "its writer says that it has stopped")
+            self._fail_reserved(request_id, reason, "its writer says that it has stopped")
 
     async def _ask(self, request_id: str, metaserver: Metaserver, params: KVTransferDict) -> None:
         try:
@@ -194,7 +194,7 @@ class PushReceiver:
         reply = welcome(hello, own, check, incompatible)
         self._writers[hello.instance.engine_id] = hello.instance
         self._writers.move_to_end(hello.instance.engine_id)
-        if len(self._writers) > REMEMBERED_WRITERS:
+        if len(self._writers) > MAX_WRITERS:
             self._writers.popitem(last=False)
         return reply
 
@@ -218,20 +218,20 @@ class PushReceiver:
         held = self._table.get(name)
         if held is None or held.writer != message.writer:
             return self._table.ending(name, message.writer)
-        gap = self._find_gap(held, message)
-        is_taken = gap is None and held.stage is ReservationState.GRANTED
-        ending = LeaseStatus.RELEASED if is_taken else LeaseStatus.EXPIRED
+        mismatch = self._find_mismatch(held, message)
+        is_complete = mismatch is None and held.stage is ReservationState.GRANTED
+        ending = LeaseStatus.RELEASED if is_complete else LeaseStatus.EXPIRED
         self._table.end(name, message.writer, ending)
-        if is_taken:
+        if is_complete:
             nbytes = sum(nbytes for _, _, nbytes in message.written)
             self.counts.nbytes += nbytes
             self._context.received.add(message.writer.engine_id, nbytes)
-            self._take(held, message)
+            self._complete(held, message)
         else:
-            self._finish(name, gap or "the request ended before its KV was complete")
+            self._finish(name, mismatch or "the request ended before its KV was complete")
         return ending
 
-    def _take(self, held: Reservation, message: Pushed) -> None:
+    def _complete(self, held: Reservation, message: Pushed) -> None:
         """Complete a load all of whose KV has arrived; rope rows in another order than ours are
         converted first."""
         name, writer = message.request_id, self._writers[message.writer.engine_id]
@@ -259,10 +259,12 @@ class PushReceiver:
             drain_s = self._drain_s if message.may_land else 0.0
             peer = message.writer.engine_id
             self.counts.refused += peer in self._context.incompatible
-            self._vacate(name, reason, drain_s, self._context.incompatible.level(peer))
+            self._release_when_drained(
+                name, reason, drain_s, self._context.incompatible.level(peer)
+            )
         return self._table.ending(name, message.writer)
 
-    def _find_gap(self, held: Reservation, message: Pushed) -> str | None:
+    def _find_mismatch(self, held: Reservation, message: Pushed) -> str | None:
         """Compare the bytes that each rank wrote to each of ours with what was expected. Returns
         the difference as a message; None if all counts are exact."""
         # Every byte has exactly one elected writer, and both sides compute which one. So the exact
@@ -308,11 +310,11 @@ class PushReceiver:
             else:
                 silent[writer.engine_id, writer.host, writer.port].append((held, writer))
         for group in silent.values():
-            self._context.spawn(self._look_for(group))
-        self._give_up_overlong()
+            self._context.spawn(self._ask_for_status(group))
+        self._time_out_overlong()
         self._free_drained()
 
-    def _give_up_overlong(self) -> None:
+    def _time_out_overlong(self) -> None:
         """Time out requests whose writer is alive but makes no progress."""
         now = self._context.clock()
         for request_id, started in list(self._started.items()):
@@ -322,7 +324,7 @@ class PushReceiver:
             if self._table.revoke(request_id, now):
                 self._finish(request_id, reason)
             else:
-                self._give_up(request_id, reason, "that instance answers or is dead")
+                self._fail_reserved(request_id, reason, "that instance answers or is dead")
 
     def _free_drained(self) -> None:
         """Free the blocks whose writer failed or died long enough ago that no write of it can still
@@ -333,13 +335,13 @@ class PushReceiver:
                 del self._draining[request_id]
                 self._context.post(LoadEnded(request_id, reason))
 
-    async def _look_for(self, group: list[Granted]) -> None:
+    async def _ask_for_status(self, group: list[Granted]) -> None:
         """Ask one silent instance for the status of its pushes; if it is dead, release their
         blocks."""
         try:
             asked = group[0][1]
             names = [writer.request_id for _, writer in group]
-            reply = await self._inquire(asked, names, self._is_near(asked))
+            reply = await self._inquire(asked, names, self._is_local(asked))
         except PeerGone as exc:
             for held, writer in group:
                 self._mark_dead(held, writer, str(exc), self._drain_s_of(writer))
@@ -349,11 +351,11 @@ class PushReceiver:
         except KVTransferError as exc:
             logger.info("nothing is known of %d pushes: %s", len(group), exc)
             for held, writer in group:
-                self._wait_on(held, writer, exc)
+                self._on_unknown_status(held, writer, exc)
         else:
-            self._take_in(group, reply)
+            self._process_status(group, reply)
 
-    def _take_in(self, group: list[Granted], reply: StatusReply) -> None:
+    def _process_status(self, group: list[Granted], reply: StatusReply) -> None:
         """Process the status reply of a writer that had been silent."""
         for ending in reply.endings:
             self.handle(ending)
@@ -369,15 +371,15 @@ class PushReceiver:
         meanwhile."""
         if self._table.get(held.request_id) is held:
             self._table.end(held.request_id, writer, LeaseStatus.EXPIRED)
-            self._vacate(held.request_id, reason, drain_s)
+            self._release_when_drained(held.request_id, reason, drain_s)
 
-    def _wait_on(self, held: Reservation, writer: Writer, exc: KVTransferError) -> None:
+    def _on_unknown_status(self, held: Reservation, writer: Writer, exc: KVTransferError) -> None:
         """Keep the blocks of a writer whose status is unknown, because it may still be writing;
         release them if its host has been unreachable for too long."""
         now = self._context.clock()
         if not isinstance(exc, PeerUnreachable):
-            held.last_sign = now
-        silent_s = now - held.last_sign
+            held.last_reachable = now
+        silent_s = now - held.last_reachable
         if silent_s > self._unreachable_s:
             self._mark_dead(held, writer, f"{exc}, for {silent_s:.0f} s now", 0.0)
         else:
@@ -390,7 +392,7 @@ class PushReceiver:
         has_processes = metadata is None or len(metadata.ranks) > 1
         return self._transfer_s if has_processes else self._drain_s
 
-    def _is_near(self, writer: Writer) -> bool:
+    def _is_local(self, writer: Writer) -> bool:
         """Whether the writer's side channel is known to be on this host."""
         metadata = self._writers.get(writer.engine_id)
         return metadata is not None and metadata.host == self._context.instance.host != ""
@@ -407,22 +409,22 @@ class PushReceiver:
             self._table.revoke(held.request_id, now)
             reason = f"nothing heard of prefill instance {writer.engine_id} for too long"
             limit = f"that instance answers, is dead, or unreachable for {self._unreachable_s:g} s"
-            self._give_up(held.request_id, reason, limit)
+            self._fail_reserved(held.request_id, reason, limit)
 
-    def _vacate(
+    def _release_when_drained(
         self, request_id: str, reason: str, drain_s: float, level: int = logging.WARNING
     ) -> None:
         """Fail a request; its blocks are freed once no write can arrive there any more."""
         if drain_s:
             self._draining[request_id] = self._context.clock() + drain_s, reason
             limit = f"nothing can arrive there any more, {drain_s:g} s from now"
-            self._give_up(request_id, reason, limit)
+            self._fail_reserved(request_id, reason, limit)
         else:
             self._finish(request_id, reason, level=level)
 
-    def _give_up(self, request_id: str, reason: str, until: str) -> None:
+    def _fail_reserved(self, request_id: str, reason: str, until: str) -> None:
         logger.warning("request %s: %s; its blocks are kept until %s", request_id, reason, until)
-        self._account(request_id, is_failure=True)
+        self._count_end(request_id, is_failure=True)
         self._context.post(LoadEnded(request_id, reason, is_drained=False))
 
     def _finish(
@@ -435,10 +437,10 @@ class PushReceiver:
     ) -> None:
         if error is not None:
             logger.log(level, "the KV of %s did not come: %s", request_id, error)
-        self._account(request_id, is_failure=error is not None)
+        self._count_end(request_id, is_failure=error is not None)
         self._context.post(LoadEnded(request_id, error, first))
 
-    def _account(self, request_id: str, *, is_failure: bool) -> None:
+    def _count_end(self, request_id: str, *, is_failure: bool) -> None:
         """Count the end of a load, once."""
         self._blocks.pop(request_id, None)
         started = self._started.pop(request_id, None)

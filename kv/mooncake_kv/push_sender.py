@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from mooncake_kv.connector import LeaseEnded
 from mooncake_kv.connector_scheduler import ConnectorContext, TransferCounts
 from mooncake_kv.errors import HandshakeRefused, KVTransferError, LeaseLost
-from mooncake_kv.liveness import LONGEST_PUSH_PAUSE_S, Keepalive, KeepaliveInterval
+from mooncake_kv.liveness import MAX_PUSH_INTERVAL_S, Keepalive, KeepaliveInterval
 from mooncake_kv.params import FirstToken, PushTarget, RemoteKV
 from mooncake_kv.peers import PeerInstance, PeerTable
 from mooncake_kv.protocol import (
@@ -41,7 +41,7 @@ RETRY_PAUSE_S = 0.5
 
 
 @dataclass(slots=True)
-class _Send:
+class _Push:
     """One request that is being pushed.
 
     Args:
@@ -94,155 +94,155 @@ class PushSender:
         self._ranks = ranks
         self._peers = peers
         self._host, self._port = address
-        self._sends: dict[str, _Send] = {}
-        interval = KeepaliveInterval(context.lease_s, LONGEST_PUSH_PAUSE_S)
+        self._pushes: dict[str, _Push] = {}
+        interval = KeepaliveInterval(context.lease_s, MAX_PUSH_INTERVAL_S)
         self._keepalive = Keepalive(interval, self._renew, context.spawn, context.has_stalled)
 
     @property
     def num_sending(self) -> int:
         """Number of requests that are running, or whose end the peer has not acknowledged."""
-        return len(self._sends)
+        return len(self._pushes)
 
     def begin(self, request_id: str, target: PushTarget) -> None:
         """Start a request: open the push at its decode instance while the prompt is computed."""
         self.counts.transfers += 1
         writer = Writer(self._context.instance.engine_id, request_id, self._host, self._port)
-        send = self._sends[request_id] = _Send(target, writer, self._context.clock())
+        push = self._pushes[request_id] = _Push(target, writer, self._context.clock())
         self._peers.hold(target.remote)
-        self._context.spawn(self._open(request_id, send), request_id)
+        self._context.spawn(self._open(request_id, push), request_id)
 
     def complete(self, end: EndPush, first_token: FirstToken) -> None:
         """Complete a prefill; ``LeaseEnded`` follows when its blocks can be freed."""
-        send = self._sends[end.request_id]
-        send.first_token = first_token
-        self._end(send, end)
+        push = self._pushes[end.request_id]
+        push.first_token = first_token
+        self._end(push, end)
 
     def cancel(self, request_id: str) -> None:
         """Stop sending a request; ``LeaseEnded`` follows when its blocks can be freed."""
-        send = self._sends.get(request_id)
-        if send is None:
+        push = self._pushes.get(request_id)
+        if push is None:
             return  # it is drained already
-        if send.has_ended:
-            self._fail(request_id, send, "the request was aborted")
+        if push.has_ended:
+            self._fail(request_id, push, "the request was aborted")
             return
-        send.error = send.error or "the request ended before its prefill was complete"
-        self._end(send, EndPush(request_id, is_complete=False))
+        push.error = push.error or "the request ended before its prefill was complete"
+        self._end(push, EndPush(request_id, is_complete=False))
 
-    def give_up(self, request_id: str, reason: str) -> None:
+    def abort(self, request_id: str, reason: str) -> None:
         """Fail a push, even an unknown one. The peer is not notified; it asks when the keepalives
         stop."""
-        send = self._sends.get(request_id)
-        if send is None:  # nothing of it was ever sent
+        push = self._pushes.get(request_id)
+        if push is None:  # nothing of it was ever sent
             self._context.post(LeaseEnded(request_id))
             return
-        self._fail(request_id, send, reason)
-        if self._is_drained(send):
-            send.is_acknowledged = True
-            self._settle(request_id, send)
+        self._fail(request_id, push, reason)
+        if self._is_drained(push):
+            push.is_acknowledged = True
+            self._settle(request_id, push)
 
-    def _end(self, send: _Send, end: EndPush) -> None:
-        send.has_ended = True
+    def _end(self, push: _Push, end: EndPush) -> None:
+        push.has_ended = True
         self._ranks.broadcast(end)
-        self._settle(end.request_id, send)
+        self._settle(end.request_id, push)
 
     def report(self, rank: int, report: PushReport) -> None:
         """Process the report of a rank that has drained; a failure stops the other ranks."""
-        send = self._sends.get(report.request_id)
-        if send is None or rank in send.reports:
+        push = self._pushes.get(report.request_id)
+        if push is None or rank in push.reports:
             return
-        send.reports[rank] = report
+        push.reports[rank] = report
         if report.error is not None:
-            self._fail(report.request_id, send, report.error)
-        if self._is_drained(send):
-            self._context.spawn(self._tell(report.request_id, send), report.request_id)
-            self._settle(report.request_id, send)
+            self._fail(report.request_id, push, report.error)
+        if self._is_drained(push):
+            self._context.spawn(self._report_end(report.request_id, push), report.request_id)
+            self._settle(report.request_id, push)
 
-    def _fail(self, request_id: str, send: _Send, reason: str) -> None:
-        if send.error is None:
-            send.error = reason
-            self._ranks.broadcast(StopPush(request_id, reason, send.has_ended))
+    def _fail(self, request_id: str, push: _Push, reason: str) -> None:
+        if push.error is None:
+            push.error = reason
+            self._ranks.broadcast(StopPush(request_id, reason, push.has_ended))
 
-    def _settle(self, request_id: str, send: _Send) -> None:
+    def _settle(self, request_id: str, push: _Push) -> None:
         """Free the blocks once all ranks are drained; forget the request once the peer has
         acknowledged its end."""
-        if send.has_ended and self._is_drained(send):
+        if push.has_ended and self._is_drained(push):
             self._context.post(LeaseEnded(request_id))
-            if send.is_acknowledged and self._sends.pop(request_id, None) is not None:
-                self._peers.release(send.remote)
+            if push.is_acknowledged and self._pushes.pop(request_id, None) is not None:
+                self._peers.release(push.remote)
 
-    async def _open(self, request_id: str, send: _Send) -> None:
+    async def _open(self, request_id: str, push: _Push) -> None:
         try:
-            peer = self._peers.get(send.remote)
+            peer = self._peers.get(push.remote)
             await peer.shake_hands()
-            self._peers.forget_predecessors(send.remote)
-            peer.check_claims(send.remote)
-            send.last_heard = (
+            self._peers.forget_predecessors(push.remote)
+            peer.check_claims(push.remote)
+            push.last_heard = (
                 self._context.clock()
             )  # taken before the request, as in _renew; a failure to answer fails the push
-            status = await self._ask_for_entry(peer, send)
+            status = await self._request_grant(peer, push)
             if status is not LeaseStatus.HELD:
                 raise LeaseLost(f"the decode instance answers {status.value}: it let nobody in")
-            if self._is_overdue(send):
+            if self._is_overdue(push):
                 raise LeaseLost("the decode instance let us in, and took a lease to say so")
         except KVTransferError as exc:
-            level = self._context.incompatible.level(send.remote.engine_id)
+            level = self._context.incompatible.level(push.remote.engine_id)
             logger.log(level, "request %s can't be pushed: %s", request_id, exc)
-            self._fail(request_id, send, str(exc))
+            self._fail(request_id, push, str(exc))
             return
-        if send.error is None:
-            send.is_open = True
-            self._keepalive.hasten(send.remote)
-            self._ranks.broadcast(_start_order(request_id, send))
+        if push.error is None:
+            push.is_open = True
+            self._keepalive.wake_for(push.remote)
+            self._ranks.broadcast(_start_order(request_id, push))
 
-    async def _ask_for_entry(self, peer: PeerInstance, send: _Send) -> LeaseStatus:
+    async def _request_grant(self, peer: PeerInstance, push: _Push) -> LeaseStatus:
         def make(ticket: int) -> PushOpen:
-            target = send.target
-            return PushOpen(ticket, send.remote.request_id, send.writer, target.prompt_digest)
+            target = push.target
+            return PushOpen(ticket, push.remote.request_id, push.writer, target.prompt_digest)
 
         try:
             return await self._ask(peer, make)
         except HandshakeRefused:  # the handshake had succeeded: the peer has forgotten us since
-            await peer.introduce()
+            await peer.say_hello()
             return await self._ask(peer, make)
 
-    async def _tell(self, request_id: str, send: _Send) -> None:
+    async def _report_end(self, request_id: str, push: _Push) -> None:
         """Report how the push ended, until the peer acknowledges it or its lease must be over."""
-        make = _ending(send)
-        if send.error is not None:
+        make = _ending(push)
+        if push.error is not None:
             self.counts.failures += 1
-            level = self._context.incompatible.level(send.remote.engine_id)
-            logger.log(level, "pushing %s failed: %s", request_id, send.error)
+            level = self._context.incompatible.level(push.remote.engine_id)
+            logger.log(level, "pushing %s failed: %s", request_id, push.error)
         else:
-            self.counts.nbytes += sum(sum(r.written.values()) for r in send.reports.values())
-            self.counts.seconds += max(report.seconds for report in send.reports.values())
-        give_up = self._context.clock() + max(self._context.lease_s, send.remote.lease_s or 0.0)
-        while not send.is_acknowledged:
+            self.counts.nbytes += sum(sum(r.written.values()) for r in push.reports.values())
+            self.counts.seconds += max(report.seconds for report in push.reports.values())
+        deadline = self._context.clock() + max(self._context.lease_s, push.remote.lease_s or 0.0)
+        while not push.is_acknowledged:
             try:
-                await self._ask(self._peers.get(send.remote), make)
-                send.is_acknowledged = True
+                await self._ask(self._peers.get(push.remote), make)
+                push.is_acknowledged = True
             except KVTransferError as exc:
-                send.is_acknowledged = (
-                    isinstance(exc, HandshakeRefused) or self._context.clock() > give_up
+                push.is_acknowledged = (
+                    isinstance(exc, HandshakeRefused) or self._context.clock() > deadline
                 )
-                if send.is_acknowledged:
+                if push.is_acknowledged:
                     logger.warning("could not tell the end of %s: %s", request_id, exc)
-                    self._peers.forget(send.remote, "it could not be told how a push ended")
+                    self._peers.forget(push.remote, "it could not be told how a push ended")
                 else:  # an invalid address fails immediately, so pause between attempts
                     await asyncio.sleep(RETRY_PAUSE_S)
-        self._settle(request_id, send)
+        self._settle(request_id, push)
 
     def status(self, message: StatusRequest) -> StatusReply:
         """Answer a decode instance that has received no keepalive for its pushes."""
-        known = [name for name in message.request_ids if name in self._sends]
-        ended = [name for name in known if self._is_drained(self._sends[name])]
-        endings = (_ending(self._sends[name])(message.ticket) for name in ended)
+        known = [name for name in message.request_ids if name in self._pushes]
+        ended = [name for name in known if self._is_drained(self._pushes[name])]
+        endings = (_ending(self._pushes[name])(message.ticket) for name in ended)
         running = tuple(name for name in known if name not in ended)
         return StatusReply(
             message.ticket, self._context.instance.engine_id, running, tuple(endings)
         )
 
-    def _is_drained(self, send: _Send) -> bool:
-        return len(send.reports) == self._ranks.num_ranks
+    def _is_drained(self, push: _Push) -> bool:
+        return len(push.reports) == self._ranks.num_ranks
 
     async def _ask(self, peer: PeerInstance, make: Callable[[int], AnyMessage]) -> LeaseStatus:
         return (await peer.client.ask(make, LeaseReply)).status
@@ -253,19 +253,19 @@ class PushSender:
 
         A push that has ended is left out: a peer that missed its end will ask.
         """
-        await self._keepalive.give(self._under_way)
+        await self._keepalive.run(self._in_flight)
 
-    def _under_way(self) -> dict[str, _Send]:
+    def _in_flight(self) -> dict[str, _Push]:
         """The pushes that peers have granted and that are not drained."""
         return {
-            request_id: send
-            for request_id, send in self._sends.items()
-            if send.is_open and not self._is_drained(send)
+            request_id: push
+            for request_id, push in self._pushes.items()
+            if push.is_open and not self._is_drained(push)
         }
 
-    async def _renew(self, group: dict[str, _Send], within_s: float) -> None:
-        names = {send.remote.request_id: name for name, send in group.items()}
-        asked = (
+    async def _renew(self, group: dict[str, _Push], within_s: float) -> None:
+        names = {push.remote.request_id: name for name, push in group.items()}
+        sent_at = (
             self._context.clock()
         )  # the peer counts from our last message, which it may receive as early as this
         try:
@@ -274,63 +274,63 @@ class PushSender:
         except KVTransferError as exc:
             self._drop_silent(group, str(exc))
             return
-        for send in group.values():
-            send.last_heard = asked
+        for push in group.values():
+            push.last_heard = sent_at
         for remote_id in lost:
             name = names[remote_id]
             if not self._is_drained(group[name]):  # it may have ended during the request
                 self._fail(name, group[name], "the decode instance no longer waits for it")
 
-    def _drop_silent(self, group: dict[str, _Send], reason: str) -> None:
+    def _drop_silent(self, group: dict[str, _Push], reason: str) -> None:
         """Fail the pushes to a peer that has been silent for a lease. It may be gone, and another
         process may take its place; or it may declare us dead and reuse the blocks."""
-        for request_id, send in group.items():
-            if self._is_overdue(send):
-                self._fail(request_id, send, reason)
+        for request_id, push in group.items():
+            if self._is_overdue(push):
+                self._fail(request_id, push, reason)
 
-    def _is_overdue(self, send: _Send) -> bool:
+    def _is_overdue(self, push: _Push) -> bool:
         """Whether the peer has been silent for longer than the shorter of both sides' leases."""
-        lease_s = min(self._context.lease_s, send.remote.lease_s or self._context.lease_s)
-        return self._context.clock() - send.last_heard > lease_s
+        lease_s = min(self._context.lease_s, push.remote.lease_s or self._context.lease_s)
+        return self._context.clock() - push.last_heard > lease_s
 
     async def drain(self, timeout_s: float) -> bool:
         """Stop all pushes, and wait until no rank writes and all peers have acknowledged it, or
         until the timeout. Returns whether no rank writes any more."""
-        for request_id, send in list(self._sends.items()):
-            self._fail(request_id, send, "the prefill instance shuts down")
-        give_up = self._context.clock() + timeout_s
-        while self._context.clock() < give_up:
-            if all(send.is_acknowledged for send in self._sends.values()):
+        for request_id, push in list(self._pushes.items()):
+            self._fail(request_id, push, "the prefill instance shuts down")
+        deadline = self._context.clock() + timeout_s
+        while self._context.clock() < deadline:
+            if all(push.is_acknowledged for push in self._pushes.values()):
                 return True
             await asyncio.sleep(0.01)
-        logger.warning("%d pushes had not ended at shutdown", len(self._sends))
-        return all(self._is_drained(send) for send in self._sends.values())
+        logger.warning("%d pushes had not ended at shutdown", len(self._pushes))
+        return all(self._is_drained(push) for push in self._pushes.values())
 
 
-def _start_order(request_id: str, send: _Send) -> StartPush:
-    remote = send.remote
+def _start_order(request_id: str, push: _Push) -> StartPush:
+    remote = push.remote
     return StartPush(
         request_id,
         remote.engine_id,
         remote.block_ids,
-        send.target.start,
+        push.target.start,
         remote.num_tokens,
         spread_of(remote.request_id),
     )
 
 
-def _ending(send: _Send) -> Callable[[int], Pushed | PushFailed]:
+def _ending(push: _Push) -> Callable[[int], Pushed | PushFailed]:
     """Return a function that makes, for a ticket, the message that reports how a push ended."""
-    name = send.remote.request_id
-    if send.error is not None:
-        reason = send.error
-        may_land = any(report.may_land for report in send.reports.values())
-        return lambda ticket: PushFailed(ticket, name, send.writer, reason, may_land)
-    assert send.first_token is not None, "ranks are done only after the prefill"
-    token = send.first_token
+    name = push.remote.request_id
+    if push.error is not None:
+        reason = push.error
+        may_land = any(report.may_land for report in push.reports.values())
+        return lambda ticket: PushFailed(ticket, name, push.writer, reason, may_land)
+    assert push.first_token is not None, "ranks are done only after the prefill"
+    token = push.first_token
     written = tuple(
         (rank, reader, nbytes)
-        for rank, report in sorted(send.reports.items())
+        for rank, report in sorted(push.reports.items())
         for reader, nbytes in sorted(report.written.items())
     )
-    return lambda ticket: Pushed(ticket, name, send.writer, written, token)
+    return lambda ticket: Pushed(ticket, name, push.writer, written, token)

@@ -27,7 +27,7 @@ from mooncake_kv.connector_worker import (
     LayerDone,
     PushStep,
     RankContext,
-    lone_thread,
+    single_thread,
 )
 from mooncake_kv.errors import ConnectorDead, Fatal
 from mooncake_kv.handshake import RankMetadata
@@ -127,7 +127,7 @@ class SendServices:
 
 
 @dataclass(slots=True, eq=False)
-class _Sent:
+class _Write:
     """A write in flight."""
 
     session: PushSession
@@ -154,9 +154,9 @@ class SendThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, due: SendTask) -> None:
+    def put(self, task: SendTask) -> None:
         """Queue a task behind all earlier ones. Any thread; returns immediately."""
-        self._queue.put(due)
+        self._queue.put(task)
 
     def retire(self, after: Callable[[], None]) -> None:
         """Stop once the queued tasks are done, then call ``after`` on the thread. Returns
@@ -176,9 +176,9 @@ class SendThread:
             self._services.bind()
             is_last = False
             while not (is_last or self._is_stopping):
-                batch = self._take()
+                batch = self._take_batch()
                 is_last = None in batch
-                self._carry([due for due in batch if due is not None])
+                self._send_batch([task for task in batch if task is not None])
             if self._after is not None:
                 self._after()
         except ConnectorDead as exc:
@@ -187,7 +187,7 @@ class SendThread:
             self._services.fail(ConnectorDead(Fatal.RANK_THREAD_ENDED, exc))
             raise
 
-    def _take(self) -> list[SendTask | None]:
+    def _take_batch(self) -> list[SendTask | None]:
         """Wait for a task, and take everything that is queued."""
         batch = [self._queue.get()]
         try:
@@ -196,68 +196,68 @@ class SendThread:
         except Empty:
             return batch
 
-    def _carry(self, batch: list[SendTask]) -> None:
+    def _send_batch(self, batch: list[SendTask]) -> None:
         """Send a batch, wait until it is drained, then report the sessions that ended with it. If a
         connection breaks, the writes in flight are drained first, and later sessions are sent over
         new connections."""
         started = time.monotonic()
         by_session: defaultdict[PushSession, list[SendTask]] = defaultdict(list)
-        for due in batch:
-            by_session[due.session].append(due)
-        sent: list[_Sent] = []
-        for session, dues in by_session.items():
-            sent += self._send(session, dues)
+        for task in batch:
+            by_session[task.session].append(task)
+        writes: list[_Write] = []
+        for session, tasks in by_session.items():
+            writes += self._send(session, tasks)
             if self._is_broken:
-                self._drain_all(sent)
-        self._drain_all(sent)
-        for session, dues in by_session.items():
+                self._drain_all(writes)
+        self._drain_all(writes)
+        for session, tasks in by_session.items():
             session.seconds += time.monotonic() - started
-            if session.error is not None or any(due.portion is None for due in dues):
+            if session.error is not None or any(task.portion is None for task in tasks):
                 self._services.close(session)
 
-    def _drain_all(self, sent: list[_Sent]) -> None:
+    def _drain_all(self, writes: list[_Write]) -> None:
         """Wait until the writes in flight have ended; closes the connections if one is broken."""
-        for item in sent:
-            self._await(item)
-        sent.clear()
+        for write in writes:
+            self._wait_for(write)
+        writes.clear()
         if self._is_broken:
             self._is_broken = False
             self._services.disconnect()
 
-    def _send(self, session: PushSession, dues: list[SendTask]) -> list[_Sent]:
+    def _send(self, session: PushSession, tasks: list[SendTask]) -> list[_Write]:
         """Start the transfers of one session; a failure is the session's, not the thread's."""
-        sent: list[_Sent] = []
+        writes: list[_Write] = []
         try:
-            for due in dues:
-                if due.event is not None:
-                    due.event.synchronize()
-            portions = [due.portion for due in dues if due.portion is not None]
+            for task in tasks:
+                if task.event is not None:
+                    task.event.synchronize()
+            portions = [task.portion for task in tasks if task.portion is not None]
             for portion in merge_portions(portions):
                 if session.error is None and portion.pass_number == session.progress.pass_number:
-                    self._send_portion(session, portion, sent)
+                    self._send_portion(session, portion, writes)
         except Exception as exc:  # noqa: BLE001  # any error fails this session only
             self._fail(session, exc)
-        return sent
+        return writes
 
-    def _send_portion(self, session: PushSession, portion: Portion, sent: list[_Sent]) -> None:
-        movement = _movement(session, portion)
-        if movement is None:
+    def _send_portion(self, session: PushSession, portion: Portion, writes: list[_Write]) -> None:
+        block_transfer = _requested_part(session, portion)
+        if block_transfer is None:
             return
-        for plan in self._services.plan(movement):
+        for plan in self._services.plan(block_transfer):
             peer = self._services.connect(plan.peer)
             transfer = peer.write(plan.spans, timeout=self._services.timeout_s)
             nbytes = plan.spans.total_bytes
-            sent.append(_Sent(session, portion.pass_number, plan.peer, nbytes, transfer))
+            writes.append(_Write(session, portion.pass_number, plan.peer, nbytes, transfer))
 
-    def _await(self, item: _Sent) -> None:
+    def _wait_for(self, write: _Write) -> None:
         try:
-            item.transfer.wait()
+            write.transfer.wait()
         except Exception as exc:  # noqa: BLE001  # any error fails this session only
-            _drain(item.transfer)
-            item.session.may_land = True
-            self._fail(item.session, exc)
+            _drain(write.transfer)
+            write.session.may_land = True
+            self._fail(write.session, exc)
         else:
-            item.session.count(item.pass_number, item.reader, item.nbytes)
+            write.session.count(write.pass_number, write.reader, write.nbytes)
 
     def _fail(self, session: PushSession, exc: Exception) -> None:
         if not isinstance(exc, HalError):
@@ -278,7 +278,7 @@ def _drain(transfer: Transfer) -> None:
         raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, exc) from exc
 
 
-def _movement(session: PushSession, portion: Portion) -> BlockTransfer | None:
+def _requested_part(session: PushSession, portion: Portion) -> BlockTransfer | None:
     """The part of a portion that the peer asked for; None if it asked for no part of it."""
     order = session.start
     assert order is not None, "a session gets its thread with its order"
@@ -303,7 +303,7 @@ class PushWorker(ConnectorWorker):
     """
 
     def __init__(self, context: RankContext) -> None:
-        self._turns = lone_thread(f"kv-turn-{context.rank}", context.bind_thread)
+        self._turns = single_thread(f"kv-turn-{context.rank}", context.bind_thread)
         super().__init__(context)
         shard = context.memory.shard
         self._layers = (shard.layer_start, shard.layer_stop)
@@ -314,7 +314,7 @@ class PushWorker(ConnectorWorker):
         self._siblings: tuple[RankMetadata, ...] = ()
         self._announce()
 
-    def _obey(self, message: bytes) -> None:
+    def _execute(self, message: bytes) -> None:
         command = decode_to_rank(message)
         if isinstance(command, LocalRanks):
             self._siblings = command.ranks
@@ -325,7 +325,7 @@ class PushWorker(ConnectorWorker):
         elif isinstance(command, TurnRope):
             self._turns.submit(self._turn, command)
         elif isinstance(command, StartPush | StopPush | EndPush):
-            self._steer(command)
+            self._control_session(command)
 
     def _turn(self, order: TurnRope) -> None:
         """Top of the thread that converts the rope rows of KV that peers have pushed; reports the
@@ -339,7 +339,7 @@ class PushWorker(ConnectorWorker):
         seconds = time.monotonic() - began
         self.context.emit(encode(LoadReport(order.request_id, error, 0, seconds)))
 
-    def _steer(self, command: StartPush | StopPush | EndPush) -> None:
+    def _control_session(self, command: StartPush | StopPush | EndPush) -> None:
         name = command.request_id
         if isinstance(command, StartPush):
             self._start(self._session(name), command)
@@ -360,8 +360,8 @@ class PushWorker(ConnectorWorker):
             self._stop(session, f"its thread can't be started: {exc}")
             return
         session.start = order
-        for due in session.parked:
-            session.send_thread.put(due)
+        for task in session.parked:
+            session.send_thread.put(task)
         session.parked.clear()
 
     def _stop(self, session: PushSession, reason: str) -> None:
@@ -409,7 +409,7 @@ class PushWorker(ConnectorWorker):
     def end_step(self) -> None:
         with self._lock:
             for session in self._sessions.values():
-                self._put_rest(session, session.progress.end_step())
+                self._put_remaining(session, session.progress.end_step())
 
     def _layer_done(self, active: Sequence[PushSession], layer: int) -> None:
         event = self.context.make_event()
@@ -420,7 +420,7 @@ class PushWorker(ConnectorWorker):
                 if portion is not None:
                     self._put(SendTask(session, portion, event))
 
-    def _put_rest(self, session: PushSession, portions: Sequence[Portion]) -> None:
+    def _put_remaining(self, session: PushSession, portions: Sequence[Portion]) -> None:
         """Queue the layers that had no callback. The step's kernels are enqueued, and may still be
         running, so each portion waits for an event."""
         for portion in portions:
@@ -428,14 +428,14 @@ class PushWorker(ConnectorWorker):
             event.record()
             self._put(SendTask(session, portion, event))
 
-    def _put(self, due: SendTask) -> None:
-        session = due.session
-        if session.error is not None and due.portion is not None:
+    def _put(self, task: SendTask) -> None:
+        session = task.session
+        if session.error is not None and task.portion is not None:
             return
         if session.send_thread is None:
-            session.parked.append(due)
+            session.parked.append(task)
         else:
-            session.send_thread.put(due)
+            session.send_thread.put(task)
 
     def _session(self, request_id: str) -> PushSession:
         session = self._sessions.get(request_id)
@@ -461,13 +461,15 @@ class PushWorker(ConnectorWorker):
             self._send_threads[engine_id] = thread
         return thread
 
-    def _plan(self, readers: Sequence[RankMetadata], movement: BlockTransfer) -> list[PeerSpans]:
-        sides = InstancePair(
+    def _plan(
+        self, readers: Sequence[RankMetadata], block_transfer: BlockTransfer
+    ) -> list[PeerSpans]:
+        pair = InstancePair(
             self.context.memory.geometry,
             tuple(rank.placement for rank in self._siblings),
             tuple(rank.placement for rank in readers),
         )
-        return plan_push(sides, self.context.rank, movement)
+        return plan_push(pair, self.context.rank, block_transfer)
 
     def _connect(self, engine_id: str, rank: int) -> Peer:
         ranks = self._peers.get(engine_id)

@@ -197,10 +197,10 @@ SendToRank = Callable[[int, bytes], None]
 """Sends a message to the worker of a rank."""
 
 
-SILENCE_S = 600.0
+REPORT_TIMEOUT_S = 600.0
 """Timeout of a rank's report, in seconds beyond the rank's own deadline of the load. A rank begins
 a load after the step in flight, for which engines wait 300 s by default."""
-LOOKS = 20
+STALL_CHECKS = 20
 """How many times during that timeout the engine is checked for a stall."""
 
 
@@ -246,11 +246,11 @@ class RankLoads:
     def __init__(
         self,
         ranks: RankGroup,
-        limit_s: float = SILENCE_S,
+        limit_s: float = REPORT_TIMEOUT_S,
         has_stalled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._ranks = ranks
-        self._pause_s = limit_s / LOOKS
+        self._pause_s = limit_s / STALL_CHECKS
         self._has_stalled = has_stalled
         self._pending: dict[str, _PendingLoad] = {}
 
@@ -284,14 +284,14 @@ class RankLoads:
     async def _reported(self, request_id: str, pending: _PendingLoad) -> list[LoadReport]:
         """Wait for all ranks' reports. The timeout counts the time that was spent waiting rather
         than a clock's, because a process that was suspended could not receive reports."""
-        num_looks = 0
-        while num_looks < LOOKS:
+        num_checks = 0
+        while num_checks < STALL_CHECKS:
             await asyncio.wait([pending.done], timeout=self._pause_s)
             if pending.done.done():
                 return pending.done.result()
-            num_looks += not self._has_stalled()
+            num_checks += not self._has_stalled()
         silent = [rank for rank in range(self._ranks.num_ranks) if rank not in pending.reports]
-        limit_s = LOOKS * self._pause_s
+        limit_s = STALL_CHECKS * self._pause_s
         reason = f"no report of the load of {request_id} by ranks {silent} within {limit_s:g} s"
         raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, KVTransferError(reason))
 

@@ -251,7 +251,7 @@ class Talk:
         self.asked.append("StatusRequest")
         return self.p.status(message)
 
-    async def _inquire(self, writer: Writer, names: list[str], is_near: bool) -> StatusReply:
+    async def _inquire(self, writer: Writer, names: list[str], is_local: bool) -> StatusReply:
         if self.is_p_hidden:
             raise PeerAbsent("instance p is not there any more")
         if self.is_p_dead:
@@ -333,10 +333,10 @@ class Book:
     async def shake_hands(self) -> None:
         """Hello, once."""
         if not self.is_known:
-            await self.introduce()
+            await self.say_hello()
             self.is_known = True
 
-    async def introduce(self) -> None:
+    async def say_hello(self) -> None:
         """Hello."""
         await self.ask(lambda ticket: Hello(ticket, PROTOCOL_VERSION, metadata_of("p")), object)
 

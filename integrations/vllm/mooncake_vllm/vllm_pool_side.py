@@ -284,7 +284,7 @@ class PoolSchedulerSide:
             cached_blocks = self._block_pool.cached_block_hash_to_block
             if cached_blocks is not self._cached_blocks:
                 self._cached_blocks = cached_blocks
-                self._events.tell_again()
+                self._events.publish_again()
         return self._events.take(self._client.namespace)
 
     def check_alive(self) -> None:

@@ -22,7 +22,7 @@ from mooncake_kv.connector_worker import (
     RankContext,
     RankMemory,
     TurnRope,
-    lone_thread,
+    single_thread,
 )
 from mooncake_kv.ranks import CancelLoad, Load, decode_to_rank
 from mooncake_vllm.rank_link import (
@@ -284,7 +284,7 @@ class HeldLoads:
         self._begun: set[str] = set()
         self._over: set[str] = set()  # ended before their step released them
         self._is_closed = False
-        self._waiting = lone_thread("load-release", device.bind_thread)
+        self._waiting = single_thread("load-release", device.bind_thread)
 
     def take(self, order: bytes) -> None:
         """Process an order of any kind: hold it, or pass it on. Any thread."""

@@ -330,7 +330,7 @@ def test_peers_that_came_and_went_are_forgotten(rank: Rank) -> None:
         running.receive(msgspec.msgpack.encode(ConnectPeer(name, (facts,))))
         running.receive(msgspec.msgpack.encode(ForgetPeer(name)))
     assert isinstance(running, PullWorker)
-    assert [former.engine_id for former in running._former] == ["p4"], "the last may be ending"
+    assert [former.engine_id for former in running._retired] == ["p4"], "the last may be ending"
     running.close()
 
 
@@ -452,7 +452,7 @@ def test_a_load_of_an_instance_that_is_given_up_meanwhile_leaves_no_connection(
 
     def given_up_meanwhile(*args: object) -> list[PeerSpans]:
         running.receive(msgspec.msgpack.encode(ForgetPeer("p")))
-        running._endings.submit(int).result(PATIENCE_S)
+        running._cleanup_thread.submit(int).result(PATIENCE_S)
         return plan_transfer(*args)
 
     monkeypatch.setattr(running._transports._transports, "connect", connected)

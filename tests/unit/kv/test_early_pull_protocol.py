@@ -131,7 +131,7 @@ class PrefillInstance:
     def abort(self, request_id: str) -> None:
         self.leased.add(request_id)
         self.early.cancel(request_id, "aborted")
-        self.sender.give_up(request_id)
+        self.sender.drop(request_id)
 
 
 def ranks() -> RankGroup:

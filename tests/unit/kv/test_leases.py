@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mooncake_kv.leases import REMEMBERED_ENDINGS, LeaseTable
+from mooncake_kv.leases import MAX_ENDINGS, LeaseTable
 from mooncake_kv.protocol import LeaseStatus
 
 DURATION_S = 10.0
@@ -48,7 +48,7 @@ def test_a_released_lease_is_void_for_a_second_reader() -> None:
 
 def test_endings_are_not_remembered_for_ever() -> None:
     leases = LeaseTable(DURATION_S)
-    for index in range(REMEMBERED_ENDINGS + 1):
+    for index in range(MAX_ENDINGS + 1):
         leases.grant(str(index), now=0.0)
         leases.end(str(index), LeaseStatus.RELEASED)
     assert leases.end("0", LeaseStatus.RELEASED) is LeaseStatus.UNKNOWN

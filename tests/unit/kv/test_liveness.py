@@ -15,7 +15,7 @@ from support.virtual_time import run_virtually
 from mooncake_kv.addresses import is_own_address
 from mooncake_kv.errors import KVTransferError, PeerAbsent, PeerGone, PeerUnreachable
 from mooncake_kv.liveness import (
-    SHORTEST_PAUSE_S,
+    MIN_INTERVAL_S,
     Keepalive,
     KeepaliveInterval,
     StatusInquiry,
@@ -51,11 +51,11 @@ class Told:
             asyncio.ensure_future,
             lambda: self.has_stalled,
         )
-        self.giving = asyncio.ensure_future(self.signs.give(lambda: self.items))
+        self.giving = asyncio.ensure_future(self.signs.run(lambda: self.items))
 
     def add(self, name: str, new: Item) -> None:
         self.items[name] = new
-        self.signs.hasten(new.remote)
+        self.signs.wake_for(new.remote)
 
     async def _tell(self, group: dict[str, Item], within_s: float) -> None:
         peer = next(iter(group.values())).remote.engine_id
@@ -65,20 +65,20 @@ class Told:
 
 
 @pytest.mark.parametrize(
-    ("leases_s", "longest_s", "pause_s"),
+    ("leases_s", "max_s", "pause_s"),
     [
         ([], 60.0, 5.0),
         ([None, 60.0], 60.0, 5.0),
         ([60.0, 6.0], 60.0, 1.0),
         ([], 2.0, 2.0),
-        ([1e-9], 60.0, SHORTEST_PAUSE_S),
+        ([1e-9], 60.0, MIN_INTERVAL_S),
     ],
 )
 def test_the_shortest_lease_decides(
-    leases_s: list[float | None], longest_s: float, pause_s: float
+    leases_s: list[float | None], max_s: float, pause_s: float
 ) -> None:
     remotes = [item(lease_s=lease_s).remote for lease_s in leases_s]
-    assert KeepaliveInterval(30.0, longest_s).of(remotes) == pytest.approx(pause_s)
+    assert KeepaliveInterval(30.0, max_s).of(remotes) == pytest.approx(pause_s)
 
 
 def test_all_of_a_peer_is_told_in_one_message() -> None:
@@ -176,37 +176,37 @@ class Book:
         self.forgotten.append(reason)
 
 
-def ask(book: Book, host: str, port: int, *, is_near: bool) -> StatusReply:
+def ask(book: Book, host: str, port: int, *, is_local: bool) -> StatusReply:
     async def main() -> StatusReply:
         inquiry = StatusInquiry(book)  # type: ignore[arg-type]
         try:
-            return await inquiry.ask(Writer("p-1", "a", host, port), ["a"], is_near=is_near)
+            return await inquiry.ask(Writer("p-1", "a", host, port), ["a"], is_local=is_local)
         finally:
             inquiry.close()
 
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize(("is_near", "error"), [(True, PeerGone), (False, PeerAbsent)])
-def test_who_is_refused(is_near: bool, error: type[KVTransferError]) -> None:
+@pytest.mark.parametrize(("is_local", "error"), [(True, PeerGone), (False, PeerAbsent)])
+def test_who_is_refused(is_local: bool, error: type[KVTransferError]) -> None:
     book = Book()
     with pytest.raises(error, match=r"p-1 is .*nobody listens"):
-        ask(book, "127.0.0.1", free_range(1).first, is_near=is_near)
+        ask(book, "127.0.0.1", free_range(1).first, is_local=is_local)
     assert book.forgotten == ["nobody listens there now"]
 
 
-@pytest.mark.parametrize(("is_near", "error"), [(True, PeerGone), (False, PeerAbsent)])
+@pytest.mark.parametrize(("is_local", "error"), [(True, PeerGone), (False, PeerAbsent)])
 def test_who_finds_somebody_else(
-    is_near: bool, error: type[KVTransferError], monkeypatch: pytest.MonkeyPatch
+    is_local: bool, error: type[KVTransferError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StatusInquiry, "_reach", _is_let_in)
+    monkeypatch.setattr(StatusInquiry, "_connect", _is_let_in)
     with pytest.raises(error, match="p-2 listens"):
-        ask(Book("p-2"), "127.0.0.1", 1, is_near=is_near)
+        ask(Book("p-2"), "127.0.0.1", 1, is_local=is_local)
 
 
 def test_who_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StatusInquiry, "_reach", _is_let_in)
-    assert ask(Book(), "127.0.0.1", 1, is_near=False).running == ("a",)
+    monkeypatch.setattr(StatusInquiry, "_connect", _is_let_in)
+    assert ask(Book(), "127.0.0.1", 1, is_local=False).running == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ class Mute(Book):
 
 
 @pytest.mark.parametrize(
-    ("number", "is_near", "error"),
+    ("number", "is_local", "error"),
     [
         (errno.EHOSTUNREACH, False, PeerUnreachable),
         (errno.ETIMEDOUT, False, PeerUnreachable),
@@ -238,7 +238,7 @@ class Mute(Book):
     ],
 )
 def test_whose_host_does_not_answer(
-    number: int, is_near: bool, error: type[KVTransferError], monkeypatch: pytest.MonkeyPatch
+    number: int, is_local: bool, error: type[KVTransferError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our own host does, whatever it says: a queue is full, or descriptors are short."""
 
@@ -247,7 +247,7 @@ def test_whose_host_does_not_answer(
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", connect)
     with pytest.raises(KVTransferError, match="p-1 can't be reached") as caught:
-        ask(Book(), "127.0.0.1", 1, is_near=is_near)
+        ask(Book(), "127.0.0.1", 1, is_local=is_local)
     assert caught.type is error
 
 
@@ -260,10 +260,10 @@ def test_nothing_is_kept_of_connections_that_are_over() -> None:
             with socket.create_server(("127.0.0.1", 0), backlog=1) as stopped:
                 writer = Writer("p-1", "a", *stopped.getsockname())
                 with pytest.raises(KVTransferError, match="no answer"):
-                    await inquiry.ask(writer, ["a"], is_near=False)
-                line = inquiry._lines[writer.host, writer.port]
-            await line.over.wait()
-        assert list(inquiry._lines.values()) == [line]
+                    await inquiry.ask(writer, ["a"], is_local=False)
+                line = inquiry._connections[writer.host, writer.port]
+            await line.closed.wait()
+        assert list(inquiry._connections.values()) == [line]
         inquiry.close()
 
     asyncio.run(asyncio.wait_for(main(), 10))
@@ -278,12 +278,12 @@ def test_the_connection_to_one_that_is_stopped_is_held() -> None:
             inquiry = StatusInquiry(Mute())  # type: ignore[arg-type]
             for _ in range(5):
                 with pytest.raises(KVTransferError, match="no answer") as caught:
-                    await inquiry.ask(writer, ["a"], is_near=False)
+                    await inquiry.ask(writer, ["a"], is_local=False)
                 assert caught.type is KVTransferError
-        [line] = inquiry._lines.values()
-        await line.over.wait()
+        [line] = inquiry._connections.values()
+        await line.closed.wait()
         with pytest.raises(PeerAbsent, match="nobody listens"):
-            await inquiry.ask(writer, ["a"], is_near=False)
+            await inquiry.ask(writer, ["a"], is_local=False)
         inquiry.close()
 
     asyncio.run(asyncio.wait_for(main(), 10))

@@ -45,7 +45,7 @@ from mooncake_kv.protocol import (
     Welcome,
     Writer,
 )
-from mooncake_kv.push_receiver import REMEMBERED_WRITERS, UNREACHABLE_S, PushReceiver
+from mooncake_kv.push_receiver import MAX_WRITERS, UNREACHABLE_S, PushReceiver
 from mooncake_kv.ranks import TurnRope
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
@@ -161,10 +161,10 @@ class Desk:
     def _keep(self, task: Coroutine[Any, Any, None], request_id: str | None = None) -> Any:
         self.tasks.append(task)
 
-    async def _inquire(self, writer: Writer, names: list[str], is_near: bool) -> StatusReply:
-        assert (writer, names, is_near) == (ONE, ["a"], self.is_writer_near)
+    async def _inquire(self, writer: Writer, names: list[str], is_local: bool) -> StatusReply:
+        assert (writer, names, is_local) == (ONE, ["a"], self.is_writer_near)
         if self.is_writer_dead:
-            raise (PeerGone if is_near else PeerAbsent)("prefill instance p-1 is gone")
+            raise (PeerGone if is_local else PeerAbsent)("prefill instance p-1 is gone")
         if self.is_host_gone:
             raise PeerUnreachable("instance p-1 can't be reached")
         if self.reply is None:
@@ -301,17 +301,17 @@ def test_who_is_met_often_is_not_forgotten_for_having_come_first(desk: Desk, sig
         for _ in range(how_many):
             desk.side.handle(Hello(1, PROTOCOL_VERSION, facts(f"q-{next(others)}")))
 
-    meet(REMEMBERED_WRITERS - 1)
+    meet(MAX_WRITERS - 1)
     desk.load()
     if sign == "Hello":
         desk.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-1")))
     else:
         assert desk.open() is LeaseStatus.HELD
-    meet(REMEMBERED_WRITERS - 1)
+    meet(MAX_WRITERS - 1)
     assert desk.open() is LeaseStatus.HELD
     assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
     desk.load()
-    meet(REMEMBERED_WRITERS)
+    meet(MAX_WRITERS)
     with pytest.raises(HandshakeRefused, match="say Hello"):
         desk.open()
 

@@ -9,11 +9,11 @@ import pytest
 from support.virtual_time import run_virtually
 
 from mooncake_kv.errors import ConnectorDead, Fatal
-from mooncake_kv.ranks import LOOKS, SILENCE_S, Load, LoadReport, RankGroup, RankLoads
+from mooncake_kv.ranks import REPORT_TIMEOUT_S, STALL_CHECKS, Load, LoadReport, RankGroup, RankLoads
 
 LOAD = Load("r", "p", (0,), (0,), 0, 4, 0, 4)
-LIMIT_S = SILENCE_S + 30.0
-PAUSE_S = LIMIT_S / LOOKS
+LIMIT_S = REPORT_TIMEOUT_S + 30.0
+PAUSE_S = LIMIT_S / STALL_CHECKS
 
 
 def loads(has_stalled: Callable[[], bool] = lambda: False) -> RankLoads:

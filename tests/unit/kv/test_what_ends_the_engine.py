@@ -317,12 +317,12 @@ def test_a_write_that_fails_takes_no_other_of_its_batch_with_it(
         connect=wire.connect,
         disconnect=wire.disconnect,
     )
-    monkeypatch.setattr(push_worker, "_movement", lambda session, portion: object())
+    monkeypatch.setattr(push_worker, "_requested_part", lambda session, portion: object())
     monkeypatch.setattr(push_worker, "merge_portions", lambda portions: portions)
     sessions = [line.session(name) for name in "abc"]
     portion = SimpleNamespace(pass_number=0)
-    line.thread._carry([SendTask(session, portion) for session in sessions])  # type: ignore[arg-type]
-    line.thread._carry([SendTask(session, None) for session in sessions[1:]])
+    line.thread._send_batch([SendTask(session, portion) for session in sessions])  # type: ignore[arg-type]
+    line.thread._send_batch([SendTask(session, None) for session in sessions[1:]])
     line.thread.close()
     assert "gone" in str(sessions[0].error)
     assert [session.error for session in sessions[1:]] == [None, None]
@@ -406,7 +406,7 @@ def test_what_is_given_up_is_told_to_the_scheduler_once(owner: Owner) -> None:
     def begin() -> None:
         receiver = pulling(lambda rank, message: None, events, owner.loop)
         receiver.expect("r", REMOTE)
-        receiver.give_up("r", "odd")
+        receiver.abort("r", "odd")
         assert not receiver._expected
         assert not receiver._reader.peers._num_held
 
@@ -433,7 +433,7 @@ def test_a_metaserver_post_that_fails_oddly_fails_its_request() -> None:
         receiver.load("r", (0,), Metaserver("http://x"), params)
         [outcome] = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(outcome, Oops)
-        receiver.give_up("r", str(outcome))  # as the connector's loop does
+        receiver.abort("r", str(outcome))  # as the connector's loop does
 
     asyncio.run(main())
     assert events == [LoadEnded("r", "no contract says so")]
