@@ -1,1 +1,1 @@
-"""Conformance suites and test tools that third parties run against their own plugins."""
+"""Conformance suites and test tools with which third parties test their own plugins."""

@@ -5,8 +5,8 @@ A plugin's tests subclass ``BackendConformance`` and name the backend, which mus
     class TestMyChip(BackendConformance):
         backend_name = "mychip"
 
-An unavailable backend is a skip with the probe's reason. ``BackendBasics`` alone is for backends
-that don't compute.
+If the backend is unavailable, the tests are skipped with the probe's reason. Backends that don't
+compute use ``BackendBasics`` alone.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from mooncake_hal.testing.backends_sampling import SamplingSuite
 from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
 
 RANKS_SECONDS = 100.0
-"""For a scenario: longer than its group waits for a lost rank, and a library for its own report."""
-_ports = random.SystemRandom()  # not as any other process
+"""Timeout of a scenario: longer than its group's timeout for a lost rank and than the timeout after
+which a collective library reports one."""
+_ports = random.SystemRandom()  # not seeded, so that processes choose different ports
 
 
 _COPY_SECONDS = 60.0
-"""For a thread to start on a busy machine."""
+"""Timeout for a thread to start on a busy machine."""
 
 
 @lru_cache
@@ -55,7 +56,7 @@ def load_backend(name: str) -> Backend:
     """Load an installed backend, once per process.
 
     Raises:
-        BackendUnavailable: the reason is the probe's.
+        BackendUnavailable: it is not available; the reason is the probe's.
     """
     return Registry.discover().select_backend(name)
 
@@ -65,7 +66,7 @@ def _by_index(runtime: Runtime) -> tuple[Callable[[int], object], ...]:
 
 
 class BackendBasics:
-    """Capabilities, runtime and memory: what every backend has."""
+    """Tests of capabilities, runtime and memory, which every backend has."""
 
     backend_name: ClassVar[str]
 
@@ -78,7 +79,7 @@ class BackendBasics:
             pytest.skip(str(exc))
 
     def test_name_and_facts(self, backend: Backend) -> None:
-        """Capabilities name things that exist."""
+        """The names in the capabilities exist."""
         assert load_backend(backend.name) is backend
         capabilities = backend.capabilities
         names = (*capabilities.dtypes, *capabilities.kv_dtypes)
@@ -102,7 +103,7 @@ class BackendBasics:
             assert 0 <= memory.free_bytes <= memory.total_bytes
 
     def test_the_peak_of_memory_is_watched(self, backend: Backend) -> None:
-        """It is known after use, never negative, and no more than there is."""
+        """The peak grows with use, is never negative, and does not exceed the device's memory."""
         runtime = backend.runtime
         runtime.reset_peak(0)
         before = runtime.peak_bytes(0)
@@ -121,7 +122,7 @@ class BackendBasics:
             backend.memory.allocate(64, beyond)
 
     def test_events(self, backend: Backend) -> None:
-        """A recorded event is done once it is waited for."""
+        """A recorded event has finished once it is synchronized."""
         event = backend.runtime.event(0)
         event.record()
         event.synchronize()
@@ -129,7 +130,8 @@ class BackendBasics:
         backend.runtime.synchronize(0)
 
     def test_copies_run_behind_what_was_enqueued_and_in_order(self, backend: Backend) -> None:
-        """To host memory and back; who touches the same memory waits for the fence."""
+        """Copies run after the work that was enqueued before, in order, and concurrently with later
+        work; their fences order accesses to the same memory."""
         device, stream = backend.runtime.device(0), backend.runtime.copy_stream(0)
         x = torch.zeros(1 << 16, device=device)
         host = torch.zeros(2, 1 << 16)
@@ -144,7 +146,7 @@ class BackendBasics:
         first = stream.submit(copy_out)
         second = stream.submit(lambda: host[1].copy_(host[0] + 1))
         assert started.wait(_COPY_SECONDS)
-        y = torch.ones(4, device=device) + 1  # goes on beside it
+        y = torch.ones(4, device=device) + 1  # runs concurrently
         assert y.tolist() == [2.0] * 4
         assert not first.query()
         may_go_on.set()
@@ -161,7 +163,7 @@ class BackendBasics:
         stream.close()
 
     def test_a_copy_that_fails_says_so_at_its_fence(self, backend: Backend) -> None:
-        """And the next one runs."""
+        """The fence raises the error, and the next copy runs."""
         stream = backend.runtime.copy_stream(0)
         x = torch.zeros(4, device=backend.runtime.device(0))
         failed = stream.submit(lambda: x.copy_(torch.ones(3)))
@@ -173,7 +175,7 @@ class BackendBasics:
         stream.close()
 
     def test_graphs_as_promised(self, backend: Backend) -> None:
-        """A backend that has no graphs refuses to capture."""
+        """A captured graph can be replayed; a backend without graphs raises CapabilityError."""
         x = torch.zeros(4, device=backend.runtime.device(0))
         if not backend.capabilities.graphs:
             with pytest.raises(CapabilityError):
@@ -183,7 +185,7 @@ class BackendBasics:
         def increment() -> None:
             x.add_(1)
 
-        for _ in range(2):  # the second time, no graph is left of the first
+        for _ in range(2):  # the second time, the first graph has been destroyed
             graph = backend.runtime.capture(increment)
             before = x.clone()
             graph.replay()
@@ -192,7 +194,7 @@ class BackendBasics:
 
     @pytest.mark.parametrize("nbytes", [1, 4096, (2 << 20) + 1, 5 << 20])
     def test_memory(self, backend: Backend, nbytes: int) -> None:
-        """Allocations are zeroed, distinct, of the size asked for, and can be freed twice."""
+        """Allocations are zeroed, distinct and of the requested size, and can be freed twice."""
         first, second = (backend.memory.allocate(nbytes, 0) for _ in range(2))
         assert first.region.nbytes == nbytes
         assert first.tensor.shape == (nbytes,)
@@ -208,13 +210,13 @@ class BackendBasics:
                 _ = allocation.tensor
 
     def test_too_much_memory_is_refused_with_both_figures(self, backend: Backend) -> None:
-        """The message says how much was wanted and how much there is."""
+        """The message says how much was requested and how much is free."""
         wanted = backend.runtime.memory_info(0).total_bytes * 4
         with pytest.raises(OutOfMemory, match=rf"{wanted} bytes.* \d+ .*free"):
             backend.memory.allocate(wanted, 0)
 
     def test_a_group_of_one_needs_no_rendezvous(self, backend: Backend) -> None:
-        """One rank: every collective is the identity."""
+        """With one rank, every collective is the identity."""
         group = backend.communicator(GroupSpec(0, 1, "tcp://127.0.0.1:1"))
         x = torch.arange(6.0, device=backend.runtime.device(0)).view(2, 3)
         assert (group.rank, group.world_size) == (0, 1)
@@ -238,8 +240,8 @@ class CommunicatorSuite:
         "scenario", ["collectives", "lost_rank", "lost_in_exchange", "lost_sender"]
     )
     def test_ranks(self, backend: Backend, scenario: str, world_size: int) -> None:
-        """What ``backends_rank`` does in each rank. A device's library may end a rank that waits
-        for a lost one."""
+        """Each rank runs a scenario of ``backends_rank``. A device's collective library may
+        terminate a rank that waits for a lost one."""
         is_device = backend.runtime.device(0).type != "cpu"
         may_be_ended = is_device and scenario != "collectives"
         for status, output in run_ranks(backend.name, scenario, world_size):
@@ -263,11 +265,12 @@ class BackendConformance(
     HostCopiesSuite,
     CommunicatorSuite,
 ):
-    """All of it."""
+    """The whole suite."""
 
 
 def run_ranks(backend_name: str, scenario: str, world_size: int) -> list[tuple[int, str]]:
-    """Run a scenario of ``backends_rank`` on several processes; (status, output) of each."""
+    """Run a scenario of ``backends_rank`` in several processes; returns (status, output) of
+    each."""
     command = [sys.executable, "-m", "mooncake_hal.testing.backends_rank", backend_name, scenario]
     init_method = f"tcp://127.0.0.1:{free_port()}"
     ranks = [
@@ -289,8 +292,8 @@ def run_ranks(backend_name: str, scenario: str, world_size: int) -> list[tuple[i
 
 
 def free_port() -> int:
-    """A port of the loopback interface for who listens a little later: free now, and below those
-    that the kernel gives to everybody else."""
+    """A free port of the loopback interface on which a process can listen a little later. It is
+    below the kernel's ephemeral ports, so that no other process is likely to get it meanwhile."""
     while True:
         port = _ports.randrange(20_000, 32_000)
         with contextlib.suppress(OSError), socket.socket() as probe:

@@ -1,13 +1,13 @@
-"""The conformance suite of transports: what every one of them must do, byte for byte.
+"""The conformance suite of transports.
 
 A plugin's tests subclass ``TransportConformance`` and name a loader; pytest runs the methods::
 
     class TestMyTransport(TransportConformance):
         loader = "my_package.transport:load"
 
-``TransportProcessConformance`` adds what needs a second process: kills, restarts, leftovers.
-Every case moves random contents and compares whole buffers, so each byte around a destination is
-a guard byte.
+``TransportProcessConformance`` adds the cases that need a second process: kills, restarts, leaks.
+Every case moves random content and compares whole buffers, so that all bytes around a destination
+act as guard bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MIB = 1024 * KIB
 
 @contextmanager
 def raises(*kinds: type[Exception]) -> Iterator[None]:
-    """Demand that the body raises one of ``kinds``, with a message."""
+    """Check that the body raises one of ``kinds``, with a message."""
     try:
         yield
     except kinds as exc:
@@ -73,14 +73,14 @@ def one_span(local: int, remote: int, nbytes: int) -> Spans:
 
 
 def stripes(num_tokens: int, nbytes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where tokens of one of two ranks begin: among themselves, and beside the other's."""
+    """Return the offsets of one rank's tokens: packed, and interleaved with another rank's."""
     dense = np.arange(num_tokens, dtype=np.int64) * nbytes
     return dense, 2 * dense + nbytes
 
 
 @dataclass(slots=True)
 class Pair:
-    """Two endpoints of one process, connected, with a buffer registered at each."""
+    """Two connected endpoints of one process, with a registered buffer each."""
 
     near: Endpoint
     far: Endpoint
@@ -91,7 +91,7 @@ class Pair:
     key_there: int
 
     def whole(self, nbytes: int) -> Spans:
-        """Return one piece: the first ``nbytes`` of both buffers."""
+        """Return a single span: the first ``nbytes`` of both buffers."""
         return one_span(self.here.region.address, self.there.region.address, nbytes)
 
     def spans(self, pieces: ScatteredPieces) -> Spans:
@@ -100,16 +100,17 @@ class Pair:
 
 
 class TransportKit:
-    """What a suite needs to know about a transport; subclasses set the class attributes.
+    """What the suites need to know about a transport; subclasses set the class attributes.
 
     Args:
-        loader: ``"package.module:callable"`` returning the transport.
-        allocator: ``"package.module:callable"`` taking a size and returning a Buffer.
+        loader: ``"package.module:callable"`` that returns the transport.
+        allocator: ``"package.module:callable"`` that takes a size and returns a Buffer.
         timeout: seconds that an ordinary transfer may take on the slowest machine.
-        large: bytes that are under way for milliseconds at least; a slow transport needs less.
-        checks_secret: whether the transport authenticates peers; an adapter to an engine that
-            has no such thing says False.
-        reports_revoked: whether a revoked region has another error than an unknown one.
+        large: size in bytes of a transfer that takes at least several milliseconds; a slow
+            transport can use less.
+        checks_secret: whether the transport authenticates peers; False for an adapter whose engine
+            can't.
+        reports_revoked: whether revoked regions have another error than unknown ones.
     """
 
     loader: ClassVar[str]
@@ -120,17 +121,17 @@ class TransportKit:
     reports_revoked: ClassVar[bool] = True
 
     def setup_method(self) -> None:
-        """Start each case with nothing open."""
+        """Start each case with no open endpoints or buffers."""
         self.stack = ExitStack()
         self.rng = np.random.default_rng(7)
         self.transport: Transport = load_transport(self.loader)
 
     def teardown_method(self) -> None:
-        """Close whatever the case opened, newest first."""
+        """Close everything that the case opened, newest first."""
         self.stack.close()
 
     def options(self) -> EndpointOptions:
-        """Return how to open an endpoint; override for another host or device."""
+        """Return the options of the suite's endpoints; override it for another host or device."""
         return EndpointOptions(secret=b"conformance")
 
     def open(self, **changes: Any) -> Endpoint:
@@ -163,7 +164,7 @@ class TransportKit:
         peer.write(spans, timeout=self.timeout).wait()
 
     def check_moves(self, pair: Pair, pieces: ScatteredPieces) -> None:
-        """Read, then write the pieces, and compare both buffers whole after each."""
+        """Read, then write the pieces, and compare both whole buffers after each."""
         spans = pair.spans(pieces)
         here, there = pair.here.get(), pair.there.get()
         self.read(pair.peer, spans)
@@ -180,7 +181,7 @@ class TransportKit:
 
 
 class TransportConformance(TransportKit):
-    """What a transport does between two endpoints of one process."""
+    """The cases with two endpoints of one process."""
 
     # -- moving bytes ---------------------------------------------------------------------------
 
@@ -200,7 +201,8 @@ class TransportConformance(TransportKit):
         self.check_moves(pair, random_pieces(self.rng, sizes, 8 * MIB))
 
     def test_stripes_of_wider_blocks(self) -> None:
-        """Heads of two ranks that one rank holds: dense on one side, a stripe per token there."""
+        """One rank's heads are packed on one side, and a stripe per token of the wider blocks on
+        the other side."""
         pair = self.pair(2 * MIB)
         dense, striped = stripes(num_tokens=4096, nbytes=256)
         sizes = np.full(len(dense), 256, np.int64)
@@ -333,7 +335,7 @@ class TransportConformance(TransportKit):
         _assert_same(pair.here.get()[:MIB], pair.there.get()[:MIB], "a read after a timed-out one")
 
     def test_a_write_that_fails_ends_with_its_writer(self) -> None:
-        """Where the transport says so: what the peer's memory holds afterwards stays as it is."""
+        """If the transport sets ``ends_writes``, no more bytes arrive after a failed write."""
         pair = self.pair(self.large)
         transfer = pair.peer.write(pair.whole(self.large), timeout=self.timeout)
         transfer.cancel()
@@ -556,7 +558,7 @@ def _assert_same(found: NDArray[np.uint8], wanted: NDArray[np.uint8], what: str)
 
 @contextmanager
 def _allowing(*kinds: type[Exception]) -> Iterator[None]:
-    """Let the body succeed or fail with one of ``kinds``: a race that both ends may win."""
+    """Let the body succeed or raise one of ``kinds``, for races with either outcome."""
     try:
         yield
     except kinds as exc:

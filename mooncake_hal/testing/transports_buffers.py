@@ -1,4 +1,4 @@
-"""Memory to move bytes between, and pieces of it chosen at random, for the transport suite."""
+"""Buffers for the transport suite, and random pieces of them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ GAP_BYTES = 16
 
 
 class Buffer(Protocol):
-    """A piece of memory under test; a device's buffers copy in ``put`` and ``get``."""
+    """Memory that is moved in tests; buffers of a device copy in ``put`` and ``get``."""
 
     @property
     def region(self) -> MemoryRegion:
-        """What to register."""
+        """The region to register."""
         ...
 
     def put(self, content: NDArray[np.uint8]) -> None:
@@ -36,15 +36,15 @@ class Buffer(Protocol):
         ...
 
     def close(self) -> None:
-        """Free it."""
+        """Free the buffer."""
         ...
 
 
 class HostBuffer:
-    """Host memory; with ``mappable`` it is a memfd that another process can map.
+    """Host memory; with ``mappable``, a memfd that another process can map.
 
     Args:
-        nbytes: size.
+        nbytes: size in bytes.
         mappable: whether ``region.fd`` is set.
     """
 
@@ -60,7 +60,7 @@ class HostBuffer:
 
     @property
     def region(self) -> MemoryRegion:
-        """What to register."""
+        """The region to register."""
         return self._region
 
     def put(self, content: NDArray[np.uint8]) -> None:
@@ -74,7 +74,7 @@ class HostBuffer:
         return self._bytes.copy()
 
     def close(self) -> None:
-        """Unmap it; idempotent."""
+        """Unmap the buffer. Idempotent."""
         self._bytes = None
         self._map.close()
         if self._fd is not None:
@@ -100,7 +100,7 @@ def resolve(path: str) -> Callable[..., Any]:
 
 
 def load_transport(path: str) -> Transport:
-    """Load the transport that a plugin offers as ``path``, or call the loader ``"module:name"``."""
+    """Load the installed transport named ``path``, or call the loader ``"module:name"``."""
     if ":" not in path:
         return Registry.discover().load_transport(path)
     transport: Transport = resolve(path)()
@@ -124,11 +124,11 @@ class ScatteredPieces:
         )
 
     def after_read(self, near: NDArray[np.uint8], far: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return what the near buffer must hold after reading, guard bytes included."""
+        """Return the near buffer's expected content after a read, guard bytes included."""
         return _copied(near, self.near, far, self.far, self.nbytes)
 
     def after_write(self, near: NDArray[np.uint8], far: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return what the far buffer must hold after writing, guard bytes included."""
+        """Return the far buffer's expected content after a write, guard bytes included."""
         return _copied(far, self.far, near, self.near, self.nbytes)
 
 
@@ -150,12 +150,12 @@ def _copied(
 def random_pieces(
     rng: np.random.Generator, nbytes: NDArray[np.int64], size: int
 ) -> ScatteredPieces:
-    """Place pieces of the given lengths disjointly and in unrelated orders in two buffers.
+    """Place disjoint pieces of the given lengths in two buffers, in unrelated orders.
 
     Args:
-        rng: source of the placement.
-        nbytes: [n] lengths.
-        size: bytes of each of the two buffers; must hold the pieces and their gaps.
+        rng: random generator of the placement.
+        nbytes: [n] lengths of the pieces.
+        size: size of each of the two buffers in bytes; must be enough for the pieces and gaps.
     """
     return ScatteredPieces(_place(rng, nbytes, size), _place(rng, nbytes, size), nbytes)
 

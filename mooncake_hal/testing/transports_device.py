@@ -1,6 +1,6 @@
-"""Memory of a backend's devices to move bytes between, for suites and benchmarks of transports.
+"""Buffers in device memory, for suites and benchmarks of transports.
 
-The backend is the one that ``auto`` stands for; MOONCAKE_HAL_BACKEND names another one.
+The backend is the one that ``auto`` selects; set MOONCAKE_HAL_BACKEND to use another one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def _backend() -> Backend:
 
 
 class DeviceBuffer:
-    """A buffer that is an allocation of the backend's.
+    """A buffer allocated by the backend.
 
     Args:
-        nbytes: size.
-        index: of the device.
+        nbytes: size in bytes.
+        index: index of the device.
     """
 
     def __init__(self, nbytes: int, index: int) -> None:
@@ -57,5 +57,5 @@ def first(nbytes: int) -> DeviceBuffer:
 
 
 def second(nbytes: int) -> DeviceBuffer:
-    """Allocate on the second device; on the first where there is no other."""
+    """Allocate on the second device, or on the first if it is the only one."""
     return DeviceBuffer(nbytes, min(1, len(_backend().runtime.devices()) - 1))

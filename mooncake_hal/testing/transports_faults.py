@@ -1,8 +1,8 @@
-"""Faults on purpose, over any transport: what a network or a peer may do, when a test says so.
+"""Fault injection for any transport: simulates failures of the network or of a peer in tests.
 
-``FaultyTransport`` wraps a transport; its ``Faults`` are asked before each read and write. The
-wrapped transport moves the bytes that do move, so every fault is one of what a caller sees: late,
-missing, repeated, out of order, or an error.
+``FaultyTransport`` wraps a transport and applies a fault of its ``Faults`` to each read and write.
+The wrapped transport moves the bytes, so that a caller observes each fault as it would a real one:
+late, missing, duplicate or reordered bytes, or an error.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from mooncake_hal.transport import (
 from mooncake_hal.transports.spans import limit_spans, split_spans
 
 SLICE_BYTES = 64 * 1024
-"""How much of a throttled transfer moves at a time."""
+"""Size in bytes of the slices of a throttled transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one transfer; the default is nothing.
+    """The fault of one transfer; the default is no fault.
 
     Args:
-        fail: raise this from ``wait``; no byte moves.
-        drop: never end by itself: fails at its deadline; no byte moves.
-        delay_s: wait this long before the first byte.
-        bytes_per_s: move no faster than this.
-        truncate: move this share of the pieces, from 0 to 1, then fail with PeerLost.
-        duplicate: move everything twice.
-        reorder: move the pieces in an order drawn from this seed.
+        fail: raise this from ``wait``; no bytes move.
+        drop: never complete: the transfer fails at its deadline; no bytes move.
+        delay_s: delay before the first byte, in seconds.
+        bytes_per_s: maximum rate.
+        truncate: move this fraction of the pieces, from 0 to 1, then fail with PeerLost.
+        duplicate: move all bytes twice.
+        reorder: seed of a random order in which the pieces are moved.
     """
 
     fail: TransferError | None = None
@@ -60,12 +60,12 @@ NO_FAULT = Fault()
 
 @dataclass(slots=True)
 class Faults:
-    """Which transfers get which fault; may be changed at any time, from any thread.
+    """The faults of future transfers; may be changed at any time, from any thread.
 
     Args:
         plan: faults of the next transfers, in order; each is used once.
-        otherwise: the fault of every transfer after those.
-        on_connect: if set, raised by the next ``connect``, once.
+        otherwise: fault of all later transfers.
+        on_connect: error that the next ``connect`` raises once, or None.
     """
 
     plan: list[Fault] = field(default_factory=list)
@@ -74,23 +74,23 @@ class Faults:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def next(self) -> Fault:
-        """Take the fault of the transfer that begins now."""
+        """Take the fault for a transfer that starts now."""
         with self._lock:
             return self.plan.pop(0) if self.plan else self.otherwise
 
     def take_connect(self) -> TransferError | None:
-        """Take what the connection that is opened now fails with."""
+        """Take the error for a connection that is opened now, or None."""
         with self._lock:
             error, self.on_connect = self.on_connect, None
             return error
 
 
 class FaultyTransport:
-    """A transport that fails as its faults say.
+    """A transport with injected faults.
 
     Args:
         inner: the transport that moves the bytes.
-        faults: what goes wrong.
+        faults: the faults to inject.
     """
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
@@ -117,7 +117,7 @@ class FaultyTransport:
 
 
 class FaultyEndpoint:
-    """Its peers are faulty."""
+    """An endpoint whose peers inject faults."""
 
     def __init__(self, inner: Endpoint, faults: Faults) -> None:
         self._inner = inner
@@ -168,7 +168,7 @@ class FaultyPeer:
         self._inner.close()
 
     def end_transfers(self) -> None:
-        """Fail what is in flight; returns when it is drained."""
+        """Fail and drain all transfers in flight."""
         for transfer in list(self._running):
             transfer.abort(PeerLost("this side closed the connection"))
 
@@ -184,7 +184,7 @@ class FaultyPeer:
 
 
 class FaultyTransfer:
-    """A transfer that a thread carries out in steps, as its fault says."""
+    """A transfer that a thread runs in steps, with a fault."""
 
     def __init__(
         self, move: Callable[..., Transfer], spans: Spans, timeout: float, fault: Fault
@@ -199,7 +199,7 @@ class FaultyTransfer:
         self._ended = threading.Event()
 
     def start(self, ended: Callable[[FaultyTransfer], object]) -> None:
-        """Begin; ``ended`` is called when it is over."""
+        """Start the transfer; ``ended`` is called when it is over."""
 
         def run() -> None:
             try:
@@ -226,7 +226,7 @@ class FaultyTransfer:
         self.abort(TransferCancelled("cancelled by this side"))
 
     def abort(self, error: TransferError) -> None:
-        """End it with ``error``; returns when no more bytes move."""
+        """Fail the transfer with ``error``; returns once it is drained."""
         if not self._ended.is_set():
             self._error = self._error or error
             self._aborted.set()
@@ -248,7 +248,7 @@ class FaultyTransfer:
             raise PeerLost(f"injected: broken off after {fault.truncate:.0%} of the pieces")
 
     def _pause(self, seconds: float) -> None:
-        """Wait, but not beyond the deadline, nor when aborted."""
+        """Sleep, but at most until the deadline, or until the transfer is aborted."""
         left = self._deadline - time.monotonic()
         if self._aborted.wait(max(min(seconds, left), 0)):
             raise TransferCancelled("ended by this side")
@@ -257,7 +257,7 @@ class FaultyTransfer:
 
 
 def _steps(spans: Spans, fault: Fault) -> Sequence[Spans]:
-    """Return what to move, in order."""
+    """Return the spans of each step, in order."""
     if not len(spans):
         return []
     if fault.reorder is not None:

@@ -1,7 +1,8 @@
-"""The other process of the transport suite: ``python -m mooncake_hal.testing.transports_peer``.
+"""The peer process of the transport suite: ``python -m mooncake_hal.testing.transports_peer``.
 
-Speaks JSON lines on stdin and stdout. The first line in says how to open the endpoint; the answer
-says where it is. Then one command per line, one answer per command, until stdin closes.
+It exchanges JSON lines on stdin and stdout. The first line it reads has the options of its
+endpoint; its first reply has the endpoint's address. Then it reads one command per line and replies
+to each, until stdin is closed.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class PeerProcess:
     Args:
         loader: ``"package.module:callable"`` that returns the transport.
         allocator: ``"package.module:callable"`` that takes a size and returns a Buffer.
-        options: how the child opens its endpoint.
-        nbytes: size of its buffer, filled from ``seed``.
-        seed: see ``content``.
+        options: the options of its endpoint.
+        nbytes: size of its buffer in bytes.
+        seed: seed of the buffer's content; see ``content``.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class PeerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # loader and allocator are found there as they are here, whatever has set the path
+            # the child must find loader and allocator in the same places as this process
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         plain = {**asdict(options), "secret": options.secret.hex()}
@@ -62,7 +63,7 @@ class PeerProcess:
         return self._process.pid
 
     def ask(self, **command: Any) -> dict[str, Any]:
-        """Send one command and return its answer."""
+        """Send a command and return its reply."""
         self.tell(**command)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -72,7 +73,7 @@ class PeerProcess:
         return answer
 
     def tell(self, **command: Any) -> None:
-        """Send one command without reading its answer."""
+        """Send a command without reading its reply."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
@@ -83,13 +84,13 @@ class PeerProcess:
         self._process.wait()
 
     def signal(self, number: int) -> None:
-        """Send the child a signal; one that stops it has done so on return."""
+        """Send the child a signal; after SIGSTOP, waits until it is stopped."""
         self._process.send_signal(number)
         if number == signal.SIGSTOP:
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def close(self) -> None:
-        """Let the child close its endpoint and end; idempotent."""
+        """Let the child close its endpoint and exit. Idempotent."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if self._process.poll() is None:
@@ -114,7 +115,7 @@ class PeerProcess:
 
 
 class _Child:
-    """What runs in the child: an endpoint, a buffer, and answers to commands."""
+    """The child's side: an endpoint, a buffer, and a method per command."""
 
     def __init__(self, first: dict[str, Any]) -> None:
         options = first["options"]
@@ -143,7 +144,7 @@ class _Child:
         return {"seconds": used.ru_utime + used.ru_stime}
 
     def hammer(self, address: str, base: int, rounds: int) -> dict[str, Any]:
-        """Write the whole buffer to a peer, again and again, and say how that ended."""
+        """Write the whole buffer to a peer repeatedly, and report how that ended."""
         nbytes = self.buffer.region.nbytes
         spans = Spans(
             np.array([self.buffer.region.address], np.uint64),
@@ -160,12 +161,12 @@ class _Child:
 
 
 def content(seed: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the bytes that a buffer of that seed starts with."""
+    """Return the initial content of a buffer with that seed."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
 def main() -> None:
-    """Answer commands from stdin until it closes."""
+    """Execute commands from stdin until it is closed."""
     child = _Child(json.loads(sys.stdin.readline()))
     answer = child.opened()
     while True:

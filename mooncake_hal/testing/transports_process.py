@@ -1,4 +1,4 @@
-"""The part of the transport suite that needs a second process: kills, restarts, leftovers."""
+"""The part of the transport suite that needs a second process: kills, restarts, leaks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from mooncake_hal.testing.transports_peer import PeerProcess, content
 from mooncake_hal.transport import Endpoint, EndpointOptions, Spans
 
 MORE_THAN_AT_ONCE = 16
-"""Transfers of one peer; behind so many, one waits for its turn, or can be ended while it moves."""
+"""Number of transfers of one peer after which a further one is either queued, or can be cancelled
+while it is in flight."""
 
 
 class Leftovers(NamedTuple):
-    """What a process or the machine may be left with when something is not closed."""
+    """Resources that a process or the machine may be left with if something is not closed."""
 
     descriptors: int
     threads: int
@@ -31,11 +32,11 @@ class Leftovers(NamedTuple):
 
 
 def leftovers(known: frozenset[str] | None = None) -> Leftovers:
-    """Count what this process holds, and find what was left in /dev/shm.
+    """Count the resources of this process, and list the files in /dev/shm.
 
     Args:
-        known: what was in /dev/shm before. With it, what other programs have made or removed since
-            is left out; None takes all that is there.
+        known: names that were in /dev/shm before. If given, files that other programs have created
+            or removed since are left out; None lists all files.
     """
     lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     named = [parts[5] for parts in lines if len(parts) == 6]
@@ -50,14 +51,16 @@ def leftovers(known: frozenset[str] | None = None) -> Leftovers:
 
 
 _SEMAPHORES = "sem.mp-"
-"""Of Python's multiprocessing: no transport makes any; programs that are killed leave theirs."""
+"""Prefix of the semaphores of Python's multiprocessing. No transport creates any; programs that are
+killed leave theirs behind."""
 
 
 def _left_in_shm(known: frozenset[str]) -> set[str]:
-    """New files of this user's that no other process uses: who makes one maps it or has it open.
+    """New files of this user that no other process has mapped or open.
 
-    All of a host shares /dev/shm. A file does not say which process made it, but those that other
-    programs work with are in use, and what a transport or its dead peer leaves behind is not.
+    All processes of a host share /dev/shm, and a file does not tell which process created it. But
+    files of other programs are in use, and those left behind by a transport or its dead peer are
+    not.
     """
     new = set()
     for name in set(os.listdir("/dev/shm")) - known:
@@ -74,7 +77,8 @@ def _left_in_shm(known: frozenset[str]) -> set[str]:
 
 
 def _shared_memory_of(process: Path) -> set[str]:
-    """Names in /dev/shm that a process maps or has open; none if it ended or is another user's."""
+    """Names in /dev/shm that a process has mapped or open; none if it has ended or is another
+    user's."""
     used = set()
     with suppress(OSError):
         used = {line.rpartition(" ")[2] for line in (process / "maps").read_text().splitlines()}
@@ -83,13 +87,14 @@ def _shared_memory_of(process: Path) -> set[str]:
 
 
 class TransportProcessConformance(TransportKit):
-    """What a transport does between two processes, and when one of them dies."""
+    """The cases with two processes, including the death of one."""
 
     death_seconds = 10.0
-    """Within how long the death of a peer must be seen by a transfer that has longer than that."""
+    """Time within which a transfer must detect the death of its peer, even if its own deadline is
+    later."""
 
     stopped_seconds = 0.5
-    """Deadline of a transfer with a stopped peer; ``read`` must return well before it."""
+    """Timeout of a transfer with a stopped peer; ``read`` must return well before that."""
 
     def child(self, nbytes: int, options: EndpointOptions | None = None) -> PeerProcess:
         """Start a peer process that is closed at the end of the case."""
@@ -177,7 +182,7 @@ class TransportProcessConformance(TransportKit):
         if self.transport.ends_writes:
             fresh = self.rng.integers(0, 256, nbytes, np.uint8)
             here.put(fresh)
-            time.sleep(0.05)  # bytes that the dead writer had sent would arrive now
+            time.sleep(0.05)  # any remaining bytes of the dead writer would arrive now
             assert (here.get() == fresh).all()
         started = time.monotonic()
         near.revoke(key)
@@ -222,11 +227,12 @@ class TransportProcessConformance(TransportKit):
             after = here.get()
         finally:
             child.signal(signal.SIGCONT)
-        time.sleep(0.1)  # what a timed-out transfer still moved would arrive now
+        time.sleep(0.1)  # bytes that a timed-out transfer still moved would arrive now
         assert not failed or (here.get() == after).all()
 
     def test_a_stopped_peer_holds_up_no_other(self) -> None:
-        """What is asked of one waits, the others go on; what waits for its turn ends at once."""
+        """Transfers with the stopped peer wait, transfers with the other complete, and a queued
+        transfer can be cancelled immediately."""
         children = stopped, other = self.child(MIB), self.child(MIB)
         near, here = self.open(), self.buffer(2 * MIB)
         near.register(here.region)
@@ -244,7 +250,7 @@ class TransportProcessConformance(TransportKit):
         finally:
             stopped.signal(signal.SIGCONT)
         for transfer in waiting:
-            with suppress(TransferError):  # its connection may have been the other one's, too
+            with suppress(TransferError):  # cancelling may have broken a connection they shared
                 transfer.wait()
         assert (here.get()[MIB:] == content(1, MIB)).all()
 
@@ -326,7 +332,7 @@ class TransportProcessConformance(TransportKit):
 
 
 def _assert_nothing_left(before: Leftovers) -> None:
-    deadline = time.monotonic() + 2  # the kernel takes a joined thread off the list a moment later
+    deadline = time.monotonic() + 2  # the kernel removes a joined thread's entry with some delay
     while (after := leftovers(before.shared_memory)) != before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert after == before, f"left open: {after}, before it was {before}"
