@@ -58,7 +58,7 @@ class BatchWork:
         queues = self._queues
         return len(queues.running) + len(queues.ready) + len(queues.transferring)
 
-    def has_room(self, request: Request, max_num_seqs: int, reserve: int) -> bool:
+    def has_capacity(self, request: Request, max_num_seqs: int, reserve: int) -> bool:
         """Whether an interactive request could start now, without preempting batch work.
 
         Args:

@@ -28,7 +28,7 @@ from mooncake_engine.scheduling.step_plan import (
     StepResult,
 )
 
-LONGEST_REST = 16
+MAX_PAUSE_TOKENS = 16
 """Longest pause of one sequence's drafting, in tokens: if nothing can be drafted, one token in 16
 is computed in vain."""
 
@@ -43,7 +43,7 @@ class DraftLength:
 
     limit: int
     _length: int = field(init=False)
-    _rest: int = 1
+    _pause_tokens: int = 1
     _resumes_at: int = 0
 
     def __post_init__(self) -> None:
@@ -64,23 +64,23 @@ class DraftLength:
         if not num_drafted:
             return
         if num_accepted:
-            self._rest = 1
+            self._pause_tokens = 1
         elif self._length == 1:
-            self._resumes_at = num_tokens + self._rest
-            self._rest = min(2 * self._rest, LONGEST_REST)
+            self._resumes_at = num_tokens + self._pause_tokens
+            self._pause_tokens = min(2 * self._pause_tokens, MAX_PAUSE_TOKENS)
         change = 2 if num_accepted == num_drafted else -1
         self._length = min(max(self._length + change, 1), self.limit)
 
 
-_FEW_STEPS = 3
+_MIN_SAMPLES = 3
 """Steps with (or without) drafts from which on their median is trusted, since anything may delay a
 single step. As many steps without drafts run in a row, because with async scheduling the first of
 them waits for a step with drafts."""
 
-_EARLY, _RARELY = 8, 96
-"""Period in which ``_FEW_STEPS`` steps run without drafts, for comparison: at first, and later."""
+_INITIAL_PERIOD, _PERIOD = 8, 96
+"""Number of steps of which ``_MIN_SAMPLES`` run without drafts to compare: at first, and later."""
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 16, 1024
+_MIN_PAUSE, _MAX_PAUSE = 16, 1024
 """Bounds of a pause of drafting at one batch size, in steps."""
 
 
@@ -88,11 +88,11 @@ class DraftWorth:
     """Decides whether drafts pay at one batch size, by tokens per second with and without them."""
 
     def __init__(self) -> None:
-        self._with: deque[float] = deque(maxlen=2 * _FEW_STEPS - 1)
-        self._without: deque[float] = deque(maxlen=2 * _FEW_STEPS - 1)
+        self._with: deque[float] = deque(maxlen=2 * _MIN_SAMPLES - 1)
+        self._without: deque[float] = deque(maxlen=2 * _MIN_SAMPLES - 1)
         self._num_steps = 0
         self._all_accepted = False
-        self._pause = _SHORTEST_PAUSE
+        self._pause = _MIN_PAUSE
         self._num_paused = 0
 
     @property
@@ -102,8 +102,8 @@ class DraftWorth:
             return False
         if self._all_accepted:  # n times the tokens for at most n times the work: no loss
             return True
-        every = _EARLY if len(self._without) < _FEW_STEPS else _RARELY
-        return self._num_steps % every < every - _FEW_STEPS
+        every = _INITIAL_PERIOD if len(self._without) < _MIN_SAMPLES else _PERIOD
+        return self._num_steps % every < every - _MIN_SAMPLES
 
     def learn(self, num_tokens: int, num_drafted: int, num_rejected: int, seconds: float) -> None:
         """Update the measurements with a step: the tokens that it yielded, the tokens that were
@@ -114,14 +114,14 @@ class DraftWorth:
             self._num_paused -= 1
             return
         self._num_steps += not self._all_accepted
-        if min(len(self._with), len(self._without)) < _FEW_STEPS:
+        if min(len(self._with), len(self._without)) < _MIN_SAMPLES:
             return
         if median(self._with) < median(self._without):
             self._num_paused = self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._pause = min(2 * self._pause, _MAX_PAUSE)
             self._with.clear()  # after the pause, drafts are measured afresh
         else:
-            self._pause = _SHORTEST_PAUSE
+            self._pause = _MIN_PAUSE
 
 
 class DraftScheduler:
@@ -152,8 +152,8 @@ class DraftScheduler:
             if self._blocks.writes_shared(request):  # copied first, since a sibling joined
                 continue
             most_tokens = request.most_tokens - 1  # without the one that this step samples
-            room = min(step.budget, self._blocks.num_free_tokens(request, most_tokens))
-            num_draft_tokens = min(self._useful(request, most_tokens), room)
+            available = min(step.budget, self._blocks.num_free_tokens(request, most_tokens))
+            num_draft_tokens = min(self._num_useful(request, most_tokens), available)
             if num_draft_tokens > 0:
                 growth = self._blocks.allocate_drafts(request, most_tokens + num_draft_tokens)
                 step.draft(index, request, num_draft_tokens, growth)
@@ -193,7 +193,7 @@ class DraftScheduler:
             return None
         return SpeculationStats(self._num_drafts, self._num_draft_tokens, tuple(self._accepted_at))
 
-    def _useful(self, request: Request, most_tokens: int) -> int:
+    def _num_useful(self, request: Request, most_tokens: int) -> int:
         """Returns how many drafts could become part of the output, which ends with one more sampled
         token.
 

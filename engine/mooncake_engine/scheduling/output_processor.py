@@ -18,7 +18,7 @@ from mooncake_engine.scheduling.scheduler_interface import (
 from mooncake_engine.scheduling.step_plan import SampledToken, StepResult
 
 PromptLogprobs = tuple[TokenLogprobs, ...]
-_NUM_TIMED = 2
+_NUM_TIMED_TOKENS = 2
 """Number of first tokens whose updates carry times: a peer's first token precedes the load, so the
 times of the load come with the second one."""
 
@@ -85,10 +85,10 @@ class OutputProcessor:
     def track(self, request: Request) -> None:
         """Start to track a request: set the lengths and stop tokens at which it ends, and watch its
         timeout, if it has one."""
-        asked = 1 if request.keeps_kv else request.sampling.max_tokens
+        max_new_tokens = 1 if request.keeps_kv else request.sampling.max_tokens
         longest = self._limits.max_model_len
-        if asked is not None:
-            longest = min(longest, request.num_prompt_tokens + asked)
+        if max_new_tokens is not None:
+            longest = min(longest, request.num_prompt_tokens + max_new_tokens)
         request.max_num_tokens = longest
         request.min_num_tokens = request.num_prompt_tokens + request.sampling.min_tokens
         stops = frozenset() if request.sampling.ignore_eos else self._limits.eos_token_ids
@@ -102,8 +102,8 @@ class OutputProcessor:
             assert request.expiry is not None, "it has a limit"
             if request.expiry > self._queues.now:
                 return
-            words = f"not finished within {request.spec.timeout_s:g} s, the request's own limit"
-            update = TokenUpdate(request.request_id, finish=FinishReason.TIMEOUT, error=words)
+            message = f"not finished within {request.spec.timeout_s:g} s, the request's own timeout"
+            update = TokenUpdate(request.request_id, finish=FinishReason.TIMEOUT, error=message)
             self.finish(request, update)
 
     def report_scores(self, request: Request, start: int, scores: PromptLogprobs) -> None:
@@ -134,7 +134,7 @@ class OutputProcessor:
             or token.logprobs is not None
             or num_tokens >= request.max_num_tokens
             or token_id in request.stop_token_ids
-            or num_tokens <= request.num_prompt_tokens + _NUM_TIMED
+            or num_tokens <= request.num_prompt_tokens + _NUM_TIMED_TOKENS
         ):
             self.append(request, tokens)
             return
@@ -168,7 +168,7 @@ class OutputProcessor:
         last = tokens[-1]
         token_ids = tuple([token.token_id for token in tokens])
         num_output_tokens = len(request.token_ids) - request.num_prompt_tokens
-        is_timed = num_output_tokens < len(tokens) + _NUM_TIMED
+        is_timed = num_output_tokens < len(tokens) + _NUM_TIMED_TOKENS
         if finish is None and last.logprobs is None and not is_timed:  # the common case
             self._updates.append(TokenUpdate(request.request_id, token_ids))
             return
@@ -188,8 +188,8 @@ class OutputProcessor:
 
     def finish(self, request: Request, update: TokenUpdate) -> None:
         """Remove the request from its queue, free or hold its blocks, and report its end."""
-        was = request.state
-        is_loading = was is RequestStatus.TRANSFERRING or request.is_unproven
+        state = request.state
+        is_loading = state is RequestStatus.TRANSFERRING or request.is_unproven
         self._queues.release_followers(request)
         self._queues.dequeue(request)
         self._queues.finish(request)

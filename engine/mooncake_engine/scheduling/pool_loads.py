@@ -20,7 +20,7 @@ from itertools import count
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.scheduling.batch_work import is_batch
 from mooncake_engine.scheduling.output_processor import OutputProcessor
-from mooncake_engine.scheduling.pool_saves import HandedOut, PoolSaves
+from mooncake_engine.scheduling.pool_saves import BlockSnapshot, PoolSaves
 from mooncake_engine.scheduling.request import Request, RequestStatus
 from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
 from mooncake_engine.scheduling.scheduler_interface import ChunkPool
@@ -47,15 +47,15 @@ logger = logging.getLogger(__name__)
 
 MAX_LOADS = 16
 """Maximum number of loads in flight; more would only divide the link's bandwidth further."""
-MIN_PATIENCE_S = 2.0
+MIN_TIMEOUT_S = 2.0
 """Minimum timeout of a lookup or a load, in seconds."""
-PATIENCE = 4.0
+TIMEOUT_FACTOR = 4.0
 """Timeout of a load, as a multiple of its estimate or that of recomputing, whichever is longer."""
-MIN_HINT_PATIENCE_S, MAX_HINT_PATIENCE_S = 0.05, 1.0
+MIN_HINT_TIMEOUT_S, MAX_HINT_TIMEOUT_S = 0.05, 1.0
 """Bounds of the lookup timeout at a store that a request names, in seconds."""
 MIN_COST_S = 1e-6
 """Minimum cost that a store is given to weigh a copy by, in seconds: it must be positive."""
-CHOICE_S = 0.5
+CHOICE_TTL_S = 0.5
 """Seconds for which the choice between loading and computing is reused while a prompt waits."""
 MAX_STALE_HITS = 64
 """Up to this many hits of requests that have ended are kept rather than searched for."""
@@ -70,7 +70,7 @@ class Turn(Enum):
     """The request is computed: there is nothing to load, or computing is faster."""
     LOADS = auto()
     """The request has left the waiting queue: it loads, or waits for another request's load."""
-    NO_ROOM = auto()
+    WAITS = auto()
     """The request keeps waiting: there are too few free blocks, or too many loads in flight."""
 
 
@@ -109,7 +109,7 @@ class _Load:
         first: index of the first chunk that is loaded; the device has those before it.
         blocks: target blocks, with their allocation counts at the start of the load.
         estimated_end: when the load should complete, in seconds.
-        patience_end: deadline at which it is given up, in seconds.
+        deadline: when it is given up, in seconds.
         held: shares and results of the steps that ran the unproven request, to apply when the load
             has ended.
     """
@@ -119,9 +119,9 @@ class _Load:
     keys: Sequence[bytes]
     sources: Sequence[ChunkSource]
     first: int
-    blocks: HandedOut
+    blocks: BlockSnapshot
     estimated_end: float
-    patience_end: float
+    deadline: float
     held: list[tuple[ScheduledSequence, StepResult]] = field(default_factory=list)
 
 
@@ -160,7 +160,7 @@ class PoolLoads:
         self._pool = pool
         self._prefill = prefill
         self._ids = count()
-        self._asked: dict[str, Request] = {}
+        self._lookups: dict[str, Request] = {}
         self._hits: dict[str, _Hit] = {}
         self._loads: dict[str, _Load] = {}
         self._parked: dict[str, tuple[_Load, _Hit]] = {}
@@ -171,10 +171,10 @@ class PoolLoads:
     def look_up(self, request: Request) -> None:
         """Queue a request without blocks. If the pool has to look up its tokens first, the request
         waits for that; otherwise it waits for its turn."""
-        if not self._asks(request):
+        if not self._start_look_up(request):
             self._queues.wait(request)
 
-    def _asks(self, request: Request) -> bool:
+    def _start_look_up(self, request: Request) -> bool:
         """Look a request up in the pool, if useful; True if it now waits for the answer."""
         if request.awaits_scores or not request.has_verified_kv:
             return False
@@ -189,15 +189,15 @@ class PoolLoads:
         load_id = f"{request.request_id}#{next(self._ids)}"
         hints = self._hints(request, num_cached)
         if hints:
-            found = self._pool.lookup(load_id, keys, hints, self._hint_patience_s(request))
+            found = self._pool.lookup(load_id, keys, hints, self._hint_timeout_s(request))
         else:
             found = self._pool.lookup(load_id, keys)
         if found is not None:
-            self._note(request, keys, found)
+            self._add_hit(request, keys, found)
             return False
-        self._asked[load_id] = request
+        self._lookups[load_id] = request
         # Not from queues.now alone: in an idle engine that is long ago.
-        request.deadline = max(self._queues.now, request.arrival) + MIN_PATIENCE_S
+        request.deadline = max(self._queues.now, request.arrival) + MIN_TIMEOUT_S
         self._queues.look_up(request)
         return True
 
@@ -207,23 +207,23 @@ class PoolLoads:
         hints = request.spec.kv_transfer_params.prefix_sources
         return [hint for hint in hints if hint.num_tokens // size * size > num_cached]
 
-    def _hint_patience_s(self, request: Request) -> float:
+    def _hint_timeout_s(self, request: Request) -> float:
         """Returns the timeout of hinted lookups: the time to compute the prompt, within bounds."""
         if not self._prefill.is_known:
-            return MAX_HINT_PATIENCE_S
+            return MAX_HINT_TIMEOUT_S
         seconds = self._prefill.seconds(0, len(request.token_ids), self._queues.now)
-        return min(max(seconds, MIN_HINT_PATIENCE_S), MAX_HINT_PATIENCE_S)
+        return min(max(seconds, MIN_HINT_TIMEOUT_S), MAX_HINT_TIMEOUT_S)
 
     def found(self, event: ChunksFound) -> None:
         """Handle the pool's answer to a lookup."""
-        request = self._asked.pop(event.load_id, None)
+        request = self._lookups.pop(event.load_id, None)
         if request is None or request.state is not RequestStatus.LOOKING_UP:
             return
         num_keys = num_loadable_chunks(len(request.token_ids), self._pool.chunk_tokens)
-        self._note(request, self._pool.keys(request, num_keys), event.sources)
+        self._add_hit(request, self._pool.keys(request, num_keys), event.sources)
         self._end_look_up(request)
 
-    def _note(
+    def _add_hit(
         self, request: Request, keys: Sequence[bytes], sources: Sequence[ChunkSource]
     ) -> None:
         if sources:
@@ -260,24 +260,24 @@ class PoolLoads:
         num_cached = self._blocks.count_cached(request, num_tokens - 1)
         wanted = self._blocks.blocks_for(num_tokens - num_cached) + reserve
         if wanted > self._blocks.pool.num_free:  # checked first: the usual case under load
-            return Turn.NO_ROOM
+            return Turn.WAITS
         choice = self._choose(hit, num_cached)
         if choice.num_chunks * self._pool.chunk_tokens <= num_cached:
             num_found = len(hit.sources) - num_cached // self._pool.chunk_tokens
             self._pool.stats.num_recomputed_chunks += max(num_found, 0)
             del self._hits[request.request_id]
             return Turn.COMPUTE
-        if load := self._same_load(hit, choice, num_cached):
-            self._wait_for(load, hit)
+        if load := self._find_same_load(hit, choice, num_cached):
+            self._park(load, hit)
             return Turn.LOADS
         if len(self._loads) >= MAX_LOADS:
-            return Turn.NO_ROOM
+            return Turn.WAITS
         if not self._blocks.allocate(
             request, num_tokens, cacheable=num_tokens - 1, reserve=reserve
         ):
-            return Turn.NO_ROOM
+            return Turn.WAITS
         del self._hits[request.request_id]
-        self._begin(request, hit, choice)
+        self._start_load(request, hit, choice)
         return Turn.LOADS
 
     def start_early(self, reserve: int, *, has_batch: bool) -> None:
@@ -289,19 +289,19 @@ class PoolLoads:
                 waits: batch work would take back the blocks that it has just given up for it.
         """
         if len(self._hits) > len(self._queues.waiting) + MAX_STALE_HITS:
-            self._forget_ended()
+            self._drop_stale_hits()
         for request in self._queues.waiting.in_order() if self._hits else ():
             if len(self._loads) >= MAX_LOADS or self._blocks.pool.num_free <= reserve:
                 return
             if is_batch(request) and not has_batch:  # all behind it are batch work, too
                 return
             turn = self.take_turn(request, reserve) if self.has_hit(request) else Turn.COMPUTE
-            if turn is Turn.NO_ROOM:
+            if turn is Turn.WAITS:
                 return
             if turn is Turn.COMPUTE:
                 reserve += self._blocks.blocks_for(len(request.token_ids))
 
-    def _forget_ended(self) -> None:
+    def _drop_stale_hits(self) -> None:
         """Drop the hits of requests that ended before their turn."""
         live = self._queues.requests
         self._hits = {
@@ -310,9 +310,9 @@ class PoolLoads:
 
     def _choose(self, hit: _Hit, num_cached: int) -> LoadChoice:
         """Returns the best choice for a prompt with ``num_cached`` tokens on the device; one that
-        is at most ``CHOICE_S`` old is reused."""
+        is at most ``CHOICE_TTL_S`` old is reused."""
         pool, now = self._pool, self._queues.now
-        is_fresh = hit.num_cached == num_cached and now - hit.chosen_at <= CHOICE_S
+        is_fresh = hit.num_cached == num_cached and now - hit.chosen_at <= CHOICE_TTL_S
         if hit.choice is None or not is_fresh:
             prompt = PromptToLoad(
                 len(hit.request.token_ids),
@@ -328,40 +328,40 @@ class PoolLoads:
             hit.chosen_at, hit.num_cached = now, num_cached
         return hit.choice
 
-    def _same_load(self, hit: _Hit, choice: LoadChoice, num_cached: int) -> _Load | None:
+    def _find_same_load(self, hit: _Hit, choice: LoadChoice, num_cached: int) -> _Load | None:
         """Returns a load in flight that brings the chunks this request would load, sooner than a
         load of its own would (single flight), or None."""
         first, now = num_cached // self._pool.chunk_tokens, self._queues.now
         for load in self._loads.values():
             is_wanted = self._is_loading(load) or load.request.is_unproven
-            if not is_wanted or now > load.patience_end:
+            if not is_wanted or now > load.deadline:
                 continue
             # if it is late already, it may take as long again
             remaining_s = abs(load.estimated_end - now)
-            if _num_equal(load.keys, hit.keys[: choice.num_chunks]) <= first:
+            if _common_prefix_length(load.keys, hit.keys[: choice.num_chunks]) <= first:
                 continue
             # loading the chunks twice would use the link twice and slow both loads down
             if remaining_s + choice.compute_s <= choice.total_s + 2 * choice.load_s:
                 return load
         return None
 
-    def _wait_for(self, load: _Load, hit: _Hit) -> None:
+    def _park(self, load: _Load, hit: _Hit) -> None:
         request = hit.request
         self._pool.stats.num_waits += 1
         del self._hits[request.request_id]
         self._queues.dequeue(request)
         self._queues.look_up(request)
-        request.deadline = load.patience_end
+        request.deadline = load.deadline
         self._parked[request.request_id] = (load, hit)
 
-    def _begin(self, request: Request, hit: _Hit, choice: LoadChoice) -> None:
+    def _start_load(self, request: Request, hit: _Hit, choice: LoadChoice) -> None:
         pool, now = self._pool, self._queues.now
         load_id = f"{request.request_id}#{next(self._ids)}"
         first = request.num_computed // pool.chunk_tokens
         num_tokens = len(request.token_ids)
         recompute_s = self._prefill.seconds(request.num_computed, num_tokens, now)
-        patience_s = PATIENCE * max(choice.load_s, recompute_s)
-        patience_s = min(max(patience_s, MIN_PATIENCE_S), pool.transfer_timeout_s)
+        timeout_s = TIMEOUT_FACTOR * max(choice.load_s, recompute_s)
+        timeout_s = min(max(timeout_s, MIN_TIMEOUT_S), pool.transfer_timeout_s)
         is_alone = len(request.group.members) == 1 and not request.sends_kv
         loaded = choice.num_chunks * pool.chunk_tokens
         stop = min(loaded + self._max_step_tokens, num_tokens)
@@ -376,9 +376,9 @@ class PoolLoads:
             keys,
             hit.sources[: choice.num_chunks],
             first,
-            HandedOut.now(block_ids, self._blocks.pool),
+            BlockSnapshot.now(block_ids, self._blocks.pool),
             now + choice.load_s,
-            now + patience_s + GRACE_S,
+            now + timeout_s + GRACE_S,
         )
         request.pool_load = load_id
         self._queues.dequeue(request)
@@ -392,7 +392,7 @@ class PoolLoads:
                 first,
                 request.num_computed - first * pool.chunk_tokens,
                 block_ids,
-                patience_s,
+                timeout_s,
                 layers if is_alone else None,
                 step_s,
             )
@@ -407,7 +407,7 @@ class PoolLoads:
             return
         self.num_unproven += 1
         load.request.is_unproven = True
-        self._join_in(load.request, event.num_chunks)
+        self._requeue_loaded(load.request, event.num_chunks)
 
     def hold(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
         """Keep a step's result for an unproven request until its load has ended."""
@@ -433,7 +433,7 @@ class PoolLoads:
         is_its = request.pool_load == load.load_id
         if is_its:
             request.pool_load = None
-        self._unpark(load)
+        self._requeue_parked(load)
         if self._outputs.is_draining(load.load_id):
             self._outputs.end_drain(load.load_id)
             if is_its:
@@ -442,8 +442,10 @@ class PoolLoads:
             return self._prove(load, event)
         elif was_loading:
             if event.error is not None:
-                logger.info("request %s: from the pool: %s", request.request_id, event.error)
-            self._join_in(request, event.num_chunks)
+                logger.info(
+                    "request %s: load from the KVCache pool: %s", request.request_id, event.error
+                )
+            self._requeue_loaded(request, event.num_chunks)
             self._blocks.publish(request, shares=False)
         return ()
 
@@ -456,8 +458,8 @@ class PoolLoads:
                     self._hits[request.request_id] = parked[1]
                 self._end_look_up(request)
         for load in list(self._loads.values()):
-            if now > load.patience_end and self._is_loading(load):
-                self._give_up(load, "the pool is too slow; computing its prompt")
+            if now > load.deadline and self._is_loading(load):
+                self._give_up(load, "load from the KVCache pool timed out; computing its prompt")
 
     def give_up_batch(self) -> None:
         """Give up the least urgent load of batch work, to free blocks for an interactive request.
@@ -470,7 +472,7 @@ class PoolLoads:
         loading = [load for load in batch if self._is_loading(load)]
         if loading:
             load = max(loading, key=lambda load: priority_key(load.request))
-            self._give_up(load, "its blocks are for a request that somebody waits for")
+            self._give_up(load, "load cancelled: an interactive request needs the blocks")
             self._hits[load.request.request_id] = _Hit(load.request, load.keys, load.sources)
 
     def recompute(self, request: Request) -> None:
@@ -503,7 +505,7 @@ class PoolLoads:
         is_its = request.pool_load == load.load_id
         return is_its and request.state is RequestStatus.TRANSFERRING
 
-    def _join_in(self, request: Request, num_chunks: int) -> None:
+    def _requeue_loaded(self, request: Request, num_chunks: int) -> None:
         """Requeue a request, to continue behind the chunks that were loaded or that the device had
         already."""
         self._queues.dequeue(request)
@@ -526,8 +528,10 @@ class PoolLoads:
             if event.error is None:
                 self._blocks.publish(request)
             else:
-                name = request.request_id
-                logger.info("request %s: from the pool: %s; computing it", name, event.error)
+                logger.info(
+                    "request %s: load from the KVCache pool: %s; computing its prompt",
+                    *(request.request_id, event.error),
+                )
                 request.has_wrong_kv = True
                 if request.state is not RequestStatus.RUNNING:
                     self.recompute(request)
@@ -547,7 +551,7 @@ class PoolLoads:
         request.pool_load = None
         self._queues.wait(request)
 
-    def _unpark(self, load: _Load) -> None:
+    def _requeue_parked(self, load: _Load) -> None:
         """Requeue the requests that waited for this load; their turn decides anew what to load."""
         waiting = [name for name, (other, _) in self._parked.items() if other is load]
         for name in waiting:
@@ -557,7 +561,7 @@ class PoolLoads:
                 self._end_look_up(hit.request)
 
 
-def _num_equal(first: Sequence[bytes], second: Sequence[bytes]) -> int:
+def _common_prefix_length(first: Sequence[bytes], second: Sequence[bytes]) -> int:
     """Returns how many leading keys two sequences share, by bisection: keys are chained, so equal
     keys imply equal keys before them."""
     low, high = 0, min(len(first), len(second))

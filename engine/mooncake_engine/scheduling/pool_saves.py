@@ -15,48 +15,48 @@ from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
 from mooncake_kv.store.chunk_keys import completes_chunks
 from mooncake_kv.store.chunk_store import CopyTerms
 
-COPIED_AT_ONCE = 4
+CHUNKS_PER_COPY = 4
 """Chunks per save when a load is copied to the own store: lookups find these while later chunks are
 still being copied."""
-MAX_REFUSED = 64
+MAX_REJECTED = 64
 """Maximum number of requests whose rejected chunks are kept to be offered again."""
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOut:
+class BlockSnapshot:
     """Blocks and their allocation counts at some moment: see ``BlockPool.uses``."""
 
     block_ids: Sequence[int]
     uses: Sequence[int]
 
     @classmethod
-    def now(cls, block_ids: Sequence[int], pool: BlockPool) -> HandedOut:
+    def now(cls, block_ids: Sequence[int], pool: BlockPool) -> BlockSnapshot:
         """Returns the blocks with their current allocation counts."""
         return cls(block_ids, pool.uses(block_ids))
 
-    def between(self, start: int, stop: int) -> HandedOut:
+    def between(self, start: int, stop: int) -> BlockSnapshot:
         """Returns the blocks with the indices ``start`` to ``stop - 1``."""
-        return HandedOut(self.block_ids[start:stop], self.uses[start:stop])
+        return BlockSnapshot(self.block_ids[start:stop], self.uses[start:stop])
 
-    def are_same(self, pool: BlockPool) -> bool:
+    def is_unchanged(self, pool: BlockPool) -> bool:
         """Whether none of the blocks has been allocated again since, so all keep their content."""
         return self.uses == pool.uses(self.block_ids)
 
 
 @dataclass(slots=True, eq=False)
-class _Refused:
+class _RejectedSave:
     """A save that the pool rejected, to be offered again.
 
     Args:
         request: the request whose chunks were offered.
         save: the rejected save.
-        handed_out: the leading blocks of the request's table, up to the save's end.
+        snapshot: the leading blocks of the request's table, up to the save's end.
         is_computed: whether the KV of all its chunks has been computed.
     """
 
     request: Request
     save: SaveRequest
-    handed_out: HandedOut
+    snapshot: BlockSnapshot
     is_computed: bool
 
 
@@ -81,8 +81,8 @@ class PoolSaves:
         self._blocks = blocks
         self._pool = pool
         self._ids = count()
-        self._copying: dict[str, HandedOut] = {}
-        self._refused: dict[str, _Refused] = {}  # by request id, the oldest first
+        self._copying: dict[str, BlockSnapshot] = {}
+        self._rejected: dict[str, _RejectedSave] = {}  # by request id, the oldest first
 
     def offer_planned(self, plan: StepPlan, requests: Sequence[Request]) -> None:
         """Offer the prompt chunks that a planned step completes.
@@ -92,7 +92,7 @@ class PoolSaves:
             requests: the step's requests in the plan's order; each sequence's request is followed
                 by those of its siblings.
         """
-        self._offer_refused()
+        self._retry_rejected()
         if not plan.sequences or plan.sequences[-1].count == 1:
             return
         size, running = self._pool.chunk_tokens, iter(requests)
@@ -122,7 +122,7 @@ class PoolSaves:
         if not request.has_verified_kv or stop <= first + num_refused:
             return
         block_ids = tuple(request.block_ids[: stop * size // self._blocks.block_size])
-        handed_out = HandedOut.now(block_ids, self._blocks.pool)
+        snapshot = BlockSnapshot.now(block_ids, self._blocks.pool)
         keys, salt = self._pool.keys(request, stop), request.spec.cache_salt
         save = SaveRequest(
             *(f"save#{next(self._ids)}", keys, first, block_ids, salt, step),
@@ -130,49 +130,49 @@ class PoolSaves:
             is_use=(first + 1) * size > request.num_received,
             num_refused=num_refused,
         )
-        self._refused.pop(request.request_id, None)
-        if self._begin(save, handed_out):
+        self._rejected.pop(request.request_id, None)
+        if self._begin(save, snapshot):
             request.num_saved = stop * size
             return
         is_computed = step is None
-        self._refused[request.request_id] = _Refused(request, save, handed_out, is_computed)
-        if len(self._refused) > MAX_REFUSED:
-            del self._refused[next(iter(self._refused))]
+        self._rejected[request.request_id] = _RejectedSave(request, save, snapshot, is_computed)
+        if len(self._rejected) > MAX_REJECTED:
+            del self._rejected[next(iter(self._rejected))]
 
     def computed(self, request: Request) -> None:
         """Offer the chunks that a completed step has computed; a rejected save whose chunks it has
         computed can now be offered again even after the request ends."""
         size, num_tokens = self._pool.chunk_tokens, request.num_computed
-        refused = self._refused.get(request.request_id)
-        if refused is not None and num_tokens >= len(refused.save.keys) * size:
-            refused.is_computed = True
+        rejected = self._rejected.get(request.request_id)
+        if rejected is not None and num_tokens >= len(rejected.save.keys) * size:
+            rejected.is_computed = True
         if num_tokens >= request.num_offered + size:
             self.offer(request, num_tokens)
 
-    def _offer_refused(self) -> None:
+    def _retry_rejected(self) -> None:
         """Offer rejected saves of ended requests again, oldest first, until the pool rejects one.
         Saves whose blocks have been allocated again since are dropped."""
-        for request_id, refused in list(self._refused.items()):
-            if refused.request.state is not RequestStatus.FINISHED:
+        for request_id, rejected in list(self._rejected.items()):
+            if rejected.request.state is not RequestStatus.FINISHED:
                 continue  # offered again with the request's next chunk
-            save = refused.save
+            save = rejected.save
             again = replace(
                 save,
                 save_id=f"save#{next(self._ids)}",
                 step=None,
                 num_refused=len(save.keys) - save.first_chunk,
             )
-            is_there = refused.is_computed and refused.handed_out.are_same(self._blocks.pool)
-            if is_there and not self._begin(again, refused.handed_out):
+            is_intact = rejected.is_computed and rejected.snapshot.is_unchanged(self._blocks.pool)
+            if is_intact and not self._begin(again, rejected.snapshot):
                 return
-            del self._refused[request_id]
+            del self._rejected[request_id]
 
     def offer_copies(
         self,
         request: Request,
         keys: Sequence[bytes],
         first: int,
-        handed_out: HandedOut,
+        snapshot: BlockSnapshot,
         terms: CopyTerms,
     ) -> None:
         """Offer the own store copies of chunks that were loaded from another store, in several
@@ -182,17 +182,17 @@ class PoolSaves:
             request: the request that loaded them.
             keys: keys of the sequence's leading chunks, up to the last one to copy.
             first: index of the first chunk that came from another store.
-            handed_out: the sequence's blocks at the start of the load.
+            snapshot: the sequence's blocks at the start of the load.
             terms: costs by which the store decides whether to keep the copies.
         """
         salt = request.spec.cache_salt
         blocks_per_chunk = self._pool.chunk_tokens // self._blocks.block_size
-        for start in range(first, len(keys), COPIED_AT_ONCE):
-            stop = min(start + COPIED_AT_ONCE, len(keys))
-            block_ids = tuple(handed_out.block_ids[: stop * blocks_per_chunk])
+        for start in range(first, len(keys), CHUNKS_PER_COPY):
+            stop = min(start + CHUNKS_PER_COPY, len(keys))
+            block_ids = tuple(snapshot.block_ids[: stop * blocks_per_chunk])
             tokens = self._published_tokens(request, start, stop)
             ids = f"copy#{next(self._ids)}", keys[:stop], start, block_ids, salt
-            if not self._begin(SaveRequest(*ids, copy=terms, token_ids=tokens), handed_out):
+            if not self._begin(SaveRequest(*ids, copy=terms, token_ids=tokens), snapshot):
                 return
 
     def _published_tokens(self, request: Request, first: int, stop: int) -> Sequence[int]:
@@ -202,18 +202,18 @@ class PoolSaves:
         size = self._pool.chunk_tokens
         return request.token_ids[first * size : stop * size]
 
-    def _begin(self, save: SaveRequest, handed_out: HandedOut) -> bool:
+    def _begin(self, save: SaveRequest, snapshot: BlockSnapshot) -> bool:
         """Start a save; False if the pool rejects it."""
         first = save.first_chunk * self._pool.chunk_tokens // self._blocks.block_size
-        is_taken = self._pool.save(save)
-        if is_taken:
-            self._copying[save.save_id] = handed_out.between(first, len(save.block_ids))
-        return is_taken
+        is_accepted = self._pool.save(save)
+        if is_accepted:
+            self._copying[save.save_id] = snapshot.between(first, len(save.block_ids))
+        return is_accepted
 
     def copied(self, event: ChunksCopied) -> None:
         """Commit a copied save if its blocks have kept their content, otherwise discard it."""
         copied = self._copying.pop(event.save_id)
         if event.is_complete:
-            is_right = copied.are_same(self._blocks.pool)
+            is_right = copied.is_unchanged(self._blocks.pool)
             self._pool.end_save(event.save_id, is_right=is_right)
-        self._offer_refused()
+        self._retry_rejected()

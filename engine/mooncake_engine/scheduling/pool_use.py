@@ -60,7 +60,7 @@ class PoolUse:
             self.saves,
             max_step_tokens=limits.prefill_chunk_size or limits.max_num_batched_tokens,
         )
-        self._wrong: list[Request] = []
+        self._with_wrong_kv: list[Request] = []
 
     @property
     def has_unproven(self) -> bool:
@@ -77,20 +77,20 @@ class PoolUse:
             self.loads.released(event)
         else:
             held = self.loads.ended(event)
-            self._wrong = [request for request in self._queues.running if request.has_wrong_kv]
+            self._with_wrong_kv = [r for r in self._queues.running if r.has_wrong_kv]
             return held
         return ()
 
     def recompute_wrong(self) -> None:
         """Requeue the requests whose load has failed to be computed, as soon as no step in flight
         runs them."""
-        if not self._wrong:
+        if not self._with_wrong_kv:
             return
-        live = [r for r in self._wrong if r.has_wrong_kv and r in self._queues.running]
+        live = [r for r in self._with_wrong_kv if r.has_wrong_kv and r in self._queues.running]
         for request in live:
             if not request.num_in_flight:
                 self.loads.recompute(request)
-        self._wrong = [request for request in live if request.has_wrong_kv]
+        self._with_wrong_kv = [request for request in live if request.has_wrong_kv]
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Update the estimated cost of computing with the duration of a step; steps without prompt

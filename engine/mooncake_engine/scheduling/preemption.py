@@ -94,12 +94,12 @@ class Preemption:
             loads that have not completed.
         """
         holders = (*self._queues.running, *self._queues.ready)
-        lesser = [each for each in holders if each.group.priority_key >= group.priority_key]
-        candidates = [each for each in lesser if not each.group.is_unproven]
+        less_urgent = [r for r in holders if r.group.priority_key >= group.priority_key]
+        candidates = [r for r in less_urgent if not r.group.is_unproven]
         if not candidates:
             return False
         victim = max(candidates, key=priority_key).group
-        if victim is group and len(candidates) < len(lesser):
+        if victim is group and len(candidates) < len(less_urgent):
             return False  # waiting for the load takes less time than recomputing the group
         is_alone = all(holder.group is group for holder in holders)
         if victim is not group:
@@ -145,7 +145,7 @@ class Preemption:
         holders, num_sequences = group.holders(), len(group.members)
         copies = self._blocks.swap_out(holders) if num_sequences > 1 else None
         if copies is None:
-            self._note_lack_of_host_memory(num_sequences)
+            self._warn_no_host_memory(num_sequences)
             for request in holders:
                 self.recompute(request)
             return
@@ -163,11 +163,11 @@ class Preemption:
         self._queues.dequeue(request)
         self._queues.forget(request)
 
-    def _note_lack_of_host_memory(self, num_sequences: int) -> None:
+    def _warn_no_host_memory(self, num_sequences: int) -> None:
         if num_sequences > 1 and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "no host memory to swap %d sequences of a request to: they are computed again; "
-                "raise --swap-space to avoid that",
+                "not enough host memory to swap out the %d sequences of a request: they are "
+                "recomputed; raise --swap-space to avoid that",
                 num_sequences,
             )

@@ -188,7 +188,7 @@ class RemoteKVQueue:
         for request in list(self._queues.preallocating):
             if request.deadline and now > request.deadline:
                 limit = self._limits.load_timeout_s
-                reason = f"no KV blocks came free for a load within {limit:g} s"
+                reason = f"no KV blocks became free for the load within {limit:g} s"
                 logger.warning("request %s: %s", request.request_id, reason)
                 self.give_up(request, reason)
 

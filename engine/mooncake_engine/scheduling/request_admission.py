@@ -57,7 +57,7 @@ class RequestAdmission:
         """Record that the scheduler starts to plan a step."""
         self._delay.begin_step(now)
 
-    def may_write(self) -> bool:
+    def may_peers_write(self) -> bool:
         """Whether peers may write to free blocks now, that is, no step in flight and no copy to the
         host still reads any."""
         return self._preemption.copies.are_over and not self._in_flight.reach_freed_blocks
@@ -67,14 +67,14 @@ class RequestAdmission:
         """Whether steps are in flight, or a load that steps already run on."""
         return bool(self._in_flight) or (self._pool is not None and self._pool.has_unproven)
 
-    def make_room(self, step: StepBuilder) -> bool:
+    def preempt_batch_work(self, step: StepBuilder) -> bool:
         """Preempt batch work for the most urgent waiting interactive request. Returns False if
         steps in flight have to complete first."""
         waiting = self.batch.find_waiting()
         if waiting is None:
             return True
         limits = self.budget.max_num_seqs, self.watermark_blocks
-        while not self.batch.has_room(waiting, *limits):
+        while not self.batch.has_capacity(waiting, *limits):
             victim = self.batch.find_victim()
             if victim is None:
                 break
@@ -109,8 +109,8 @@ class RequestAdmission:
 
     def schedule_ready(self, request: Request, step: StepBuilder) -> bool:
         """Start or resume a request whose KV was loaded or swapped in; False if it has to wait."""
-        copies_go_on = request.awaits_copies and not self._preemption.copies.seem_over
-        if not self.budget.chunk(request, step.budget) or (copies_go_on and self._queues.running):
+        is_copying = request.awaits_copies and not self._preemption.copies.seem_over
+        if not self.budget.chunk(request, step.budget) or (is_copying and self._queues.running):
             return False
         request.awaits_copies = False
         growth = self._blocks.grow(request, len(request.token_ids))
@@ -135,7 +135,7 @@ class RequestAdmission:
         if not may_start or not self.budget.may_begin(request, step.budget):
             return False
         if self._pool is not None and self._pool.loads.has_hit(request):
-            turn = self._pool.loads.take_turn(request, reserve) if self.may_write() else None
+            turn = self._pool.loads.take_turn(request, reserve) if self.may_peers_write() else None
             if turn is not Turn.COMPUTE:
                 return turn is Turn.LOADS
         if not self._allocate(request, reserve, step):

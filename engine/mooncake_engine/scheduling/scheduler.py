@@ -207,14 +207,14 @@ class Scheduler:
             self._schedule_requests(step)
         if self.limits.num_speculative_tokens:
             self.speculation.plan(step, self._queues.requests)
-        arrived = self._remote_kv.received.take() if step.requests else ()
+        received = self._remote_kv.received.take() if step.requests else ()
         drains = self._preemption.copies.drains(
             self._step,
             has_copies=step.has_host_copies,
             is_idle=not step.requests and not self._in_flight,
         )
         removed = self._queues.take_removed()
-        plan = step.build(self._step, removed, arrived, drains_copies=drains)
+        plan = step.build(self._step, removed, received, drains_copies=drains)
         self._step += 1
         if not plan.is_empty:
             self._in_flight.push(plan, step.requests, self._queues.now)
@@ -225,18 +225,18 @@ class Scheduler:
     def _schedule_requests(self, step: StepBuilder) -> None:
         self._admission.begin_step(self._queues.now)
         before = self._preemption.num_preemptions
-        if not self._admission.make_room(step):
+        if not self._admission.preempt_batch_work(step):
             self._waits_for_steps = True
             return
         if not self._schedule_running(step) or self._preemption.num_preemptions != before:
             return
         self._admission.schedule_new(step)
-        if self._admission.may_write():
+        if self._admission.may_peers_write():
             reserve = self._admission.watermark_blocks
             self._remote_kv.start(reserve, before=self._admission.highest_priority())
             if self._pool is not None:
-                is_awaited = self._admission.batch.find_waiting() is not None
-                self._pool.loads.start_early(reserve, has_batch=not is_awaited)
+                is_interactive_waiting = self._admission.batch.find_waiting() is not None
+                self._pool.loads.start_early(reserve, has_batch=not is_interactive_waiting)
 
     @property
     def chunk_pool(self) -> ChunkPool | None:
@@ -349,9 +349,9 @@ class Scheduler:
         if self._preemption.num_preemptions == before:
             self._schedule_loaded(step, len(prompts))
         step.budget = min(step.budget, self._budget.beside_decodes(len(step.decodes)))
-        is_awaited = self._admission.batch.find_waiting() is not None
+        is_interactive_waiting = self._admission.batch.find_waiting() is not None
         for request in prompts:
-            if is_awaited and is_batch(request):
+            if is_interactive_waiting and is_batch(request):
                 continue
             if not self._schedule_prompt(request, step):
                 return False
@@ -384,8 +384,8 @@ class Scheduler:
         num_drafts = request.num_unverified_drafts
         is_last = num_tokens + num_drafts >= request.max_num_tokens
         may_run_ahead = self.limits.uses_async_scheduling and not is_last
-        is_ahead = num_output_placeholders and (not may_run_ahead or request.is_unproven)
-        if is_ahead or request.has_wrong_kv:
+        is_blocked = num_output_placeholders and (not may_run_ahead or request.is_unproven)
+        if is_blocked or request.has_wrong_kv:
             return
         if self.blocks.owns_next_slot(request, start + num_drafts) and request.changed_at is None:
             step.add_decode(request, start)

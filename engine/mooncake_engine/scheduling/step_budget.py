@@ -14,11 +14,11 @@ from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
 from mooncake_engine.scheduling.step_plan import StepPlan
 
-_NEWEST = 0.25
+_NEWEST_WEIGHT = 0.25
 """Weight of the newest step in a running mean, large enough to forget costs of a minute ago."""
 
 
-_CHUNKS_BELOW_TARGET = 4
+_MIN_CHUNK_DIVISOR = 4
 """Divisor of the minimum chunk size if there is a target TBT. A token at the end of a long prompt
 costs a multiple of one at its beginning, so a minimum that suits the beginning breaks the target at
 the end."""
@@ -59,15 +59,15 @@ class StepTimes:
         if self._token_s is None:
             return self._most_tokens
         left = self._beside_decodes(seconds - 2.0 * (self._deviation_s or 0.0))
-        room = int(left / max(self._token_s, 1e-9))
-        return min(room, self._most_tokens)
+        num_tokens = int(left / max(self._token_s, 1e-9))
+        return min(num_tokens, self._most_tokens)
 
     def _beside_decodes(self, seconds: float) -> float:
         return max(seconds - (self._decodes_s or 0.0), 0.0)
 
 
 def _mean(mean: float | None, newest: float) -> float:
-    return newest if mean is None else mean + _NEWEST * (newest - mean)
+    return newest if mean is None else mean + _NEWEST_WEIGHT * (newest - mean)
 
 
 class StepBudget:
@@ -93,19 +93,19 @@ class StepBudget:
         self.max_num_seqs = min(limits.max_num_seqs, most)
         smallest = min(limits.min_prefill_chunk, limits.prefill_chunk_size or most)
         if limits.target_tbt_s is not None:
-            smallest //= _CHUNKS_BELOW_TARGET
+            smallest //= _MIN_CHUNK_DIVISOR
         self.min_chunk = max(1, min(smallest, most - self.max_num_seqs + 1))
         self.times = StepTimes(self.min_chunk)
 
     def beside_decodes(self, num_decodes: int) -> int:
         """Returns the tokens left to prompts and drafts in a step with that many decodes."""
         limits = self._limits
-        room = limits.max_num_batched_tokens - num_decodes
+        num_tokens = limits.max_num_batched_tokens - num_decodes
         if num_decodes and limits.max_step_tokens_with_decodes is not None:
-            room = min(room, limits.max_step_tokens_with_decodes - num_decodes)
+            num_tokens = min(num_tokens, limits.max_step_tokens_with_decodes - num_decodes)
         if num_decodes and limits.target_tbt_s is not None:
-            room = min(room, self.times.prompt_tokens_within(limits.target_tbt_s))
-        return max(room, self.min_chunk)
+            num_tokens = min(num_tokens, self.times.prompt_tokens_within(limits.target_tbt_s))
+        return max(num_tokens, self.min_chunk)
 
     def chunk(self, request: Request, budget: int) -> int:
         """Returns how many pending tokens a prompt gets of ``budget``; 0 if below the minimum."""

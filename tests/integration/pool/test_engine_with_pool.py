@@ -132,7 +132,7 @@ def test_a_step_that_begins_before_any_layer_is_there_waits_for_the_first(model,
 def release_at_once(monkeypatch):
     """Steps begin before any layer is there, and loads have time on a busy machine, too."""
     monkeypatch.setattr(pool_loads, "layers_before_release", lambda *_: 0)
-    monkeypatch.setattr(pool_loads, "MIN_PATIENCE_S", 60.0)
+    monkeypatch.setattr(pool_loads, "MIN_TIMEOUT_S", 60.0)
 
 
 def test_a_step_goes_on_when_its_load_can_be_ended_by_nobody_and_the_engine_dies(

@@ -35,7 +35,7 @@ def patience(monkeypatch):
     """On a busy machine a store may take its time; a test of lateness sets its own."""
 
     def be_patient(seconds):
-        for name in ("MIN_PATIENCE_S", "MIN_HINT_PATIENCE_S", "MAX_HINT_PATIENCE_S"):
+        for name in ("MIN_TIMEOUT_S", "MIN_HINT_TIMEOUT_S", "MAX_HINT_TIMEOUT_S"):
             monkeypatch.setattr(pool_loads, name, seconds)
 
     be_patient(PATIENCE_S)

@@ -33,7 +33,7 @@ async def last_update(
 
 def check(update: TokenUpdate, timeout_s: float) -> None:
     assert update.finish is FinishReason.TIMEOUT
-    assert update.error == f"not finished within {timeout_s:g} s, the request's own limit"
+    assert update.error == f"not finished within {timeout_s:g} s, the request's own timeout"
 
 
 @pytest.mark.parametrize("timeout_s", [1e-6, 0.02])

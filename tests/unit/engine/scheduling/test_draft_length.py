@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from mooncake_engine.execution.speculation.ngram import NGramIndex
-from mooncake_engine.scheduling.draft_scheduling import LONGEST_REST, DraftLength
+from mooncake_engine.scheduling.draft_scheduling import MAX_PAUSE_TOKENS, DraftLength
 
 LIMIT = 4
 
@@ -20,7 +20,7 @@ def lengths_after(outcomes: Sequence[tuple[int, int]]) -> list[int]:
     found = []
     for num_tokens, (num_drafted, accepted) in enumerate(outcomes):
         length.learn(num_drafted, accepted, num_tokens)
-        found.append(length.at(num_tokens + LONGEST_REST))  # behind any rest
+        found.append(length.at(num_tokens + MAX_PAUSE_TOKENS))  # behind any rest
     return found
 
 
@@ -103,4 +103,4 @@ def test_a_copy_behind_a_random_text_is_soon_drafted_again() -> None:
     noise = [numbers.randrange(16) for _ in range(300)]
     alone, behind = answer(prompt, prompt), answer(prompt, noise + prompt)
     extra = behind.num_steps - alone.num_steps - len(noise)
-    assert extra < LONGEST_REST + LIMIT
+    assert extra < MAX_PAUSE_TOKENS + LIMIT

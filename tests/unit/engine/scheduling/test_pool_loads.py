@@ -10,9 +10,9 @@ from support.scheduling import Bench, token_of
 from mooncake_engine.messages import BATCH_PRIORITY
 from mooncake_engine.scheduling import pool_saves
 from mooncake_engine.scheduling.pool_loads import (
-    MAX_HINT_PATIENCE_S,
-    MIN_HINT_PATIENCE_S,
-    MIN_PATIENCE_S,
+    MAX_HINT_TIMEOUT_S,
+    MIN_HINT_TIMEOUT_S,
+    MIN_TIMEOUT_S,
 )
 from mooncake_engine.scheduling.request import RequestStatus
 from mooncake_kv.params import PrefixSource
@@ -434,7 +434,7 @@ def test_what_was_refused_and_is_not_computed_is_not_offered_again():
 
 
 def test_few_requests_are_remembered_for_what_was_refused(monkeypatch):
-    monkeypatch.setattr(pool_saves, "MAX_REFUSED", 3)
+    monkeypatch.setattr(pool_saves, "MAX_REJECTED", 3)
     bench = PoolBench(num_blocks=64)
     bench.pool.refuses = True
     for number in range(6):
@@ -867,7 +867,7 @@ def test_an_engine_that_was_idle_waits_for_stores_as_well():
     request = bench.add("first", prompt_of(20), arrival=1000.0)
     bench.scheduler.expire(1000.1)
     assert request.state is RequestStatus.LOOKING_UP
-    bench.scheduler.expire(1000.0 + MIN_PATIENCE_S + 0.1)
+    bench.scheduler.expire(1000.0 + MIN_TIMEOUT_S + 0.1)
     assert request.state is RequestStatus.WAITING
 
 
@@ -879,7 +879,7 @@ def test_named_stores_are_asked_for_what_the_device_lacks():
     near, far = (PrefixSource("10.0.0.1", 7701, "epoch", length) for length in (15, 24))
     sources = (near, far)
     bench.add("second", [*prompt_of(20), *prompt_of(11, seed=4)], prefix_sources=sources)
-    assert bench.pool.hints == [((far,), MAX_HINT_PATIENCE_S)]
+    assert bench.pool.hints == [((far,), MAX_HINT_TIMEOUT_S)]
 
 
 def test_named_stores_get_no_more_time_than_computing_takes():
@@ -891,9 +891,9 @@ def test_named_stores_get_no_more_time_than_computing_takes():
             bench.scheduler._pool._prefill.learn(31, 31 * 15, step_s, 0.0)
         bench.add("asks", prompt_of(31), prefix_sources=sources)
         patience.append(bench.pool.hints[-1][1])
-    assert patience[0] == MIN_HINT_PATIENCE_S
-    assert MIN_HINT_PATIENCE_S < patience[1] < MAX_HINT_PATIENCE_S
-    assert patience[2] == MAX_HINT_PATIENCE_S
+    assert patience[0] == MIN_HINT_TIMEOUT_S
+    assert MIN_HINT_TIMEOUT_S < patience[1] < MAX_HINT_TIMEOUT_S
+    assert patience[2] == MAX_HINT_TIMEOUT_S
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -108,7 +108,7 @@ def test_without_host_memory_a_group_is_computed_again_and_the_log_says_so(
     assert bench.scheduler.num_swap_outs == 0
     assert bench.scheduler.num_preemptions >= 2
     assert [r.getMessage() for r in caplog.records] == [
-        "no host memory to swap 2 sequences of a request to: they are computed again; "
+        "not enough host memory to swap out the 2 sequences of a request: they are recomputed; "
         "raise --swap-space to avoid that"
     ]
 

@@ -184,7 +184,7 @@ def test_a_load_that_never_gets_blocks_ends_at_its_deadline() -> None:
     run_step(scheduler)
     scheduler.expire(now=221.0)
     assert [u.error for u in scheduler.take_updates()] == [
-        "the prompt's KV did not arrive: no KV blocks came free for a load within 120 s"
+        "the prompt's KV did not arrive: no KV blocks became free for the load within 120 s"
     ]
 
 
