@@ -55,7 +55,7 @@ def view_ascend_caches(
     if len(kinds) > 1:
         raise UnsupportedByVllmConnector(
             f"the layers' KV caches have shapes and strides {sorted(kinds)}; wanted the same for "
-            "all: hybrid models can't be handed over yet"
+            "all: KV of hybrid models can't be transferred yet"
         )
     _check_planes(first, model, num_blocks)
     token_axis, head_axis = (2, 1) if heads_first else (1, 2)
@@ -86,7 +86,7 @@ def _check_planes(planes: Sequence[CacheTensor], model: ModelKV, num_blocks: int
     if [shape[-1] for shape in shapes] != [*model.plane_dims] or {len(s) for s in shapes} != {4}:
         raise UnsupportedByVllmConnector(
             f"a layer's KV cache has tensors {shapes}, the model's planes are {model.plane_dims}: "
-            "sparse attention's indexers, packed and quantised caches can't be handed over yet"
+            "sparse attention's indexers, packed and quantised caches can't be transferred yet"
         )
     is_linear = all(plane.stride()[-1] == 1 for plane in planes)
     if len({shape[:3] for shape in shapes}) > 1 or shapes[0][0] % num_blocks or not is_linear:
@@ -125,10 +125,10 @@ def check_ascend(additional_config: object, formats: Iterable[int]) -> None:
     settings = additional_config if isinstance(additional_config, Mapping) else {}
     if settings.get("enable_kv_nz"):
         raise UnsupportedByVllmConnector(
-            "enable_kv_nz: a decode instance's latents are in tiles, a prefill instance's never "
-            "are; leave it off"
+            "enable_kv_nz stores the latents of a decode instance in tiles, those of a prefill "
+            "instance never; leave it off"
         )
     if NZ_FORMAT in formats:
         raise UnsupportedByVllmConnector(
-            "the KV cache is in the format FRACTAL_NZ, whose tiles can't be handed over yet"
+            "the KV cache has the format FRACTAL_NZ, whose tiles can't be transferred yet"
         )

@@ -118,8 +118,8 @@ def socket_paths(names: Sequence[str], num_ranks: int) -> list[Path]:
     found = folder.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise KVConfigError(
-            f"{folder} must be a folder of this user that no other can enter; remove it, or point "
-            "TMPDIR elsewhere"
+            f"{folder} must belong to this user and be closed to all others (mode 0700); remove "
+            "it, or point TMPDIR elsewhere"
         )
     name = hashlib.blake2b("\0".join(names).encode(), digest_size=8).hexdigest()
     return [folder / f"{name}-{rank}" for rank in range(num_ranks)]
@@ -161,7 +161,7 @@ class Channel:
             with self._lock:
                 self._connection.send_bytes(message)
         except OSError as exc:
-            logger.info("%s: the other end has gone: %s", self._name, exc)
+            logger.info("%s: the other end has closed: %s", self._name, exc)
 
     def run(self) -> None:
         """Receive messages until either end hangs up. Top of a thread."""
@@ -189,7 +189,7 @@ class Channel:
         try:
             return self._connection.recv_bytes()
         except (EOFError, OSError):
-            logger.debug("%s: the other end has gone", self._name)
+            logger.debug("%s: the other end has closed", self._name)
             return None
 
 
@@ -273,7 +273,7 @@ class WorkerLink:
             channel = Channel(connected, "kv-orders", on_message, on_death)
         except OSError:
             if not self._is_closed:
-                logger.exception("the scheduler side of the KV connector could not be let in")
+                logger.exception("the KV connector's scheduler side could not be accepted")
                 self._listener.close()
             return None
         with self._lock:
@@ -313,7 +313,7 @@ class SchedulerLink:
                 channel = Channel(
                     _connect(path, deadline),
                     name := f"kv-rank-{rank}",
-                    _taker(rank, on_message),
+                    _decoding(rank, on_message),
                     partial(on_death, rank),
                 )
                 self._channels.append(channel)
@@ -345,7 +345,7 @@ class SchedulerLink:
             channel.close()
 
 
-def _taker(rank: int, take: Callable[[int, RankMessage], None]) -> Callable[[bytes], None]:
+def _decoding(rank: int, take: Callable[[int, RankMessage], None]) -> Callable[[bytes], None]:
     return lambda data: take(rank, _decode_from_rank(data))
 
 
@@ -387,7 +387,7 @@ class Ranks:
         self._all_known = threading.Event()
         self._link = SchedulerLink(paths, self._on_message, self._on_channel_death)
         try:
-            self.info = self._meet()
+            self.info = self._await_rank_infos()
         except BaseException:
             self._link.close()
             raise
@@ -420,10 +420,11 @@ class Ranks:
         """Hang up. Idempotent."""
         self._link.close()
 
-    def _meet(self) -> RankInfo:
+    def _await_rank_infos(self) -> RankInfo:
         if not self._all_known.wait(CONNECT_S):
             raise KVConfigError(
-                f"{len(self._infos)} of {self._num_ranks} ranks have described their KV"
+                f"only {len(self._infos)} of {self._num_ranks} ranks have described their KV "
+                f"within {CONNECT_S:g} s"
             )
         infos = [self._infos[rank] for rank in range(self._num_ranks)]
         if len(set(infos)) > 1:
@@ -446,4 +447,4 @@ class Ranks:
 
     def _on_channel_death(self, rank: int, cause: BaseException) -> None:
         """A receiving thread has ended, so the rank's reports would be lost."""
-        self._on_death(f"the thread that hears rank {rank}: {cause!r}")
+        self._on_death(f"the thread that receives from rank {rank}: {cause!r}")

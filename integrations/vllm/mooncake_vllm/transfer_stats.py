@@ -15,61 +15,61 @@ POOL = "pool_"
 """Prefix of the pool's metrics. In a MultiConnector its connector is combined with one for P and D,
 and Prometheus accepts each name only once."""
 GAUGES = {
-    "leases_held": "Finished prompts whose blocks are kept for a peer.",
+    "leases_held": "Finished prompts whose blocks are held for a peer.",
     "reservations": "Requests whose blocks are reserved for a peer's writes.",
-    "pool_saves_under_way": "Requests whose blocks are kept until they are stored.",
+    "pool_saves_under_way": "Copies of chunks to stores in flight.",
 }
-ONE_SERVERS = {"multiprocess_mode": "mostrecent"}
+GAUGE_OPTIONS = {"multiprocess_mode": "mostrecent"}
 """vLLM sends the metrics of a step to any one of its API servers, and publishes the metrics of all
 servers as one. Counters are added; of a gauge, the value of the most recently updated server is
 taken."""
 COUNTERS = {
-    "leases_expired": "Prompts that were kept for a peer that did not read them in time.",
-    "loads": "Prompts whose KV was to come from a peer.",
-    "load_failures": "Those whose KV did not come across.",
-    "refused_loads": "Those of the failures whose peer can't exchange KV with this instance.",
-    "refused_peers": "Instances whose handshake was refused.",
-    "peers_rounding_otherwise": "Instances whose KV is rounded otherwise.",
+    "leases_expired": "Leases that expired because the peer did not read the KV in time.",
+    "loads": "Loads of KV from peers that were started.",
+    "load_failures": "Loads that failed.",
+    "refused_loads": "Failed loads whose peer can't exchange KV with this instance.",
+    "refused_peers": "Peers whose handshake was refused.",
+    "peers_rounding_otherwise": "Peers whose KV is rounded differently.",
     "refused_requests": "Requests whose kv_transfer_params could not be honoured.",
-    "bytes_received": "KV read from peers.",
-    "bytes_received_early": "Of that, what was read while the peer still computed the prompt.",
-    "load_seconds": "Time that loads took.",
-    "pushes": "Prompts whose KV was to be sent to a peer.",
-    "push_failures": "Those whose KV did not come across.",
-    "bytes_sent": "KV written to peers.",
-    "push_seconds": "Time that pushes took.",
-    "hook_errors": "Calls of vLLM that ended in an error of the connector.",
-    "pool_num_lookups": "Prompts that were looked up in stores.",
-    "pool_num_queried_chunks": "Chunks of these prompts.",
-    "pool_num_found_chunks": "Those of the chunks that a store had.",
+    "bytes_received": "Bytes of KV received from peers.",
+    "bytes_received_early": "Bytes of KV read while the peer was still computing the prompt.",
+    "load_seconds": "Time spent in loads from peers, in seconds.",
+    "pushes": "Pushes of KV to peers that were started.",
+    "push_failures": "Pushes that failed.",
+    "bytes_sent": "Bytes of KV written to peers.",
+    "push_seconds": "Time spent in pushes, in seconds.",
+    "hook_errors": "Connector hooks that failed with an unexpected error.",
+    "pool_num_lookups": "Look-ups of prompts in stores.",
+    "pool_num_queried_chunks": "Chunks that were looked up.",
+    "pool_num_found_chunks": "Chunks that a store had at the look-up.",
     "pool_num_loads": "Loads from stores.",
-    "pool_num_failed_loads": "Those that ended without all that was asked for.",
+    "pool_num_failed_loads": "Loads from stores that did not load every requested chunk.",
     "pool_num_loaded_chunks": "Chunks that were loaded.",
-    "pool_loaded_bytes": "KV read from stores.",
-    "pool_load_seconds": "Time that loads from stores took.",
-    "pool_num_saves": "Requests of which something was stored.",
-    "pool_num_saved_chunks": "Chunks that were stored.",
-    "pool_saved_bytes": "KV written to stores.",
-    "pool_num_save_refusals": "Chunks that were not stored: there already, or no room.",
-    "pool_hook_errors": "Calls of vLLM that ended in an error of the pool's connector.",
+    "pool_loaded_bytes": "Bytes of KV read from stores.",
+    "pool_load_seconds": "Time spent in loads from stores, in seconds.",
+    "pool_num_saves": "Saves to stores.",
+    "pool_num_saved_chunks": "Chunks that were saved.",
+    "pool_saved_bytes": "Bytes of KV written to stores.",
+    "pool_num_save_refusals": "Chunks that a store refused: already stored, or no free space.",
+    "pool_hook_errors": "Hooks of the pool's connector that failed with an unexpected error.",
 }
 
 
-class Differences:
+class MetricDeltas:
     """Converts metrics since the start to changes since the last call."""
 
     def __init__(self) -> None:
         self._seen: dict[str, float] = {}
 
-    def take(self, figures: dict[str, float]) -> dict[str, float]:
+    def take(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return increments of counters, and values of gauges; empty if nothing has changed."""
-        changed = {name: value for name, value in figures.items() if self._seen.get(name) != value}
-        grown = {
+        changed = {name: value for name, value in metrics.items() if self._seen.get(name) != value}
+        deltas = {
             name: value if name in GAUGES else value - self._seen.get(name, 0.0)
             for name, value in changed.items()
         }
         self._seen.update(changed)
-        return {name: value for name, value in grown.items() if value or name in GAUGES}
+        return {name: value for name, value in deltas.items() if value or name in GAUGES}
 
 
 class HalStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are
@@ -109,9 +109,9 @@ class HalPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {
             name: metric_types[kind](
-                name=f"{PREFIX}{name}", documentation=text, labelnames=labelnames, **words
+                name=f"{PREFIX}{name}", documentation=text, labelnames=labelnames, **options
             )
-            for kind, table, words in ((Gauge, GAUGES, ONE_SERVERS), (Counter, COUNTERS, {}))
+            for kind, table, options in ((Gauge, GAUGES, GAUGE_OPTIONS), (Counter, COUNTERS, {}))
             for name, text in table.items()
             if name.startswith(POOL) is of_pool
         }

@@ -37,7 +37,7 @@ from mooncake_kv.kv_events import BlockRemoved, BlockStored, KVEvent
 from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_vllm.ascend_memory import HEADS_FIRST, check_ascend, view_ascend_caches
 from mooncake_vllm.errors import ConnectorDied, UnsupportedByVllmConnector
-from mooncake_vllm.transfer_stats import POOL, Differences, HalPromMetrics, HalStats
+from mooncake_vllm.transfer_stats import POOL, HalPromMetrics, HalStats, MetricDeltas
 from mooncake_vllm.vllm_instance import (
     check_supported,
     describe_device,
@@ -76,11 +76,11 @@ STEP_WAITS: WeakValueDictionary[str, StepWait] = WeakValueDictionary()
 its children to each other; they find the one that they share here."""
 
 
-def guarded(instead: Callable[[], Any]) -> Callable[[Hook], Hook]:
+def guarded(fallback: Callable[[], Any]) -> Callable[[Hook], Hook]:
     """Decorate a hook so that its errors are logged and counted.
 
     Args:
-        instead: makes the value that the hook returns after an error.
+        fallback: makes the value that the hook returns after an error.
     """
 
     def guard(hook: Hook) -> Hook:
@@ -93,7 +93,7 @@ def guarded(instead: Callable[[], Any]) -> Callable[[Hook], Hook]:
             except Exception:
                 self.num_errors += 1
                 logger.exception("%s.%s failed", type(self).__name__, hook.__name__)
-                return instead()
+                return fallback()
 
         return cast(Hook, call)
 
@@ -126,8 +126,8 @@ def _data_parallel_rank(vllm_config: Any) -> int:
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
-def _nothing() -> None:
-    """The ``instead`` of hooks that return None."""
+def _return_none() -> None:
+    """The ``fallback`` of hooks that return None."""
 
 
 def _as_vllm_event(event: KVEvent) -> object:
@@ -184,7 +184,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._held: list[str] = []  # requests to name in the next step's metadata
         self._may_wait = steps_may_wait(vllm_config)
         self._names_layers = not vllm_config.parallel_config.use_ubatching
-        self._differences = Differences()
+        self._deltas = MetricDeltas()
         self._config = self._read_settings(vllm_config)
         check_supported(vllm_config, kv_cache_config)
         self._worker: WorkerSide | None = None
@@ -215,26 +215,26 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     # ------------------------------------------------------------- scheduler
 
-    @guarded(_nothing)
+    @guarded(_return_none)
     def on_new_request(self, request: Request) -> None:
-        self._at_scheduler.on_new_request(request)
+        self._scheduler_side.on_new_request(request)
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        count = self._at_scheduler.num_to_load(request, num_computed_tokens)
+        count = self._scheduler_side.num_to_load(request, num_computed_tokens)
         return count, bool(count)
 
-    @guarded(_nothing)
+    @guarded(_return_none)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._at_scheduler.blocks_allocated(request, blocks, num_external_tokens)
+        self._scheduler_side.blocks_allocated(request, blocks, num_external_tokens)
 
     @guarded(HalStepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        side = self._at_scheduler
+        side = self._scheduler_side
         is_idle = not scheduler_output.num_scheduled_tokens
         waits = self._may_wait and is_idle and side.is_waiting
         pushes, started = side.push_steps(scheduler_output), side.take_started()
@@ -256,16 +256,16 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     @guarded(lambda: False)
     def reset_cache(self) -> bool:
         """Invalidate what was stored: vLLM's weights have changed, or its cache was reset."""
-        return self._at_scheduler.reset_cache()
+        return self._scheduler_side.reset_cache()
 
-    @guarded(_nothing)
+    @guarded(_return_none)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._at_scheduler.bind_block_pool(gpu_block_pool)
+        self._scheduler_side.bind_block_pool(gpu_block_pool)
 
     @guarded(tuple)
     def take_events(self) -> Sequence[object]:
         """The changes of this instance's own store, for vLLM to publish with its own events."""
-        return [_as_vllm_event(event) for event in self._at_scheduler.take_events()]
+        return [_as_vllm_event(event) for event in self._scheduler_side.take_events()]
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
@@ -300,7 +300,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             self._config, rank, path, view, device, self._worker_kind(), wait, turn_rope
         )
 
-    @guarded(_nothing)
+    @guarded(_return_none)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Start the step. Loads begin here, before the forward pass, unless the step zeroes new
         blocks first."""
@@ -312,7 +312,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         if not self._zeroes_blocks:
             self._release(connector_metadata)
 
-    @guarded(_nothing)
+    @guarded(_return_none)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._zeroes_blocks and self.has_connector_metadata():
             self._release(self._get_connector_metadata())
@@ -320,19 +320,19 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request is scheduled only after its load is complete."""
 
-    @guarded(_nothing)
+    @guarded(_return_none)
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Let a pushed layer be sent; layers without this call are sent after the step."""
         self._layer_written(layer_name)
 
-    @guarded(_nothing)
+    @guarded(_return_none)
     def on_kv_cache_written(self, layer_name: str) -> None:
         """vLLM-Ascend's hook, called before the layer's attention."""
         self._layer_written(layer_name)
 
-    @guarded(_nothing)
+    @guarded(_return_none)
     def wait_for_save(self) -> None:
         """End the step, without blocking: blocks that are read or sent are held until a report."""
         if self._worker is not None:
@@ -351,12 +351,12 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     # ------------------------------------------------------------- both
 
-    @guarded(_nothing)
+    @guarded(_return_none)
     def get_kv_connector_stats(self) -> HalStats | None:
         """The scheduler side's metrics; on a rank, only the hook errors. vLLM aggregates them."""
-        figures = {} if self._scheduler is None else self._scheduler.stats()
-        figures[f"{POOL if self.is_pool else ''}hook_errors"] = float(self.num_errors)
-        changed = self._differences.take(figures)
+        metrics = {} if self._scheduler is None else self._scheduler.stats()
+        metrics[f"{POOL if self.is_pool else ''}hook_errors"] = float(self.num_errors)
+        changed = self._deltas.take(metrics)
         return HalStats(data=changed) if changed else None
 
     @classmethod
@@ -381,21 +381,21 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         addresses."""
         return False
 
-    @guarded(_nothing)
+    @guarded(_return_none)
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
 
     @property
-    def _at_scheduler(self) -> SchedulerHooks:
+    def _scheduler_side(self) -> SchedulerHooks:
         assert self._scheduler is not None, "vLLM calls a worker's connector as a scheduler's"
         return self._scheduler
 
     def _finish(
         self, request: Request, tables: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        is_held, params = self._at_scheduler.request_finished(request, tables)
+        is_held, params = self._scheduler_side.request_finished(request, tables)
         if is_held:
             self._held.append(request.request_id)
         return is_held, params
@@ -454,8 +454,8 @@ class HalPoolConnector(HalConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         if (kv_role := vllm_config.kv_transfer_config.kv_role) != "kv_both":
             raise UnsupportedByVllmConnector(
-                f"HalPoolConnector loads and saves, its kv_role is {kv_role}: use kv_both, in a "
-                "MultiConnector for that, too"
+                f"HalPoolConnector loads and saves, but its kv_role is {kv_role}: use kv_both, and "
+                "in a MultiConnector kv_both for that, too"
             )
         super().__init__(vllm_config, role, kv_cache_config)
 

@@ -41,7 +41,7 @@ KINDS = {
     "SlidingWindowSpec": AttentionKind.GQA,
 }
 """Kinds of KV cache that can be transferred, by the name of vLLM's class."""
-_OF_THE_LOADER = ("_name_or_path", "transformers_version")
+_LOADER_FIELDS = ("_name_or_path", "transformers_version")
 """Fields of a configuration that record where and by which version it was loaded."""
 
 
@@ -102,7 +102,9 @@ def fingerprint(model_config: Any, download_dir: str | None = None) -> ModelFing
         changed["overrides by vLLM"] = _overrides(model_config, folder)
     except (KVConfigError, OSError, ValueError) as exc:  # ValueError: not a valid name for the hub
         logger.warning(
-            "peers tell the model by its name and configuration alone, not by its weights: %s", exc
+            "the model is identified to peers by its name and configuration only, not by its "
+            "weights: %s",
+            exc,
         )
         digest = hashlib.sha256(f"{model_config.model}@{model_config.revision}\n".encode())
         digest.update(model_config.hf_config.to_json_string().encode())
@@ -120,7 +122,7 @@ def _overrides(model_config: Any, folder: Path) -> str:
     overrides, other_path = model_config.hf_overrides, model_config.hf_config_path
     if callable(overrides) or other_path not in (None, model_config.model):
         whole = json.loads(model_config.hf_config.to_json_string())
-        named = {name: value for name, value in whole.items() if name not in _OF_THE_LOADER}
+        named = {name: value for name, value in whole.items() if name not in _LOADER_FIELDS}
         return f"all, {hashlib.sha256(_canonical(named).encode()).hexdigest()[:12]}"
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     changed = {name: value for name, value in overrides.items() if written.get(name) != value}
@@ -134,8 +136,8 @@ def _longrope(model_config: Any) -> dict[str, str]:
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return {}
-    beside_it = getattr(text, "original_max_position_embeddings", 0)  # as Phi-3 has it
-    original = rope.get("original_max_position_embeddings", beside_it)
+    fallback = getattr(text, "original_max_position_embeddings", 0)  # as Phi-3 has it
+    original = rope.get("original_max_position_embeddings", fallback)
     return longrope_settings(model_config.max_model_len, original, text.max_position_embeddings)
 
 
@@ -182,9 +184,9 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     )
     problems += _group_problems(parallel, [group.kv_cache_spec for group in groups])
     if vllm_config.model_config.enable_sleep_mode:  # vLLM itself asks the connector from 0.33 on
-        problems.append("sleep mode, which moves memory under peers that know where it is")
+        problems.append("sleep mode, which moves memory whose addresses peers have")
     if problems:
-        raise UnsupportedByVllmConnector(f"KV can't be handed over yet with {'; '.join(problems)}")
+        raise UnsupportedByVllmConnector(f"KV can't be transferred yet with {'; '.join(problems)}")
 
 
 def _parallel_problems(parallel: Any) -> Iterator[str]:
@@ -213,17 +215,17 @@ def _group_problems(parallel: Any, specs: Sequence[Any]) -> Iterator[str]:
 
 def _spec_problems(spec: Any) -> Iterator[str]:
     if type(spec).__name__ not in KINDS:
-        yield f"a KV cache of {type(spec).__name__} (known are {', '.join(KINDS)})"
+        yield f"a KV cache of {type(spec).__name__} (supported: {', '.join(KINDS)})"
         return
-    for name, plain in (
+    for name, expected in (
         ("tokens_per_state", 1),
         ("kv_quant_mode", 0),
         ("page_size_padded", None),
         ("num_head_slots", None),
         ("state_content_bytes", None),
     ):
-        if (found := getattr(spec, name)) != plain:
-            yield f"a KV cache whose {name} is {found} (known is {plain})"
+        if (found := getattr(spec, name)) != expected:
+            yield f"a KV cache whose {name} is {found} (supported: {expected})"
 
 
 def model_kv(model_config: Any, groups: Sequence[Any]) -> ModelKV:
@@ -283,7 +285,7 @@ def npu_formats(caches: Mapping[str, Sequence[torch.Tensor]]) -> set[int]:
     return {torch_npu.get_npu_format(tensor) for layer in caches.values() for tensor in layer}
 
 
-class _Now:
+class _CompletedEvent:
     """An event for devices on which work is complete when the call returns."""
 
     def record(self) -> None:
@@ -305,7 +307,7 @@ def describe_device(platform_of_vllm: Any, index: int | None) -> Device:
     """
     kind = platform_of_vllm.device_type
     if index is None:
-        return Device(kind, Hardware(kind, platform.machine()), _Now, _bind_nothing)
+        return Device(kind, Hardware(kind, platform.machine()), _CompletedEvent, _bind_nothing)
     capability = platform_of_vllm.get_device_capability()
     generation = f"sm_{capability.major}{capability.minor}" if capability else ""
     return Device(

@@ -197,7 +197,7 @@ def layer_index(name: str) -> int:
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", name)
     if len(numbers) != 1:
         raise UnsupportedByVllmConnector(
-            f"which layer {name!r} is can't be told: wanted one number in it, found {numbers}"
+            f"the index of layer {name!r} is ambiguous: wanted one number in it, found {numbers}"
         )
     return int(numbers[0])
 
@@ -232,8 +232,8 @@ def row_of_layers(caches: Mapping[str, Cache]) -> tuple[int, list[Cache]]:
     order = sorted(layers)
     if not order or len(layers) != len(caches) or order != list(range(order[0], order[-1] + 1)):
         raise UnsupportedByVllmConnector(
-            f"the KV cache has layers {sorted(caches)}: wanted one for each of a row of layers; "
-            "draft models and layers of several kinds can't be handed over yet"
+            f"the KV cache has layers {sorted(caches)}: wanted consecutive layers with one cache "
+            "each; draft models and layers of several kinds can't be transferred yet"
         )
     return order[0], [layers[index] for index in order]
 
@@ -243,12 +243,12 @@ def _check_alike(tensors: Sequence[CacheTensor]) -> None:
     if len(kinds) > 1 or any(len(shape) != 4 for shape, _ in kinds):
         raise UnsupportedByVllmConnector(
             f"the layers' KV caches have shapes and strides {sorted(kinds)}; wanted one of four "
-            "axes for all: hybrid models can't be handed over yet"
+            "axes for all: KV of hybrid models can't be transferred yet"
         )
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     if len(storages) > 1:
         raise UnsupportedByVllmConnector(
-            f"the layers' KV caches lie in {len(storages)} allocations, wanted one"
+            f"the layers' KV caches are in {len(storages)} allocations, wanted one"
         )
 
 
@@ -261,7 +261,7 @@ def shard_of(model: ModelKV, position: RankPosition, layers: Sequence[int], head
     if layers[-1] >= model.layers:
         raise UnsupportedByVllmConnector(
             f"the KV cache has layer {layers[-1]} of a model of {model.layers}; the layers of "
-            "draft models can't be handed over yet"
+            "draft models can't be transferred yet"
         )
     rank, size = position.tp_rank, position.tp_size
     start, stop = head_range(model.kv_heads, size, rank)
@@ -280,7 +280,7 @@ def _check_content(model: ModelKV, content: int) -> None:
     if content != sum(model.plane_dims):
         raise UnsupportedByVllmConnector(
             f"a token's KV has {content} elements, the model's planes {model.plane_dims}; packed "
-            "or quantised KV caches can't be handed over yet: use --kv-cache-dtype auto"
+            "or quantised KV caches can't be transferred yet: use --kv-cache-dtype auto"
         )
 
 

@@ -55,7 +55,7 @@ def page_format(
         return LINEAR
     if others:
         raise UnsupportedByVllmConnector(
-            f"a part of the layers has vLLM's attention, whose pages are packed, and a part has "
+            "some layers use vLLM's attention, whose pages are packed, and others use "
             f"{', '.join(sorted(map(_title, others)))}, whose pages are linear; wanted one for all"
         )
     return _packing(packed, next(iter(caches.values())).shape[2])
@@ -72,9 +72,9 @@ def _check_linear(backend: Any, layer: Any, cache: torch.Tensor, plane_dims: Seq
     update = getattr(impl, "do_kv_cache_update", None)
     if update is None or getattr(backend, "forward_includes_kv_cache_update", True):
         raise UnsupportedByVllmConnector(
-            f"how the attention {_title(backend)} orders a page of KV can't be told: it is not "
-            "vLLM's own, and writes KV within its forward; wanted one with do_kv_cache_update, "
-            "which is tried, and forward_includes_kv_cache_update = False"
+            f"the format in which the attention {_title(backend)} writes pages of KV is unknown: "
+            "it is not vLLM's own, and writes KV within its forward; wanted one with "
+            "do_kv_cache_update, which is probed, and forward_includes_kv_cache_update = False"
         )
     page = cache[:1]
     before = page.clone()
@@ -82,15 +82,15 @@ def _check_linear(backend: Any, layer: Any, cache: torch.Tensor, plane_dims: Seq
         found, wanted = _write_page(update, layer, page, plane_dims)
     except Exception as exc:  # third-party code may raise anything
         raise UnsupportedByVllmConnector(
-            f"how the attention {_title(backend)} orders a page of KV can't be told: its "
-            f"do_kv_cache_update failed when it was tried: {exc!r}"
+            f"the format in which the attention {_title(backend)} writes pages of KV is unknown: "
+            f"its do_kv_cache_update failed when it was probed: {exc!r}"
         ) from exc
     finally:
         page.copy_(before)
     if not torch.equal(found, wanted):
         raise UnsupportedByVllmConnector(
             f"the attention {_title(backend)} packs pages of KV: what it wrote for a token is not "
-            "that token's K and V, side by side. Nobody else can read such pages; use vLLM's own "
+            "that token's K and V, side by side. Peers can't read such pages; use vLLM's own "
             "attention, or one that keeps [blocks, heads, tokens, K|V]"
         )
 

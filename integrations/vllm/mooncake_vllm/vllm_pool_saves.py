@@ -20,9 +20,9 @@ from mooncake_kv.store.chunk_keys import KVIdentity, extend_keys
 from mooncake_vllm.vllm_interface import Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import expand_blocks
 
-SAVED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+COMPLETED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Finish statuses after which all steps of a request, except that of its last token, are over."""
-CUT_OFF = "FINISHED_ABORTED"
+ABORTED = "FINISHED_ABORTED"
 """Finish status of a request whose client has left, or whose text contains a stop string. It can
 end at any time."""
 
@@ -109,7 +109,7 @@ class PoolSaves:
     Args:
         client: the pool's client.
         blocks_per_page: blocks of the layout per vLLM block.
-        tells_tokens: whether saved chunks are published, for which the store needs their tokens.
+        publishes_tokens: whether saved chunks are published, which needs their tokens.
         report: called with the id of an ended request when its blocks are no longer read.
     """
 
@@ -118,12 +118,12 @@ class PoolSaves:
         client: SaveClient,
         blocks_per_page: int,
         *,
-        tells_tokens: bool,
+        publishes_tokens: bool,
         report: Callable[[str], None],
     ) -> None:
         self._client = client
         self._pages = blocks_per_page
-        self._tells_tokens = tells_tokens
+        self._publishes_tokens = publishes_tokens
         self._report = report
         self._lock = threading.Lock()
         self._ids = count()
@@ -133,7 +133,7 @@ class PoolSaves:
         self._held: dict[str, SavedRequest] = {}  # ended; their blocks are held
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_flight(self) -> int:
         """Number of copies in flight."""
         return len(self._copies)
 
@@ -189,13 +189,15 @@ class PoolSaves:
         num_whole = num_certain_tokens(request, saved.first_step)
         if not num_whole:
             return False
-        giving = f"{name} {next(self._ids)}"
+        placeholder = f"{name} {next(self._ids)}"
         with self._lock:
             self._held[name] = saved
-            self._copies[giving] = _Copy(saved, request.num_preemptions)  # so no copy is the last
+            self._copies[placeholder] = _Copy(
+                saved, request.num_preemptions
+            )  # so no copy is the last
         self._save(saved, table, num_whole // saved.identity.chunk_tokens)
         with self._lock:
-            del self._copies[giving]
+            del self._copies[placeholder]
             is_copied = self._is_copied_from(saved)
             if not is_copied:
                 del self._held[name]
@@ -213,8 +215,8 @@ class PoolSaves:
             copy = self._copies.pop(event.save_id)
             saved, name = copy.saved, copy.saved.request.request_id
             is_held = self._held.get(name) is saved
-            is_its = is_held or self._current.get(name) is saved
-            is_right = is_its and saved.request.num_preemptions == copy.num_preemptions
+            is_current = is_held or self._current.get(name) is saved
+            is_right = is_current and saved.request.num_preemptions == copy.num_preemptions
             is_last = is_held and not self._is_copied_from(saved)
             if is_last:
                 del self._held[name]
@@ -244,7 +246,7 @@ class PoolSaves:
         save_id = f"{request.request_id} {next(self._ids)}"
         save = SaveRequest(
             *(save_id, saved.first_keys(stop), first, blocks, request.cache_salt or ""),
-            token_ids=saved.tokens_of(first, stop) if self._tells_tokens else (),
+            token_ids=saved.tokens_of(first, stop) if self._publishes_tokens else (),
         )
         with self._lock:
             self._copies[save_id] = _Copy(saved, request.num_preemptions)
@@ -274,9 +276,9 @@ def num_certain_tokens(request: Request, first_step: FirstStep | None) -> int:
         request: the request.
         first_step: its latest first step; None if it never ran.
     """
-    if request.status.name in SAVED:
+    if request.status.name in COMPLETED:
         return min(request.num_computed_tokens, count_tokens(request) - 1)
-    return num_computed_so_far(request, first_step) if request.status.name == CUT_OFF else 0
+    return num_computed_so_far(request, first_step) if request.status.name == ABORTED else 0
 
 
 def num_computed_so_far(request: Request, first_step: FirstStep | None) -> int:

@@ -46,7 +46,7 @@ from mooncake_vllm.vllm_worker_side import LoadOrder, WorkerKind
 
 logger = logging.getLogger(__name__)
 
-FIGURES = (
+PUBLISHED_STATS = (
     "num_lookups", "num_queried_chunks", "num_found_chunks", "num_loads", "num_failed_loads",
     "num_loaded_chunks", "loaded_bytes", "load_seconds", "num_saves", "num_saved_chunks",
     "saved_bytes", "num_save_refusals",
@@ -129,7 +129,7 @@ class PoolSchedulerSide:
         self._saves = PoolSaves(
             self._client,
             self._pages,
-            tells_tokens=self._stores.tells_what_is_saved,
+            publishes_tokens=self._stores.tells_what_is_saved,
             report=lambda request_id: self._ranks.report(ReportSend(request_id)),
         )
 
@@ -139,8 +139,9 @@ class PoolSchedulerSide:
         unit = max(info.block_size, info.geometry.unit)
         if config.chunk_tokens % unit:
             raise KVConfigError(
-                f"pool: a chunk has {config.chunk_tokens} tokens, which are no whole blocks of "
-                f"{unit}: use chunk=N with a multiple, the same for all who share KV"
+                f"pool: a chunk has {config.chunk_tokens} tokens, which is not a multiple of a "
+                f"block's {unit}: use chunk=N with a multiple, the same for all instances that "
+                "share KV"
             )
         self._identity = KVIdentity.of_model(
             instance.model, info.geometry, config.chunk_tokens, rope_order(info)
@@ -299,8 +300,8 @@ class PoolSchedulerSide:
     def stats(self) -> dict[str, float]:
         """Metrics by name, since the start."""
         counted = asdict(self._client.stats)
-        figures = {f"pool_{name}": stats_value(counted[name]) for name in FIGURES}
-        return figures | {"pool_saves_under_way": float(self._saves.num_under_way)}
+        metrics = {f"pool_{name}": stats_value(counted[name]) for name in PUBLISHED_STATS}
+        return metrics | {"pool_saves_under_way": float(self._saves.num_in_flight)}
 
     def close(self) -> None:
         """Stop, abandoning loads and saves. Idempotent.
@@ -363,7 +364,7 @@ class PoolSchedulerSide:
             if has_ended:
                 del self._prompts[key]
         if is_failed:
-            logger.info("%s: the pool's KV did not come: %s", event.load_id, event.error)
+            logger.info("%s: loading KV from the pool failed: %s", event.load_id, event.error)
         if is_failed and not has_ended:
             self._saves.note_known(request_id, event.num_chunks)
         self._ranks.report(ReportLoad(request_id, event.load_id, is_failed))
@@ -382,9 +383,10 @@ class PoolSchedulerSide:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s was answered with an error, since its stores have given up what they had: with "
-                "the kv_load_failure_policy recompute it would have been computed (in a "
-                "MultiConnector its own policy counts, not those of its connectors)",
+                "%s was answered with an error, because its stores no longer have the chunks that "
+                "they had at the look-up: with the kv_load_failure_policy recompute it would have "
+                "been recomputed (in a MultiConnector its own policy counts, not those of its "
+                "connectors)",
                 request_id,
             )
 

@@ -49,7 +49,7 @@ from mooncake_vllm.vllm_memory import join_tables
 
 logger = logging.getLogger(__name__)
 
-OF_VENDOR = "the vendor's"
+VENDOR_ORDER = "the vendor's"
 """An unknown rope order; KV with it is only exchanged between instances of the same kind."""
 STALLED_SHARE = 0.5
 """Fraction of vLLM's step timeout after which keepalives are suspended, so that peers stop holding
@@ -71,7 +71,7 @@ CONTINUES = "decode_continues_prompt"
 token appended."""
 
 
-def handed_over(request: Request) -> list[int]:
+def transferred_prompt(request: Request) -> list[int]:
     """The tokens of a request's prompt that its peer was given: the whole prompt, without the
     token that the peer sampled if a proxy has appended it."""
     prompt, raw = request.prompt_token_ids or [], request.kv_transfer_params or {}
@@ -239,8 +239,10 @@ class SchedulerSide:
             key = params.metaserver, ""  # the URL is unique per attempt
         else:
             return
-        num_computed_here = len(request.prompt_token_ids or ()) - len(handed_over(request))
-        if self._prompts.expect(request_id, key, len(handed_over(request)), num_computed_here):
+        num_computed_here = len(request.prompt_token_ids or ()) - len(transferred_prompt(request))
+        if self._prompts.expect(
+            request_id, key, len(transferred_prompt(request)), num_computed_here
+        ):
             self._connector.on_new_request(request_id, params)
 
     def num_to_load(self, request: Request, num_computed: int) -> int | None:
@@ -252,7 +254,7 @@ class SchedulerSide:
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Load a number of tokens into a request's new blocks; with 0, the request runs without
         the peer's KV."""
-        request_id, prompt = request.request_id, handed_over(request)
+        request_id, prompt = request.request_id, transferred_prompt(request)
         if num_tokens:
             self._start_load(request, blocks, len(prompt) - num_tokens)
         elif name := self._prompts.skip(request_id):
@@ -306,11 +308,11 @@ class SchedulerSide:
         request_id: str,
         num_computed: int,
         tables: tuple[list[int], ...] | None,
-        starts_over: bool,
+        is_restart: bool,
     ) -> PushStep:
         stop = num_computed + step.num_scheduled_tokens[request_id]
         blocks = tuple(join_tables(tables, self._pages)) if tables else ()
-        if starts_over:
+        if is_restart:
             return PushStep(request_id, stop, (), blocks)
         return PushStep(request_id, stop, blocks)
 
@@ -335,7 +337,9 @@ class SchedulerSide:
             return False, None
         num_cached = self._sending.pop(request_id) or 0
         prompt = request.prompt_token_ids or []
-        is_whole = request.num_computed_tokens >= len(prompt) and self._hold(tables, len(prompt))
+        is_whole = request.num_computed_tokens >= len(prompt) and self._has_all_blocks(
+            tables, len(prompt)
+        )
         is_complete = request.status.name in COMPLETE[self._mode] and is_whole
         if not is_complete and self._mode is TransferMode.PULL:
             return False, None
@@ -396,7 +400,7 @@ class SchedulerSide:
 
     def _start_load(self, request: Request, blocks: KVCacheBlocks, start: int) -> None:
         """Start a load. From here on vLLM waits for a report, so every failure must send one."""
-        request_id, prompt = request.request_id, handed_over(request)
+        request_id, prompt = request.request_id, transferred_prompt(request)
         name = self._prompts.begin(request_id)
         if name is None:  # the prompt was lost since vLLM asked
             self._ranks.report(ReportLoad(request_id, "", is_failed=True))
@@ -415,7 +419,7 @@ class SchedulerSide:
             self._ranks.report(ReportLoad(request_id, name, is_failed=True))
             raise
 
-    def _hold(self, tables: Sequence[Sequence[int]], num_tokens: int) -> bool:
+    def _has_all_blocks(self, tables: Sequence[Sequence[int]], num_tokens: int) -> bool:
         """Whether block tables still have all blocks of a prompt that its decode needs."""
         needed = self._num_pages(num_tokens)
         firsts = [
@@ -440,12 +444,14 @@ class SchedulerSide:
         """Parse a request's parameters. If they can't be honoured, log it, and let the request run
         without KV transfer."""
         try:
-            params = parse_kv_transfer_params(raw, handed_over(request), request.cache_salt or "")
+            params = parse_kv_transfer_params(
+                raw, transferred_prompt(request), request.cache_salt or ""
+            )
             self._check_possible(request, params)
         except InvalidKVParams as exc:
             # vLLM's front end submits a request that it refused, aborted, so that P is notified.
             level = logging.INFO if request.abort_immediately else logging.WARNING
-            logger.log(level, "%s runs without hand-over: %s", request.request_id, exc)
+            logger.log(level, "%s runs without KV transfer: %s", request.request_id, exc)
             self.num_refused += not request.abort_immediately
             self._release(request.request_id, raw)
             return NO_KV_TRANSFER
@@ -459,8 +465,8 @@ class SchedulerSide:
             raise InvalidKVParams(f"{wants}: this instance's kv_role does not allow it")
         if params.mode is not self._mode:
             raise InvalidKVParams(
-                f"{wants}: the request wants KV to be handed over by {params.mode.value}, this "
-                f"instance's connector does it by {self._mode.value}"
+                f"{wants}: the request wants KV transfer by {params.mode.value}, this instance's "
+                f"connector does {self._mode.value}"
             )
         if not params.keeps_kv:
             self._check_windows(request)
@@ -471,24 +477,24 @@ class SchedulerSide:
         ):
             if found is not None and found != []:
                 raise InvalidKVParams(
-                    f"{wants}: the request has {what}, of which token ids say nothing; its KV is "
-                    "not handed over"
+                    f"{wants}: the request has {what}, which its token ids don't identify; its KV "
+                    "is not transferred"
                 )
 
     def _check_windows(self, request: Request) -> None:
         """Refuse a load whose last prompt token is recomputed here if a sliding window makes that
         impossible. That token attends to one token further back than the answer's first token does.
         If a block boundary lies between the two, the prefill instance has dropped the block."""
-        stop = len(handed_over(request))
+        stop = len(transferred_prompt(request))
         if stop < len(request.prompt_token_ids or ()):  # the answer's first is computed next
             return
         for group in self._groups:
             first = stop - group.window + 1
             if group.window and first > 0 and first % self._block_tokens == 0:
                 raise InvalidKVParams(
-                    f"do_remote_prefill: of a prompt of {stop} tokens a prefill keeps those from "
-                    f"{first} on for a sliding window of {group.window}, and its last token, which "
-                    "this instance computes again, needs one more"
+                    f"do_remote_prefill: of a prompt of {stop} tokens, a prefill keeps the tokens "
+                    f"from {first} on for a sliding window of {group.window}, but the last token, "
+                    "which is recomputed here, needs one more"
                 )
 
     def _release(self, request_id: str, raw: KVTransferDict) -> None:
@@ -523,10 +529,10 @@ def rope_order(info: RankInfo) -> str:
     Ascend a vendor's op decides."""
     if info.geometry.kind is not AttentionKind.MLA:
         return ""
-    return OF_VENDOR if info.hardware.backend == "ascend" else PAIRS
+    return VENDOR_ORDER if info.hardware.backend == "ascend" else PAIRS
 
 
 def _numerics(info: RankInfo) -> Numerics:
     """The properties of vLLM's KV in which engines may differ."""
     order = rope_order(info)
-    return Numerics({} if order in ("", OF_VENDOR) else {ROPE_ORDER: order})
+    return Numerics({} if order in ("", VENDOR_ORDER) else {ROPE_ORDER: order})

@@ -89,7 +89,7 @@ class StepWait:
     def __init__(self, num_behind: int = 0) -> None:
         self.changed = threading.Condition()
         self._num_behind = num_behind
-        self._num_hasty = 0  # number of coming steps that must not wait
+        self._num_no_wait = 0  # number of coming steps that must not wait
         self._wait_s: float | None = None  # None: this step has waited
         self._members: list[Reports] = []
 
@@ -102,11 +102,11 @@ class StepWait:
         with self.changed:
             self._wait_s = max(self._wait_s or 0.0, wait_s)
 
-    def hurry(self) -> None:
+    def skip_wait(self) -> None:
         """End the wait because there is something to compute: neither the current step waits, nor
         the steps that vLLM may have scheduled after it. Any thread."""
         with self.changed:
-            self._num_hasty = self._num_behind + 1
+            self._num_no_wait = self._num_behind + 1
             self.changed.notify()
 
     def wait(self) -> None:
@@ -115,13 +115,13 @@ class StepWait:
         wait_s, self._wait_s = self._wait_s, None
         if wait_s is None:
             return
-        if wait_s and not self._num_hasty and not any(each.has_news for each in self._members):
+        if wait_s and not self._num_no_wait and not any(each.has_reports for each in self._members):
             self.changed.wait(wait_s)
-        self._num_hasty = max(0, self._num_hasty - 1)
+        self._num_no_wait = max(0, self._num_no_wait - 1)
 
-    def news_told(self) -> None:
+    def note_report(self) -> None:
         """Record that this step reports something to vLLM. Called with ``changed`` held."""
-        self._num_hasty = self._num_behind
+        self._num_no_wait = self._num_behind
 
 
 class Reports:
@@ -144,7 +144,7 @@ class Reports:
         self._early: set[str] = set()  # released, and not named by a step yet
 
     @property
-    def has_news(self) -> bool:
+    def has_reports(self) -> bool:
         """Whether there is something to report, with this step or with the one that names it."""
         return bool(self._results.sent or self._results.received or self._early)
 
@@ -183,7 +183,7 @@ class Reports:
 
     def wake_up(self) -> None:
         """End the step's wait: a request has arrived, or can continue."""
-        self._wait.hurry()
+        self._wait.skip_wait()
 
     def take(self) -> Results:
         """Return everything that has not been reported yet. If no connector of the rank has
@@ -192,7 +192,7 @@ class Reports:
             self._wait.wait()
             taken, self._results = self._results, Results(set(), set(), set())
             if taken.sent or taken.received:
-                self._wait.news_told()
+                self._wait.note_report()
         return taken
 
 
@@ -421,7 +421,7 @@ class WorkerSide:
             opened.callback(self._worker.close)
             self._loads = HeldLoads(self._worker.receive, kind.load_of, device, self.report_death)
             opened.pop_all()
-        self._link.listen(self._obey, self.report_death)
+        self._link.listen(self._on_message, self.report_death)
 
     def report_death(self, cause: BaseException) -> None:
         """Report that a thread of the worker died, which ends the instance. Any thread."""
@@ -473,7 +473,7 @@ class WorkerSide:
         self._worker.close()
         self._link.close()
 
-    def _obey(self, message: SchedulerMessage) -> None:
+    def _on_message(self, message: SchedulerMessage) -> None:
         """Process a message of the scheduler side. The link's thread."""
         if isinstance(message, ToWorker):
             self._loads.take(message.payload)

@@ -105,14 +105,14 @@ def test_a_worker_that_hears_no_orders_any_more_says_why(
 
 
 @WHATEVER
-def test_a_scheduler_that_hears_no_rank_any_more_knows_why(
+def test_the_scheduler_side_learns_why_a_receiving_thread_died(
     stack: ExitStack, pair: Pair, exc: Exception
 ) -> None:
     ranks = pair.connect()
     stack.callback(ranks.close)
     ranks.listen(once(exc))
     pair.worker.send(FromWorker(b"a report"))
-    assert pair.wait() == f"the thread that hears rank 0: {exc!r}"
+    assert pair.wait() == f"the thread that receives from rank 0: {exc!r}"
     for _ in range(100):
         pair.worker.send(FromWorker(MUCH))
 
@@ -143,5 +143,5 @@ def test_a_worker_that_can_let_nobody_in_has_no_scheduler_side(
     monkeypatch.setattr(rank_link, "CONNECT_S", 0.5)
     with pytest.raises(KVConfigError, match=r"no worker listens|0 of 1 ranks have described"):
         pair.connect()
-    assert "could not be let in" in caplog.text
+    assert "could not be accepted" in caplog.text
     assert "too many open files" in caplog.text

@@ -43,7 +43,7 @@ def connector(connectors: ModuleType, **sides: Any) -> Any:
     made.num_errors = 0
     made._held, made._may_wait = [], sides.get("may_wait", True)
     made._names_layers = sides.get("names_layers", True)
-    made._differences = connectors.Differences()
+    made._deltas = connectors.MetricDeltas()
     made._scheduler, made._worker = sides.get("scheduler"), sides.get("worker")
     return made
 
@@ -322,11 +322,11 @@ def test_every_figure_of_the_connectors_is_published(connectors: ModuleType) -> 
 
 def test_every_figure_of_the_pool_that_is_named_is_published(connectors: ModuleType) -> None:
     from mooncake_kv.pool.pool_events import PoolStats
-    from mooncake_vllm.vllm_pool_side import FIGURES
+    from mooncake_vllm.vllm_pool_side import PUBLISHED_STATS
 
     stats = importlib.import_module("mooncake_vllm.transfer_stats")
-    assert {f"pool_{name}" for name in FIGURES} <= {*stats.COUNTERS}
-    assert {*FIGURES} <= {*PoolStats.__dataclass_fields__}
+    assert {f"pool_{name}" for name in PUBLISHED_STATS} <= {*stats.COUNTERS}
+    assert {*PUBLISHED_STATS} <= {*PoolStats.__dataclass_fields__}
 
 
 def test_metrics_are_vllms_kinds(connectors: ModuleType) -> None:

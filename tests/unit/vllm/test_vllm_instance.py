@@ -228,12 +228,12 @@ def test_a_configuration_from_elsewhere_is_compared_whole(changes: dict[str, Any
     assert here != said(rope_theta=1e6, _name_or_path="/here", transformers_version="5.0")
 
 
-def test_one_without_readable_weights_is_told_by_its_name(
+def test_a_model_without_readable_weights_is_identified_by_its_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = fingerprint(model(model=str(tmp_path)))
     assert found.settings["told by"] == "its name"
-    assert "by its name and configuration alone" in caplog.text
+    assert "by its name and configuration only" in caplog.text
     assert found != fingerprint(model(model=str(tmp_path), revision="other"))
 
 

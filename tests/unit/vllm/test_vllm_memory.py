@@ -120,14 +120,14 @@ def refusal(layers: dict[str, torch.Tensor], model: ModelKV = GQA, **kwargs: Any
     return str(refused.value)
 
 
-def test_what_is_no_such_memory_is_refused_by_name() -> None:
+def test_other_memory_is_refused_by_name() -> None:
     layers = make_caches(GQA, "LBHNC", 8, 4).layers
     first, second, _ = layers
-    assert "wanted one for each of a row of layers" in refusal({})
+    assert "wanted consecutive layers" in refusal({})
     gap = {name: layer for name, layer in layers.items() if name != second}
     assert "draft models and layers of several kinds" in refusal(gap)
     other = layers | {first: torch.zeros_like(layers[first])}
-    assert "lie in 2 allocations" in refusal(other)
+    assert "are in 2 allocations" in refusal(other)
     mixed = layers | {first: layers[first][:, :2]}
     assert "hybrid models" in refusal(mixed)
     assert "has layer 2 of a model of 2" in refusal(layers, replace(GQA, layers=2))
@@ -148,6 +148,6 @@ def test_a_layers_number_is_in_its_name(name: str, index: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.attn", "model.layers.3.experts.2.attn"])
-def test_a_name_with_no_or_two_numbers_says_nothing(name: str) -> None:
-    with pytest.raises(UnsupportedByVllmConnector, match="can't be told"):
+def test_a_name_with_no_or_two_numbers_is_ambiguous(name: str) -> None:
+    with pytest.raises(UnsupportedByVllmConnector, match="is ambiguous"):
         layer_index(name)

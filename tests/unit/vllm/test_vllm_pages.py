@@ -102,11 +102,13 @@ def test_another_attention_that_packs_is_refused_by_name(update: Update, device_
 @pytest.mark.parametrize(
     ("update", "words"),
     [
-        (None, r"elsewhere\.Backend orders .* writes KV within its forward"),
-        (broken, r"failed when it was tried: RuntimeError\('no kernel for this shape'\)"),
+        (None, r"elsewhere\.Backend writes .* writes KV within its forward"),
+        (broken, r"failed when it was probed: RuntimeError\('no kernel for this shape'\)"),
     ],
 )
-def test_one_that_can_not_be_tried_is_refused_by_name(update: Update | None, words: str) -> None:
+def test_a_backend_that_can_not_be_probed_is_refused_by_name(
+    update: Update | None, words: str
+) -> None:
     with pytest.raises(UnsupportedByVllmConnector, match=words):
         page_format(*named(attention("elsewhere", update)))
 

@@ -108,7 +108,7 @@ class Saves:
     def __init__(self) -> None:
         self.client = Client()
         self.reported: list[str] = []
-        self.saves = PoolSaves(self.client, 1, tells_tokens=False, report=self.reported.append)
+        self.saves = PoolSaves(self.client, 1, publishes_tokens=False, report=self.reported.append)
         self.request = Asked("a", PROMPT)
         self.saves.add(self.request, IDENTITY)
 
@@ -232,7 +232,7 @@ def test_what_may_be_of_other_weights_or_tokens_is_dropped(ending: str) -> None:
     it.copy_all()
     assert it.client.judged == [(0, 2, False)]
     assert it.reported == []
-    assert not it.saves.num_under_way
+    assert not it.saves.num_in_flight
 
 
 def test_what_is_refused_is_offered_again_at_the_end() -> None:
