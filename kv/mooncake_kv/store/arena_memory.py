@@ -30,8 +30,8 @@ class ArenaMemory:
         available, _ = memory_bytes()
         if nbytes < GRANULE or total > available:
             raise KVConfigError(
-                f"a store's memory of {nbytes} bytes was asked for; this host can give "
-                f"{GRANULE} to {available} (the limit of its control group counts)"
+                f"a store's memory of {nbytes} bytes was asked for; this host can provide "
+                f"{GRANULE} to {available} bytes, within the limit of the process's control group"
             )
         self._fd = os.memfd_create("mooncake-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

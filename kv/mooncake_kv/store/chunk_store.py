@@ -122,21 +122,26 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     def __post_init__(self) -> None:
         if self.nbytes < 1 or self.position < 0 or self.num_tokens < 1:
             raise ValueError(
-                f"no chunk has {self.nbytes} bytes, {self.num_tokens} tokens, position "
-                f"{self.position}"
+                f"wanted a chunk with 1 byte, 1 token and position 0 or more, got {self.nbytes} "
+                f"bytes, {self.num_tokens} tokens, position {self.position}"
             )
         lengths = (len(self.key), len(self.parent or b"-"), len(self.tenant.encode()))
         if not (0 < lengths[0] <= MAX_KEY_BYTES and 0 < lengths[1] <= MAX_KEY_BYTES):
-            raise ValueError(f"keys have 1 to {MAX_KEY_BYTES} bytes, not {lengths[:2]}")
+            raise ValueError(
+                f"wanted keys of 1 to {MAX_KEY_BYTES} bytes, got key and parent of {lengths[:2]}"
+            )
         if lengths[2] > MAX_TENANT_BYTES:
-            raise ValueError(f"a tenant's name has {lengths[2]} bytes of {MAX_TENANT_BYTES}")
+            raise ValueError(
+                f"wanted a tenant's name of up to {MAX_TENANT_BYTES} bytes, got {lengths[2]}"
+            )
         if self.content is not None and len(self.content.namespace) > MAX_NAMESPACE_BYTES:
             raise ValueError(
-                f"a namespace has {len(self.content.namespace)} bytes of {MAX_NAMESPACE_BYTES}"
+                f"wanted a namespace of up to {MAX_NAMESPACE_BYTES} bytes, got "
+                f"{len(self.content.namespace)}"
             )
         if self.content is not None and len(self.content.token_ids) != 4 * self.num_tokens:
             raise ValueError(
-                f"{self.num_tokens} tokens have {4 * self.num_tokens} bytes, not "
+                f"wanted {4 * self.num_tokens} bytes for {self.num_tokens} tokens, got "
                 f"{len(self.content.token_ids)}"
             )
 
@@ -162,7 +167,7 @@ class CopyTerms:
     def __post_init__(self) -> None:
         is_time = 0 < self.refetch_s < math.inf and 0 < self.recompute_s < math.inf
         if self.num_copies < 1 or not is_time:
-            raise ValueError(f"no copy is made on such terms: {self}")
+            raise ValueError(f"wanted 1 copy or more and positive, finite times, got {self}")
 
 
 class ReadHandle(msgspec.Struct, frozen=True, gc=False):

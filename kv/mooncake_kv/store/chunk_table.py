@@ -47,7 +47,7 @@ from mooncake_kv.store.copy_worth import PUT_USES, UseCounts
 from mooncake_kv.store.eviction import EvictionPolicy
 from mooncake_kv.store.victim_choice import COPIES, SHARED, VictimChoice
 
-MAX_FREED = 4
+MAX_EVICTED_SIZES = 4
 """Upper bound of the memory evicted for one chunk, in multiples of its size: freed ranges may be
 too fragmented to hold it."""
 QUARANTINE_MARGIN_S = 10.0
@@ -177,7 +177,7 @@ class ChunkTable:
                 write is committed before the read is released.
         """
         self.expire(now)
-        lease_s, index = _bounded(lease_s), self._index
+        lease_s, index = _clamped(lease_s), self._index
         wanted = _STAGING if are_arriving else _READY
         found = [index.get(key) for key in keys]
         ready = [entry for entry in found if entry is not None and entry.state is wanted]
@@ -215,7 +215,7 @@ class ChunkTable:
 
     def extend(self, handle_ids: Sequence[int], user: int, lease_s: float, now: float) -> None:
         """Renew a user's reads that are in force: they expire ``lease_s`` from now."""
-        self._handles.extend(handle_ids, user, now + _bounded(lease_s))
+        self._handles.extend(handle_ids, user, now + _clamped(lease_s))
 
     def is_held(self, handle_id: int, user: int, now: float) -> bool:
         """Whether a handle is in force, which means that its memory has held the chunk since."""
@@ -260,7 +260,7 @@ class ChunkTable:
             if chunk.key not in self._index:
                 missing.setdefault(chunk.key, chunk.nbytes)
         self._uses.note(missing, now, PUT_USES if copy is None else 1.0)
-        lease_s, num_left = _bounded(lease_s), self._handles.num_left(user)
+        lease_s, num_left = _clamped(lease_s), self._handles.num_left(user)
         offsets = self._allocate_together(list(missing.values())[:num_left])
         found: list[Entry | PutRefusal] = []
         staged: list[Entry] = []
@@ -519,7 +519,9 @@ class ChunkTable:
             self._evict(victim, "quota", now)
         freed = 0
         while (offset := self._allocator.allocate(nbytes)) is None:
-            victims = self._victims.for_room(chunk, now) if freed < MAX_FREED * nbytes else []
+            victims = (
+                self._victims.for_room(chunk, now) if freed < MAX_EVICTED_SIZES * nbytes else []
+            )
             if not victims:
                 return PutRefusal.NO_ROOM
             if copy is not None and not self._victims.is_worth(chunk, copy, victims, now):
@@ -575,6 +577,6 @@ class ChunkTable:
             self._allocator.free(entry.offset)
 
 
-def _bounded(lease_s: float) -> float:
+def _clamped(lease_s: float) -> float:
     """Clamp a requested lease to 0 .. MAX_LEASE_S; a NaN from a client becomes MAX_LEASE_S."""
     return max(0.0, min(MAX_LEASE_S, lease_s))

@@ -10,7 +10,7 @@ and registered memory, so chunks pass through staging memory here: a writer fill
 
 Differences from a node store: the master decides on eviction, replicas and leases; there are no
 quotas, no KV events and no index in shared memory; a probe renews leases; ``CopyTerms`` are
-ignored. If the master does not reply, each call ends as a miss after ``PATIENCE_S``.
+ignored. If the master does not reply, each call ends as a miss after ``CALL_TIMEOUT_S``.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ Result = TypeVar("Result")
 
 NUM_THREADS = 4
 CONNECT_TIMEOUT_S = 5.0
-PATIENCE_S = 15.0
+CALL_TIMEOUT_S = 15.0
 MAX_WAITING = 1024
 """Upper bound of the calls that wait for the master; more are misses at once."""
-TICK_S = 0.25
+TIMER_S = 0.25
 USER = 1
 
 
@@ -118,12 +118,12 @@ class MooncakeChunkStore:
         if status:
             self._memory.close()
             raise KVConfigError(
-                f"Mooncake Store does not take this client (status {status}): is {config.host} an "
-                f"address of this host, and what is at {config.master} of the same version?"
+                f"Mooncake Store rejects this client (status {status}): check that {config.host} "
+                f"is an address of this host, and that {config.master} runs the client's version"
             )
         self._pool = ThreadPoolExecutor(NUM_THREADS, "mooncake-store")
         self._stop = threading.Event()
-        self._timer = threading.Thread(target=self._keep_time, name="mooncake-time", daemon=True)
+        self._timer = threading.Thread(target=self._run_timer, name="mooncake-time", daemon=True)
         self._timer.start()
 
     def offer(self, transports: Transports) -> None:
@@ -141,7 +141,7 @@ class MooncakeChunkStore:
         return self._arena
 
     def probe(self, keys: Sequence[bytes]) -> Future[list[Residence]]:
-        return self._ask(lambda: self._look(keys), [Residence.ABSENT] * len(keys))
+        return self._ask(lambda: self._probe(keys), [Residence.ABSENT] * len(keys))
 
     def pin(
         self,
@@ -182,10 +182,10 @@ class MooncakeChunkStore:
         return _done(self._abort(handles))
 
     def touch(self, keys: Sequence[bytes]) -> Future[None]:
-        def look() -> None:
-            self._look(keys)
+        def probe_keys() -> None:
+            self._probe(keys)
 
-        return self._ask(look, None)
+        return self._ask(probe_keys, None)
 
     def drop(self, keys: Sequence[bytes]) -> Future[int]:
         return self._ask(lambda: sum(self._client.remove(_name(key), True) == 0 for key in keys), 0)
@@ -214,7 +214,7 @@ class MooncakeChunkStore:
 
     # -- on the threads of the pool --------------------------------------------------------------
 
-    def _look(self, keys: Sequence[bytes]) -> list[Residence]:
+    def _probe(self, keys: Sequence[bytes]) -> list[Residence]:
         found = self._client.batch_is_exist([_name(key) for key in keys]) if keys else []
         where = []
         for key, is_there in zip(keys, _each(found, keys), strict=True):
@@ -299,7 +299,7 @@ class MooncakeChunkStore:
         slot = Chunk(secrets.token_bytes(16), None, 0, nbytes, 1)
         with self._lock:
             now = time.monotonic()
-            (grant,) = self._table.reserve([slot], USER, PATIENCE_S + lease_s, now)
+            (grant,) = self._table.reserve([slot], USER, CALL_TIMEOUT_S + lease_s, now)
             if not isinstance(grant, WriteHandle):
                 return None
             self._chunks[grant.handle_id] = slot
@@ -407,12 +407,12 @@ class MooncakeChunkStore:
                 future.set_result(result)
 
         with self._lock:
-            self._waiting[future] = (time.monotonic() + PATIENCE_S, miss)
+            self._waiting[future] = (time.monotonic() + CALL_TIMEOUT_S, miss)
         self._pool.submit(run)
         return future
 
-    def _keep_time(self) -> None:
-        while not self._stop.wait(TICK_S):
+    def _run_timer(self) -> None:
+        while not self._stop.wait(TIMER_S):
             now = time.monotonic()
             with self._lock:
                 late = [(f, m) for f, (deadline, m) in self._waiting.items() if deadline <= now]
@@ -420,7 +420,9 @@ class MooncakeChunkStore:
                     del self._waiting[future]
             if late:
                 logger.warning(
-                    "the master of a Mooncake Store does not reply: %d calls are misses", len(late)
+                    "the master of a Mooncake Store did not reply within %g s: %d calls are misses",
+                    CALL_TIMEOUT_S,
+                    len(late),
                 )
             for future, miss in late:
                 future.set_result(miss)

@@ -39,7 +39,7 @@ BUCKET_WORDS = 8
 BYTES_PER_CHUNK = 64 << 10
 """Chunk size for which the table is dimensioned, with twice as many words as such chunks fit into
 the store. With larger chunks it is emptier."""
-FEW_KEYS = 4
+SMALL_BATCH_KEYS = 4
 """Batches of up to this many keys are updated in Python, which is faster than a call into C."""
 MIN_BUCKETS, MAX_BUCKETS = 1 << 10, 1 << 24
 
@@ -91,7 +91,9 @@ class ResidenceIndex:
             self._map = mmap.mmap(self._fd, nbytes)
         except (OSError, ValueError) as exc:
             os.close(self._fd)
-            raise KVConfigError(f"{nbytes} bytes for a store's index: {exc}") from exc
+            raise KVConfigError(
+                f"{nbytes} bytes for a store's index can't be mapped: {exc}"
+            ) from exc
         _HEADER.pack_into(self._map, 0, _MAGIC, epoch.encode(), buckets, 0)
         self._words = memoryview(self._map).cast("Q")
         self._buckets: Words = np.frombuffer(self._map, np.uint64, offset=HEADER_BYTES)
@@ -115,7 +117,7 @@ class ResidenceIndex:
 
     def _change(self, keys: Sequence[bytes], added: int, removed: int) -> None:
         """Set and clear state bits of chunks."""
-        helper = _compiled() if len(keys) > FEW_KEYS else None
+        helper = _compiled() if len(keys) > SMALL_BATCH_KEYS else None
         if helper is None or self._left_out:
             for key in keys:
                 self._change_one(key, added, removed)

@@ -62,13 +62,13 @@ from mooncake_kv.store.store_messages import (
     ReserveChunks,
     Reserved,
     StatsReply,
-    StoreAnswer,
     StoreMessage,
-    StoreQuestion,
+    StoreReply,
+    StoreRequest,
     TouchKeys,
     Verified,
     VerifyRecords,
-    decode_answer,
+    decode_reply,
     encode_message,
     store_credentials,
 )
@@ -77,7 +77,7 @@ from mooncake_kv.store.store_service import StoreAddress
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Answer = TypeVar("Answer", bound=StoreMessage)
+Reply = TypeVar("Reply", bound=StoreMessage)
 
 REQUEST_TIMEOUT_S = 2.0
 PIN_TIMEOUT_S = 15.0
@@ -155,12 +155,12 @@ class StoreClient:
         first_bytes: int | None = None,
     ) -> Future[list[ReadHandle | None]]:
         miss: list[ReadHandle | None] = [None] * len(keys)
-        question = PinKeys(tuple(keys), lease_s, first_bytes)
-        return self._ask(question, Pinned, lambda reply: list(reply.handles), miss, PIN_TIMEOUT_S)
+        request = PinKeys(tuple(keys), lease_s, first_bytes)
+        return self._ask(request, Pinned, lambda reply: list(reply.handles), miss, PIN_TIMEOUT_S)
 
     def await_bytes(self, handles: Sequence[ReadHandle], beyond: int) -> Future[int]:
-        question = AwaitBytes(tuple(handles), beyond)
-        return self._ask(question, Arrived, lambda reply: reply.num_bytes, 0, PIN_TIMEOUT_S)
+        request = AwaitBytes(tuple(handles), beyond)
+        return self._ask(request, Arrived, lambda reply: reply.num_bytes, 0, PIN_TIMEOUT_S)
 
     def release(self, handles: Sequence[ReadHandle]) -> Future[list[bool]]:
         return self._end(ReleaseHandles(tuple(handles)), len(handles))
@@ -174,8 +174,8 @@ class StoreClient:
         is_use: bool = True,
     ) -> Future[list[WriteHandle | PutRefusal]]:
         miss: list[WriteHandle | PutRefusal] = [PutRefusal.UNREACHABLE] * len(chunks)
-        question = ReserveChunks(tuple(chunks), lease_s, copy, is_use)
-        return self._ask(question, Reserved, self._granted, miss)
+        request = ReserveChunks(tuple(chunks), lease_s, copy, is_use)
+        return self._ask(request, Reserved, self._granted, miss)
 
     def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
         return self._end_writes(handles, are_complete=True)
@@ -187,16 +187,14 @@ class StoreClient:
         return self._ask(TouchKeys(tuple(keys)), Counted, lambda _: None, None)
 
     def drop(self, keys: Sequence[bytes]) -> Future[int]:
-        question = DropKeys(tuple(keys))
-        return self._ask(question, Counted, lambda reply: reply.num_chunks, 0, OPERATOR_TIMEOUT_S)
+        request = DropKeys(tuple(keys))
+        return self._ask(request, Counted, lambda reply: reply.num_chunks, 0, OPERATOR_TIMEOUT_S)
 
     def drop_all(self, tenant: str | None = None) -> Future[int | None]:
         """Drop all chunks, or all of one tenant; returns how many, or None if the store can't be
         reached."""
-        question = DropKeys(None, tenant)
-        return self._ask(
-            question, Counted, lambda reply: reply.num_chunks, None, OPERATOR_TIMEOUT_S
-        )
+        request = DropKeys(None, tenant)
+        return self._ask(request, Counted, lambda reply: reply.num_chunks, None, OPERATOR_TIMEOUT_S)
 
     def stats(self) -> Future[StoreStats | None]:
         return self._ask(AskStats(), StatsReply, lambda reply: reply.stats, None)
@@ -204,9 +202,9 @@ class StoreClient:
     def list_page(self, tier: Tier, after: bytes) -> Future[list[Chunk] | None]:
         """Up to PAGE_CHUNKS chunks of a tier with the smallest keys beyond ``after``; None if the
         store can't be reached."""
-        question = ListChunks(tier, after)
+        request = ListChunks(tier, after)
         return self._ask(
-            question, ChunkPage, lambda reply: list(reply.chunks), None, OPERATOR_TIMEOUT_S
+            request, ChunkPage, lambda reply: list(reply.chunks), None, OPERATOR_TIMEOUT_S
         )
 
     def list_chunks(self, tier: Tier) -> list[Chunk] | None:
@@ -241,7 +239,7 @@ class StoreClient:
             has_failed, self._is_closed = self._is_closed, True
             if not has_failed:
                 with contextlib.suppress(FutureTimeout):  # the loop is stuck
-                    self._loop.run(self._hang_up(), CLOSE_TIMEOUT_S)
+                    self._loop.run(self._close_session(), CLOSE_TIMEOUT_S)
             self._loop.close()
             self._end_waits()
 
@@ -258,25 +256,25 @@ class StoreClient:
         self._writing.difference_update(handle.handle_id for handle in handles)
         return self._end(EndWrites(tuple(handles), are_complete), len(handles))
 
-    def _end(self, question: StoreQuestion, count: int) -> Future[list[bool]]:
-        return self._ask(question, Ended, lambda reply: list(reply.valid), [False] * count)
+    def _end(self, request: StoreRequest, count: int) -> Future[list[bool]]:
+        return self._ask(request, Ended, lambda reply: list(reply.valid), [False] * count)
 
     def _ask(
         self,
-        question: StoreQuestion,
-        kind: type[Answer],
-        read: Callable[[Answer], Result],
+        request: StoreRequest,
+        kind: type[Reply],
+        read: Callable[[Reply], Result],
         miss: Result,
-        patience_s: float = REQUEST_TIMEOUT_S,
+        timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> Future[Result]:
-        """Send a question in the background.
+        """Send a request in the background.
 
         Args:
-            question: the question.
-            kind: type of its answer; any other answer is a miss.
-            read: turns the answer into the result.
-            miss: the result if there is no answer.
-            patience_s: seconds to poll for an answer that is not ready.
+            request: the request.
+            kind: type of its reply; any other reply is a miss.
+            read: turns the reply into the result.
+            miss: the result if there is no reply.
+            timeout_s: seconds to poll for a reply that is not ready.
         """
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
@@ -287,11 +285,11 @@ class StoreClient:
         async def run() -> None:
             result = miss
             try:
-                answer = await self._reply_to(question, patience_s)
-                if isinstance(answer, kind):
-                    result = read(answer)
+                reply = await self._reply_to(request, timeout_s)
+                if isinstance(reply, kind):
+                    result = read(reply)
             except (TransferError, BadFrame) as exc:
-                logger.debug("a store did not answer %s: %s", type(question).__name__, exc)
+                logger.debug("a store request failed: %s: %s", type(request).__name__, exc)
             finally:
                 self._misses.pop(future, None)
                 if not future.done():
@@ -304,22 +302,22 @@ class StoreClient:
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._loop.spawn(coroutine)
 
-    async def _reply_to(self, question: StoreQuestion, patience_s: float) -> StoreAnswer:
-        answer = await self._request(question)
-        deadline, pause = time.monotonic() + patience_s, FIRST_POLL_S
-        while isinstance(answer, NotYet) and time.monotonic() < deadline:
+    async def _reply_to(self, request: StoreRequest, timeout_s: float) -> StoreReply:
+        reply = await self._request(request)
+        deadline, pause = time.monotonic() + timeout_s, FIRST_POLL_S
+        while isinstance(reply, NotYet) and time.monotonic() < deadline:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_POLL_S)
-            answer = await self._request(Collect(answer.ticket))
-        return answer
+            reply = await self._request(Collect(reply.ticket))
+        return reply
 
-    async def _request(self, question: StoreQuestion) -> StoreAnswer:
+    async def _request(self, request: StoreRequest) -> StoreReply:
         session = self._session
         if session is None:
             raise TransferError("the store is not connected")
-        await self._take_turn(question)
+        await self._take_turn(request)
         try:
-            payload = await session.request(encode_message(question), timeout=REQUEST_TIMEOUT_S)
+            payload = await session.request(encode_message(request), timeout=REQUEST_TIMEOUT_S)
         except (RequestRefused, RequestNotSent):
             raise
         except TransferError as exc:
@@ -329,9 +327,9 @@ class StoreClient:
             raise
         finally:
             self._turns.release()
-        return decode_answer(payload)
+        return decode_reply(payload)
 
-    async def _take_turn(self, question: StoreQuestion) -> None:
+    async def _take_turn(self, request: StoreRequest) -> None:
         """Wait until the session has a slot for one more request. Requests that end handles in the
         store wait without a timeout, since the store would keep their memory otherwise.
 
@@ -341,13 +339,14 @@ class StoreClient:
         if not self._turns.locked():  # a slot is free: no timer needed
             await self._turns.acquire()
             return
-        limit_s = None if isinstance(question, _ENDS) else REQUEST_TIMEOUT_S
+        limit_s = None if isinstance(request, _ENDS) else REQUEST_TIMEOUT_S
         try:
             async with timeout(limit_s):
                 await self._turns.acquire()
         except asyncio.TimeoutError:
             raise RequestNotSent(
-                f"{LIMITS.outstanding} or more requests are before it for {REQUEST_TIMEOUT_S:g} s"
+                f"the session had no free slot within {REQUEST_TIMEOUT_S:g} s: "
+                f"{LIMITS.outstanding} requests are outstanding"
             ) from None
 
     async def _stay_connected(self) -> None:
@@ -368,13 +367,15 @@ class StoreClient:
             )
             arena = await self._introduce(session)
         except (TransferError, BadFrame) as exc:
-            logger.debug("no store at %s port %d: %s", address.host, address.port, exc)
+            logger.debug(
+                "can't connect to the store at %s port %d: %s", address.host, address.port, exc
+            )
             if session is not None:
-                session.close("the store did not introduce itself")
+                session.close("the introduction failed")
             return None
         except asyncio.CancelledError:
             if session is not None:
-                session.abort(PeerLost("this side left"))
+                session.abort(PeerLost("the client was closed"))
             raise
         self._index = ResidenceView.open(arena.index, arena.epoch) if arena.index else None
         self._arena, self._session = arena, session
@@ -390,7 +391,7 @@ class StoreClient:
         Raises:
             TransferError, BadFrame: the store does not accept this user.
         """
-        question = Introduce(
+        request = Introduce(
             self._name,
             self._client,
             self._transfer_timeout_s,
@@ -398,20 +399,20 @@ class StoreClient:
             tuple(self._writing),
         )
         try:
-            payload = await session.request(encode_message(question), timeout=REQUEST_TIMEOUT_S)
+            payload = await session.request(encode_message(request), timeout=REQUEST_TIMEOUT_S)
         except RequestRefused as exc:
             if str(exc) != self._refusal:
                 self._refusal = str(exc)
-                logger.warning("the store at %s refuses this user: %s", self._address.host, exc)
+                logger.warning("the store at %s rejects this client: %s", self._address.host, exc)
             raise
-        answer = decode_answer(payload)
-        if not isinstance(answer, ArenaReply):
-            raise BadFrame(f"{type(answer).__name__} is no store's introduction")
-        return answer.arena
+        reply = decode_reply(payload)
+        if not isinstance(reply, ArenaReply):
+            raise BadFrame(f"wanted ArenaReply from the store, got {type(reply).__name__}")
+        return reply.arena
 
-    async def _hang_up(self) -> None:
+    async def _close_session(self) -> None:
         if self._session is not None:
-            self._session.abort(PeerLost("this side left"))
+            self._session.abort(PeerLost("the client was closed"))
             await asyncio.sleep(0.01)  # lets asyncio close the socket
 
     def _lost(self, session: AsyncSession, error: TransferError) -> None:
@@ -421,17 +422,18 @@ class StoreClient:
             self._connected.clear()
             if not self._is_closed:
                 logger.warning(
-                    "the store at %s port %d is lost, all is a miss until it is back: %s",
+                    "lost the connection to the store at %s port %d, all its chunks are misses "
+                    "until it is restored: %s",
                     self._address.host,
                     self._address.port,
                     error,
                 )
 
     def _failed(self, error: ConnectorDead) -> None:
-        logger.error("a store's client failed, all is a miss from now on", exc_info=error)
+        logger.error("a store client failed, all its calls are misses from now on", exc_info=error)
         self._is_closed = True
         if self._session is not None:
-            self._lost(self._session, PeerLost("this side failed"))
+            self._lost(self._session, PeerLost("the client failed"))
         self._end_waits()
 
     def _end_waits(self) -> None:

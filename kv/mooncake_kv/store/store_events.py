@@ -55,7 +55,7 @@ class StoreEventLog:
             self._publish(events)
         except KVConfigError as exc:
             self._is_dead = True
-            logger.warning("this store's KV events end here: %s", exc)
+            logger.warning("this store publishes no more KV events: %s", exc)
 
 
 class StoreEventBuffer:
@@ -66,7 +66,7 @@ class StoreEventBuffer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._told: dict[tuple[Tier, bytes], Chunk] = {}
+        self._published: dict[tuple[Tier, bytes], Chunk] = {}
         # Unpublished changes, in order: the chunk if the tier has it now, None if it was removed.
         self._pending: dict[tuple[Tier, bytes], Chunk | None] = {}
 
@@ -80,15 +80,15 @@ class StoreEventBuffer:
         with self._lock:
             for key in keys:
                 self._pending.pop((tier, key), None)
-                if (tier, key) in self._told:
+                if (tier, key) in self._published:
                     self._pending[tier, key] = None
 
-    def tell_again(self) -> None:
+    def publish_again(self) -> None:
         """Publish all chunks again, since an event of the engine has cleared its readers' state."""
         with self._lock:
-            here = self._told | self._pending
+            here = self._published | self._pending
             self._pending = {name: chunk for name, chunk in here.items() if chunk is not None}
-            self._told = {}
+            self._published = {}
 
     def take(self, namespace: bytes) -> list[KVEvent]:
         """Take the events since the last call: removed blocks first, then stored ones.
@@ -106,9 +106,9 @@ class StoreEventBuffer:
             }
             self._pending = {}
             gone = [name for name, chunk in pending.items() if chunk is None]
-            self._told.update((name, c) for name, c in pending.items() if c is not None)
+            self._published.update((name, c) for name, c in pending.items() if c is not None)
             for name in gone:
-                del self._told[name]
+                del self._published[name]
         events: list[KVEvent] = []
         for tier, medium in _MEDIUMS.items():
             if keys := [event_key(key) for where, key in gone if where is tier]:

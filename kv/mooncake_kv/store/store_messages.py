@@ -102,13 +102,13 @@ class Pinned(StoreMessage, frozen=True):
 
 
 class NotYet(StoreMessage, frozen=True):
-    """The answer is not ready: poll for it with ``Collect``."""
+    """The reply is not ready: poll for it with ``Collect``."""
 
     ticket: int
 
 
 class Collect(StoreMessage, frozen=True):
-    """Polls for a pending answer. Returns NotYet again, or the answer, once."""
+    """Polls for a pending reply. Returns NotYet again, or the reply, once."""
 
     ticket: int
 
@@ -218,7 +218,7 @@ class Leave(StoreMessage, frozen=True):
     """The last message of a session: none of this user's transfers is in flight any more."""
 
 
-StoreQuestion = (
+StoreRequest = (
     Introduce
     | NameWriters
     | ProbeKeys
@@ -235,7 +235,7 @@ StoreQuestion = (
     | VerifyRecords
     | Leave
 )
-StoreAnswer = (
+StoreReply = (
     ArenaReply
     | Probed
     | Pinned
@@ -250,8 +250,8 @@ StoreAnswer = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_questions: msgspec.msgpack.Decoder[StoreQuestion] = msgspec.msgpack.Decoder(StoreQuestion)
-_answers: msgspec.msgpack.Decoder[StoreAnswer] = msgspec.msgpack.Decoder(StoreAnswer)
+_requests: msgspec.msgpack.Decoder[StoreRequest] = msgspec.msgpack.Decoder(StoreRequest)
+_replies: msgspec.msgpack.Decoder[StoreReply] = msgspec.msgpack.Decoder(StoreReply)
 _LISTS = ("keys", "chunks", "handles", "writing")
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -261,48 +261,48 @@ def store_credentials(secret: bytes) -> Credentials:
     return Credentials(secret, "node store", STORE_PROTOCOL_VERSION)
 
 
-def encode_message(message: StoreQuestion | StoreAnswer) -> bytes:
+def encode_message(message: StoreRequest | StoreReply) -> bytes:
     """Encode a message."""
     return _encoder.encode(message)
 
 
-def decode_question(payload: bytes) -> StoreQuestion:
+def decode_request(payload: bytes) -> StoreRequest:
     """Decode a user's message.
 
     Raises:
-        BadFrame: the payload is not a valid question; says why.
+        BadFrame: the payload is not a valid request; says why.
     """
     try:
-        question = _questions.decode(payload)
+        request = _requests.decode(payload)
     except _UNREADABLE as exc:
-        raise BadFrame(f"not a question to a store: {exc}") from exc
-    named = [getattr(question, field, None) or () for field in _LISTS]
+        raise BadFrame(f"not a valid request to a store: {exc}") from exc
+    named = [getattr(request, field, None) or () for field in _LISTS]
     if max(map(len, named)) > MAX_KEYS:
         raise BadFrame(f"more than {MAX_KEYS} chunks in one message")
-    if isinstance(question, Introduce | NameWriters) and len(question.writers) > MAX_WRITERS:
+    if isinstance(request, Introduce | NameWriters) and len(request.writers) > MAX_WRITERS:
         raise BadFrame(f"more than {MAX_WRITERS} processes in one message")
-    if isinstance(question, Introduce):
-        _check_introduction(question)
-    return question
+    if isinstance(request, Introduce):
+        _check_introduction(request)
+    return request
 
 
 def _check_introduction(message: Introduce) -> None:
     if not message.client:
-        raise BadFrame("a user has no name for its sessions")
+        raise BadFrame("the client id of a user is empty")
     if not 0 < message.transfer_timeout_s <= MAX_TRANSFER_TIMEOUT_S:
         raise BadFrame(
-            f"a user's transfers take {message.transfer_timeout_s:g} s, a store waits for "
-            f"{MAX_TRANSFER_TIMEOUT_S:g} at most: lower --transfer-timeout-seconds"
+            f"a user's transfer timeout is {message.transfer_timeout_s:g} s, a store accepts more "
+            f"than 0 and at most {MAX_TRANSFER_TIMEOUT_S:g} s: change --transfer-timeout-seconds"
         )
 
 
-def decode_answer(payload: bytes) -> StoreAnswer:
+def decode_reply(payload: bytes) -> StoreReply:
     """Decode a store's message.
 
     Raises:
-        BadFrame: the payload is not a valid answer; says why.
+        BadFrame: the payload is not a valid reply; says why.
     """
     try:
-        return _answers.decode(payload)
+        return _replies.decode(payload)
     except _UNREADABLE as exc:
-        raise BadFrame(f"not a store's answer: {exc}") from exc
+        raise BadFrame(f"not a valid reply of a store: {exc}") from exc

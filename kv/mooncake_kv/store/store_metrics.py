@@ -20,7 +20,7 @@ from mooncake_kv.store.chunk_store import StoreStats, Tier
 
 MAX_HEAD_BYTES = 8192
 MAX_CONNECTIONS = 32
-PATIENCE_S = 5.0
+REQUEST_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 30.0
 
 STORE_PREFIX = "mooncake_store_"
@@ -75,31 +75,35 @@ def families(stats: StoreStats) -> list[Family]:
         (("kind", "write"),): stats.num_ssd_hung_writes,
     }
     return [
-        Family("capacity_bytes", "Room.", tiers(stats.capacity_bytes, stats.ssd_capacity_bytes)),
-        Family("used_bytes", "Taken.", tiers(used, stats.ssd_bytes)),
-        Family("chunks", "Chunks there now.", tiers(stats.num_chunks, stats.ssd_chunks)),
-        Family("staging_chunks", "Being written now.", one(stats.num_staging)),
-        Family("pins", "Reads in force now.", one(stats.num_pins)),
-        Family("quarantine_bytes", "Freed, not used again yet.", one(stats.quarantine_bytes)),
-        Family("leaked_bytes", "Held by writers that went silent.", one(stats.abandoned_bytes)),
-        Family("probed_keys_total", "Keys looked for by message.", one(stats.num_probes)),
+        Family(
+            "capacity_bytes", "Capacity.", tiers(stats.capacity_bytes, stats.ssd_capacity_bytes)
+        ),
+        Family("used_bytes", "Bytes in use.", tiers(used, stats.ssd_bytes)),
+        Family("chunks", "Chunks stored now.", tiers(stats.num_chunks, stats.ssd_chunks)),
+        Family("staging_chunks", "Chunks being written.", one(stats.num_staging)),
+        Family("pins", "Read handles in force.", one(stats.num_pins)),
+        Family("quarantine_bytes", "Freed, not reusable yet.", one(stats.quarantine_bytes)),
+        Family("leaked_bytes", "Held by abandoned writers.", one(stats.abandoned_bytes)),
+        Family("probed_keys_total", "Keys probed by message.", one(stats.num_probes)),
         Family("hits_total", "Keys pinned.", tiers(stats.num_dram_hits, stats.num_ssd_hits)),
         Family("misses_total", "Keys that could not be pinned.", one(stats.num_misses)),
-        Family("read_bytes_total", "Bytes of what was pinned.", one(stats.pinned_bytes)),
-        Family("puts_total", "Chunks stored.", one(stats.num_puts)),
-        Family("put_bytes_total", "Bytes of them.", one(stats.put_bytes)),
-        Family("aborted_puts_total", "Writes given up.", one(stats.num_aborts)),
-        Family("refused_puts_total", "By reason.", reasons(stats.num_refused_puts)),
-        Family("evictions_total", "Left memory, by reason.", reasons(stats.num_evicted)),
-        Family("leaked_handles_total", "Handles whose deadline passed.", expired),
-        Family("invalid_reads_total", "Reads that did not count.", one(stats.num_invalid_reads)),
-        Family("ssd_written_bytes_total", "Wear.", one(stats.ssd_written_bytes)),
+        Family("read_bytes_total", "Bytes of pinned chunks.", one(stats.pinned_bytes)),
+        Family("puts_total", "Chunks put.", one(stats.num_puts)),
+        Family("put_bytes_total", "Bytes of chunks put.", one(stats.put_bytes)),
+        Family("aborted_puts_total", "Writes aborted or expired.", one(stats.num_aborts)),
+        Family("refused_puts_total", "Puts refused, by reason.", reasons(stats.num_refused_puts)),
+        Family("evictions_total", "Evicted chunks, by reason.", reasons(stats.num_evicted)),
+        Family("leaked_handles_total", "Handles that expired.", expired),
+        Family(
+            "invalid_reads_total", "Reads without a valid handle.", one(stats.num_invalid_reads)
+        ),
+        Family("ssd_written_bytes_total", "Written to SSDs.", one(stats.ssd_written_bytes)),
         Family("ssd_read_bytes_total", "Read from SSDs.", one(stats.ssd_read_bytes)),
-        Family("ssd_corrupt_total", "Records that were damaged.", one(stats.num_ssd_corrupt)),
-        Family("ssd_errors_total", "Refused by the system.", one(stats.num_ssd_errors)),
-        Family("ssd_hung_drives", "Drives that don't end reads, or writes.", hung),
-        Family("ssd_unscanned_drives", "Not known yet in full.", one(stats.num_ssd_unscanned)),
-        Family("ssd_skipped_total", "Not written, by reason.", reasons(stats.num_ssd_skipped)),
+        Family("ssd_corrupt_total", "Damaged records.", one(stats.num_ssd_corrupt)),
+        Family("ssd_errors_total", "I/O errors.", one(stats.num_ssd_errors)),
+        Family("ssd_hung_drives", "Drives with hung reads, or writes.", hung),
+        Family("ssd_unscanned_drives", "Drives being scanned.", one(stats.num_ssd_unscanned)),
+        Family("ssd_skipped_total", "Chunks not written.", reasons(stats.num_ssd_skipped)),
     ]
 
 
@@ -146,21 +150,21 @@ class MetricsServer:
         """Close the listener. Idempotent."""
         if self._server is not None:
             with contextlib.suppress(FutureTimeout):
-                self._loop.run(self._hang_up(self._server), CLOSE_TIMEOUT_S)
+                self._loop.run(self._close_server(self._server), CLOSE_TIMEOUT_S)
             self._server = None
         self._loop.close()
 
     async def _listen(self, host: str, port: int) -> None:
         self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD_BYTES)
 
-    async def _hang_up(self, server: asyncio.Server) -> None:
+    async def _close_server(self, server: asyncio.Server) -> None:
         server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_open += 1
         try:
             if self._num_open <= MAX_CONNECTIONS:
-                async with timeout(PATIENCE_S):
+                async with timeout(REQUEST_TIMEOUT_S):
                     head = await reader.readuntil(b"\r\n\r\n")
                     writer.write(self._answer(head))
                     await writer.drain()
@@ -175,7 +179,7 @@ class MetricsServer:
         if len(words) == 3 and words[0] == b"GET" and words[1].split(b"?")[0] == b"/metrics":
             body, status = prometheus_text(self._stats()).encode(), b"200 OK"
         else:
-            body, status = b"GET /metrics is what there is\n", b"404 Not Found"
+            body, status = b"not found, try GET /metrics\n", b"404 Not Found"
         kind = b"text/plain; version=0.0.4; charset=utf-8"
         return (
             b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b"

@@ -65,12 +65,12 @@ from mooncake_kv.store.store_messages import (
     ReserveChunks,
     Reserved,
     StatsReply,
-    StoreAnswer,
-    StoreQuestion,
+    StoreReply,
+    StoreRequest,
     TouchKeys,
     Verified,
     VerifyRecords,
-    decode_question,
+    decode_request,
     encode_message,
     store_credentials,
 )
@@ -83,7 +83,7 @@ START_TIMEOUT_S = 30.0
 SIGNAL_POLL_S = 0.5
 """How often ``wait`` wakes up so that Python can run signal handlers."""
 MAX_TICKETS = 1024
-"""Upper bound of the pending answers that one user has not collected."""
+"""Upper bound of the pending replies that one user has not collected."""
 UNSEEN_WRITERS_S = 600.0
 """Seconds before memory is reused whose writers can't be observed: processes on other hosts or in
 other pid namespaces. A process that is frozen in the middle of a copy for longer than this, and
@@ -173,7 +173,7 @@ class StoreService:
         """Close the listener and all sessions. Idempotent."""
         if self._listener is not None:
             with contextlib.suppress(FutureTimeout):  # a stuck loop ends with the process
-                self._loop.run(self._hang_up(self._listener), CLOSE_TIMEOUT_S)
+                self._loop.run(self._close_sessions(self._listener), CLOSE_TIMEOUT_S)
             self._listener = None
         self._loop.close()
         for user in [*self._users.values(), *self._departed]:
@@ -182,9 +182,9 @@ class StoreService:
         self._clients.clear()
         self._departed.clear()
 
-    async def _hang_up(self, listener: AsyncListener) -> None:
+    async def _close_sessions(self, listener: AsyncListener) -> None:
         for session in list(listener.sessions):
-            session.abort(PeerLost("the store is shut down"))
+            session.abort(PeerLost("the store is shutting down"))
         listener.close()
         await asyncio.sleep(0.01)  # lets asyncio close the sockets
 
@@ -198,49 +198,49 @@ class StoreService:
 
     def _respond(self, session: AsyncSession, payload: bytes) -> bytes:
         try:
-            question = decode_question(payload)
+            request = decode_request(payload)
         except BadFrame as exc:
             raise RequestRefused(str(exc)) from exc
         user = self._users.get(session)
         if user is None:
             user = self._users[session] = _SessionUser(self._store, session.peer_host)
-            session.closed.add_done_callback(lambda _: self._left(session))
-        if isinstance(question, Introduce):
-            self._take_over(user, question)
-        return encode_message(user.answer(question))
+            session.closed.add_done_callback(lambda _: self._on_session_closed(session))
+        if isinstance(request, Introduce):
+            self._take_over(user, request)
+        return encode_message(user.handle(request))
 
-    def _take_over(self, user: _SessionUser, question: Introduce) -> None:
+    def _take_over(self, user: _SessionUser, request: Introduce) -> None:
         """Hand the state of a client's previous session over to its new one."""
-        former = self._clients.get(question.client)
+        former = self._clients.get(request.client)
         if former is user:
             return
-        self._clients[question.client] = user
+        self._clients[request.client] = user
         if former is None:
             return
         for session, other in list(self._users.items()):
             if other is former:  # its loss has not been noticed yet
-                session.abort(PeerLost("its user has a new session"))
-                self._left(session)
+                session.abort(PeerLost("the user has opened a new session"))
+                self._on_session_closed(session)
         if former in self._departed:
             self._departed.discard(former)
-            user.resume(former, question.writing)
+            user.resume(former, request.writing)
 
-    def _left(self, session: AsyncSession) -> None:
+    def _on_session_closed(self, session: AsyncSession) -> None:
         user = self._users.pop(session, None)
         if user is None:
             return
-        if user.abandons_writes():
+        if user.lose_session():
             self._departed.add(user)
-            user.waiting = self._loop.spawn(self._end_with_its_writers(user))
+            user.ending = self._loop.spawn(self._end_after_writers(user))
         else:
-            self._forget(user)
+            self._end_user(user)
 
-    async def _end_with_its_writers(self, user: _SessionUser) -> None:
+    async def _end_after_writers(self, user: _SessionUser) -> None:
         unseen_s = max(UNSEEN_WRITERS_S, user.transfer_timeout_s + QUARANTINE_MARGIN_S)
-        await _end_of(user.writers, unseen_s)
-        self._forget(user)
+        await _await_exit(user.writers, unseen_s)
+        self._end_user(user)
 
-    def _forget(self, user: _SessionUser) -> None:
+    def _end_user(self, user: _SessionUser) -> None:
         self._departed.discard(user)
         if self._clients.get(user.client) is user:
             del self._clients[user.client]
@@ -248,7 +248,7 @@ class StoreService:
 
 
 class _SessionUser:
-    """The user behind one session: its handles, and its pending answers (tickets)."""
+    """The user behind one session: its handles, and its pending replies (tickets)."""
 
     def __init__(self, store: NodeStore, peer: str) -> None:
         self._store = store
@@ -258,7 +258,7 @@ class _SessionUser:
         self.client = b""
         self.writers: tuple[ProcessName, ...] = ()
         self.transfer_timeout_s = 0.0
-        self.waiting: asyncio.Task[None] | None = None
+        self.ending: asyncio.Task[None] | None = None
         self._is_drained = False
         self._tickets: dict[int, _Ticket] = {}
         self._last_ticket = 0
@@ -267,13 +267,13 @@ class _SessionUser:
         """End the user: its session is closed and none of its processes writes any more."""
         self._user.close(is_drained=self._is_drained)
 
-    def abandons_writes(self) -> bool:
+    def lose_session(self) -> bool:
         """Handle the loss of the session; returns whether writes may still be in flight."""
         has_writes = not self._is_drained and self._user.abandon()
         if has_writes:
             logger.warning(
-                "%s at %s is gone in the middle of writes: their memory stays apart until its "
-                "processes have ended, or it is back",
+                "lost the session of %s at %s with writes in flight: their memory is not reused "
+                "until its processes have exited or it has reconnected",
                 self._name,
                 self._peer,
             )
@@ -286,22 +286,22 @@ class _SessionUser:
             former: the same client's user of its lost session.
             writing: ids of the write handles whose transfers are still in flight.
         """
-        if former.waiting is not None:
-            former.waiting.cancel()
+        if former.ending is not None:
+            former.ending.cancel()
         self._user.close()
         self._user = former._user
         self._user.resume(writing)
 
-    def answer(self, question: StoreQuestion) -> StoreAnswer:
-        """Answer at once: what takes time is answered with a ticket (``NotYet``)."""
-        reply = self._answer_transfer(question) or self._answer_operator(question)
+    def handle(self, request: StoreRequest) -> StoreReply:
+        """Reply at once; slow requests get a ticket (``NotYet``)."""
+        reply = self._handle_transfer(request) or self._handle_session_or_operator(request)
         if reply is None:
-            raise RequestRefused(f"no answer to {type(question).__name__}")
+            raise RequestRefused(f"the store does not support {type(request).__name__}")
         return reply
 
-    def _answer_transfer(self, question: StoreQuestion) -> StoreAnswer | None:
-        """Answer the questions of an engine that loads and saves KV; None for other questions."""
-        match question:
+    def _handle_transfer(self, request: StoreRequest) -> StoreReply | None:
+        """Handle the requests of an engine that loads and saves KV; None for other requests."""
+        match request:
             case ProbeKeys(keys):
                 return Probed(tuple(self._store.probe(keys)))
             case PinKeys(keys, lease_s, first_bytes):
@@ -324,9 +324,9 @@ class _SessionUser:
                 return Counted(len(keys))
         return None
 
-    def _answer_operator(self, question: StoreQuestion) -> StoreAnswer | None:
-        """Answer session setup, teardown and operator commands; None for other questions."""
-        match question:
+    def _handle_session_or_operator(self, request: StoreRequest) -> StoreReply | None:
+        """Handle session setup, teardown and operator commands; None for other requests."""
+        match request:
             case Introduce(name, client, transfer_timeout_s, writers):
                 logger.info("%s at %s uses this store", name, self._peer)
                 self._name, self.client, self.writers = name, client, writers
@@ -363,41 +363,41 @@ class _SessionUser:
         return self._store.drop(keys)
 
     def _when_done(
-        self, future: Future[Result], make: Callable[[Result], StoreAnswer]
-    ) -> StoreAnswer:
-        def answer() -> StoreAnswer:
+        self, future: Future[Result], make: Callable[[Result], StoreReply]
+    ) -> StoreReply:
+        def resolve() -> StoreReply:
             try:
                 return make(future.result())
             except (OSError, KVError) as exc:
-                raise RequestRefused(f"the store could not do it: {exc}") from exc
+                raise RequestRefused(f"the store failed to execute the request: {exc}") from exc
 
         if future.done():
-            return answer()
+            return resolve()
         if len(self._tickets) >= MAX_TICKETS:
-            raise RequestRefused(f"{MAX_TICKETS} answers were not collected")
+            raise RequestRefused(f"too many pending replies: {MAX_TICKETS} have not been collected")
         self._last_ticket += 1
-        self._tickets[self._last_ticket] = _Ticket(future.done, answer)
+        self._tickets[self._last_ticket] = _Ticket(future.done, resolve)
         return NotYet(self._last_ticket)
 
-    def _collect(self, number: int) -> StoreAnswer:
+    def _collect(self, number: int) -> StoreReply:
         ticket = self._tickets.get(number)
         if ticket is None:
-            raise RequestRefused(f"no answer waits under ticket {number}")
+            raise RequestRefused(f"no pending reply has ticket {number}")
         if not ticket.is_done():
             return NotYet(number)
         del self._tickets[number]
-        return ticket.answer()
+        return ticket.resolve()
 
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """A pending answer, which the client collects later; ``answer`` may raise a refusal."""
+    """A pending reply, which the client collects later; ``resolve`` may raise a refusal."""
 
     is_done: Callable[[], bool]
-    answer: Callable[[], StoreAnswer]
+    resolve: Callable[[], StoreReply]
 
 
-async def _end_of(writers: Sequence[ProcessName], unseen_s: float) -> None:
+async def _await_exit(writers: Sequence[ProcessName], unseen_s: float) -> None:
     """Wait until processes have exited, and at least ``unseen_s`` if some can't be observed."""
     loop, descriptors = asyncio.get_running_loop(), []
     are_seen = bool(writers)
@@ -406,7 +406,7 @@ async def _end_of(writers: Sequence[ProcessName], unseen_s: float) -> None:
             try:
                 descriptor = open_process(process)
             except OSError as exc:
-                logger.debug("it is not known when a writer ends: %s", exc)
+                logger.debug("the exit of a writer process can't be observed: %s", exc)
                 are_seen = False
             else:
                 descriptors += [] if descriptor is None else [descriptor]
@@ -424,7 +424,7 @@ async def _end_of(writers: Sequence[ProcessName], unseen_s: float) -> None:
             os.close(descriptor)
 
 
-def _pinned(handles: list[ReadHandle | None]) -> StoreAnswer:
+def _pinned(handles: list[ReadHandle | None]) -> StoreReply:
     return Pinned(tuple(handles))
 
 

@@ -73,7 +73,7 @@ def read_trace(path: Path, *, max_requests: int | None = None) -> list[list[Chun
             for line in islice(file, max_requests):
                 requests.append(_chunks(json.loads(line)["hash_ids"], known))
     except OSError as exc:
-        raise KVConfigError(f"trace {path} can't be read: {exc}") from exc
+        raise KVConfigError(f"the trace {path} can't be read: {exc}") from exc
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as exc:
         raise KVConfigError(
             f"{path}, line {len(requests) + 1}: wanted an object with hash_ids, a list of "

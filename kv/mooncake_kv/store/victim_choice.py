@@ -66,9 +66,9 @@ class VictimChoice:
         """Chunks of a sequence were used; ``keys`` are in its order."""
         self._policies[group].touch(keys)
 
-    def first(self, group: str, kept: bytes | None) -> Entry | None:
-        """The first chunk of a group that may be evicted; ``kept`` may not."""
-        for entry in self._in_order(group, kept):
+    def first(self, group: str, protected: bytes | None) -> Entry | None:
+        """The first chunk of a group that may be evicted; ``protected`` may not."""
+        for entry in self._in_order(group, protected):
             return entry
         return None
 
@@ -84,7 +84,7 @@ class VictimChoice:
                 found.append(entry)
         if not found:
             return []
-        victim = self._least_worth(found, now) if len(found) > 1 else found[0]
+        victim = self._least_valuable(found, now) if len(found) > 1 else found[0]
         if rounded_up(victim.chunk.nbytes) >= rounded_up(chunk.nbytes):
             return [victim]
         in_turn = sorted(found, key=lambda entry: (entry is not victim, entry.used_at))
@@ -100,13 +100,13 @@ class VictimChoice:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _in_order(self, group: str, kept: bytes | None) -> Iterator[Entry]:
+    def _in_order(self, group: str, protected: bytes | None) -> Iterator[Entry]:
         """Yield the chunks of a group that may be evicted, in its policy's order.
 
         A chunk that may not be evicted protects all chunks before it in its sequence, without which
         it would be useless.
         """
-        blocked = {kept}
+        blocked = {protected}
         for count, key in enumerate(self._policies[group].victims()):
             entry = self._index[key]
             if key not in blocked and not entry.num_pins and not entry.num_staging_children:
@@ -125,7 +125,7 @@ class VictimChoice:
             now: the time.
             left: upper bound of the memory ranges to examine.
         """
-        nbytes, kept = rounded_up(chunk.nbytes), self._sequence_before(chunk)
+        nbytes, protected = rounded_up(chunk.nbytes), self._sequence_before(chunk)
         for first in self._in_order(group, chunk.parent):
             found: list[Entry] = []
             total = 0
@@ -133,7 +133,7 @@ class VictimChoice:
                 left -= 1
                 if not is_free:
                     entry = self._ready.get(offset)
-                    if entry is None or not _may_go(entry, kept, now):
+                    if entry is None or not _is_evictable(entry, protected, now):
                         break
                     found.append(entry)
                 total += length
@@ -152,7 +152,7 @@ class VictimChoice:
             key = entry.chunk.parent
         return found
 
-    def _least_worth(self, candidates: Sequence[Entry], now: float) -> Entry:
+    def _least_valuable(self, candidates: Sequence[Entry], now: float) -> Entry:
         """The chunk to evict: the oldest candidate, or a copy that is worth less than that."""
         oldest = min(candidates, key=lambda entry: entry.used_at)
         for spare in candidates:
@@ -172,7 +172,7 @@ class VictimChoice:
         return loss_of_last(uses, victim.chunk, chunk, terms)
 
 
-def _may_go(entry: Entry, kept: AbstractSet[bytes], now: float) -> bool:
+def _is_evictable(entry: Entry, protected: AbstractSet[bytes], now: float) -> bool:
     """Whether a READY chunk may be evicted, and its memory would be free at once."""
     is_used = entry.num_pins or entry.num_staging_children or entry.unsafe_until > now
-    return not is_used and entry.chunk.key not in kept
+    return not is_used and entry.chunk.key not in protected

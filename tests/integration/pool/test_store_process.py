@@ -223,7 +223,7 @@ def test_a_store_that_can_not_be_says_why(started, tmp_path, case):
             ssd.chmod(0o500)
             directory, reason = ssd, "can't be used for a store: [Errno 13] Permission denied"
     else:
-        dram, reason = "1000T", "this host can give"
+        dram, reason = "1000T", "this host can provide"
     command = [sys.executable, "-m", "mooncake_kv", "store", "--dram", dram, "--port", "0"]
     command += ["--ssd", f"{directory}:64M", "--ssd-segment-bytes", "4M"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)

@@ -50,7 +50,7 @@ def test_uses_count_less_the_older_they_are_and_few_are_counted():
 
 @pytest.mark.parametrize("wrong", [(0, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, float("nan"))])
 def test_terms_that_can_not_be_are_refused(wrong):
-    with pytest.raises(ValueError, match="no copy is made on such terms"):
+    with pytest.raises(ValueError, match="wanted 1 copy or more"):
         CopyTerms(*wrong)
 
 

@@ -110,10 +110,10 @@ def test_others_are_let_in_while_many_chunks_are_dropped(store, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tenant": "t" * 513}, "a tenant's name has 513 bytes of 512"),
-        ({"key": bytes(65)}, "keys have 1 to 64 bytes"),
-        ({"content": ChunkContent(bytes(65), bytes(64))}, "a namespace has 65 bytes of 64"),
-        ({"content": ChunkContent(bytes(16), bytes(60))}, "16 tokens have 64 bytes, not 60"),
+        ({"tenant": "t" * 513}, "a tenant's name of up to 512 bytes, got 513"),
+        ({"key": bytes(65)}, "wanted keys of 1 to 64 bytes"),
+        ({"content": ChunkContent(bytes(65), bytes(64))}, "a namespace of up to 64 bytes, got 65"),
+        ({"content": ChunkContent(bytes(16), bytes(60))}, "wanted 64 bytes for 16 tokens, got 60"),
     ],
 )
 def test_a_chunk_that_no_record_has_room_for_is_none(changes, words):
@@ -150,12 +150,12 @@ def test_a_store_that_its_control_group_has_no_memory_for_is_refused(monkeypatch
     """It would start, and be killed when that many chunks are in it."""
     available, _ = memory_bytes()
     monkeypatch.setattr(host_memory, "_cgroup_bytes", lambda: (available // 4, 0))
-    with pytest.raises(KVConfigError, match=f"to {available // 4} .the limit of its control group"):
+    with pytest.raises(KVConfigError, match=f"to {available // 4} bytes, within the limit"):
         NodeStore(NodeStoreConfig(dram_bytes=available // 2))
 
 
 def test_a_store_that_can_not_be_is_refused():
-    with pytest.raises(KVConfigError, match="this host can give"):
+    with pytest.raises(KVConfigError, match="this host can provide"):
         NodeStore(NodeStoreConfig(dram_bytes=1 << 60))
     with pytest.raises(KVConfigError, match="'fifo' is not known; known are"):
         NodeStore(NodeStoreConfig(dram_bytes=CHUNK_BYTES, policy="fifo"))

@@ -199,7 +199,7 @@ def test_a_publisher_that_has_died_costs_the_store_nothing(caplog) -> None:
         log.stored(Tier.DRAM, chunks_of([7] * 64))
         log.stored(Tier.DRAM, chunks_of([8] * 64))
     assert [record.message for record in caplog.records] == [
-        "this store's KV events end here: the thread is gone"
+        "this store publishes no more KV events: the thread is gone"
     ]
 
 
@@ -239,7 +239,7 @@ def test_what_a_store_still_has_is_told_again() -> None:
     buffer.take(NAMESPACE)
     buffer.removed(Tier.DRAM, [chunks[2].key])
     buffer.stored(Tier.SSD, chunks[3:])
-    buffer.tell_again()
+    buffer.publish_again()
     told = [(event.medium, event.block_hashes) for event in buffer.take(NAMESPACE)]
     memory, ssd = ([event_key(chunk.key) for chunk in each] for each in (chunks[:2], chunks[3:]))
     assert told == [("CPU", memory), ("STORAGE", ssd)]

@@ -93,7 +93,7 @@ def test_a_head_that_never_ends_is_not_read(served):
 
 
 def test_connections_that_say_nothing_shut_nobody_out_for_long(served, monkeypatch):
-    monkeypatch.setattr("mooncake_kv.store.store_metrics.PATIENCE_S", 0.2)
+    monkeypatch.setattr("mooncake_kv.store.store_metrics.REQUEST_TIMEOUT_S", 0.2)
     _, port = served
     silent = [
         socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(MAX_CONNECTIONS)
