@@ -1,4 +1,4 @@
-"""Inputs for the backend suite: paged KV in a backend's own memory, and batches over it."""
+"""Inputs of the backend suite: paged KV in a backend's own memory, and batches over it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal.kv.layout import KVLayout, layout_bytes, make_layout
 
 LAYERS = 2
-"""Layers of a test cache; ops run on the last one, so that a wrong base shows."""
+"""Layers of a test cache; ops run on the last one, so that a wrong base address is detected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What varies between cases.
+    """The parameters that vary between cases.
 
     Args:
         dtype: name of the element type.
         layout: name of the KV layout.
-        heads, kv_heads, head_dim: of the attention; for MLA ``head_dim`` is the latent's.
+        heads, kv_heads, head_dim: sizes of the attention; for MLA, ``head_dim`` is the latent's
+            width.
         block_size: tokens per block.
-        rope_dim: width of MLA's second plane, 0 for grouped queries.
-        kv_dtype: name of the cache's type; empty for the element type.
+        rope_dim: width of MLA's second plane; 0 for grouped-query attention.
+        kv_dtype: name of the cache's type; empty: the element type.
     """
 
     dtype: str = "float32"
@@ -55,12 +56,12 @@ class Shape:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """The type that KV is kept in."""
+        """The element type of the cache."""
         return dtype_named(self.kv_dtype or self.dtype)
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Torch's dtype of that name."""
+    """Torch's dtype with that name."""
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
         raise TypeError(f"torch.{name} is no dtype")
@@ -72,9 +73,9 @@ class PagedKV:
     """A KV cache in memory that the backend allocated.
 
     Args:
-        key, value: views ``[num_blocks, block_size, kv_heads, dim]`` of the last layer; for MLA
+        key, value: views ``[num_blocks, block_size, kv_heads, dim]`` of the last layer; for MLA,
             latent and rope.
-        allocation: the memory; ``free`` it at the end.
+        allocation: the memory; call ``free`` at the end.
     """
 
     key: Tensor
@@ -83,7 +84,7 @@ class PagedKV:
 
     @classmethod
     def allocate(cls, backend: Backend, shape: Shape, num_blocks: int) -> PagedKV:
-        """A cache full of NaN: reading what was not written shows."""
+        """Allocate a cache filled with NaN, so that reads of unwritten slots are detected."""
         dtype = shape.cache_dtype
         kind = AttentionKind.MLA if shape.rope_dim else AttentionKind.GQA
         geometry = KVGeometry(
@@ -99,13 +100,13 @@ class PagedKV:
         return cls(key, value, allocation)
 
     def free(self) -> None:
-        """Drop the views and give the memory back."""
+        """Drop the views and free the memory."""
         del self.key, self.value
         self.allocation.free()
 
 
 def plane_view(flat: Tensor, layout: KVLayout, shape: Shape, plane: int) -> Tensor:
-    """View of one plane's last layer in a flat tensor that holds the whole layout."""
+    """View of one plane's last layer in a flat tensor of the whole layout."""
     size = flat.element_size()
     strides = (
         layout.block_strides[plane] // size,
@@ -119,13 +120,13 @@ def plane_view(flat: Tensor, layout: KVLayout, shape: Shape, plane: int) -> Tens
 
 @dataclass(slots=True)
 class Case:
-    """A batch over a filled cache."""
+    """A batch over a cache with random content."""
 
     shape: Shape
     kv: PagedKV
     batch: AttentionBatch
     query: Tensor  # [tokens, heads, query_dim]
-    key: Tensor  # [tokens, kv_heads, dim], what write_kv would store for the new tokens
+    key: Tensor  # [tokens, kv_heads, dim], the new tokens' input of write_kv
     value: Tensor
 
 
@@ -135,13 +136,13 @@ def make_case(
     lengths: Sequence[tuple[int, int]],
     seed: int = 0,
 ) -> Case:
-    """Random batch: every sequence's KV lies in blocks of its own, in random order.
+    """Create a random batch; every sequence has blocks of its own, in random order.
 
     Args:
-        backend: whose device and memory to use.
-        shape: what varies.
+        backend: the backend whose device and memory to use.
+        shape: the parameters of the case.
         lengths: (query, context) tokens per sequence, decodes first.
-        seed: of everything random.
+        seed: seed of all random values.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-context // shape.block_size) for _, context in lengths]
@@ -175,7 +176,8 @@ def _block_tables(counts: Sequence[int], generator: torch.Generator) -> Tensor:
 def _fill(
     kv: PagedKV, shape: Shape, table: Tensor, context: int, generator: torch.Generator
 ) -> None:
-    """Random keys and values for a sequence's tokens; its last block's tail stays NaN."""
+    """Write random keys and values for a sequence's tokens; the rest of its last block stays
+    NaN."""
     for cache in (kv.key, kv.value):
         for start in range(0, context, shape.block_size):
             count = min(shape.block_size, context - start)

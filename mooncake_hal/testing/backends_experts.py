@@ -1,4 +1,4 @@
-"""The experts of the suite: ``moe`` against ``mooncake_hal.reference``."""
+"""The suite's tests of experts: ``moe``, compared with ``mooncake_hal.reference``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mooncake_hal.testing.backends_rows import ROWS, normal, random
 
 @dataclass(slots=True)
 class ExpertsCase:
-    """Tokens, experts, and which tokens go to which experts.
+    """Tokens, experts, and the experts of each token.
 
     Args:
         x: [tokens, hidden].
@@ -34,7 +34,7 @@ class ExpertsCase:
 def make_experts_case(
     backend: Backend, dtype: str, tokens: int, experts: int, chosen: int, inner: int = 48
 ) -> ExpertsCase:
-    """Random tokens and experts; hidden size 64."""
+    """Create random tokens and experts; the hidden size is 64."""
     x = random(backend, tokens, 64, dtype=dtype)
     gate_up = random(backend, experts, 2 * inner, 64, dtype=dtype, seed=1) / 8
     down = random(backend, experts, 64, inner, dtype=dtype, seed=2) * inner**-0.5
@@ -47,7 +47,7 @@ class ExpertsSuite:
     """Cases for ``Ops.moe``."""
 
     def check(self, backend: Backend, case: ExpertsCase, dtype: str) -> None:
-        """The choice's outputs equal the reference's, and the tokens are left alone."""
+        """The outputs equal the reference's, and the input is unchanged."""
         before, ops = case.x.clone(), backend.ops
         packed = ops.pack_experts(case.gate_up), ops.pack_experts(case.down)
         found = ops.moe(case.x, *packed, case.ids, case.weights)
@@ -59,13 +59,13 @@ class ExpertsSuite:
     @pytest.mark.parametrize("tokens", ROWS)
     @pytest.mark.parametrize("dtype", ALL_DTYPES)
     def test_moe(self, backend: Backend, dtype: str, tokens: int, chosen: tuple[int, int]) -> None:
-        """One expert per token and several, all of them, and no tokens."""
+        """One, several or all experts per token; also without tokens."""
         self.check(backend, make_experts_case(backend, dtype, tokens, *chosen), dtype)
 
     @pytest.mark.parametrize("inner", [16, 36, 96])
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_moe_widths(self, backend: Backend, dtype: str, inner: int) -> None:
-        """Inner sizes as tensor parallel leaves them."""
+        """Inner sizes as they result from tensor parallelism."""
         self.check(backend, make_experts_case(backend, dtype, 9, 6, 2, inner), dtype)
 
     @pytest.mark.parametrize("inner", [36, 96])
@@ -73,7 +73,7 @@ class ExpertsSuite:
     def test_packed_experts_are_unpacked_as_they_were(
         self, backend: Backend, dtype: str, inner: int
     ) -> None:
-        """And do what they did once they are packed again."""
+        """Unpacking restores the weights, and packing them again gives the same results."""
         case, ops = make_experts_case(backend, dtype, 9, 6, 2, inner), backend.ops
         for name in ("gate_up", "down"):
             given = getattr(case, name)
@@ -83,7 +83,7 @@ class ExpertsSuite:
         self.check(backend, case, dtype)
 
     def test_moe_where_all_choose_the_same(self, backend: Backend) -> None:
-        """One expert has every token, most have none."""
+        """Two experts have all tokens, the others none."""
         dtype = shape_for(backend).dtype
         case = make_experts_case(backend, dtype, 33, 8, 2)
         case.ids = torch.tensor([5, 2]).to(case.ids.device).expand(33, 2).contiguous()

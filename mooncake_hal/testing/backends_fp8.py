@@ -1,4 +1,5 @@
-"""Linear layers and experts on fp8 weights, of the suite: against ``mooncake_hal.reference``."""
+"""The suite's tests of linear layers and experts with fp8 weights, compared with
+``mooncake_hal.reference``."""
 
 from __future__ import annotations
 
@@ -15,25 +16,25 @@ from mooncake_hal.testing.backends_ops import DTYPES, assert_same, oracle
 from mooncake_hal.testing.backends_rows import normal, random
 
 SIZES = ((16, 16), (48, 80), (128, 256), (400, 272))
-"""(out, in): within one block, of whole blocks, and of parts."""
+"""(out, in): smaller than a block, multiples of a block, and neither."""
 ROWS = (0, 1, 7, 33, 130)
 EXPERT_SIZES = {False: (80, 48), True: (272, 128)}
-"""(hidden, inner) of experts with scales of rows and of blocks."""
+"""(hidden, inner) of experts with row scales (False) and block scales (True)."""
 LARGEST_PART = 2**-4
-"""Of a row's norm: what it changes by if each of the numbers between two products of experts is
-rounded to the next number of e4m3."""
+"""Largest relative difference of a row's norm: the change if every number between the two products
+of experts is rounded to the next number of e4m3."""
 KINDS = pytest.mark.parametrize("is_blockwise", [False, True], ids=["rows", "blocks"])
 
 
 def require_fp8(backend: Backend) -> Fp8LinearOps:
-    """The ops, or a skip."""
+    """Return the backend's fp8 linear ops, or skip the test."""
     if "fp8" not in backend.capabilities.quantization:
         pytest.skip(f"{backend.name} multiplies no fp8 weights here")
     return cast(Fp8LinearOps, backend.ops)
 
 
 def require_fp8_experts(backend: Backend) -> Fp8ExpertOps:
-    """The ops, or a skip."""
+    """Return the backend's fp8 expert ops, or skip the test."""
     if "fp8_experts" not in backend.capabilities.quantization:
         pytest.skip(f"{backend.name} multiplies no fp8 weights of experts here")
     return cast(Fp8ExpertOps, backend.ops)
@@ -42,7 +43,8 @@ def require_fp8_experts(backend: Backend) -> Fp8ExpertOps:
 def make_weight(
     backend: Backend, size: tuple[int, int], *, is_blockwise: bool, seed: int = 1
 ) -> Fp8Weight:
-    """Random numbers, and scales that differ enough to be missed."""
+    """Create a weight of random values, with scales that differ enough for errors to be
+    detected."""
     rows, columns = size
     values = normal(backend, *size, seed=seed).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
     blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
@@ -60,7 +62,7 @@ class Fp8LinearSuite:
     def test_fp8_linear(
         self, backend: Backend, dtype: str, is_blockwise: bool, size: tuple[int, int], rows: int
     ) -> None:
-        """Scales of rows and of blocks, with a bias."""
+        """Row scales and block scales, with a bias."""
         ops = require_fp8(backend)
         x, bias = (random(backend, *of, dtype=dtype) for of in ((rows, size[1]), size[:1]))
         weight = make_weight(backend, size, is_blockwise=is_blockwise)
@@ -70,7 +72,7 @@ class Fp8LinearSuite:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_fp8_linear_with_a_scale_of_inputs(self, backend: Backend, dtype: str) -> None:
-        """What is too large for it becomes the largest number, not NaN."""
+        """Values that exceed the static scale saturate and do not become NaN."""
         ops = require_fp8(backend)
         x = random(backend, 9, 80, dtype=dtype)
         x[0, 0], x[1, 1] = 1000, -1000
@@ -84,7 +86,7 @@ class Fp8LinearSuite:
     def test_fp8_linear_of_strided_rows_and_zeros(
         self, backend: Backend, is_blockwise: bool
     ) -> None:
-        """A part of a fused projection; a row of zeros has a result of zeros."""
+        """The input is a view of a fused projection; a row of zeros gives zeros."""
         ops, dtype = require_fp8(backend), backend.capabilities.dtypes[0]
         x = random(backend, 9, 3 * 256, dtype=dtype)[:, 256:512]
         x[4] = 0
@@ -96,7 +98,7 @@ class Fp8LinearSuite:
 
 @dataclass(slots=True)
 class Fp8ExpertsCase:
-    """Tokens, experts, and which tokens go to which experts; see ``Fp8ExpertOps.fp8_moe``."""
+    """Tokens, experts, and the experts of each token; see ``Fp8ExpertOps.fp8_moe``."""
 
     x: Tensor
     gate_up: Fp8Weight
@@ -108,7 +110,7 @@ class Fp8ExpertsCase:
 def make_fp8_experts_case(
     backend: Backend, dtype: str, tokens: int, chosen: tuple[int, int], *, is_blockwise: bool
 ) -> Fp8ExpertsCase:
-    """Random tokens and experts; ``chosen`` is of how many experts each token has how many."""
+    """Create random tokens and experts; ``chosen`` is (number of experts, experts per token)."""
     hidden, inner = EXPERT_SIZES[is_blockwise]
     count, per_token = chosen
 
@@ -132,7 +134,7 @@ class Fp8ExpertsSuite:
     """Cases for ``Fp8ExpertOps``."""
 
     def check_fp8_experts(self, backend: Backend, case: Fp8ExpertsCase, dtype: str) -> Tensor:
-        """The choice's outputs equal the reference's, and the tokens are left alone."""
+        """The outputs equal the reference's, and the input is unchanged."""
         ops, before = require_fp8_experts(backend), case.x.clone()
         packed = ops.pack_fp8_experts(case.gate_up), ops.pack_fp8_experts(case.down)
         found = ops.fp8_moe(case.x, *packed, case.ids, case.weights)
@@ -141,7 +143,7 @@ class Fp8ExpertsSuite:
         assert torch.equal(case.x, before)
         if dtype == "float32":
             assert_same(found, wanted, dtype)
-        else:  # a product that is rounded apart may be another number of e4m3
+        else:  # a product that is rounded differently may become another number of e4m3
             apart, size = (found.float() - wanted.float()).norm(dim=-1), wanted.float().norm(dim=-1)
             assert (apart <= LARGEST_PART * size).all(), (apart / size).max()
         return found
@@ -158,7 +160,7 @@ class Fp8ExpertsSuite:
         tokens: int,
         chosen: tuple[int, int],
     ) -> None:
-        """One expert per token and several, all of them, and no tokens."""
+        """One, several or all experts per token; also without tokens."""
         require_fp8_experts(backend)
         case = make_fp8_experts_case(backend, dtype, tokens, chosen, is_blockwise=is_blockwise)
         self.check_fp8_experts(backend, case, dtype)
@@ -167,7 +169,7 @@ class Fp8ExpertsSuite:
     def test_fp8_experts_where_all_choose_the_same(
         self, backend: Backend, is_blockwise: bool
     ) -> None:
-        """One expert has every token, of which one is zeros, and most have none."""
+        """Two experts have all tokens, one of which is zeros, and the others none."""
         require_fp8_experts(backend)
         dtype = backend.capabilities.dtypes[0]
         case = make_fp8_experts_case(backend, dtype, 70, (8, 2), is_blockwise=is_blockwise)
@@ -179,7 +181,7 @@ class Fp8ExpertsSuite:
     def test_fp8_experts_of_a_token_are_those_of_the_token_alone(
         self, backend: Backend, is_blockwise: bool
     ) -> None:
-        """Whatever others choose: scales are of a token's own rows."""
+        """A token's result does not depend on the other tokens: its scales are its own."""
         require_fp8_experts(backend)
         dtype = backend.capabilities.dtypes[0]
         case = make_fp8_experts_case(backend, dtype, 7, (4, 2), is_blockwise=is_blockwise)
@@ -191,7 +193,7 @@ class Fp8ExpertsSuite:
     def test_packed_fp8_experts_are_unpacked_as_they_were(
         self, backend: Backend, is_blockwise: bool
     ) -> None:
-        """And do what they did once they are packed again."""
+        """Unpacking restores the weights, and packing them again gives the same results."""
         ops, dtype = require_fp8_experts(backend), backend.capabilities.dtypes[0]
         case = make_fp8_experts_case(backend, dtype, 7, (4, 2), is_blockwise=is_blockwise)
         for name in ("gate_up", "down"):

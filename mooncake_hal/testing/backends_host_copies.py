@@ -1,6 +1,6 @@
-"""Host copies of the suite: pieces of device memory packed into pinned memory, and unpacked.
+"""The suite's tests of host copies: between pieces of device memory and packed pinned memory.
 
-What is written once against them (the ``staged`` transport) trusts every byte of this.
+The ``staged`` transport relies on these copies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _PIECES: dict[str, list[int]] = {
     "large": [300 << 10, 300 << 10],
     "mixed": [1, 64 << 10, 7, 128, 128, 100 << 10],
 }
-"""Lengths in bytes: what ranks of unequal numbers exchange is tokens' heads, else it is blocks."""
+"""Lengths in bytes. Instances with different numbers of ranks exchange the heads of single tokens,
+others whole blocks."""
 
 
 def view_bytes(address: int, nbytes: int) -> NDArray[np.uint8]:
@@ -38,7 +39,7 @@ def view_bytes(address: int, nbytes: int) -> NDArray[np.uint8]:
 
 
 class _Memory:
-    """Device memory with known bytes, and pinned memory beside it."""
+    """Device memory and pinned memory of the same size, with known content."""
 
     def __init__(self, backend: Backend, copies: HostCopies, seed: int) -> None:
         self._backend = backend
@@ -50,26 +51,26 @@ class _Memory:
         self.host[:] = self.random()
 
     def random(self) -> NDArray[np.uint8]:
-        """As many bytes as each of the two has."""
+        """Random content for either memory."""
         return self.rng.integers(0, 256, _DEVICE_BYTES, np.uint8)
 
     def put(self, content: NDArray[np.uint8]) -> None:
-        """Overwrite the device's."""
+        """Overwrite the device memory."""
         self.allocation.tensor.copy_(torch.from_numpy(content))
         self._backend.runtime.synchronize(0)
 
     def get(self) -> NDArray[np.uint8]:
-        """Read the device's."""
+        """Return a copy of the device memory."""
         self._backend.runtime.synchronize(0)
         found: NDArray[np.uint8] = self.allocation.tensor.cpu().numpy().copy()
         return found
 
     def pieces(self, lengths: list[int]) -> ScatteredPieces:
-        """Pieces anywhere in the device's memory."""
+        """Random pieces of the device memory."""
         return random_pieces(self.rng, np.array(lengths, np.int64), _DEVICE_BYTES)
 
     def addresses(self, pieces: ScatteredPieces) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Where they begin, and their lengths, as copiers take them."""
+        """Addresses and lengths of pieces, as copiers take them."""
         begin = np.uint64(self.allocation.region.address)
         return pieces.near.astype(np.uint64) + begin, pieces.nbytes.astype(np.uint64)
 
@@ -100,7 +101,7 @@ class HostCopiesSuite:
 
     @pytest.fixture
     def host_copies(self, backend: Backend) -> HostCopies:
-        """Of the first device."""
+        """The host copies of the first device."""
         device = backend.memory.allocate(64, 0)
         kind = device.region.device
         device.free()
@@ -111,20 +112,20 @@ class HostCopiesSuite:
 
     @pytest.fixture
     def memory(self, backend: Backend, host_copies: HostCopies) -> Iterator[_Memory]:
-        """Random bytes on both sides."""
+        """Device memory and pinned memory with random content."""
         memory = _Memory(backend, host_copies, 7)
         yield memory
         memory.close()
 
     @pytest.fixture
     def copier(self, host_copies: HostCopies) -> Iterator[HostCopier]:
-        """The test thread's."""
+        """A copier of the test's thread."""
         copier = host_copies.copier()
         yield copier
         copier.close()
 
     def test_pinned_memory(self, host_copies: HostCopies) -> None:
-        """Aligned, all of it writable, given back twice and from another thread."""
+        """Pinned memory is aligned and writable, and can be freed twice and on another thread."""
         first, second = (host_copies.allocate_pinned(100_000) for _ in range(2))
         for number, pinned in enumerate((first, second)):
             assert pinned.nbytes >= 100_000
@@ -139,7 +140,7 @@ class HostCopiesSuite:
 
     @pytest.mark.parametrize("lengths", _PIECES.values(), ids=_PIECES)
     def test_gather(self, memory: _Memory, copier: HostCopier, lengths: list[int]) -> None:
-        """Pieces lie one behind the other, in the order of the call; nothing else changes."""
+        """Pieces are packed one after the other in the given order; no other bytes change."""
         pieces, device, host = memory.pieces(lengths), memory.get(), memory.host.copy()
         begin, total = 2 * _ALIGNMENT, sum(lengths)
         copier.gather(*memory.addresses(pieces), memory.pinned.address + begin)
@@ -151,7 +152,7 @@ class HostCopiesSuite:
 
     @pytest.mark.parametrize("lengths", _PIECES.values(), ids=_PIECES)
     def test_scatter(self, memory: _Memory, copier: HostCopier, lengths: list[int]) -> None:
-        """Every byte comes to its place, and none beside it."""
+        """Every byte is copied to its position; no other bytes change."""
         pieces, device, host = memory.pieces(lengths), memory.get(), memory.host.copy()
         copier.scatter(memory.pinned.address, *memory.addresses(pieces))
         copier.drain()
@@ -161,7 +162,7 @@ class HostCopiesSuite:
     def test_copies_keep_the_order_of_their_calls(
         self, memory: _Memory, copier: HostCopier
     ) -> None:
-        """What was gathered is scattered elsewhere before anybody waits, and gathered again."""
+        """Gathered pieces are scattered elsewhere and gathered again without draining between."""
         device, here, there = memory.get(), memory.pieces([4096] * 8), memory.pieces([4096] * 8)
         again = memory.pinned.address + _DEVICE_BYTES // 2
         copier.gather(*memory.addresses(here), memory.pinned.address)
@@ -174,14 +175,14 @@ class HostCopiesSuite:
         assert (found == _packed(after, here)).all()
 
     def test_nothing_is_enqueued(self, memory: _Memory, copier: HostCopier) -> None:
-        """There is nothing to wait for, as often as one likes."""
+        """Draining without copies returns, also repeatedly."""
         copier.drain()
         copier.drain()
 
     def test_two_threads_copy_at_once(
         self, backend: Backend, host_copies: HostCopies, memory: _Memory
     ) -> None:
-        """Each with a copier of its own; neither sees the other's bytes."""
+        """Two threads with a copier each do not interfere."""
         other = _Memory(backend, host_copies, 8)
         wrong: list[str] = []
 

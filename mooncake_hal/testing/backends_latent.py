@@ -1,4 +1,5 @@
-"""Latent attention of the suite: the MLA kernels against ``mooncake_hal.reference``."""
+"""The suite's tests of latent attention: the MLA kernels, compared with
+``mooncake_hal.reference``."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from mooncake_hal.testing.backends_ops import (
 )
 
 WIDTHS = ((512, 64), (64, 16), (48, 16), (36, 12))
-"""(latent, rope): DeepSeek's, and small ones that fill no vector."""
+"""(latent, rope) widths: DeepSeek's, and small ones that do not fill a vector register."""
 USUAL = (64, 16)
-"""What a case has that is about something else."""
+"""Widths of the cases that test something else."""
 
 
 def latent_shape(
@@ -38,7 +39,7 @@ def latent_shape(
     dims: tuple[int, int] | None = None,
     **others: int,
 ) -> Shape:
-    """A shape of latent attention; see ``shape_for`` for what is left open."""
+    """A shape for latent attention; see ``shape_for`` for the defaults."""
     possible = backend.capabilities.latent_dims or (USUAL,)
     latent, rope = dims or preferred(USUAL, possible)
     sizes = {"heads": 8, "kv_heads": 1, "head_dim": latent, "rope_dim": rope, **others}
@@ -50,7 +51,7 @@ class LatentSuite:
 
     @pytest.fixture
     def latent_case(self, backend: Backend) -> Iterator[MakeCase]:
-        """Makes cases, and frees their memory afterwards."""
+        """Creates cases and frees their memory afterwards."""
         with case_maker(backend) as make:
             yield make
 
@@ -78,7 +79,7 @@ class LatentSuite:
     def test_mla_heads(
         self, backend: Backend, latent_case: MakeCase, dtype: str, heads: int
     ) -> None:
-        """As many heads as a rank may have."""
+        """Every number of heads that a rank may have."""
         lengths = ((1, 17), (1, 300), (3, 40))
         self.check_latent(backend, latent_case(latent_shape(backend, dtype, heads=heads), lengths))
 
@@ -95,21 +96,21 @@ class LatentSuite:
     def test_mla_block_sizes(
         self, backend: Backend, latent_case: MakeCase, block_size: int
     ) -> None:
-        """Block sizes, long contexts, and prompts longer than what a kernel takes at once."""
+        """Block sizes, long contexts, and prompts longer than a kernel's tile."""
         lengths = (*DECODES, (1, 2500), (200, 900))
         self.check_latent(
             backend, latent_case(latent_shape(backend, block_size=block_size), lengths)
         )
 
     def test_mla_of_nobody(self, backend: Backend, latent_case: MakeCase) -> None:
-        """No sequences, no rows."""
+        """An empty batch gives an empty result."""
         made = latent_case(latent_shape(backend), ())
         arguments = (made.query, made.kv.key, made.kv.value, made.batch, 1.0)
         assert backend.ops.mla_decode_attention(*arguments).shape == (0, 8, made.shape.head_dim)
         assert backend.ops.mla_prefill_attention(*arguments).shape == (0, 8, made.shape.head_dim)
 
     def test_mla_is_the_same_in_any_company(self, backend: Backend, latent_case: MakeCase) -> None:
-        """A sequence's result, to the bit, does not depend on the others of its batch."""
+        """A sequence's result is the same, bit for bit, whatever else is in its batch."""
         made = latent_case(latent_shape(backend), ((1, 40), (1, 300), (9, 80), (70, 90)))
         alone = latent_case(latent_shape(backend), ((1, 300),))
         batch, kv = made.batch, made.kv
@@ -123,7 +124,7 @@ class LatentSuite:
     def test_write_latents(
         self, backend: Backend, latent_case: MakeCase, dtype: str, layout: str
     ) -> None:
-        """Norm, rotation of rows and queries, and the writes: nothing else changes."""
+        """Norm, rotation of rows and queries, and writes; no other slots change."""
         shape = latent_shape(backend, dtype, layout)
         made, wanted = (latent_case(shape, (*DECODES, *PREFILLS)) for _ in range(2))
         check_writes(backend.ops, oracle, made, wanted)
@@ -132,22 +133,22 @@ class LatentSuite:
     def test_write_latents_of_every_width(
         self, backend: Backend, latent_case: MakeCase, dims: tuple[int, int]
     ) -> None:
-        """As they are attended to."""
+        """Every width of the two planes."""
         made, wanted = (latent_case(latent_shape(backend, dims=dims), DECODES) for _ in range(2))
         check_writes(backend.ops, oracle, made, wanted)
 
     def test_write_latents_of_nobody(self, backend: Backend, latent_case: MakeCase) -> None:
-        """No tokens, no rows."""
+        """A batch without tokens changes nothing."""
         made, wanted = (latent_case(latent_shape(backend), ()) for _ in range(2))
         check_writes(backend.ops, oracle, made, wanted)
 
 
 def check_writes(ours: LatentOps, theirs: LatentOps, made: Case, wanted: Case) -> None:
-    """``write_latents`` of the same tokens into equal caches equals the reference's.
+    """Check that ``write_latents`` of the same tokens to equal caches equals the reference's.
 
     Args:
-        ours, theirs: under test, and the reference.
-        made, wanted: their cases, alike.
+        ours, theirs: the ops under test, and the reference.
+        made, wanted: equal cases for them.
     """
     rows, shape, batch = latent_rows(made), made.shape, made.batch
     query = made.query[..., shape.head_dim :]
@@ -163,7 +164,7 @@ def check_writes(ours: LatentOps, theirs: LatentOps, made: Case, wanted: Case) -
     for caches in ((made.kv.key, wanted.kv.key), (made.kv.value, wanted.kv.value)):
         new, reference = (each.cpu().flatten(0, 1) for each in caches)
         assert_identical(new[~written], reference[~written])
-        if shape.kv_dtype:  # what is rounded twice may be a step apart
+        if shape.kv_dtype:  # values that are rounded twice may differ by one step
             found, expected = new[written].float(), reference[written].float()
             torch.testing.assert_close(found, expected, rtol=0.13, atol=0.002)
         else:
@@ -171,9 +172,10 @@ def check_writes(ours: LatentOps, theirs: LatentOps, made: Case, wanted: Case) -
 
 
 def latent_rows(case: Case, seed: int = 7) -> LatentRows:
-    """What a layer's projection may leave of the case's new tokens, what is rotated as halves.
+    """Possible outputs of a layer's projection for the case's new tokens, with the rope elements in
+    the order of halves.
 
-    That is small, since a kernel may round the table's numbers to the rows' type.
+    The rope elements are small, since a kernel may round the table to the rows' dtype.
     """
     generator = torch.Generator().manual_seed(seed)
     latent_dim, rope_dim = case.shape.plane_dims

@@ -1,4 +1,5 @@
-"""Latents in a backend's native layout, of the suite: converted from rows, written, attended to."""
+"""The suite's tests of latents in a backend's native layout: conversion from rows, writes and
+attention."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class NativeLatentsSuite:
 
     @pytest.fixture
     def native_case(self, backend: Backend) -> Iterator[MakeCase]:
-        """Makes cases of latents as rows, and frees their memory afterwards."""
+        """Creates cases with latents as rows, and frees their memory afterwards."""
         if not backend.capabilities.native_latents:
             pytest.skip(f"{backend.name} keeps latents as rows only")
         with case_maker(backend) as make:
@@ -44,7 +45,7 @@ class NativeLatentsSuite:
     def test_attention_over_native_blocks(
         self, backend: Backend, native_case: MakeCase, dtype: str, heads: int
     ) -> None:
-        """Decodes and prompts, as over rows; the last blocks are filled in part."""
+        """Decodes and prompts equal those over rows; the last blocks are partly filled."""
         made = native_case(dtype, heads)
         wanted = attended(oracle, made)
         make_all_native(backend, made)
@@ -55,7 +56,7 @@ class NativeLatentsSuite:
     def test_native_writes_equal_converted_rows(
         self, backend: Backend, native_case: MakeCase, dtype: str
     ) -> None:
-        """To the bit: tokens written into native blocks, and rows written and converted then."""
+        """Writing tokens to native blocks equals, bit for bit, writing rows and converting them."""
         before, after = (native_case(dtype) for _ in range(2))
         make_all_native(backend, before)
         queries = [write(native_latents_ops(backend), before), write(backend.ops, after)]
@@ -64,7 +65,7 @@ class NativeLatentsSuite:
         assert_identical(before.kv.allocation.tensor, after.kv.allocation.tensor)
 
     def test_only_named_blocks_are_converted(self, backend: Backend, native_case: MakeCase) -> None:
-        """In any order, one by one or together; none at all is fine."""
+        """Blocks can be converted one by one or together, in any order; an empty list is valid."""
         together, one_by_one = (native_case() for _ in range(2))
         some = torch.tensor([3, 0, 5], device=together.query.device)
         native_ops(backend).convert_latents(together.kv.key, some)
@@ -79,7 +80,7 @@ class NativeLatentsSuite:
         assert (together.kv.key[some] != untouched.kv.key[some]).flatten(1).any(1).all()
 
     def test_native_blocks_can_be_moved(self, backend: Backend, native_case: MakeCase) -> None:
-        """Copied within the cache, or packed, and unpacked elsewhere: the same answers."""
+        """Native blocks that are gathered and scattered elsewhere give the same results."""
         made = native_case()
         wanted = attended(oracle, made)
         make_all_native(backend, made)
@@ -97,12 +98,12 @@ class NativeLatentsSuite:
 
 
 def native_ops(backend: Backend) -> NativeLatentOps:
-    """The backend's ops, as what its capabilities say that they are."""
+    """The backend's ops as ``NativeLatentOps``."""
     return cast(NativeLatentOps, backend.ops)
 
 
 def native_latents_ops(backend: Backend) -> LatentOps:
-    """The ops over native latents."""
+    """The backend's ops for caches in the native layout."""
     return native_ops(backend).with_native_latents()
 
 
@@ -114,7 +115,7 @@ def make_all_native(backend: Backend, case: Case) -> None:
 
 
 def attended(ops: LatentOps, case: Case) -> Tensor:
-    """Decodes, then prompts: [tokens, heads, latent]."""
+    """Attention of the case's decodes, then of its prompts: [tokens, heads, latent]."""
     decodes, query = case.batch.num_decodes, case.query
     arguments = (case.kv.key, case.kv.value, case.batch, case.shape.query_dim**-0.5)
     found = ops.mla_decode_attention(query[:decodes], *arguments)

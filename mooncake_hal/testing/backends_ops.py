@@ -1,7 +1,7 @@
-"""The ops suite: every kernel of a backend against ``mooncake_hal.reference``.
+"""The suite's tests of a backend's kernels, compared with ``mooncake_hal.reference``.
 
-KV caches are NaN wherever nothing was written, so a kernel that reads past a sequence's context,
-or another layer's memory, fails at once.
+Unwritten slots of KV caches are NaN, so a kernel that reads beyond a sequence's context, or another
+layer's memory, fails immediately.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALL_DTYPES = (*DTYPES, "float16")
 RATIOS = ((1, 1), (4, 4), (8, 4), (8, 2), (8, 1), (6, 2), (14, 2), (32, 4))
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128)
 TOLERANCE = {"float32": (2e-5, 2e-5), "bfloat16": (1.6e-2, 1e-2), "float16": (4e-3, 2e-3)}
-"""(relative, absolute) against the reference; room for one rounding more than it makes."""
+"""(relative, absolute) tolerance; allows for one rounding more than the reference makes."""
 
 MakeCase = Callable[..., Case]
 DECODES = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 255), (1, 300))
@@ -37,18 +37,18 @@ oracle = ReferenceOps()
 
 
 def assert_same(found: Tensor, wanted: Tensor, dtype: str) -> None:
-    """Demand equality up to rounding; NaN never equals."""
+    """Check equality up to rounding; NaN is never equal."""
     relative, absolute = TOLERANCE[dtype]
     torch.testing.assert_close(found, wanted, rtol=relative, atol=absolute)
 
 
 def assert_identical(found: Tensor, wanted: Tensor) -> None:
-    """Demand the same bits, NaN included: for ops that only move data."""
+    """Check equality bit for bit, NaN included, for ops that only move data."""
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def require(backend: Backend, shape: Shape) -> None:
-    """Skip what the backend says that it doesn't do."""
+    """Skip the test if the backend does not support the shape."""
     offered = backend.capabilities
     if shape.dtype not in offered.dtypes:
         pytest.skip(f"{backend.name} takes {offered.dtypes}, not {shape.dtype}")
@@ -65,10 +65,11 @@ def require(backend: Backend, shape: Shape) -> None:
 def shape_for(
     backend: Backend, dtype: str = "", layout: str = "", block_size: int = 0, **others: int
 ) -> Shape:
-    """A shape; what is left open is the suite's default where the backend does it, else its best.
+    """Create a shape. A parameter that is not given is the suite's default if the backend supports
+    that, otherwise the backend's best.
 
     Args:
-        backend: under test.
+        backend: the backend under test.
         dtype, layout, block_size, others: see ``Shape``.
     """
     capabilities, usual = backend.capabilities, Shape()
@@ -82,13 +83,14 @@ def shape_for(
 
 
 def preferred(usual: _Choice, possible: Sequence[_Choice]) -> _Choice:
-    """The usual one if it is possible, else the first possible one."""
+    """``usual`` if it is possible, otherwise the first possible choice."""
     return usual if usual in possible else possible[0]
 
 
 @contextmanager
 def case_maker(backend: Backend) -> Iterator[MakeCase]:
-    """Makes cases that the backend can have, and frees their memory afterwards."""
+    """Yields a function that creates cases, skipping unsupported ones; frees their memory at the
+    end."""
     made: list[Case] = []
 
     def make(shape: Shape, lengths: Sequence[tuple[int, int]], seed: int = 0) -> Case:
@@ -106,7 +108,7 @@ class OpsSuite:
 
     @pytest.fixture
     def case(self, backend: Backend) -> Iterator[MakeCase]:
-        """Makes cases, and frees their memory afterwards."""
+        """Creates cases and frees their memory afterwards."""
         with case_maker(backend) as make:
             yield make
 
@@ -172,7 +174,7 @@ class OpsSuite:
         self.check_decode(backend, made)
 
     def test_decode_attention_of_nobody(self, backend: Backend, case: MakeCase) -> None:
-        """No sequences, no rows."""
+        """An empty batch gives an empty result."""
         made = case(shape_for(backend), ())
         found = backend.ops.decode_attention(
             made.query, made.kv.key, made.kv.value, made.batch, 1.0
@@ -180,7 +182,7 @@ class OpsSuite:
         assert found.shape == (0, 8, 64)
 
     def test_captured_decodes_follow_their_batch(self, backend: Backend, case: MakeCase) -> None:
-        """A replay sees queries, contexts and new tokens that its tensors hold by then."""
+        """A replay uses the queries, contexts and new tokens that are in its tensors then."""
         if not backend.capabilities.graphs:
             pytest.skip(f"{backend.name} has no graphs")
         made = case(shape_for(backend), DECODES)
@@ -236,7 +238,7 @@ class OpsSuite:
     @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
     @pytest.mark.parametrize("dtype", ALL_DTYPES)
     def test_write_kv(self, backend: Backend, case: MakeCase, dtype: str, layout: str) -> None:
-        """New tokens land in their slots, and nothing else changes."""
+        """New tokens are written to their slots; no other slots change."""
         made, wanted = (
             case(shape_for(backend, dtype, layout), (*DECODES, *PREFILLS)) for _ in range(2)
         )
@@ -256,7 +258,7 @@ class OpsSuite:
 
     @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
     def test_blocks_are_copied(self, backend: Backend, case: MakeCase, layout: str) -> None:
-        """copy_blocks moves whole blocks and touches no other."""
+        """copy_blocks copies whole blocks and changes no others."""
         shape = shape_for(backend, layout=layout)
         lengths = ((1, 7 * shape.block_size), (1, 4 * shape.block_size))
         made, wanted = (case(shape, lengths) for _ in range(2))

@@ -1,7 +1,7 @@
 """One rank of the communicator suite: ``python -m mooncake_hal.testing.backends_rank``.
 
-Arguments: backend, scenario, rank, world size, rendezvous. Exits 0 if all it saw was right, and
-SKIPPED, saying why, if this machine can't form the group.
+Arguments: backend, scenario, rank, world size, rendezvous. Exits with status 0 if all checks
+passed, or with SKIPPED and a reason on stdout if this machine can't form the group.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from mooncake_hal.registry import Registry
 
 Join = Callable[[], Communicator]
 SKIPPED = 77
-"""Exit status, such as for want of a device for each rank."""
+"""Exit status if the group can't be formed, for example without a device for each rank."""
 
 _DEVICE_HAS_FAILED = getattr(torch, "AcceleratorError", DeviceError)
-"""Work that a device has ended itself shows as torch's own error where its result is read."""
+"""Torch's own error, which is raised if the result of work that failed on the device is read."""
 
 
 def collectives(join: Join) -> None:
-    """Every collective and messages, on contiguous and strided tensors, in two groups at once."""
+    """All collectives and messages, with contiguous and strided tensors, in two concurrent
+    groups."""
     first, second = join(), join()
     for group in (first, second):
         _check_reduce(group)
@@ -47,7 +48,7 @@ def collectives(join: Join) -> None:
 
 
 def _check_waited(group: Communicator) -> None:
-    """Whoever waits says so, and for what; a device's host waits for nothing."""
+    """The time spent in a collective is added to ``waited_s``, which stays empty on a device."""
     waited = dict(group.waited_s)
     _require(all(seconds > 0 for seconds in waited.values()), f"waited_s: {waited}")
     group.all_reduce(torch.ones(4))
@@ -56,14 +57,14 @@ def _check_waited(group: Communicator) -> None:
 
 
 def lost_rank(join: Join) -> None:
-    """The last rank leaves; the others get an error, or are ended, and do not hang."""
+    """The last rank leaves; the others get an error, or are terminated, and do not hang."""
     group = join()
     group.barrier()
     if group.rank == group.world_size - 1:
         group.close()
         return
     try:
-        group.all_reduce(torch.ones(4)).tolist()  # a device is waited for where it is read
+        group.all_reduce(torch.ones(4)).tolist()  # reading the result waits for the device
     except (DeviceError, _DEVICE_HAS_FAILED):
         return
     raise AssertionError("all_reduce succeeded without a rank")
@@ -85,7 +86,7 @@ def lost_in_exchange(join: Join) -> None:
 
 
 def lost_sender(join: Join) -> None:
-    """The last rank leaves while the first waits for what it should send."""
+    """The last rank leaves while the first waits for its message."""
     group = join()
     group.barrier()
     if group.rank == group.world_size - 1:
@@ -123,7 +124,8 @@ def _check_broadcast(group: Communicator) -> None:
 
 
 def _check_exchange(group: Communicator) -> None:
-    """Rows of uneven number, none among them, of several kinds; two under way; and none at all."""
+    """Uneven numbers of rows, including 0, of several dtypes; two exchanges in flight; an exchange
+    without any rows."""
     ranks, rank = range(group.world_size), group.rank
     send = [(rank + 2 * other) % 3 for other in ranks]
     recv = [(other + 2 * rank) % 3 for other in ranks]
@@ -142,7 +144,7 @@ def _check_exchange(group: Communicator) -> None:
 
 
 def _check_line(group: Communicator) -> None:
-    """Several messages, of several kinds, from rank to rank: in order, each adding one to it."""
+    """Several messages of several dtypes from rank to rank, in order; every rank adds one."""
     kinds = [
         torch.full((3, 4), float(index)).to(dtype)
         for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64))
@@ -158,7 +160,8 @@ def _check_line(group: Communicator) -> None:
 
 
 def _check_ahead(group: Communicator) -> None:
-    """Two that have talked: a message of a megabyte is sent before its receiver is there."""
+    """Between ranks that have communicated before, a message of a megabyte can be sent before its
+    receiver calls ``recv``."""
     if group.rank == 0:
         group.send(torch.full((1 << 18,), 7.0), 1)
     group.barrier()
@@ -181,7 +184,7 @@ SCENARIOS = {
 
 
 def main(backend_name: str, scenario: str, rank: str, world_size: str, init_method: str) -> None:
-    """Run one scenario as one rank, on a device of its own where there are enough."""
+    """Run one scenario as one rank, on a device of its own if there are enough."""
     torch.set_num_threads(1)
     backend = Registry.discover().select_backend(backend_name)
     index = int(rank) % len(backend.runtime.devices())

@@ -1,4 +1,4 @@
-"""Norms, rotation and the write of KV as one op, of the suite: against one after the other."""
+"""The suite's tests of fused norms, rotation and KV writes, compared with the separate ops."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SCALES = (0.5, 1.75)
 
 
 class RopeWritesSuite:
-    """Cases for ``RopeWriteOps``, and for the ops of others one after the other; the ``backend``
-    fixture comes from the concrete class."""
+    """Cases for ``RopeWriteOps``, or for the separate ops of backends that do not fuse them; the
+    ``backend`` fixture comes from the concrete class."""
 
     @pytest.fixture
     def rope_case(self, backend: Backend) -> Iterator[MakeCase]:
-        """Makes cases, and frees their memory afterwards."""
+        """Creates cases and frees their memory afterwards."""
         with case_maker(backend) as make:
             yield make
 
@@ -47,7 +47,8 @@ class RopeWritesSuite:
     def test_rope_and_write_kv(
         self, backend: Backend, rope_case: MakeCase, dtype: str, layout: str, has_norms: bool
     ) -> None:
-        """Queries are normed and rotated, keys too on their way; nothing else changes."""
+        """Queries and keys are normalised and rotated, keys and values are written; no other slots
+        change."""
         shape = shape_for(backend, dtype, layout)
         made, wanted = (rope_case(shape, LENGTHS) for _ in range(2))
         check_rope_writes(rope_write_ops(backend), oracle, made, wanted, has_norms=has_norms)
@@ -76,7 +77,7 @@ class RopeWritesSuite:
             )
 
     def test_rope_and_write_kv_of_nobody(self, backend: Backend, rope_case: MakeCase) -> None:
-        """No tokens, no rows."""
+        """A batch without tokens changes nothing."""
         made, wanted = (rope_case(shape_for(backend), ()) for _ in range(2))
         check_rope_writes(rope_write_ops(backend), oracle, made, wanted)
 
@@ -84,8 +85,8 @@ class RopeWritesSuite:
     def test_what_is_rounded_does_not_depend_on_fusing(
         self, backend: Backend, rope_case: MakeCase, dtype: str
     ) -> None:
-        """The fused op and the backend's own ops one after the other agree, but where the order of
-        a norm's sum moves a rounded element by one step; values agree to the bit."""
+        """The fused op agrees with the backend's separate ops, except where the order of a norm's
+        sum changes a rounded element by one step; values agree bit for bit."""
         made, other = (rope_case(shape_for(backend, dtype), LENGTHS) for _ in range(2))
         check_rope_writes(
             rope_write_ops(backend), ComposedRopeWrites(backend.ops), made, other, has_norms=False
@@ -96,8 +97,7 @@ class RopeWritesSuite:
     def test_scaled_rope_and_write_kv(
         self, backend: Backend, rope_case: MakeCase, dtype: str
     ) -> None:
-        """Caches of a narrower type: each plane divided by its scale, what is too large as the
-        largest number."""
+        """In caches of a narrower type, each plane is divided by its scale and saturated."""
         names = backend.capabilities.kv_dtypes
         if not names:
             pytest.skip(f"{backend.name} keeps KV in its ops' own type only")
@@ -111,7 +111,7 @@ class RopeWritesSuite:
 
 
 def rope_write_ops(backend: Backend) -> RopeWriteOps:
-    """What a model calls: the backend's own, or its ops one after the other."""
+    """The ops that a model calls: the backend's fused op, or its separate ops composed."""
     ops = backend.ops
     return cast(RopeWriteOps, ops) if _is_fused(backend) else ComposedRopeWrites(ops)
 
@@ -129,14 +129,14 @@ def check_rope_writes(
     *,
     has_norms: bool = True,
 ) -> None:
-    """``rope_and_write_kv`` of the same tokens into equal caches equals the other's; queries, keys
-    and values are views of one projection.
+    """Check that ``rope_and_write_kv`` of the same tokens to equal caches equals the reference's;
+    queries, keys and values are views of one projection.
 
     Args:
-        ours, theirs: under test, and the reference.
-        made, wanted: their cases, alike.
-        rotary_dim: elements of a head that are rotated; 0 for all.
-        has_norms: whether queries and keys are normed.
+        ours, theirs: the ops under test, and the reference.
+        made, wanted: equal cases for them.
+        rotary_dim: elements of a head that are rotated; 0: all.
+        has_norms: whether queries and keys are normalised.
     """
     shape, slots = made.shape, made.batch.slot_mapping
     found, expected = (
@@ -153,7 +153,7 @@ def check_rope_writes(
     written[slots.cpu()] = True
     new, reference = (case.kv.key.cpu().flatten(0, 1) for case in (made, wanted))
     assert_identical(new[~written], reference[~written])
-    if shape.kv_dtype:  # what is rounded twice may be a step apart, near zero a few
+    if shape.kv_dtype:  # values rounded twice may differ by one step, near zero by a few
         torch.testing.assert_close(
             new[written].float(), reference[written].float(), rtol=0.13, atol=0.02
         )
@@ -163,10 +163,10 @@ def check_rope_writes(
 
 
 def _projected(case: Case, rotary_dim: int, *, has_norms: bool) -> tuple[torch.Tensor, KVRows]:
-    """Queries and rows of a case's new tokens.
+    """Queries and KV rows of a case's new tokens.
 
-    What is normed is small: rounded to another neighbour, it stays within the tolerance also where
-    the rotation takes two of its elements from each other.
+    Normalised values are small, so that a different rounding stays within the tolerance even if the
+    rotation subtracts two elements from each other.
     """
     generator, shape = torch.Generator().manual_seed(8), case.shape
     device = case.query.device

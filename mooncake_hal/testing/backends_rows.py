@@ -1,4 +1,5 @@
-"""The row ops of the suite: norms, rotation and gate against ``mooncake_hal.reference``."""
+"""The suite's tests of row-wise ops: norms, rotation, gate and linear, compared with
+``mooncake_hal.reference``."""
 
 from __future__ import annotations
 
@@ -15,20 +16,21 @@ ROWS = (0, 1, 7, 130)
 
 
 def random(backend: Backend, *shape: int, dtype: str, seed: int = 0) -> Tensor:
-    """Standard normal values on the backend's device; skips a dtype that it doesn't take."""
+    """Standard normal values on the backend's device; skips the test if the backend does not
+    support the dtype."""
     require(backend, shape_for(backend, dtype))
     return normal(backend, *shape, dtype=dtype, seed=seed)
 
 
 def normal(backend: Backend, *shape: int, dtype: str = "float32", seed: int = 0) -> Tensor:
-    """Standard normal values on the backend's device, whatever its ops take."""
+    """Standard normal values on the backend's device, of any dtype."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(*shape, generator=generator)
     return values.to(Shape(dtype).torch_dtype).to(backend.runtime.device(0))
 
 
 class RowsSuite:
-    """Cases for the ops that work row by row."""
+    """Cases for the row-wise ops."""
 
     @pytest.mark.parametrize("rows", ROWS)
     @pytest.mark.parametrize("dim", DIMS)
@@ -41,7 +43,7 @@ class RowsSuite:
         assert_same(found, oracle.rms_norm(x, weight, 1e-5), dtype)
 
     def test_float16(self, backend: Backend) -> None:
-        """All of them in float16, where the backend takes it."""
+        """All row-wise ops in float16, if the backend supports it."""
         x, residual = (random(backend, 9, 64, dtype="float16", seed=seed) for seed in (1, 2))
         weight = random(backend, 64, dtype="float16", seed=3)
         ops = backend.ops
@@ -55,7 +57,8 @@ class RowsSuite:
             assert_same(ours, theirs, "float16")
 
     def test_rms_norm_over_heads_of_a_fused_projection(self, backend: Backend) -> None:
-        """[tokens, heads, head_dim] views, as models with norms on queries and keys have them."""
+        """The input is a [tokens, heads, head_dim] view, as in models with norms of queries and
+        keys."""
         dtype = shape_for(backend).dtype
         x = random(backend, 9, 12, 64, dtype=dtype)[:, 3:7]
         weight = random(backend, 64, dtype=dtype, seed=1)
@@ -120,7 +123,7 @@ class RowsSuite:
     def test_linear(
         self, backend: Backend, dtype: str, dims: tuple[int, int], tokens: int, has_bias: bool
     ) -> None:
-        """A packed weight multiplies as the plain one does; odd widths, no tokens, strided rows."""
+        """A packed weight gives the plain one's result; odd widths, no tokens, strided rows."""
         fan_in, fan_out = dims
         x = random(backend, tokens, 2 * fan_in, dtype=dtype)[:, :fan_in]
         weight = random(backend, fan_out, fan_in, dtype=dtype, seed=1) * fan_in**-0.5

@@ -1,4 +1,4 @@
-"""Sampling of the suite: sampled tokens against the shares that the reference leaves them."""
+"""The suite's tests of sampling: sampled tokens, compared with the reference's probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mooncake_hal.reference import sampling_shares
 
 VOCAB = 3000
 SLACK = 1e-6
-"""Of a cumulative probability: where two tokens meet, either may be sampled."""
+"""Tolerance of cumulative probabilities: at the boundary of two tokens, either may be sampled."""
 UNIFORMS = torch.tensor([0.0, 0.2, 0.5, 0.999999], dtype=torch.float64)
 FILTERS: tuple[dict[str, Any], ...] = (
     {},
@@ -33,7 +33,7 @@ def make_sampling_metadata(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> SamplingMetadata:
-    """The same knobs for every row; on the CPU."""
+    """Create metadata with the same parameters for every row, on the CPU."""
     same = torch.ones(len(uniforms))
     return SamplingMetadata(
         same * temperature, same.int() * top_k, same * top_p, same * min_p, uniforms.double()
@@ -41,7 +41,7 @@ def make_sampling_metadata(
 
 
 def on_device(backend: Backend, sampling_metadata: SamplingMetadata) -> SamplingMetadata:
-    """The same, where the backend computes."""
+    """Copy the metadata to the backend's device."""
     names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
     device = backend.runtime.device(0)
     return SamplingMetadata(*(getattr(sampling_metadata, name).to(device) for name in names))
@@ -53,7 +53,8 @@ class SamplingSuite:
     def sample(
         self, backend: Backend, logits: Tensor, sampling_metadata: SamplingMetadata
     ) -> Tensor:
-        """Drawn tokens, on the CPU; a skip where the backend leaves sampling to torch."""
+        """Sample tokens and return them on the CPU; skips the test if the backend does not
+        sample."""
         if not backend.capabilities.sampling:
             pytest.skip(f"{backend.name} leaves sampling to torch")
         ops = cast(SamplingOps, backend.ops)
@@ -64,7 +65,7 @@ class SamplingSuite:
     @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
     @pytest.mark.parametrize("min_p", [0.0, 0.05])
     def test_draws(self, backend: Backend, top_k: int, top_p: float, min_p: float) -> None:
-        """Every filter, with a tie at the top and tokens that are masked."""
+        """Every filter, with a tie at the top and masked tokens."""
         logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(top_k)) * 3
         logits[:, 7] = logits.amax(1)
         logits[:, 100:200] = float("-inf")
@@ -75,7 +76,7 @@ class SamplingSuite:
     def test_ties_at_the_edge_stay_in_together(
         self, backend: Backend, knobs: dict[str, Any]
     ) -> None:
-        """Few different logits, each of many tokens: every filter's edge is a tie."""
+        """With few distinct logits, every filter's threshold is a tie of many tokens."""
         generator = torch.Generator().manual_seed(4)
         logits = torch.randint(0, 40, (4, VOCAB), generator=generator) / 4
         self.check_sampled(backend, logits, make_sampling_metadata(UNIFORMS, 1.0, **knobs))
@@ -85,7 +86,7 @@ class SamplingSuite:
     def test_flat_rows_of_large_vocabularies(
         self, backend: Backend, knobs: dict[str, Any], vocab_size: int
     ) -> None:
-        """Where filters leave tens of thousands of candidates, and where none stands out."""
+        """Filters leave tens of thousands of candidates; in one row, all are nearly equal."""
         logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(5))
         logits[1] *= 1e-3
         self.check_sampled(backend, logits, make_sampling_metadata(UNIFORMS[1:3], 1.0, **knobs))
@@ -94,7 +95,8 @@ class SamplingSuite:
     def test_rows_that_leave_little_to_choose(
         self, backend: Backend, knobs: dict[str, Any]
     ) -> None:
-        """One token that is not masked; fewer than top-k; one far above all; all alike."""
+        """A single unmasked token; fewer tokens than top-k; one token far above all others; all
+        tokens equal."""
         logits = torch.full((4, VOCAB), float("-inf"))
         logits[0, 2222] = -3.0
         logits[1, 5::250] = torch.linspace(-1, 1, 12)
@@ -105,7 +107,7 @@ class SamplingSuite:
         assert self.check_sampled(backend, logits, sampling_metadata)[[0, 2]].tolist() == [2222, 77]
 
     def test_every_row_has_filters_of_its_own(self, backend: Backend) -> None:
-        """Greedy, unfiltered, narrow and wide ones in one batch."""
+        """Greedy, unfiltered, narrowly and widely filtered rows in one batch."""
         rows = 12
         generator = torch.Generator().manual_seed(6)
         logits = torch.randn(rows, VOCAB, generator=generator) * 4
@@ -121,7 +123,7 @@ class SamplingSuite:
     def check_sampled(
         self, backend: Backend, logits: Tensor, sampling_metadata: SamplingMetadata
     ) -> Tensor:
-        """The sampled tokens are those that the reference's shares say; they are returned."""
+        """Check sampled tokens against the reference's probabilities, and return them."""
         found = self.sample(backend, logits, sampling_metadata)
         shares, uniforms = sampling_shares(logits, sampling_metadata), sampling_metadata.uniforms
         rows = torch.arange(len(logits))
@@ -132,14 +134,15 @@ class SamplingSuite:
         return found
 
     def test_no_temperature_takes_the_first_of_the_largest(self, backend: Backend) -> None:
-        """Whatever the uniform number."""
+        """Temperature 0 is greedy, whatever the uniform number."""
         logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
         logits[0, [5, 17]] = 50.0
         found = self.sample(backend, logits, make_sampling_metadata(torch.full((3,), 0.99), 0.0))
         assert found.tolist() == logits.argmax(1).tolist()
 
     def test_tokens_are_drawn_as_often_as_they_should(self, backend: Backend) -> None:
-        """Evenly spread numbers: each token is met in proportion to its share, but for one."""
+        """With evenly spaced uniform numbers, each token's count differs from its expected count by
+        at most one."""
         logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(2))
         uniforms = (torch.arange(100, dtype=torch.float64) + 0.5) / 100
         sampling_metadata = make_sampling_metadata(uniforms, 1.3, top_p=0.95)
@@ -150,7 +153,7 @@ class SamplingSuite:
         assert counts[shares == 0].sum() == 0
 
     def test_a_row_is_drawn_alike_alone_and_in_company(self, backend: Backend) -> None:
-        """So that a request's tokens don't depend on its batch, nor on the rank."""
+        """A row's token does not depend on its batch, nor, therefore, on the rank."""
         generator = torch.Generator().manual_seed(3)
         logits = torch.randn(16, VOCAB, generator=generator) * 2
         uniforms = torch.rand(16, generator=generator, dtype=torch.float64)
@@ -162,6 +165,6 @@ class SamplingSuite:
             assert self.sample(backend, logits[row : row + 1], alone)[0] == together[row]
 
     def test_nobody_draws_nothing(self, backend: Backend) -> None:
-        """No rows, no tokens."""
+        """An empty batch gives an empty result."""
         found = self.sample(backend, torch.empty(0, VOCAB), make_sampling_metadata(torch.empty(0)))
         assert found.shape == (0,)

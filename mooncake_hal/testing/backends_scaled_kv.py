@@ -1,4 +1,4 @@
-"""KV in narrower types, of the suite: what is written, and what attention makes of it."""
+"""The suite's tests of KV in narrower types: writes, attention and copies of blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ScaledKVSuite:
 
     @pytest.fixture
     def scaled_case(self, backend: Backend) -> Iterator[MakeCase]:
-        """Makes cases in the backend's narrower type, and frees their memory afterwards."""
+        """Creates cases in the backend's narrower type, and frees their memory afterwards."""
         names = backend.capabilities.kv_dtypes
         if not names:
             pytest.skip(f"{backend.name} keeps KV in its ops' own type only")
@@ -40,7 +40,7 @@ class ScaledKVSuite:
             yield lambda shape, lengths: make(replace(shape, kv_dtype=names[0]), lengths)
 
     def ops(self, backend: Backend) -> tuple[Ops, Ops]:
-        """The backend's and the reference's, with the same scales."""
+        """The backend's and the reference's ops, with the same scales."""
         found = cast(ScaledKVOps, backend.ops).with_kv_scales(*SCALES)
         return found, oracle.with_kv_scales(*SCALES)
 
@@ -49,7 +49,7 @@ class ScaledKVSuite:
     def test_scaled_attention(
         self, backend: Backend, scaled_case: MakeCase, dtype: str, layout: str
     ) -> None:
-        """Decodes and prompts."""
+        """Attention of decodes and prompts."""
         made = scaled_case(shape_for(backend, dtype, layout), LENGTHS)
         decodes, arguments = made.batch.num_decodes, (made.kv.key, made.kv.value, made.batch, 0.125)
         (found, wanted), query = self.ops(backend), made.query
@@ -66,7 +66,7 @@ class ScaledKVSuite:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_scaled_latents(self, backend: Backend, scaled_case: MakeCase, dtype: str) -> None:
-        """Latent attention; its planes have a scale each."""
+        """Latent attention, with a scale for each plane."""
         made = scaled_case(latent_shape(backend, dtype), LENGTHS)
         decodes, arguments = made.batch.num_decodes, (made.kv.key, made.kv.value, made.batch, 0.1)
         (found, wanted), query = self.ops(backend), made.query
@@ -85,7 +85,8 @@ class ScaledKVSuite:
     def test_scaled_values_are_rounded_once(
         self, backend: Backend, scaled_case: MakeCase, dtype: str
     ) -> None:
-        """To the bit; what is too large is kept as the largest number, not as NaN."""
+        """Writes equal the reference's bit for bit; too large values saturate and do not become
+        NaN."""
         made, wanted = (scaled_case(shape_for(backend, dtype), LENGTHS) for _ in range(2))
         made.key[0, 0, :2] = torch.tensor([1e4, -1e4])
         ours, theirs = self.ops(backend)
@@ -98,12 +99,12 @@ class ScaledKVSuite:
     def test_scaled_latents_are_written(
         self, backend: Backend, scaled_case: MakeCase, dtype: str
     ) -> None:
-        """Both planes, each divided by its scale."""
+        """Both planes are divided by their scales."""
         made, wanted = (scaled_case(latent_shape(backend, dtype), LENGTHS) for _ in range(2))
         check_writes(*self.ops(backend), made, wanted)
 
     def test_scaled_blocks_are_moved(self, backend: Backend, scaled_case: MakeCase) -> None:
-        """Copies, packing and unpacking keep every bit."""
+        """Copying, gathering and scattering preserve every bit."""
         made, wanted = (scaled_case(shape_for(backend), ((1, 100), (1, 50))) for _ in range(2))
         device = backend.runtime.device(0)
         source, target = (torch.tensor(ids, device=device) for ids in ((0, 3), (5, 1)))

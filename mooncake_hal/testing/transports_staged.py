@@ -1,6 +1,7 @@
-"""``staged`` over a backend's host copies: the cases beside those of every transport.
+"""Conformance tests of the ``staged`` transport with a backend's host copies, in addition to the
+cases of every transport.
 
-A plugin whose devices have memory of their own runs its host copies under the whole suite::
+A plugin whose devices have their own memory runs the whole suite with its host copies::
 
     class TestStaged(TransportConformance, TransportProcessConformance):
         loader, allocator = "staged", "mooncake_hal.testing.transports_device:first"
@@ -25,10 +26,10 @@ from mooncake_hal.testing.transports_buffers import anonymous, random_pieces
 
 
 class StagedBetweenKinds(TransportKit):
-    """A device at one end, a host without one at the other.
+    """Cases with device memory at one end and host memory at the other.
 
     Args:
-        device: such as ``"npu:0"``.
+        device: name of the device, such as ``"npu:0"``.
     """
 
     device: ClassVar[str]
@@ -38,7 +39,7 @@ class StagedBetweenKinds(TransportKit):
     @pytest.mark.parametrize("piece", [5, 64, 16 << 10, 512 << 10])
     @pytest.mark.parametrize("connecting", ["device", "host"])
     def test_pieces_in_any_order(self, connecting: str, piece: int) -> None:
-        """Read and written by either end, in any order, and nothing beside them."""
+        """Either end reads and writes pieces in any order; no bytes around them change."""
         ours, host = self.buffer(4 * MIB), anonymous(4 * MIB)
         assert ours.region.device == self.device
         self.stack.callback(host.close)
@@ -60,7 +61,8 @@ class StagedBetweenKinds(TransportKit):
         assert (there.get() == wanted).all()
 
     def test_host_memory_is_registered_when_somebody_comes(self) -> None:
-        """Regions of before and after that are reached; a withdrawn one is not."""
+        """Regions registered before and after a peer connects are accessible; a revoked one is
+        not."""
         ours = self.buffer(MIB)
         first, second = anonymous(MIB), anonymous(MIB)
         for buffer in (first, second):
