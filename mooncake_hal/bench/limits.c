@@ -1,4 +1,4 @@
-/* What the machine itself gives: the loops that transports are compared with, as plain as can be. */
+/* The machine's limits: the plainest possible copy loops, with which transports are compared. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdint.h>
@@ -9,7 +9,7 @@ void limit_memcpy(const uint64_t *to, const uint64_t *from, const uint64_t *nbyt
     for (uint64_t i = 0; i < count; i++) memcpy((void *)to[i], (const void *)from[i], nbytes[i]);
 }
 
-/* process_vm_readv in batches of 1,024 pieces, the most that one call takes. */
+/* process_vm_readv in batches of 1,024 pieces, the maximum per call. */
 int limit_readv(int pid, const uint64_t *to, const uint64_t *from, const uint64_t *nbytes,
                 uint64_t count) {
     struct iovec local[1024], remote[1024];

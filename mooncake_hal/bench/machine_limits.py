@@ -1,7 +1,6 @@
-"""The limits that transports are compared with, measured in the same run.
-
-memcpy between two buffers of one process; process_vm_readv from C; a plain stream over as many
-sockets as a transport has connections.
+"""The machine's limits with which transports are compared, measured in the same run: memcpy between
+two buffers of one process, process_vm_readv from C, and a plain stream over as many sockets as a
+transport has connections.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 
 @contextmanager
 def memcpy_mover(size: int, threads: int) -> Iterator[Mover]:
-    """memcpy over the same pieces as a transport moves, in ``threads`` threads.
+    """memcpy of the same pieces that a transport moves, in ``threads`` threads.
 
     Raises:
         NativeUnavailable: there is no compiler.
@@ -48,11 +47,11 @@ def memcpy_mover(size: int, threads: int) -> Iterator[Mover]:
 
 @contextmanager
 def readv_mover(size: int, threads: int) -> Iterator[Mover]:
-    """process_vm_readv from C over the same pieces, in ``threads`` threads; reads only.
+    """process_vm_readv from C of the same pieces, in ``threads`` threads; reads only.
 
     Raises:
         NativeUnavailable: there is no compiler.
-        OSError: the kernel forbids the call.
+        OSError: the kernel denies the call.
     """
     library = _library()
     options = EndpointOptions(secret=b"bench")
@@ -71,7 +70,8 @@ def readv_mover(size: int, threads: int) -> Iterator[Mover]:
 
 @contextmanager
 def stream_mover(size: int, sockets: int) -> Iterator[Mover]:
-    """Plain streams over loopback TCP, tuned as the tcp transport tunes its own; one range only."""
+    """Plain streams over loopback TCP, with the tcp transport's socket options; contiguous ranges
+    only."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((LOOPBACK, 0)))
         port = listener.getsockname()[1]
@@ -105,7 +105,7 @@ def stream_mover(size: int, sockets: int) -> Iterator[Mover]:
 
 
 def _buffer(stack: ExitStack, size: int) -> int:
-    """Allocate and touch a buffer; returns its address."""
+    """Allocate a buffer and touch its pages; returns its address."""
     buffer = anonymous(size)
     stack.callback(buffer.close)
     buffer.put(np.ones(size, np.uint8))
@@ -115,7 +115,7 @@ def _buffer(stack: ExitStack, size: int) -> int:
 def _spread(
     stack: ExitStack, threads: int, near: int, far: int, copy: Callable[[Spans], None]
 ) -> Callable[[TransferShape, str], Callable[[], object]]:
-    """Return a ``Mover.prepare`` that shares a shape's pieces out among threads."""
+    """Return a ``Mover.prepare`` that divides a shape's pieces over threads."""
     pool = stack.enter_context(ThreadPoolExecutor(threads))
 
     def prepare(shape: TransferShape, operation: str) -> Callable[[], object]:
@@ -136,12 +136,12 @@ def _pointers(spans: Spans) -> list[ctypes.c_void_p]:
 
 
 def touched(stack: ExitStack, size: int) -> memoryview:
-    """Allocate the memory that transports are measured with, and return it as bytes."""
+    """Allocate memory of the same kind as in the transports' measurements; returns it as bytes."""
     address = _buffer(stack, size)
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 def tune(connection: socket.socket) -> None:
-    """Set a socket up as the tcp transport does within a host."""
+    """Set the socket options that the tcp transport uses within a host."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

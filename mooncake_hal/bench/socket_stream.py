@@ -11,7 +11,8 @@ from mooncake_hal.bench.machine_limits import LOOPBACK, touched, tune
 
 
 def main(port: int, sockets: int, total_bytes: int) -> None:
-    """Open the sockets, and send a share of the bytes over each whenever it asks."""
+    """Open the sockets, and send a share of the bytes over each whenever the receiver requests
+    it."""
     share = total_bytes // sockets
     with ExitStack() as stack:
         content = touched(stack, total_bytes)

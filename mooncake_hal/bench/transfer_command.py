@@ -1,4 +1,4 @@
-"""The arguments of ``mooncake-hal bench transfer``, and what it does with them."""
+"""The command ``mooncake-hal bench transfer``: its arguments, and the measurement."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print the table, write the files; returns the exit status."""
+    """Run the measurement, print the table, write the files; returns the exit status."""
     names = options.transports
     if not names:
         rows = Registry.discover().transport_table()
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 def _open(
     options: argparse.Namespace, names: Sequence[str], stack: ExitStack
 ) -> tuple[list[Mover], bool]:
-    """Open what is to be measured; also says whether something can't be."""
+    """Open all movers to measure; returns them, and whether any transport could not be opened."""
     size, movers, failed = options.size * MIB, [], False
     try:
         movers.append(stack.enter_context(memcpy_mover(size, options.connections)))

@@ -1,4 +1,4 @@
-"""Measurements as a table, as plain data for JSON, and as a plot in SVG. Pure."""
+"""Reports of transfer measurements: a table, plain data for JSON, and a plot in SVG. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def table(bandwidths: Sequence[Bandwidth], latencies: Sequence[Latency]) -> str:
 def as_data(
     bandwidths: Sequence[Bandwidth], latencies: Sequence[Latency]
 ) -> dict[str, list[dict[str, object]]]:
-    """Return the measurements as what JSON can hold."""
+    """Return the measurements as plain data for JSON."""
     return {
         "bandwidth": [asdict(item) for item in bandwidths],
         "latency": [asdict(item) for item in latencies],
@@ -46,7 +46,7 @@ def as_data(
 
 
 def plot(bandwidths: Sequence[Bandwidth]) -> str:
-    """Return an SVG: read bandwidth over the size of the pieces, a line per subject."""
+    """Return an SVG plot of read bandwidth over the size of pieces, with a line per subject."""
     reads = [item for item in bandwidths if item.operation == "read"]
     sizes = sorted({item.shape.piece_bytes for item in reads})
     top = max((item.gb_per_s for item in reads), default=1.0) * 1.05

@@ -1,4 +1,4 @@
-"""Measuring one transport: bandwidth per shape, CPU time of both processes, latency."""
+"""Measurement of a transport: bandwidth per shape, CPU time of both processes, latency."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ DEVICES = "mooncake_hal.testing.transports_device:"
 
 @dataclass(frozen=True, slots=True)
 class TransferShape:
-    """What is moved at once.
+    """The shape of a transfer.
 
     Args:
-        total_bytes: all of it.
-        piece_bytes: size of each piece; ``total_bytes`` means one contiguous range.
+        total_bytes: size of the transfer.
+        piece_bytes: size of each piece; if it equals ``total_bytes``, the transfer is one
+            contiguous range.
     """
 
     total_bytes: int
@@ -35,15 +36,15 @@ class TransferShape:
 
     @property
     def pieces(self) -> int:
-        """How many pieces."""
+        """Number of pieces."""
         return max(self.total_bytes // self.piece_bytes, 1)
 
     def spans(self, local: int, remote: int, seed: int = 1) -> Spans:
-        """Lay the pieces out in unrelated random orders on both sides.
+        """Place the pieces in unrelated random orders on both sides.
 
         Args:
             local, remote: addresses of the buffers.
-            seed: of the orders.
+            seed: seed of the orders.
         """
         rng = np.random.default_rng(seed)
         here, there = (rng.permutation(self.pieces) * self.piece_bytes for _ in range(2))
@@ -58,15 +59,15 @@ class TransferShape:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """How fast one shape moved.
+    """The measured bandwidth of one shape.
 
     Args:
-        subject: what was measured.
+        subject: name of the mover.
         operation: ``"read"`` or ``"write"``.
-        shape: what was moved.
-        gb_per_s: median over the rounds, 10^9 bytes.
+        shape: the transfers' shape.
+        gb_per_s: median over the rounds, in 10^9 bytes per second.
         cpu_s_per_gib: CPU seconds of both processes per 2^30 bytes.
-        times_s: of each round.
+        times_s: duration of each round in seconds.
     """
 
     subject: str
@@ -115,14 +116,14 @@ def transport_mover(
     """Open a transport between this process and a child.
 
     Args:
-        name: as its plugin offers it.
-        size: bytes of the buffer on each side.
+        name: name of the transport.
+        size: size of the buffer on each side, in bytes.
         connections: see ``EndpointOptions``.
         mappable: whether the memory has a descriptor that the peer can map.
-        on_devices: whether it is the default backend's, of its first device and its second.
+        on_devices: whether to use memory of the default backend's first and second device.
 
     Raises:
-        TransferError: this host can't use it.
+        TransferError: this host can't use the transport.
     """
     transport = load_transport(name)
     host = BUFFERS + ("mappable" if mappable else "anonymous")
@@ -152,10 +153,11 @@ def transport_mover(
 def compare(
     movers: Sequence[Mover], shape: TransferShape, operation: str, rounds: int
 ) -> dict[str, Bandwidth]:
-    """Let movers take turns, so that a busy moment of the machine hits them all; by name."""
+    """Measure movers in turns, so that load on the machine affects all of them; returns results by
+    name."""
     moves = {mover.name: mover.prepare(shape, operation) for mover in movers}
     for move in moves.values():
-        move()  # connections, page tables and caches are warm after the first one
+        move()  # warms up connections, page tables and caches
     times: dict[str, list[float]] = {name: [] for name in moves}
     used = dict.fromkeys(moves, 0.0)
     for _ in range(rounds):
@@ -178,12 +180,12 @@ def compare(
 
 
 def always(mover: Mover, shape: TransferShape, name: str) -> Mover:
-    """Return a mover that moves ``shape`` whatever it is asked to, under another name."""
+    """Return a mover with another name that always moves ``shape``."""
     return Mover(name, lambda _, operation: mover.prepare(shape, operation), mover.other_cpu_s)
 
 
 def latency(mover: Mover, nbytes: int, rounds: int) -> Latency:
-    """Time single reads of ``nbytes``."""
+    """Measure single reads of ``nbytes``."""
     move = mover.prepare(TransferShape(nbytes, nbytes), "read")
     times = sorted(_timed(move) for _ in range(rounds))
     return Latency(mover.name, nbytes, times[rounds // 2] * 1e6, times[rounds * 99 // 100] * 1e6)

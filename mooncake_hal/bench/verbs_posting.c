@@ -1,8 +1,8 @@
-/* A NIC without a wire: takes work requests as a driver of real hardware does, into a ring of
- * 64-byte big-endian entries with a doorbell, and completes them at once.
+/* A simulated NIC: like a driver of real hardware, it writes work requests to a ring of 64-byte
+ * big-endian entries with a doorbell; it completes them immediately.
  *
- * The layout of an entry (control, remote address, data) is that of the ConnectX family; the
- * structs before it are the beginnings of libibverbs' own, which its ABI fixes. */
+ * An entry (control, remote address, data) has the layout of the ConnectX family; the other structs
+ * are the first fields of libibverbs' own, which its ABI fixes. */
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
@@ -27,8 +27,8 @@ struct entry {
 struct nic {
   struct entry ring[RING];
   uint64_t ids[RING];          /* wr_id of each entry in the ring */
-  uint64_t done[RING];         /* of signalled requests: their completions, in order */
-  uint64_t bytes;              /* how many were asked to move */
+  uint64_t done[RING];         /* completions of the signalled requests, in order */
+  uint64_t bytes;              /* total size of the requests */
   uint32_t posted, completed, taken, doorbell;
   int event, armed;
 };
@@ -38,8 +38,8 @@ static inline uint64_t be64(uint64_t x) { return __builtin_bswap64(x); }
 
 struct wc { uint64_t wr_id; int32_t status, opcode; uint32_t rest[8]; };
 
-/* qp_context, the second word of struct ibv_qp, and cq_context, the third of struct ibv_cq, are
- * ours to use. */
+/* qp_context, the second word of struct ibv_qp, and cq_context, the third of struct ibv_cq, are for
+ * the application's use. */
 int wireless_post_send(void **qp, struct send_wr *wr, struct send_wr **bad) {
   struct nic *nic = qp[1];
   for (; wr; wr = wr->next) {
@@ -78,7 +78,7 @@ void wireless_open(struct nic *nic, int event) { memset(nic, 0, sizeof *nic); ni
 int wireless_arm(void **cq, int solicited) { (void)solicited; ((struct nic *)cq[2])->armed = 1; return 0; }
 uint64_t wireless_bytes(struct nic *nic) { return nic->bytes; }
 
-/* Take up to `most` completions; returns how many. */
+/* Poll up to `most` completions; returns their number. */
 int wireless_poll_cq(void **cq, int most, struct wc *wc) {
   struct nic *nic = cq[2];
   int count = 0;

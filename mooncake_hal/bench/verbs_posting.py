@@ -1,9 +1,9 @@
-"""What posting to an RDMA NIC costs the CPU, measured without a wire.
+"""Benchmark of the CPU cost of posting to an RDMA NIC, without a NIC.
 
-The rdma transport's own peer, windows and work requests post to a queue pair behind which there
-is no NIC but a C function: it takes requests as the driver of real hardware does, and completes
-them at once. So everything is counted that this process does per transfer: looking the spans up,
-cutting and sharing them out, building and posting the requests, taking events and completions.
+The rdma transport's own peer, windows and work requests post to a queue pair that is backed by a C
+function: it accepts requests like the driver of real hardware and completes them immediately. So
+the measurement covers all work that this process does per transfer: looking up, cutting and
+striping the spans, building and posting the requests, and handling events and completions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONNECTIONS = 2
 
 
 class WirelessQueuePair:
-    """A queue pair whose requests are done when they are posted; see ``SendingQueuePair``."""
+    """A queue pair whose requests complete when they are posted; see ``SendingQueuePair``."""
 
     inline_bytes = 28
 
@@ -64,7 +64,7 @@ class WirelessQueuePair:
 
     @property
     def moved_bytes(self) -> int:
-        """How many bytes it was asked to move so far."""
+        """Total size of the requests posted so far, in bytes."""
         return int(self._library.wireless_bytes(self._nic))
 
     def info(self) -> QueuePairInfo:
@@ -80,7 +80,7 @@ class WirelessQueuePair:
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
-            return  # taken before: the event is armed still
+            return  # consumed before: the event is still armed
         self._poller.request_event()
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class WirelessQueuePair:
 
 @dataclass
 class WirelessNic:
-    """A port without a wire; see ``SendingNic``."""
+    """A port without hardware; see ``SendingNic``."""
 
     number: int
     settings: RdmaSettings
@@ -108,7 +108,7 @@ class WirelessNic:
 
 
 class Wireless:
-    """A peer at the end of no wire, and the region that it registered; see ``RdmaPeerContext``."""
+    """A peer over ports without hardware, and its registered region; see ``RdmaPeerContext``."""
 
     def __init__(self, here: MemoryRegion, there: MemoryRegion) -> None:
         keys = RegionKeys([7] * CONNECTIONS, [0] * CONNECTIONS, True)
@@ -127,11 +127,11 @@ class Wireless:
 
     @property
     def moved_bytes(self) -> int:
-        """How many bytes its NICs were asked to move so far."""
+        """Total size of the requests posted to its NICs so far, in bytes."""
         return sum(pair.moved_bytes for nic in self.nics for pair in nic.pairs)
 
     def close(self) -> None:
-        """End its thread and free its descriptors."""
+        """Stop its thread and release its descriptors."""
         self.peer.close()
         self.progress.close()
         self._theirs.close()
@@ -143,7 +143,7 @@ class Wireless:
 
 @contextmanager
 def wireless(size: int) -> Iterator[tuple[Wireless, int, int]]:
-    """Open a peer without a wire; yields it, and where ``size`` bytes lie here and there.
+    """Open a peer without hardware; yields it, and the local and remote address of ``size`` bytes.
 
     Raises:
         NativeUnavailable: there is no compiler.
@@ -158,7 +158,7 @@ def wireless(size: int) -> Iterator[tuple[Wireless, int, int]]:
 
 
 def posting_us(shape: TransferShape, rounds: int) -> float:
-    """CPU microseconds of this process per span, for reads of that shape; the median of rounds.
+    """CPU microseconds of this process per span, for reads of a shape; the median of the rounds.
 
     Raises:
         NativeUnavailable: there is no compiler.

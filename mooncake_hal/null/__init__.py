@@ -1,1 +1,2 @@
-"""A backend that computes nothing: for testing schedulers, servers and connectors at full speed."""
+"""The null and paced backends, which compute nothing: for tests of schedulers, servers and
+connectors at full speed."""

@@ -1,7 +1,7 @@
-"""The null backend: the shapes of everything, the values of nothing.
+"""The null backend: results have the right shapes, but nothing is computed.
 
-Attention and linear layers are zero and the other ops hand their input on: whatever a model does,
-its logits are zeros, the same alone and in a batch, at the cost of allocating them.
+Attention and linear layers return zeros, and the other ops return their input. So the logits of any
+model are zeros, whatever its batch, at the cost of allocating them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from mooncake_hal.latents import LatentRows
 from mooncake_hal.transport import MemoryRegion
 
 TOTAL_BYTES = 1 << 30
-"""Memory that the null device says it has."""
+"""Memory size that the null device reports, in bytes."""
 
 
 class NullRuntime(SynchronousRuntime):
-    """One device without work."""
+    """The runtime of a single device that never has work."""
 
     def __init__(self) -> None:
         super().__init__("null")
@@ -60,7 +60,7 @@ class NullRuntime(SynchronousRuntime):
 
 
 class NullOps:
-    """Ops that move shapes, not numbers."""
+    """Ops that return tensors of the right shape and compute nothing."""
 
     def write_kv(
         self,
@@ -189,7 +189,7 @@ class NullOps:
 
 
 class NullMemory:
-    """Host memory, up to what the null device says it has."""
+    """Allocates host memory, up to TOTAL_BYTES per allocation."""
 
     def allocate(self, nbytes: int, index: int) -> TensorAllocation:
         require_device("null", index)
@@ -204,7 +204,7 @@ class NullMemory:
 
 
 class NullBackend:
-    """A whole backend that computes nothing."""
+    """A complete backend that computes nothing."""
 
     name = "null"
 

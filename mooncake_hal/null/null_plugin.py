@@ -1,4 +1,4 @@
-"""Entry point of the null backend; standard library only."""
+"""Offers the null backend; imports the standard library only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @hookimpl
 def mooncake_hal_backend() -> BackendSpec:
-    """Offer the null backend, which has to be asked for by name."""
+    """Offer the null backend, which is used only if it is requested by name."""
     return BackendSpec(name="null", api_version=API_VERSION, priority=-1, probe=probe, load=load)
 
 
 def probe() -> Availability:
-    """Look for torch, without importing it."""
+    """Check that torch is installed, without importing it."""
     if find_spec("torch") is None:
         return Availability(False, "torch is not installed")
     return Availability(True, "computes nothing; for tests")

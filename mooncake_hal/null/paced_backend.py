@@ -1,11 +1,12 @@
-"""The paced backend: a null backend whose device takes time, and computes while the host goes on.
+"""The paced backend: a null backend with a simulated device, which takes time and runs concurrently
+with the host.
 
-What a serving host costs beside a fast device shows on any machine: each layer's attention keeps
-the pretended device busy for as long as MOONCAKE_HAL_PACED says, in the order in which it was
-launched, and events pass when it gets there. The host pays what it really pays, the device nothing.
+It measures the host's cost of serving a fast device, on any machine. Each layer's attention keeps
+the simulated device busy for the time in MOONCAKE_HAL_PACED, in launch order, and events complete
+when the device reaches them. The host's costs are real, and the device costs nothing.
 
-Only who waits for an event is paced: steps with async scheduling do. A captured graph costs the
-host what a replay costs, and the device what was launched while it was captured.
+Only code that waits for events is paced, such as steps with async scheduling. A captured graph
+costs the host a replay, and keeps the device busy for the time that was launched under capture.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from mooncake_hal.null.null_backend import NullBackend, NullOps, NullRuntime
 
 @dataclass
 class DeviceClock:
-    """When the pretended device has done what was launched on it.
+    """Tracks when the simulated device will have finished the launched work.
 
     Args:
-        free_at: seconds, as ``time.perf_counter`` counts them.
+        free_at: ``time.perf_counter`` value, in seconds, at which all launched work is done.
     """
 
     free_at: float = 0.0
     captured_s: float | None = None
-    """Seconds of the work in the graph that is being captured; None while none is."""
+    """Duration in seconds of the work captured so far; None if no graph is being captured."""
 
     def launch(self, seconds: float) -> None:
-        """Work that begins when all earlier work is done."""
+        """Launch work of a duration, which starts when all earlier work is done."""
         if self.captured_s is not None:
             self.captured_s += seconds
         else:
@@ -43,7 +44,8 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class PacedGraph:
-    """Work that is launched at once. What it computes is there since it was captured: zeros."""
+    """Captured work, which a replay launches as one piece. Its results are zeros, which were
+    computed at capture."""
 
     clock: DeviceClock
     seconds: float
@@ -53,10 +55,10 @@ class PacedGraph:
 
 
 class PacedEvent:
-    """A point in the device's work.
+    """An event of the simulated device.
 
     Args:
-        clock: of the device.
+        clock: the device's clock.
     """
 
     def __init__(self, clock: DeviceClock) -> None:
@@ -76,10 +78,10 @@ class PacedEvent:
 
 
 class PacedRuntime(NullRuntime):
-    """One device whose events take their time.
+    """The runtime of the simulated device.
 
     Args:
-        clock: of the device.
+        clock: the device's clock.
     """
 
     def __init__(self, clock: DeviceClock) -> None:
@@ -100,12 +102,12 @@ class PacedRuntime(NullRuntime):
 
 
 class PacedOps(NullOps):
-    """Grouped attention that keeps the device busy.
+    """Null ops whose grouped-query attention keeps the simulated device busy.
 
     Args:
-        clock: of the device.
-        decode_s: seconds that a layer's decodes take, however many they are.
-        token_s: seconds that a layer takes per token of a prompt.
+        clock: the device's clock.
+        decode_s: duration of a layer's decodes in seconds, whatever their number.
+        token_s: duration of a layer per prompt token, in seconds.
     """
 
     def __init__(self, clock: DeviceClock, decode_s: float, token_s: float) -> None:
@@ -121,7 +123,7 @@ class PacedOps(NullOps):
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:
-        """Zeros, in time."""
+        """Zeros; keeps the device busy."""
         self._clock.launch(self._decode_s)
         return super().decode_attention(query, key_cache, value_cache, batch, scale)
 
@@ -133,13 +135,13 @@ class PacedOps(NullOps):
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:
-        """Zeros, in time."""
+        """Zeros; keeps the device busy."""
         self._clock.launch(self._token_s * query.shape[0])
         return super().prefill_attention(query, key_cache, value_cache, batch, scale)
 
 
 class PacedBackend(NullBackend):
-    """A null backend over a device that has a clock."""
+    """The null backend on the simulated device."""
 
     name = "paced"
 

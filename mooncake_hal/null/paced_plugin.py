@@ -1,4 +1,4 @@
-"""Entry point of the paced backend; standard library only."""
+"""Offers the paced backend; imports the standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def mooncake_hal_backend() -> BackendSpec:
-    """Offer the paced backend, which has to be asked for by name."""
+    """Offer the paced backend, which is used only if it is requested by name."""
     return BackendSpec(name="paced", api_version=API_VERSION, priority=-1, probe=probe, load=load)
 
 
