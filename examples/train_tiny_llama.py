@@ -1,9 +1,9 @@
 """Train the byte-level Llama in ``examples/tiny-llama`` and write it there, in Hugging Face form.
 
-The model learns three things by heart: the page (any cut of it is continued to the end), the
-questions and answers of ``chat.json``, and to recall a password told long before it is asked for.
-The last one needs *distant* KV, where the first two need mostly the recent past; together they make
-a moved KV cache that is not exact visible in the text.
+The model memorises the page (it continues any excerpt to the end of the page) and the questions and
+answers of ``chat.json``, and it learns to recall a password that was mentioned long before the
+question. The password depends on *distant* KV, the other two mostly on recent KV; together they
+make errors in a transferred KV cache visible in the text.
 
     python examples/train_tiny_llama.py            # some 15 minutes on one CPU core
 
@@ -33,7 +33,7 @@ SPECIAL_TOKENS = {PAD: "<|pad|>", EOS: "<|eos|>", IM_START: "<|im_start|>", IM_E
 VOCAB_SIZE = 272  # 260 used, padded to a multiple of 16
 MAX_TOKENS = 2048
 IGNORED = -100  # the label that cross_entropy skips
-UNSCORED_HEAD = 12  # the first bytes of a random cut cannot be foretold
+UNSCORED_HEAD = 12  # the first bytes of a random excerpt cannot be predicted
 SYSTEM_MESSAGE = "You are a helpful assistant."
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -47,7 +47,7 @@ log = logging.getLogger("train_tiny_llama")
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sequence: ``ids`` and, per position, whether the model must foretell it."""
+    """One training sequence: ``ids`` and, per position, whether it counts in the loss."""
 
     ids: list[int]
     scored: list[bool]
@@ -55,7 +55,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the training: ``batch`` sequences of at most ``tokens`` ids, from ``start`` on.
+    """A stage of the training, with batches of ``batch`` sequences of at most ``tokens`` ids.
 
     ``start`` is the fraction of all steps at which the stage begins.
     """
@@ -69,14 +69,14 @@ STAGES = (Stage(0.0, 256, 9), Stage(0.55, 768, 3), Stage(0.85, MAX_TOKENS, 2))
 
 
 class ChatFile(TypedDict):
-    """What ``chat.json`` holds: the answer to each question, and the passwords to recall."""
+    """The content of ``chat.json``: the answer to each question, and the passwords to recall."""
 
     answers: dict[str, str]
     passwords: list[str]
 
 
 class Corpus:
-    """Draws samples from the page and the chat file; the same seed draws the same samples."""
+    """Generates samples from the page and the chat file, reproducibly for the same seed."""
 
     def __init__(self, page: str, chat: ChatFile, seed: int) -> None:
         self._page = page
@@ -86,7 +86,8 @@ class Corpus:
         self._random = random.Random(seed)
 
     def batch(self, stage: Stage) -> list[Sample]:
-        """``stage.batch`` samples: half of them cuts of the page, half of them conversations."""
+        """Generate ``stage.batch`` samples: half of them excerpts of the page, the others
+        conversations."""
         kinds: tuple[Callable[[int], Sample], ...] = (
             self._cut,
             self._conversation,
@@ -96,13 +97,13 @@ class Corpus:
         return [self._random.choice(kinds)(stage.tokens) for _ in range(stage.batch)]
 
     def _cut(self, tokens: int) -> Sample:
-        """A window of the endlessly repeated page, from any byte on."""
+        """An excerpt of the endlessly repeated page, starting at a random byte."""
         start = self._random.randrange(len(self._cycle))
         ids = [self._cycle[(start + i) % len(self._cycle)] for i in range(tokens)]
         return Sample(ids, [i >= UNSCORED_HEAD for i in range(tokens)])
 
     def _conversation(self, tokens: int) -> Sample:
-        """As many questions with their answers as fit, in random order."""
+        """As many random questions with their answers as fit."""
         turns = self._system()
         while True:
             question, answer = self._random.choice(self._answers)
@@ -112,7 +113,7 @@ class Corpus:
             turns = longer
 
     def _recall(self, tokens: int) -> Sample:
-        """A password, a piece of the page of random length, and the question for the password."""
+        """A password, a part of the page of random length, and the question for the password."""
         password = self._random.choice(self._passwords)
         start = self._random.randrange(len(self._page))
         room = max(tokens - 200, 0)
@@ -125,7 +126,7 @@ class Corpus:
 
 
 def render(turns: list[tuple[str, str]]) -> Sample:
-    """The ids of a conversation as the chat template lays it out; only answers are scored."""
+    """The ids of a conversation in the chat template's format; only answers are scored."""
     ids: list[int] = []
     scored: list[bool] = []
     for role, content in turns:
@@ -157,9 +158,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_letters() -> Iterator[str]:
-    """The letter that stands for each byte, 0 to 255, in a byte-level vocabulary.
+    """The letter that represents each byte, 0 to 255, in a byte-level vocabulary.
 
-    Printable Latin-1 bytes stand for themselves, the others count up from U+0100 (as in GPT-2).
+    Printable Latin-1 bytes represent themselves, the others are numbered from U+0100 (as in GPT-2).
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = 0x100
@@ -191,7 +192,8 @@ def build_model() -> LlamaForCausalLM:
 
 
 def loss_of(model: LlamaForCausalLM, samples: list[Sample]) -> Tensor:
-    """Mean cross entropy in nats, first per sample and then over them: short answers count too."""
+    """Mean cross entropy in nats, per sample and then over all samples, so that short answers have
+    the same weight as long ones."""
     width = max(len(sample.ids) for sample in samples)
     ids = torch.full((len(samples), width), PAD)
     labels = torch.full((len(samples), width), IGNORED)
@@ -214,7 +216,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def train(model: LlamaForCausalLM, corpus: Corpus, steps: int, peak: float) -> None:
-    """Train in place for ``steps`` steps, through the stages, and log the loss."""
+    """Train the model in place for ``steps`` steps, through all stages, and log the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
     running = 0.0
     for step in range(steps):
@@ -245,7 +247,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def main() -> None:
-    """Train from the page beside the model and write the model there."""
+    """Train a model on the page and the chat file in examples/tiny-llama, and save it."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="folder to write the model to")
     parser.add_argument("--steps", type=int, default=2000)
