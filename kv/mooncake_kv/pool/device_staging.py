@@ -40,12 +40,12 @@ _ALIGNMENT = 4096
 HOST_TRANSPORTS = ("shm", "rdma", "tcp")
 """The transports that reach host memory, best first."""
 
-_OF_DEVICES = ("staged", "cuda_ipc", "hccs")
+_DEVICE_TRANSPORTS = ("staged", "cuda_ipc", "hccs")
 
 
 def host_transports(names: Sequence[str]) -> tuple[str, ...]:
     """The transports of ``names`` that reach a store; the others carry device memory only."""
-    return tuple(name for name in names if name not in _OF_DEVICES)
+    return tuple(name for name in names if name not in _DEVICE_TRANSPORTS)
 
 
 def connect_memory(context: RankContext) -> RankTransports | DeviceMemory:
@@ -62,7 +62,12 @@ def connect_memory(context: RankContext) -> RankTransports | DeviceMemory:
     except (DeviceError, OutOfMemory) as exc:
         raise KVConfigError(f"--kv-pool: KV on {device} can't be moved: {exc}") from exc
     except BackendUnavailable as exc:
-        logger.warning("--kv-pool: transports have to reach %s themselves: %s", device, exc)
+        logger.warning(
+            "--kv-pool: no pinned staging memory, so transports must reach the memory of %s "
+            "directly: %s",
+            device,
+            exc,
+        )
         return RankTransports(context.config, context.memory, context.registry, context.shared)
     config = replace(context.config, transports=host_transports(context.config.transports))
     return RankTransports(config, context.memory, context.registry, context.shared)
@@ -168,7 +173,7 @@ class StagedStore:
                 base = self._free.get(timeout=move.time_left())
             except Empty:
                 raise TransferCancelled(
-                    "other moves had all pinned memory until it was late"
+                    "other moves held all pinned memory until its deadline"
                 ) from None
             undo.callback(self._free.put, base)
             copier = self._make_copier()
@@ -226,7 +231,7 @@ class StagedMove:
             is_cancelled = self._is_cancelled
         try:
             if is_cancelled:
-                raise TransferCancelled("cancelled before it began")
+                raise TransferCancelled("the move was cancelled before it started")
             self._run(self, _parts(self._spans))
             self._state = TransferState.DONE
         finally:
@@ -267,9 +272,9 @@ class StagedMove:
         """
         left_s = self._deadline - time.monotonic()
         if self._is_cancelled:
-            raise TransferCancelled("nobody wants it any more")
+            raise TransferCancelled("the move was cancelled")
         if left_s <= 0:
-            raise TransferCancelled("its time was up before all of it had begun to move")
+            raise TransferCancelled("its deadline passed before all of its parts were started")
         return left_s
 
 

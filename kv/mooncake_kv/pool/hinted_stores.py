@@ -28,7 +28,7 @@ MAX_HINTED_STORES = 32
 """Upper bound of connected hinted stores; each costs a session and a thread."""
 IDLE_S = 120.0
 """Seconds after which a store that no request has named is disconnected."""
-LOST_S = 10.0
+UNREACHABLE_S = 10.0
 """The same for a store that is not connected."""
 SWEEP_S = 5.0
 """Seconds between two checks for idle stores."""
@@ -79,7 +79,7 @@ class _Hinted:
         used_at: when it was last named or read.
         client: its client, once the rule has allowed it.
         is_refused: the rule does not allow it.
-        was_in_vain: a request has waited for its connection until its timeout; others don't wait
+        has_timed_out: a request has waited for its connection until its timeout; others don't wait
             before it is connected.
     """
 
@@ -87,7 +87,7 @@ class _Hinted:
     used_at: float
     client: StoreClient | None = None
     is_refused: bool = False
-    was_in_vain: bool = False
+    has_timed_out: bool = False
 
     @property
     def arena(self) -> ArenaInfo | None:
@@ -104,7 +104,7 @@ class HintedStores:
         connect: creates a client of a store of this deployment.
         rule: decides which stores are allowed.
         count: called with the outcome of each hint.
-        on_left: called with the number of a store that was disconnected.
+        on_disconnect: called with the number of a store that was disconnected.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class HintedStores:
         connect: Connect,
         rule: HintRule,
         count: Callable[[str], None],
-        on_left: Callable[[int], None],
+        on_disconnect: Callable[[int], None],
     ) -> None:
         self._own = own
         self._connect = connect
         self._rule = rule
         self._count = count
-        self._on_left = on_left
+        self._on_left = on_disconnect
         self._next = len(own)
         self._by_address: dict[tuple[str, int], _Hinted] = {}
         self._opening: set[asyncio.Task[None]] = set()
@@ -133,15 +133,15 @@ class HintedStores:
         return None
 
     async def probe(
-        self, hints: Sequence[PrefixSource], keys: Sequence[bytes], patience_s: float
+        self, hints: Sequence[PrefixSource], keys: Sequence[bytes], timeout_s: float
     ) -> list[tuple[int, list[Residence]]]:
-        """Probe the named stores; returns the results of those that reply within ``patience_s``
+        """Probe the named stores; returns the results of those that reply within ``timeout_s``
         seconds, with their numbers."""
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         answers = await asyncio.gather(*(self._probe(hint, keys, deadline) for hint in hints))
         return list({found[0]: found for found in answers if found is not None}.values())
 
-    async def tidy(self) -> None:
+    async def disconnect_idle(self) -> None:
         """Disconnect idle stores periodically, for as long as the loop runs."""
         while True:
             await asyncio.sleep(SWEEP_S)
@@ -168,7 +168,7 @@ class HintedStores:
             return None
         await self._await_arena(hinted, deadline)
         client, arena = hinted.client, hinted.arena
-        hinted.was_in_vain = arena is None
+        hinted.has_timed_out = arena is None
         if client is None or arena is None:
             self._count("not_allowed" if hinted.is_refused else "unreachable")
             return None
@@ -217,13 +217,13 @@ class HintedStores:
         try:
             permitted = await self._rule.permitted(host)
         except (OSError, ValueError) as exc:
-            logger.debug("a store that a request names has no address: %r: %s", host, exc)
+            logger.debug("a request names a store whose address is not known: %r: %s", host, exc)
             return
         if permitted is None:
             hinted.is_refused = True
             logger.info(
-                "a request names a store at %s port %d, which is not allowed: --kv-pool "
-                "source-allow=%s allows it",
+                "a request names a store at %s port %d, which is not allowed; to allow it: "
+                "--kv-pool source-allow=%s",
                 *(host, port, host),
             )
         elif self._by_address.get(address) is hinted:  # not swept in the meantime
@@ -232,14 +232,14 @@ class HintedStores:
     async def _await_arena(self, hinted: _Hinted, deadline: float) -> None:
         """Wait until a store is connected (by its client's thread) or refused. Returns at once if
         an earlier request has waited in vain."""
-        while hinted.arena is None and not (hinted.is_refused or hinted.was_in_vain):
+        while hinted.arena is None and not (hinted.is_refused or hinted.has_timed_out):
             if time.monotonic() >= deadline:
                 return
             await asyncio.sleep(CONNECT_POLL_S)
 
     def _sweep(self, now: float) -> None:
         for address, hinted in list(self._by_address.items()):
-            limit_s = IDLE_S if hinted.arena is not None else LOST_S
+            limit_s = IDLE_S if hinted.arena is not None else UNREACHABLE_S
             if now - hinted.used_at <= limit_s:
                 continue
             self._on_left(hinted.number)

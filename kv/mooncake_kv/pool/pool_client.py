@@ -88,7 +88,7 @@ class _LookUp:
     keys: Sequence[bytes]
     probes: Sequence[Future[list[Residence]]]
     hints: Sequence[PrefixSource]
-    patience_s: float
+    timeout_s: float  # of the hinted stores' answers
 
 
 class PoolClient:
@@ -129,7 +129,11 @@ class PoolClient:
         self._active: set[str] = set()  # loads that the loop has started
         self._cancelled: set[str] = set()  # the cancelled ones of them
         self._hinted = HintedStores(
-            stores.all, stores.connect, stores.hint_rule, self._count_hint, self._leave_hinted
+            stores.all,
+            stores.connect,
+            stores.hint_rule,
+            self._count_hint,
+            self._on_hinted_disconnect,
         )
         self._loading: set[str] = set()  # the core's thread adds, the loop's removes
         self._saving: set[str] = set()  # the same
@@ -156,8 +160,8 @@ class PoolClient:
         self._stores.name_writers(self._rank_processes)
         self._ranks.open(send)
         self._post = post
-        self._loop = IoLoop("kv-pool", self._give_up, fail)
-        self._loop.call("", lambda: self._loop.spawn_housekeeping(self._hinted.tidy()))
+        self._loop = IoLoop("kv-pool", self._log_error, fail)
+        self._loop.call("", lambda: self._loop.spawn_housekeeping(self._hinted.disconnect_idle()))
 
     def on_rank_message(self, rank: int, message: bytes) -> None:
         """Process a message of a rank's worker. Thread-safe; may be called before ``start``."""
@@ -249,7 +253,7 @@ class PoolClient:
 
     def end_save(self, save_id: str, *, is_right: bool) -> None:
         """Answer ``ChunksCopied``: whether the copied blocks hold the KV of the chunks' tokens."""
-        self._loop.call(save_id, self._judge, save_id, is_right)
+        self._loop.call(save_id, self._take_verdict, save_id, is_right)
 
     # -- loop thread ----------------------------------------------------------------------------
 
@@ -263,12 +267,12 @@ class PoolClient:
         self._active.add(load.load_id)
         self._loop.spawn(self._load(load), load.load_id)
 
-    def _give_up(self, order_id: str, exc: Exception) -> None:
+    def _log_error(self, order_id: str, exc: Exception) -> None:
         """Log an unexpected exception of the loop. Loads and saves post their events anyway."""
-        logger.warning("the pool failed in %s: %r", order_id, exc)
+        logger.warning("the pool client failed in %s: %r", order_id, exc)
 
     async def _look_up(self, asked: _LookUp) -> None:
-        hinted = await self._hinted.probe(asked.hints, asked.keys, asked.patience_s)
+        hinted = await self._hinted.probe(asked.hints, asked.keys, asked.timeout_s)
         places = {n: await asyncio.wrap_future(probe) for n, probe in enumerate(asked.probes)}
         self._post(ChunksFound(asked.load_id, self._found(places | dict(hinted))))
 
@@ -281,7 +285,7 @@ class PoolClient:
 
     async def _load(self, load: LoadRequest) -> None:
         began = time.monotonic()
-        num_right, error = load.first_chunk, "the pool failed"
+        num_right, error = load.first_chunk, "the pool client failed"
         pinned: PinnedChunks | None = None
         try:
             lease_s = load.timeout_s + LEASE_MARGIN_S
@@ -289,20 +293,20 @@ class PoolClient:
             runs = self._runs(load, pinned)
             num_chunks = load.first_chunk + sum(len(run.offsets) for run in runs)
             if not runs:
-                error = "its chunks are gone"
+                error = "the stores no longer have its chunks"
                 return
             following = asyncio.ensure_future(self._follow(load.load_id, pinned))
             try:
                 failure = await self._read(load, runs, began, are_arriving=pinned.are_arriving)
                 if following.done() and not following.result():
-                    failure = "an SSD did not give its chunks"
+                    failure = "an SSD did not deliver its chunks"
             finally:
                 following.cancel()
             are_right = await pinned.release()
             pinned = None
             if failure is None and are_right:
                 num_right = num_chunks
-            error = failure or ("" if are_right else "the store took its chunks back")
+            error = failure or ("" if are_right else "its read handles expired")
         finally:
             if pinned is not None:
                 await pinned.release()
@@ -330,19 +334,19 @@ class PoolClient:
     async def _follow(self, load_id: str, pinned: PinnedChunks) -> bool:
         """Send the ranks ``LayersArrived`` as stores read layers from SSDs. If some will not
         arrive, cancels the ranks' order and returns False."""
-        num_told = 0
+        num_sent = 0
 
         def arrived(num_bytes: int) -> None:
-            nonlocal num_told
+            nonlocal num_sent
             num_layers = num_bytes // self._layer_bytes
-            if num_layers > num_told:
-                num_told = num_layers
+            if num_layers > num_sent:
+                num_sent = num_layers
                 self._ranks.broadcast(LayersArrived(load_id, num_layers))
 
-        do_come = await pinned.follow(self.chunk_bytes, arrived)
-        if not do_come:
+        have_arrived = await pinned.follow(self.chunk_bytes, arrived)
+        if not have_arrived:
             self._ranks.broadcast(CancelRuns(load_id))
-        return do_come
+        return have_arrived
 
     async def _read(
         self, load: LoadRequest, runs: Sequence[ChunkRun], began: float, *, are_arriving: bool
@@ -351,7 +355,7 @@ class PoolClient:
         num_chunks = load.first_chunk + sum(len(run.offsets) for run in runs)
         if load.load_id in self._cancelled:
             self._learn(load, num_chunks, began, ())
-            return "nobody wants it any more"
+            return "the load was cancelled"
         exposed: list[float] = []
 
         def released() -> None:
@@ -511,7 +515,7 @@ class PoolClient:
         finally:
             del self._verdicts[save_id]
 
-    def _judge(self, save_id: str, is_right: bool) -> None:
+    def _take_verdict(self, save_id: str, is_right: bool) -> None:
         verdict = self._verdicts.get(save_id)
         if verdict is not None and not verdict.done():
             verdict.set_result(is_right)
@@ -532,7 +536,7 @@ class PoolClient:
         own = self._stores.all
         return own[number] if number < len(own) else self._hinted.use(number)
 
-    def _leave_hinted(self, number: int) -> None:
+    def _on_hinted_disconnect(self, number: int) -> None:
         self._ranks.forget(number)
         for tier in Tier:
             self.load_costs.forget(ChunkSource(number, tier))

@@ -76,24 +76,24 @@ class KVPoolConfig:
         if self.mooncake_store:
             if self.ssd or self.connect or self.port is not None:
                 raise KVConfigError(
-                    "--kv-pool: ssd, port and connect are of node stores; with mooncake-store=... "
-                    "its master decides where KV lies: use dram, staging and protocol"
+                    "--kv-pool: ssd, port and connect apply to node stores only; with "
+                    "mooncake-store=... the master places KV: use dram, staging and protocol"
                 )
             return
         if (self.staging_bytes, self.protocol) != (DEFAULT_STAGING_BYTES, "tcp"):
             raise KVConfigError(
-                "--kv-pool: staging and protocol are of a Mooncake Store: name its master, too: "
+                "--kv-pool: staging and protocol apply to a Mooncake Store only; add its master: "
                 "mooncake-store=10.0.0.1:50051"
             )
         if not self.dram_bytes and not self.connect:
             raise KVConfigError(
-                "--kv-pool names no store: give this instance one (dram=4GiB), or name one that "
-                "runs (connect=127.0.0.1:7701)"
+                "--kv-pool names no store: give this instance one (dram=4GiB), or connect to a "
+                "running one (connect=127.0.0.1:7701)"
             )
         if not self.dram_bytes and (self.ssd or self.port is not None):
             raise KVConfigError(
-                "--kv-pool: ssd and port are of a store in this instance; give it memory, too: "
-                "dram=4GiB"
+                "--kv-pool: ssd and port apply to a store in this instance, which needs memory: "
+                "add dram=4GiB"
             )
 
     def _check_own_store(self) -> None:
@@ -110,13 +110,13 @@ class KVPoolConfig:
         given = [name for name, is_given in (of_store | of_ssd).items() if is_given]
         if given and (self.mooncake_store or not self.dram_bytes):
             raise KVConfigError(
-                f"--kv-pool: {', '.join(given)}: of a node store in this instance, which has none; "
-                "one in another process has options of that name"
+                f"--kv-pool: {', '.join(given)}: apply to a node store in this instance, which has "
+                "none; a store in another process has options of the same names"
             )
         if any(of_ssd.values()) and not self.ssd:
             raise KVConfigError(
                 f"--kv-pool: {', '.join(name for name in given if name in of_ssd)}: there is no "
-                "SSD; name a directory, too: ssd=/ssd0/kv:200GiB"
+                "SSD; add a directory: ssd=/ssd0/kv:200GiB"
             )
 
     def with_network(self, network: KVTransferConfig) -> KVPoolConfig:
@@ -141,8 +141,8 @@ def read_kv_pool(text: str) -> KVPoolConfig:
         name, sign, value = setting.strip().partition("=")
         if not sign or name not in _SETTINGS:
             raise KVConfigError(
-                f"--kv-pool: wanted {', '.join(f'{known}=...' for known in _SETTINGS)} with commas "
-                f"between them, got {setting!r}"
+                f"--kv-pool: wanted {', '.join(f'{known}=...' for known in _SETTINGS)} separated "
+                f"by commas, got {setting!r}"
             )
         field_name, parse, is_repeated = _SETTINGS[name]
         try:
@@ -152,7 +152,7 @@ def read_kv_pool(text: str) -> KVPoolConfig:
         if is_repeated:
             parsed = (*found.get(field_name, ()), parsed)
         elif field_name in found:
-            raise KVConfigError(f"--kv-pool has {name} twice")
+            raise KVConfigError(f"--kv-pool: {name} is given twice")
         found[field_name] = parsed
     return KVPoolConfig(**found)
 
@@ -185,7 +185,7 @@ def _address(text: str) -> tuple[str, int]:
         raise ValueError(f"wanted HOST:PORT such as 127.0.0.1:7701, got {text!r}")
     number = _port(port)
     if not number:
-        raise ValueError(f"port 0 of {text!r} is nobody's")
+        raise ValueError(f"wanted a port, 1 to 65535, got {text!r}")
     return host.removeprefix("[").removesuffix("]"), number
 
 

@@ -35,7 +35,7 @@ from mooncake_kv.store.store_service import StoreAddress, StoreService
 
 logger = logging.getLogger(__name__)
 
-CONNECT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
 """Seconds that the start of an instance waits for each store. A store that starts later is
 connected in the background."""
 
@@ -119,10 +119,10 @@ class PoolStores:
             for client, (host, port) in zip(clients, config.connect, strict=True):
                 undo.callback(client.close)
                 self.all.append(client)
-                if not client.await_store(CONNECT_S):
+                if not client.await_store(CONNECT_TIMEOUT_S):
                     logger.warning(
-                        "no store replies at %s port %d: nothing is loaded from there until one "
-                        "does",
+                        "no store replies at %s port %d: its chunks are misses until it is "
+                        "connected",
                         host,
                         port,
                     )
@@ -245,4 +245,6 @@ def _reachable() -> Iterator[None]:
     try:
         yield
     except (HalError, ValueError, OSError) as exc:
-        raise KVConfigError(f"--kv-pool: this instance's store can't be reached: {exc}") from exc
+        raise KVConfigError(
+            f"--kv-pool: the store of this instance can't be made reachable: {exc}"
+        ) from exc

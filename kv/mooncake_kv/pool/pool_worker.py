@@ -62,7 +62,7 @@ Layers = tuple[int, int]
 """A half-open range of the model's layers."""
 STORE_RANK = 0
 """A store is one process, which has a single rank."""
-NO_LAYER_AFTER = 1 << 30
+ALL_LAYERS = 1 << 30
 """A layer count above any model's: all layers are in the stores' memory."""
 
 
@@ -212,9 +212,9 @@ class PoolWorker:
     def _cancel(self, load: _RunningLoad) -> None:
         """Cancel a load: steps stop waiting for it. A load that is still queued ends here; running
         transfers are cancelled and drained on another thread."""
-        load.call_off()
-        not_wanted = TransferCancelled("nobody wants it any more")
-        self._report(load.order.load_id, partial(_fail, not_wanted), load)
+        load.stop_waits()
+        cancelled = TransferCancelled("the load was cancelled")
+        self._report(load.order.load_id, partial(_fail, cancelled), load)
         self._ending.submit(load.cancel)
 
     def _read(self, load: _RunningLoad) -> None:
@@ -224,7 +224,7 @@ class PoolWorker:
         order, moving = load.order, deque[tuple[int, list[Transfer]]]()
         release_after = self._own_layers(order.release_layers or 0)
         with self._connected(order.runs, LOADING, load) as connections:
-            self._take_up(load)
+            self._mark_started(load)
             plans = self._plans(order.runs, order.block_ids, connections)
             groups = list(self._groups(order.runs))
             if order.are_arriving:  # plan the first group while an SSD still reads it
@@ -244,7 +244,7 @@ class PoolWorker:
             while moving:
                 self._finish(load, *moving.popleft(), release_after)
 
-    def _take_up(self, load: _RunningLoad) -> None:
+    def _mark_started(self, load: _RunningLoad) -> None:
         """A thread has started the load, so that steps may wait for its layers.
 
         Raises:
@@ -289,7 +289,7 @@ class PoolWorker:
     def _write(self, order: SaveRuns, moves: OrderTransfers) -> None:
         """Write the save's layers group by group, each once its step has computed it."""
         shard, runs = self._local.shard, order.runs
-        mine = runs if shard.replicas == 1 else list(_shared_out(runs, shard))
+        mine = runs if shard.replicas == 1 else list(_own_share(runs, shard))
         with self._connected(runs, SAVING, moves) as connections:
             plans = self._plans(mine, order.block_ids, connections)
             for layers in self._groups(runs):
@@ -365,7 +365,7 @@ class PoolWorker:
     def _store(self, epoch: str) -> _Store:
         store = self._stores.get(epoch)
         if store is None:
-            raise TransferError(f"the store of epoch {epoch} is gone")
+            raise TransferError(f"the store of epoch {epoch} is not connected any more")
         return store
 
     def _submit(
@@ -397,7 +397,7 @@ class PoolWorker:
             return
         except Exception as exc:
             logger.exception("moving the chunks of %s failed", order_id)
-            error = f"it failed: {exc!r}"
+            error = f"moving its chunks failed: {exc!r}"
         finally:
             if isinstance(moves, _RunningLoad):
                 moves.end()
@@ -406,7 +406,7 @@ class PoolWorker:
             stalled_s = moves.stalled_s
             begun_share = moves.num_begun / self._local.shard.layers
             if moves.is_missed and error is None:
-                error = "a step went on without a layer of it, which was late"
+                error = "a step continued without a layer that had not arrived in time"
             with self._lock:
                 self._loads.pop(order_id, None)
         seconds = time.monotonic() - started
@@ -418,7 +418,7 @@ def _fail(error: TransferError) -> None:
     raise error
 
 
-def _shared_out(runs: Sequence[ChunkRun], shard: KVShard) -> Iterator[ChunkRun]:
+def _own_share(runs: Sequence[ChunkRun], shard: KVShard) -> Iterator[ChunkRun]:
     """The chunks that this rank writes on behalf of all replicas of its shard."""
     for run in runs:
         for position, offset in enumerate(run.offsets, run.first_chunk):
@@ -442,7 +442,7 @@ class _RunningLoad(OrderTransfers):
         self.is_missed = False
         """Whether a step ran the request without all layers; final once the load has ended."""
         self._first_layer = first_layer
-        self._num_in_store = 0 if order.are_arriving else NO_LAYER_AFTER
+        self._num_in_store = 0 if order.are_arriving else ALL_LAYERS
         self._has_ended = False
         self._awaited: dict[int, float] = {}  # number of layers that steps wait for: since when
         self._changed = threading.Condition()
@@ -474,18 +474,18 @@ class _RunningLoad(OrderTransfers):
         with self._changed:
             self._changed.wait_for(lambda: self._num_in_store > layer or self._is_cancelled, left_s)
             if self._is_cancelled:
-                raise TransferCancelled("nobody wants it any more")
+                raise TransferCancelled("the load was cancelled")
             if self._num_in_store <= layer:
-                raise TransferCancelled("an SSD did not give its chunks in time")
+                raise TransferCancelled("an SSD did not deliver its chunks in time")
 
-    def call_off(self) -> None:
+    def stop_waits(self) -> None:
         """``cancel`` without draining the running transfers: returns at once."""
         with self._changed:
             self._is_cancelled = True
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        self.call_off()
+        self.stop_waits()
         super().cancel()
 
     def arrived(self, stop: int) -> None:

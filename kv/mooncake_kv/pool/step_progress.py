@@ -77,10 +77,10 @@ class StepProgress:
         with self._changed:
             while (event := self._find(number, layer)) is None:
                 if self._is_closed:
-                    raise TransferCancelled("the rank ends")
+                    raise TransferCancelled("the rank is shutting down")
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise TransferCancelled(
-                        f"step {number} did not come to layer {layer} within {timeout_s:.1f} s"
+                        f"step {number} did not reach layer {layer} within {timeout_s:.1f} s"
                     )
         event.synchronize()
 

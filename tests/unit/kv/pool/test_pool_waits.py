@@ -78,7 +78,7 @@ def test_a_step_waits_no_longer_than_the_load_may_take():
 
 def test_a_step_does_not_wait_for_what_is_called_off(load):
     thread = _waiter(load, 4)
-    load.call_off()
+    load.stop_waits()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert load.is_missed
@@ -91,7 +91,7 @@ def test_a_load_that_all_steps_waited_for_is_none_that_was_missed(load):
     load.arrived(5)
     thread.join(PATIENCE_S)
     load.end()
-    load.call_off()
+    load.stop_waits()
     assert load.begin_step(), "it waits for nothing"
     assert not load.is_missed
 
@@ -117,11 +117,11 @@ def test_layers_are_moved_as_far_as_they_are_in_the_store():
 
 def test_layers_that_do_not_come_end_a_load_by_its_deadline_or_its_cancelling():
     """Neither is a fault of the connection, which other loads use."""
-    with pytest.raises(TransferCancelled, match="an SSD did not give its chunks in time"):
+    with pytest.raises(TransferCancelled, match="an SSD did not deliver its chunks in time"):
         list(_arriving(0.02).arriving((4, 5)))
     load = _arriving()
     threading.Timer(0.02, load.cancel).start()
-    with pytest.raises(TransferCancelled, match="nobody wants it"):
+    with pytest.raises(TransferCancelled, match="the load was cancelled"):
         list(load.arriving((4, 5)))
 
 

@@ -26,7 +26,7 @@ from mooncake_kv.pool.pool_messages import (
 )
 from mooncake_kv.pool.pool_worker import LOAD_THREADS, PoolWorker
 
-LATE = "its time was up before all of it had begun to move: the other side is overloaded"
+LATE = "the deadline passed before all transfers had started: the peer is overloaded"
 
 
 class Move:
@@ -173,7 +173,7 @@ def test_a_load_that_no_thread_has_releases_no_step_and_holds_none_up(worker: Wo
     worker.end_all()
     assert worker.released == ["quick"]
     ended = worker.ended
-    assert ended.pop("quick") == "a step went on without a layer of it, which was late"
+    assert ended.pop("quick") == "a step continued without a layer that had not arrived in time"
     assert set(ended.values()) == {None}
 
 
@@ -190,7 +190,7 @@ def test_a_load_that_is_cancelled_before_a_thread_has_it_ends_at_once(worker: Wo
     worker.fill()
     worker.load("given-up", "b", release_layers=0)
     worker.running.receive(encode(CancelRuns("given-up")))
-    assert worker.ended == {"given-up": "TransferCancelled: nobody wants it any more"}
+    assert worker.ended == {"given-up": "TransferCancelled: the load was cancelled"}
     assert worker.running.begin_step(1, ["r-given-up"], completes_chunks=False) is None
     worker.end_all()
     assert worker.moves("b") == []
@@ -230,7 +230,7 @@ def test_a_load_that_a_step_did_not_wait_for_has_failed_even_if_all_of_it_comes(
     layer_done(1)
     assert worker.ended == {}
     worker.end_all()
-    assert worker.ended == {"load": "a step went on without a layer of it, which was late"}
+    assert worker.ended == {"load": "a step continued without a layer that had not arrived in time"}
 
 
 def test_a_load_that_was_late_in_the_queue_takes_no_other_one_along(worker: Worker) -> None:
@@ -252,7 +252,7 @@ def test_a_save_whose_step_does_not_come_takes_no_load_along(worker: Worker) -> 
     worker.fill()
     worker.save("save", timeout_s=0.05, step=7)
     wait_for(lambda: "save" in worker.ended)
-    assert "step 7 did not come to layer 0 within" in (worker.ended["save"] or "")
+    assert "step 7 did not reach layer 0 within" in (worker.ended["save"] or "")
     worker.end_all()
     ended = worker.ended
     del ended["save"]

@@ -82,7 +82,7 @@ def test_an_order_that_comes_late_finds_old_steps_behind_the_begin_of_a_newer_on
 
 def test_a_step_that_never_comes_ends_the_wait() -> None:
     progress = StepProgress(Device().event)
-    with pytest.raises(TransferCancelled, match="step 4 did not come to layer 2 within"):
+    with pytest.raises(TransferCancelled, match="step 4 did not reach layer 2 within"):
         progress.await_layer(4, 2, 0.01)
     closing = threading.Timer(0.02, progress.close)
     closing.start()
