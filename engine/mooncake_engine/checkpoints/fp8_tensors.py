@@ -64,8 +64,8 @@ class Fp8Scales:
         found = next((name + end for end in _ENDS if name + end in self._files), None)
         if found is None:
             raise CheckpointError(
-                f"{name} is {values.dtype} without a scale; {name}_scale or {name}_scale_inv is "
-                "wanted"
+                f"{name} is {values.dtype} without a scale; expected {name}_scale or "
+                f"{name}_scale_inv"
             )
         return values.float() * _spread(self.read(found), found, window)
 
@@ -78,7 +78,7 @@ def _spread(scales: Tensor, name: str, window: tuple[slice, ...]) -> Tensor:
     if (scales.dim() == 2 and scales.shape[1] > 1) or scales.shape[0] < rows.stop:
         return _spread_blocks(scales, name, window)
     if scales.dim() > 2 or scales.numel() != len(scales) or not columns:
-        raise CheckpointError(f"{name} has shape {list(scales.shape)}, which is no row's scale")
+        raise CheckpointError(f"{name} has shape {list(scales.shape)}, expected a scale per row")
     return scales.reshape(-1, 1)[rows]
 
 
@@ -88,7 +88,7 @@ def _spread_blocks(scales: Tensor, name: str, window: tuple[slice, ...]) -> Tens
         first, last = part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK)
         if scales.dim() != len(window) or last > scales.shape[dim]:
             raise CheckpointError(
-                f"{name} has shape {list(scales.shape)}, which are not scales of blocks of "
+                f"{name} has shape {list(scales.shape)}, expected a scale per block of "
                 f"{FP8_BLOCK} by {FP8_BLOCK}"
             )
         wide = wide.narrow(dim, first, last - first).repeat_interleave(FP8_BLOCK, dim)

@@ -104,7 +104,7 @@ class GGUFModel:
         self._name = str(header.metadata.get("general.architecture", ""))
         if self._name not in _KINDS:
             raise CheckpointError(
-                f"{path}: architecture {self._name!r} is not read from GGUF; supported: "
+                f"{path}: architecture {self._name!r} is not supported in GGUF files; supported: "
                 f"{', '.join(sorted(_KINDS))}"
             )
         has_experts = bool(self._get("expert_count", 0))
@@ -117,8 +117,8 @@ class GGUFModel:
         head_dim = int(self._get("attention.key_length", width // heads))
         if (rotated := self._get("rope.dimension_count", head_dim)) != head_dim:
             raise CheckpointError(
-                f"{self._path}: {rotated} of {head_dim} dimensions of a head are rotated; only "
-                "heads that are rotated whole are read from GGUF"
+                f"{self._path}: {rotated} of {head_dim} dimensions of a head are rotated; in "
+                "GGUF files only heads that are rotated as a whole are supported"
             )
         has_bias = "blk.0.attn_q.bias" in self._header.tensors
         metadata = self._header.metadata
@@ -223,7 +223,9 @@ class GGUFModel:
         if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
             return None
         if kind not in ("linear", "yarn"):
-            raise CheckpointError(f"{self._path}: rope scaling {kind!r} is not read from GGUF")
+            raise CheckpointError(
+                f"{self._path}: rope scaling {kind!r} is not supported in GGUF files"
+            )
         scaling = {"rope_type": kind, "factor": factor or self._need("rope.scaling.factor")}
         for key, name in _YARN.items() if kind == "yarn" else ():
             if (value := self._get(f"rope.scaling.{key}", None)) is not None:
@@ -261,7 +263,9 @@ class GGUFModel:
         try:
             return self._header.tensors["token_embd.weight"]
         except KeyError as exc:
-            raise CheckpointError(f"{self._path} lacks token_embd.weight; it is no model") from exc
+            raise CheckpointError(
+                f"{self._path} lacks token_embd.weight; it is not a model"
+            ) from exc
 
     def _get(self, key: str, default: Any) -> Any:
         return self._header.metadata.get(f"{self._name}.{key}", default)
@@ -269,5 +273,5 @@ class GGUFModel:
     def _need(self, key: str) -> Any:
         value = self._get(key, None)
         if value is None:
-            raise CheckpointError(f"{self._path} lacks {self._name}.{key}; it is no model")
+            raise CheckpointError(f"{self._path} lacks {self._name}.{key}; it is not a model")
         return value

@@ -51,7 +51,7 @@ def gguf_directory(path: Path) -> Path:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as exc:
-        raise CheckpointError(f"can't write {made}: {exc}; HF_HOME names another place") from exc
+        raise CheckpointError(f"can't write {made}: {exc}; set HF_HOME to another folder") from exc
     return made
 
 

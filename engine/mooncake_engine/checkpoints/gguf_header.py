@@ -80,7 +80,9 @@ def parts_of(path: Path) -> list[Path]:
     stem, count = path.name[: split.start()], int(split[2])
     parts = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     if missing := [part.name for part in parts if not part.is_file()]:
-        raise CheckpointError(f"half a checkpoint: {', '.join(missing)} not found in {path.parent}")
+        raise CheckpointError(
+            f"incomplete checkpoint: {', '.join(missing)} not found in {path.parent}"
+        )
     return parts
 
 
@@ -89,7 +91,7 @@ def _read_file(path: Path) -> GGUFHeader:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(data, path).header()
     except (OSError, ValueError, struct.error, UnicodeDecodeError, KeyError) as exc:
-        raise CheckpointError(f"{path} is damaged or no GGUF file: {exc!r}") from exc
+        raise CheckpointError(f"{path} is damaged or not a GGUF file: {exc!r}") from exc
 
 
 class _Parser:
@@ -102,7 +104,7 @@ class _Parser:
 
     def header(self) -> GGUFHeader:
         if self._take(4) != _MAGIC:
-            raise ValueError("it does not begin with GGUF")
+            raise ValueError("it does not start with GGUF")
         version = self._scalar("<I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version}, wanted one of {_VERSIONS}, little-endian")
@@ -155,7 +157,7 @@ class _Parser:
 
     def _checked(self, count: int) -> int:
         if count > len(self._data) - self._at:
-            raise ValueError(f"{count} items in what is left of {len(self._data)} bytes")
+            raise ValueError(f"{count} items exceed the rest of {len(self._data)} bytes")
         return count
 
     def _take(self, num_bytes: int) -> bytes:

@@ -49,7 +49,9 @@ def read_index(directory: Path) -> dict[str, StoredTensor]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, StoredTensor])
     except (OSError, msgspec.MsgspecError) as exc:
-        raise CheckpointError(f"{path} can't be read: {exc}; remove {directory}") from exc
+        raise CheckpointError(
+            f"{path} can't be read: {exc}; remove {directory}, it is made again"
+        ) from exc
 
 
 def write_index(directory: Path, tensors: dict[str, StoredTensor]) -> None:

@@ -158,7 +158,7 @@ class GGUFTokenizer:
 
     def _unknown(self, key: str, value: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._path}: tokenizer.ggml.{key} {value!r} is not known here: {_REMEDY}"
+            f"{self._path}: tokenizer.ggml.{key} {value!r} is not supported: {_REMEDY}"
         )
 
 

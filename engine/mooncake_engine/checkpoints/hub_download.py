@@ -70,8 +70,8 @@ def _with_config(model: HubModel, directory: Path) -> Path:
         if any(directory.glob("*.safetensors")) and (directory / "config.json").is_file():
             return directory
         raise ConfigError(
-            f"{model.repository} has no config.json with *.safetensors; of GGUF files name the "
-            f"quantisation, such as {model.repository}:Q4_K_M"
+            f"{model.repository} has no config.json with *.safetensors; if it has GGUF files, name "
+            f"a quantisation, such as {model.repository}:Q4_K_M"
         )
     ggufs = first_parts(directory)
     exact = [path for path in ggufs if _names(path, model.quantization)]
@@ -102,7 +102,7 @@ def _only_one(cache: Path, model: HubModel) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        logger.info("another process fetches %s: waiting for it", model.repository)
+        logger.info("waiting for another process that downloads %s", model.repository)
         lock.acquire(poll_interval=_LOCK_POLL_S)
     try:
         yield
@@ -127,19 +127,20 @@ def _named_errors(model: HubModel) -> Iterator[None]:
         raise ConfigError(f"{name} at {hub} has no revision {model.revision!r}") from exc
     except errors.RepositoryNotFoundError as exc:
         raise ConfigError(
-            f"no directory {name} here, and no model of that name at {hub}; a private one needs "
-            "HF_TOKEN"
+            f"no directory {name} here, and no model of that name at {hub}; private models "
+            "need HF_TOKEN"
         ) from exc
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as exc:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} can't be reached"
         raise DownloadFailed(
-            f"{name} is not in {constants.HF_HUB_CACHE}, and {why}; fetch it first, or set "
+            f"{name} is not in {constants.HF_HUB_CACHE}, and {why}; download it first, or set "
             "HF_ENDPOINT to a mirror"
         ) from exc
     except errors.HTTPError as exc:  # type: ignore[attr-defined]  # of its own HTTP library
         reason = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
         raise DownloadFailed(
-            f"{name} could not be fetched from {hub}: {reason}; start again, whole files are kept"
+            f"{name} could not be downloaded from {hub}: {reason}; try again, complete files are "
+            "kept"
         ) from exc
     except OSError as exc:
         raise _disk_error(name, exc, constants.HF_HUB_CACHE, "HF_HOME") from exc
@@ -148,10 +149,10 @@ def _named_errors(model: HubModel) -> Iterator[None]:
 def _disk_error(name: str, exc: OSError, cache: str, variable: str) -> DownloadFailed:
     if exc.errno == errno.ENOSPC:
         return DownloadFailed(
-            f"the disk of {cache} is full before {name} is whole: free some space, or set "
-            f"{variable} to a directory on another one"
+            f"the disk of {cache} is full, and {name} is incomplete: free some space, or set "
+            f"{variable} to a directory on another disk"
         )
-    return DownloadFailed(f"{name} could not be fetched: {exc}")
+    return DownloadFailed(f"{name} could not be downloaded: {exc}")
 
 
 def _from_modelscope(model: HubModel) -> Path:
@@ -177,7 +178,7 @@ def _from_modelscope(model: HubModel) -> Path:
         raise ConfigError(f"ModelScope has no model {model.repository}: {exc}") from exc
     except (FileDownloadError, requests.RequestException) as exc:
         raise DownloadFailed(
-            f"{model.repository} could not be fetched from ModelScope: {exc}"
+            f"{model.repository} could not be downloaded from ModelScope: {exc}"
         ) from exc
     except OSError as exc:
         raise _disk_error(model.repository, exc, "ModelScope's cache", "MODELSCOPE_CACHE") from exc

@@ -71,7 +71,7 @@ class SafetensorsFile:
         elif not values.dtype.is_floating_point or (is_narrow and values.dtype is not E4M3):
             raise CheckpointError(
                 f"{self._path}: {name} is {values.dtype}; only unquantised weights and fp8 (e4m3) "
-                "are read"
+                "are supported"
             )
         elif dtype is E4M3 and values.dtype is not E4M3:
             raise CheckpointError(
@@ -129,7 +129,7 @@ def locate_tensors(model_dir: Path) -> dict[str, Path]:
         return files
     raise CheckpointError(
         f"{model_dir} holds no *.safetensors and no *.gguf; convert the checkpoint with "
-        "transformers' save_pretrained, other formats are not read"
+        "transformers' save_pretrained, other formats are not supported"
     )
 
 
@@ -157,7 +157,7 @@ def _without_index(paths: list[Path]) -> dict[str, Path]:
             if (other := files.setdefault(name, path)) is not path:
                 raise CheckpointError(
                     f"{other} and {path.name} both hold {name}, and no {INDEX_NAME} says which is "
-                    "the model's: remove the files of another form, or fetch the index"
+                    "the model's: remove the files of the other format, or download the index"
                 )
     return files
 
@@ -176,7 +176,8 @@ def _require_files(index: Path, paths: Iterable[Path]) -> None:
     missing = sorted({path.name for path in paths if not path.is_file()})
     if missing:
         raise CheckpointError(
-            f"half a checkpoint: {index.name} names {some_of(missing)}, not found in {index.parent}"
+            f"incomplete checkpoint: {index.name} names {some_of(missing)}, not found in "
+            f"{index.parent}"
         )
 
 

@@ -211,8 +211,8 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
             share_heads(shared.num_heads, shared.num_kv_heads, config.tp_size, rank)
     if plan.has_native_latents:
         logger.info(
-            "latents are kept in the form that backend %r reads best; ask for a KV layout by its "
-            "name to keep them as rows",
+            "latents are kept in the native layout of backend %r; set --kv-layout to keep them as "
+            "rows",
             backend.name,
         )
     largest = largest_block(config, plan.geometries, block_size.tokens)
@@ -247,7 +247,7 @@ def choose_block_size(config: EngineConfig, backend: Backend) -> BlockSize:
     possible = sorted(capabilities.block_sizes)
     if config.block_size not in possible:
         raise ConfigError(
-            f"block_size {config.block_size} was asked for, backend {backend.name!r} has "
+            f"block_size {config.block_size} was requested, backend {backend.name!r} supports "
             f"{possible}; leave it out, or use one of these"
         )
     return BlockSize(config.block_size, "as asked for")
@@ -266,8 +266,8 @@ def choose_swap_space(config: EngineConfig, free_bytes: int) -> int:
     room = int(_SWAP_SHARE * free_bytes) // config.num_ranks_per_node
     if room < DEFAULT_SWAP_BYTES:
         logger.warning(
-            "swap space is %.1f GiB per rank instead of %d: that is a quarter of the %.1f GiB of "
-            "host memory that are free, for %d ranks; --swap-space says how much to take",
+            "swap space is %.1f GiB per rank instead of %d GiB: a quarter of the %.1f GiB of free "
+            "host memory, divided over %d ranks; set --swap-space to use more",
             room / _GIB,
             DEFAULT_SWAP_BYTES // _GIB,
             free_bytes / _GIB,
@@ -305,8 +305,8 @@ def all_shards(config: EngineConfig, geometry: KVGeometry) -> list[KVShard]:
     """
     if config.pp_size > geometry.layers:
         raise ConfigError(
-            f"pp_size {config.pp_size} was asked for, the model has {geometry.layers} layers: each "
-            "stage takes one or more; lower it"
+            f"pp_size {config.pp_size} was requested, the model has {geometry.layers} layers, and "
+            "each stage needs at least one; lower it"
         )
     return shards_of(geometry, config.tp_size, config.pp_size)
 
@@ -334,7 +334,7 @@ def _plan_draft(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
         )
     if draft.max_positions < model.max_positions:
         logger.info(
-            "the draft model was made for %d tokens, the model for %d: longer sequences run "
+            "the draft model supports sequences of %d tokens, the model of %d: longer ones run "
             "without drafts",
             draft.max_positions,
             model.max_positions,
@@ -353,7 +353,7 @@ def rank_device(config: EngineConfig, devices: list[DeviceInfo], rank: int) -> i
     wanted = config.device + rank % config.num_ranks_per_node
     if wanted not in {device.index for device in devices}:
         raise ConfigError(
-            f"rank {rank} of {config.num_all_ranks} wants device {wanted}, "
+            f"rank {rank} of {config.num_all_ranks} needs device {wanted}, "
             f"found {[device.index for device in devices]}; use fewer ranks or another device"
         )
     return wanted
@@ -365,7 +365,7 @@ def _require_latents(geometry: KVGeometry, backend: Backend) -> None:
     if geometry.kind is AttentionKind.MLA and possible and geometry.plane_dims not in possible:
         raise ConfigError(
             f"the model's latents and rotated rows are {geometry.plane_dims} wide, backend "
-            f"{backend.name!r} runs {list(possible)}; use another backend"
+            f"{backend.name!r} supports {list(possible)}; use another backend"
         )
 
 
@@ -374,10 +374,10 @@ def _quantise(config: EngineConfig, model: ModelConfig, backend: Backend) -> Mod
     asks for that. A checkpoint that is in fp8 already stays as it is."""
     if config.quantization is None:
         return model
-    wanted = f"quantization {config.quantization!r} was asked for, "
+    wanted = f"quantization {config.quantization!r} was requested, "
     if (config.model / GGUF_INDEX_NAME).exists():
         raise ConfigError(
-            f"{wanted}{config.model} is GGUF, whose weights are quantised in another way: leave it "
+            f"{wanted}{config.model} is GGUF, which has its own quantisation: leave it "
             "out, or use the model's safetensors"
         )
     if model.quantization is not None:
@@ -386,7 +386,7 @@ def _quantise(config: EngineConfig, model: ModelConfig, backend: Backend) -> Mod
     possible = backend.capabilities.quantization
     if lacking := [what for name, what in needs.items() if name not in possible]:
         raise ConfigError(
-            f"{wanted}backend {backend.name!r} multiplies no {' and no '.join(lacking)} in fp8 on "
+            f"{wanted}backend {backend.name!r} does not support {' and '.join(lacking)} in fp8 on "
             "this device: leave it out, or use another backend or device"
         )
     return replace(model, quantization=FP8_ON_LOAD)
@@ -401,15 +401,15 @@ def _warn_of_dequantised(plan: EnginePlan) -> None:
         if not plan.has_fp8_linears:
             logger.warning(
                 "the fp8 weights of %s are dequantised to %s while they are loaded: backend %r "
-                "multiplies none on this device",
+                "does not support fp8 on this device",
                 model.architecture,
                 dtype,
                 plan.backend,
             )
         elif model.moe is not None and not plan.keeps_fp8_experts(model):
-            why = f"backend {plan.backend!r} multiplies only linear layers in fp8"
+            why = f"backend {plan.backend!r} supports only linear layers in fp8"
             if plan.has_fp8_experts:
-                why = "scales of inputs are taken for linear layers alone"
+                why = "input scales are supported only for linear layers"
             logger.warning(
                 "the fp8 weights of the experts of %s are dequantised to %s while they are "
                 "loaded: %s",
@@ -424,8 +424,8 @@ def _warn_of_window(plan: EnginePlan) -> None:
     window = plan.model.sliding_window
     if window is not None and plan.config.max_model_len is None:
         logger.warning(
-            "prompt and answer together are limited to the %d tokens of the model's sliding "
-            "window, which is not computed: within it attention is the same without one",
+            "prompt and output together are limited to the %d tokens of the model's sliding "
+            "window: windowed attention is not computed, and within the window it is the same",
             window,
         )
 
@@ -449,13 +449,13 @@ def _choose_dtype(config: EngineConfig, model: ModelConfig, backend: Backend) ->
     if config.dtype != "auto":
         if config.dtype not in possible:
             raise ConfigError(
-                f"dtype {config.dtype!r} was asked for, the backend has {list(possible)}"
+                f"dtype {config.dtype!r} was requested, the backend supports {list(possible)}"
             )
         return torch_dtype(config.dtype)
     best = possible[0]
     if model.dtype not in possible:
         logger.warning(
-            "checkpoint is %s, which the backend lacks: running in %s", model.dtype, best
+            "checkpoint is %s, which the backend does not support: running in %s", model.dtype, best
         )
         return torch_dtype(best)
     if model.dtype == "float32" and is_apart(config, backend) and best != "float32":
@@ -474,9 +474,9 @@ def _choose_kv_dtype(config: EngineConfig, backend: Backend) -> torch.dtype | No
     possible = backend.capabilities.kv_dtypes
     if name not in possible:
         raise ConfigError(
-            f"kv_cache_dtype {config.kv_cache_dtype!r} was asked for, which is {name}; backend "
-            f"{backend.name!r} keeps KV in the model's own type or in {list(possible)} here: use "
-            "'auto', or another device"
+            f"kv_cache_dtype {config.kv_cache_dtype!r} was requested, which is {name}; backend "
+            f"{backend.name!r} supports the model's own type and {list(possible)} on this device: "
+            "use 'auto', or another device"
         )
     return torch_dtype(name)
 
@@ -489,13 +489,13 @@ def _choose_length(config: EngineConfig, model: ModelConfig, pool_tokens: int) -
         return min(model.max_positions, pool_tokens)
     if model.sliding_window is not None and wanted > model.sliding_window:
         raise ConfigError(
-            f"max_model_len {wanted} was asked for, the model has a sliding window of "
-            f"{model.sliding_window} tokens, which is not computed: use --max-model-len "
-            f"{model.sliding_window} or less, within which attention is the same without one"
+            f"max_model_len {wanted} was requested, the model has a sliding window of "
+            f"{model.sliding_window} tokens, beyond which attention is not computed: use "
+            f"--max-model-len {model.sliding_window} or less"
         )
-    for limit, owner in ((model.max_positions, "model was made for"), (pool_tokens, "pool holds")):
+    for limit, owner in ((model.max_positions, "model supports"), (pool_tokens, "pool holds")):
         if wanted > limit:
             raise ConfigError(
-                f"max_model_len {wanted} was asked for, the {owner} {limit} tokens; lower it"
+                f"max_model_len {wanted} was requested, the {owner} {limit} tokens; lower it"
             )
     return wanted

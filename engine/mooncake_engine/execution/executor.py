@@ -230,7 +230,7 @@ class InProcessExecutor(Executor):
     ) -> None:
         num_ranks = plan.config.num_all_ranks
         if num_ranks != 1:
-            raise ConfigError(f"one process holds one rank, {num_ranks} were asked for")
+            raise ConfigError(f"the in-process executor runs one rank, {num_ranks} were requested")
         options = options or ExecutorOptions()
         self._failure = FirstFailure()
         self._send_lock = threading.Lock()
@@ -289,7 +289,7 @@ class InProcessExecutor(Executor):
 
     def send(self, message: bytes, rank: int | None = None) -> None:
         if self._worker.extension is None or rank not in (None, 0):
-            raise ConfigError(f"there is no extension on rank {rank or 0} to send to")
+            raise ConfigError(f"rank {rank or 0} has no extension to send a message to")
         try:
             with self._send_lock:
                 self._worker.extension.receive(message)
@@ -301,7 +301,7 @@ class InProcessExecutor(Executor):
 
     def abandon(self, reason: str) -> EngineDead:
         stuck = EngineStuck(reason)
-        self._failure.record("the engine was given up", stuck)
+        self._failure.record("the engine was abandoned", stuck)
         return stuck
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ def plan_experts(config: EngineConfig, model: ModelConfig) -> tuple[tuple[int, .
     if config.ep_size > max(experts, 1):
         found = f"has {experts} experts" if experts else f"({model.architecture}) has no experts"
         raise ConfigError(
-            f"ep_size {config.ep_size} was asked for, the model {found}: use at most "
+            f"ep_size {config.ep_size} was requested, the model {found}: use at most "
             f"{max(experts, 1)}"
         )
     is_placing = config.redundant_experts or config.expert_load or config.eplb_step_interval
@@ -33,8 +33,8 @@ def plan_experts(config: EngineConfig, model: ModelConfig) -> tuple[tuple[int, .
     num_slots = experts + config.redundant_experts
     if num_slots % config.ep_size:
         raise ConfigError(
-            f"{experts} experts and {config.redundant_experts} redundant ones can't be placed on "
-            f"{config.ep_size} parts with as many each: use redundant_experts "
+            f"{experts} experts and {config.redundant_experts} redundant ones can't be divided "
+            f"evenly over {config.ep_size} parts: use redundant_experts "
             f"{-experts % config.ep_size}, or that and a multiple of {config.ep_size}"
         )
     over = ExpertRanks(config.ep_size, groups=model.moe.routing.groups)
@@ -52,7 +52,7 @@ def _read_load(path: Path | None, moe: MoeConfig, num_layers: int) -> dict[int, 
         tokens = msgspec.json.decode(path.read_bytes(), type=ExpertLoad).tokens
     except (OSError, msgspec.DecodeError) as exc:
         raise ConfigError(
-            f"expert_load {path} can't be read: {exc}; wanted what GET /expert_load says"
+            f"expert_load {path} can't be read: {exc}; wanted a response of GET /expert_load"
         ) from exc
     experts = moe.routing.num_experts
     for layer, counts in tokens.items():

@@ -200,7 +200,8 @@ def memory_for_kv(config: EngineConfig, runtime: Runtime, index: int, peak_bytes
     share = memory_utilization(config) * info.total_bytes / num_sharing
     left = int(min(share - peak_bytes, info.free_bytes / num_sharing))
     logger.info(
-        "device %d: %.2f GiB for this rank, the largest step takes %.2f GiB: %.2f GiB are for KV",
+        "device %d: of %.2f GiB for this rank, weights and the largest step take %.2f GiB; "
+        "%.2f GiB are left for KV",
         index,
         share / _GIB,
         peak_bytes / _GIB,

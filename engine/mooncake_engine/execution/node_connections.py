@@ -153,11 +153,11 @@ def hear(connection: Connection, timeout_s: float | None = None) -> NodeMessage:
             an invalid message.
     """
     if timeout_s is not None and not connection.poll(timeout_s):
-        raise TimeoutError(f"nothing was said for {timeout_s:g} s")
+        raise TimeoutError(f"no message within {timeout_s:g} s")
     try:
         message: NodeMessage = _decode(connection.recv_bytes(_MAX_MESSAGE_BYTES))
     except msgspec.DecodeError as exc:
-        raise OSError(f"not a message between nodes: {exc}") from exc
+        raise OSError(f"invalid message from a node: {exc}") from exc
     return message
 
 
@@ -188,7 +188,9 @@ def accept_known(listener: socket.socket, key: bytes) -> Connection:
                 deliver_challenge(connection, key)
                 answer_challenge(connection, key)
             except (AuthenticationError, EOFError, OSError) as exc:
-                logger.warning("a connection from %s is not one of ours: %s", address[0], exc)
+                logger.warning(
+                    "rejected a connection from %s that is not authenticated: %s", address[0], exc
+                )
                 connection.close()
             else:
                 return connection

@@ -181,7 +181,7 @@ class NodeRank(Rank):
         return self._node.wait(self.rank, timeout_s)
 
     def last_words(self) -> str:
-        return self._node.end_of(self.rank) or "it ended"
+        return self._node.end_of(self.rank) or "it exited"
 
     def kill(self) -> None:
         if self._node.end_of(self.rank) is None:
@@ -268,7 +268,7 @@ class NodeLauncher:
                 raise ConfigError(
                     f"node {names} of {wanted.nnodes} did not join at {where} within "
                     f"{JOIN_TIMEOUT_S:g} s: start serve with --node-rank {missing[0]} there, or "
-                    "see in its log what keeps it"
+                    "check its log for the reason"
                 )
             self._listener.settimeout(min(left, _REMIND_S))
             try:
@@ -285,12 +285,12 @@ class NodeLauncher:
                 return
             reason = self._why_refused(hello)
             if reason:
-                logger.warning("node %d (%s) is refused: %s", hello.node, hello.host, reason)
+                logger.warning("rejected node %d (%s): %s", hello.node, hello.host, reason)
                 tell(connection, NodeRefused(reason))
                 connection.close()
                 return
         except (EOFError, OSError) as exc:
-            logger.warning("a node that wanted to join is gone again: %s", exc)
+            logger.warning("a node disconnected while it was joining: %s", exc)
             connection.close()
             return
         earlier = self._nodes.pop(hello.node, None)
@@ -315,7 +315,7 @@ class NodeLauncher:
             return f"--node-rank must be from 1 to {config.nodes.nnodes - 1}, got {hello.node}"
         known = self._nodes.get(hello.node)
         if known is not None and not known.control.poll():  # poll() is true if it has been closed
-            return f"another host is node {hello.node} already: {known.hello.host}"
+            return f"another host has joined as node {hello.node}: {known.hello.host}"
         return ""
 
     def _welcome(self) -> dict[int, tuple[Connection, Connection]]:
@@ -326,7 +326,9 @@ class NodeLauncher:
             try:
                 tell(node.control, NodeWelcome(self._token, ranks, led[number]))
             except OSError as exc:
-                raise EngineDead(f"{node.name} left before all nodes had joined: {exc}") from exc
+                raise EngineDead(
+                    f"{node.name} disconnected before all nodes had joined: {exc}"
+                ) from exc
         connections = self._accept_ranks(len(self._infos) - self._num_own)
         for number, node in self._nodes.items():
             try:
@@ -398,7 +400,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as exc:
-        raise ConfigError(f"--master-addr {host} is no address: {exc}") from exc
+        raise ConfigError(f"--master-addr {host} is not an address: {exc}") from exc
     listener = socket.socket(address[0], socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -414,7 +416,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         kind = PortTaken if exc.errno == errno.EADDRINUSE else ConfigError
         raise kind(
-            f"node 0 can't listen for the others at {host}:{port}: {exc}; choose another "
+            f"node 0 can't listen for the other nodes at {host}:{port}: {exc}; choose another "
             "--master-port on every node"
         ) from exc
     return listener

@@ -127,7 +127,7 @@ class _Node:
             self._follow(control)
         except (EOFError, OSError) as exc:
             how = str(exc) or "its connection has ended"
-            raise EngineDead(f"{self._name} is gone: {how}; this node's ranks end") from exc
+            raise EngineDead(f"{self._name} is gone: {how}; this node's ranks exit") from exc
 
     def close(self) -> None:
         """Kill this node's ranks. Idempotent."""
@@ -146,12 +146,12 @@ class _Node:
                 return connect_known(self._address, self._key)
             except AuthenticationError as exc:
                 raise ConfigError(
-                    f"{self._name} has another secret: give both the same --node-secret-file"
+                    f"{self._name} has a different secret: give both the same --node-secret-file"
                 ) from exc
             except (EOFError, OSError, UnicodeError) as exc:
                 if time.monotonic() >= deadline:
                     raise ConfigError(
-                        f"{self._name} can't be reached since {JOIN_TIMEOUT_S:g} s: {exc}; start "
+                        f"{self._name} could not be reached for {JOIN_TIMEOUT_S:g} s: {exc}; start "
                         "serve there with --node-rank 0, or correct --master-addr, --master-port"
                     ) from exc
                 if time.monotonic() >= remind_at:
@@ -184,9 +184,9 @@ class _Node:
                 return None
         message = hear(control)
         if isinstance(message, NodeRefused):
-            raise ConfigError(f"{self._name} refuses this node: {message.reason}")
+            raise ConfigError(f"{self._name} rejected this node: {message.reason}")
         if not isinstance(message, NodeWelcome):
-            raise EngineDead(f"{self._name} ended before all nodes had joined")
+            raise EngineDead(f"{self._name} shut down before all nodes had joined")
         return message
 
     def _start_ranks(self, control: Connection, welcome: NodeWelcome) -> None:
@@ -228,7 +228,7 @@ class _Node:
                 if process.poll() is not None:
                     del living[rank]
                     tell(control, RankEnded(rank, describe_process_end(process.wait())))
-        logger.warning("node 0 has not ended the instance in time; this node ends")
+        logger.warning("node 0 did not end the instance in time: this node exits")
 
     def _await_ends(self) -> None:
         deadline = time.monotonic() + _END_TIMEOUT_S

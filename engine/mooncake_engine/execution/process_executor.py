@@ -111,7 +111,7 @@ class ProcessExecutor(Executor):
 
     def send(self, message: bytes, rank: int | None = None) -> None:
         if self._options.extension is None:
-            raise ConfigError("there is no extension to send to")
+            raise ConfigError("the ranks have no extension to send a message to")
         targets = self._ranks if rank is None else [self._ranks[rank]]
         for target in targets:
             try:
@@ -153,5 +153,5 @@ class _SubmittedStep:
 
     def result(self) -> StepResult:
         result = self.collect()
-        assert result.step == self.step, f"asked for step {self.step} before {result.step}"
+        assert result.step == self.step, f"step {self.step} requested, the oldest is {result.step}"
         return result

@@ -165,9 +165,9 @@ class RankProcess:
         try:
             worker.prepare_grammar(order.grammar)
         except EngineError as exc:
-            logger.info("a grammar is refused: %s", exc)
+            logger.info("rejected a grammar: %s", exc)
         except Exception:
-            logger.exception("a grammar can't be compiled")
+            logger.exception("failed to compile a grammar")
         with suppress(ConnectionError):  # _receive notices if the parent is gone
             self._notify(wire.GrammarReady(order.number))
 

@@ -134,12 +134,12 @@ class RankProcesses:
             for rank in self.ranks
             if self._unanswered[rank.rank] > 0 and not rank.orders.poll()
         ]
-        who = f"; no answer of rank {', '.join(silent)} of {len(self.ranks)}" if silent else ""
+        who = f"; no answer from rank {', '.join(silent)} of {len(self.ranks)}" if silent else ""
         for rank in self.ranks:
             if rank.is_frozen():
                 who += f"; rank {rank.rank} is stopped (SIGSTOP, or a debugger)"
         self._abandoned = EngineDead(reason + who)
-        self.failure.record("the instance was given up", self._abandoned)
+        self.failure.record("the instance was abandoned", self._abandoned)
         for rank in self.ranks:  # closes their connections, which ends the wait for the step
             rank.kill()
         return self._abandoned

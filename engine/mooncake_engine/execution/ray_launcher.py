@@ -158,8 +158,8 @@ class RayLauncher:
                 together = f", {self._num_together} of them on one host each"
                 remedy += ", or lower tp_size"
             raise ConfigError(
-                f"the Ray cluster has no room for {len(self._rank_infos)} ranks of {self._bundle}"
-                f"{together}, it has {ray.cluster_resources()}: {remedy}"
+                f"the Ray cluster lacks resources for {len(self._rank_infos)} ranks of "
+                f"{self._bundle}{together}, it has {ray.cluster_resources()}: {remedy}"
             )
         actors = [self._actor(info.number) for info in self._rank_infos]
         try:
@@ -222,7 +222,7 @@ class RayLauncher:
         except TimeoutError as exc:
             raise EngineDead(
                 f"rank {rank} on {location.host} did not connect to {location.our_host} within "
-                f"{_CONNECT_TIMEOUT_S:g} s: can it reach this host?"
+                f"{_CONNECT_TIMEOUT_S:g} s: check that it can reach this host"
             ) from exc
         logger.info("rank %d runs on %s, process %d", rank, location.host, location.pid)
         return RayRank(rank, (orders, messages), actor, running, location)

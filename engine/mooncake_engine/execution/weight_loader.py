@@ -150,7 +150,7 @@ def _read_row_scales(slot: WeightShard, scales: Fp8Scales) -> Tensor:
     if found.numel() not in (1, *slot.full_shape):
         raise CheckpointError(
             f"{slot.name} holds {found.numel()} scales, config.json asks for one, or "
-            f"{slot.full_shape[0]} of rows"
+            f"for one of each of {slot.full_shape[0]} rows"
         )
     (first,), (rows,) = slot.offset, slot.target.shape
     return found.expand(slot.full_shape[0])[first : first + rows]
@@ -193,5 +193,5 @@ def _read_scale(path: Path, name: str) -> float:
     except (SafetensorError, OSError) as exc:
         raise CheckpointError(f"{path} is damaged or not safetensors: {exc}") from exc
     if len(values) != 1 or not (math.isfinite(values[0]) and values[0] > 0):
-        raise CheckpointError(f"{path}: {name} must be one positive number, it is {values}")
+        raise CheckpointError(f"{path}: {name} must be one positive number, found {values}")
     return float(values[0])

@@ -111,7 +111,7 @@ def _grouped(raw: RawConfig, routing: RoutingConfig) -> RoutingConfig:
     if routing.num_experts % groups or chosen > groups:
         raise CheckpointError(
             f"{raw.source}: {routing.num_experts} experts in {groups} groups, {chosen} of them "
-            "chosen: wanted groups of equal size, and no more chosen than there are"
+            "chosen: expected groups of equal size, and at most all of them chosen"
         )
     if routing.experts_per_token > routing.num_experts // groups * chosen:
         raise CheckpointError(

@@ -36,7 +36,7 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _CHUNK_BYTES = 32 << 20
 """The most bytes of float32 that are quantised at once."""
 _NOT_WHOLE_BLOCKS = (
-    f"a rank's part of them is not whole blocks, or no multiple of {FP8_MULTIPLE}; another "
+    f"a rank's part of them is not whole blocks, or not a multiple of {FP8_MULTIPLE}; another "
     "--tp-size may help, or --ep-size for experts"
 )
 
@@ -102,7 +102,7 @@ class Fp8Linears:
             what = "some fp8 weights are dequantised while they are loaded"
             if self._config.is_made_on_load:
                 what = "some weights are not quantised"
-            logger.warning("%s, %s the first: %s", what, name, reason)
+            logger.warning("%s, the first is %s: %s", what, name, reason)
         self._has_warned = True
 
 

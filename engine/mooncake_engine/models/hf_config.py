@@ -268,7 +268,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
         raise CheckpointError(
-            f"{path} does not exist; a Hugging Face model directory is wanted"
+            f"{path} does not exist; expected a Hugging Face model directory"
         ) from exc
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
         raise CheckpointError(f"{path} can't be read: {exc}") from exc

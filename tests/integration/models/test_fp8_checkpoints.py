@@ -36,7 +36,7 @@ def test_the_tokens_are_those_of_the_dequantised_model(
     found = asyncio.run(tokens_of(model))
     said = [r.message for r in caplog.records if "are dequantised to float32" in r.message]
     assert len(said) == 1
-    assert "backend 'cpu' multiplies none on this device" in said[0]
+    assert "backend 'cpu' does not support fp8 on this device" in said[0]
     assert found == asyncio.run(tokens_of(twin))
 
 

@@ -188,5 +188,5 @@ def test_more_stages_than_layers_are_refused_before_anything_starts(
     checkpoints: dict[str, Path], backend: Backend
 ) -> None:
     config = EngineConfig(checkpoints["llama"], num_kv_blocks=32, pp_size=4)
-    with pytest.raises(ConfigError, match="pp_size 4 was asked for, the model has 3 layers"):
+    with pytest.raises(ConfigError, match="pp_size 4 was requested, the model has 3 layers"):
         ProcessExecutor(make_plan(config, backend))

@@ -68,7 +68,7 @@ def test_a_stopped_rank_ends_its_instance() -> None:
         response = asking.answer()
         assert response.status_code == 503
         assert f"a step did not return within {LIMIT_S} s" in response.text
-        assert "no answer of rank" in response.text
+        assert "no answer from rank" in response.text
         assert "rank 1 is stopped" in response.text
         assert program.wait() == 1
         assert "a step did not return within" in program.error_text

@@ -104,7 +104,7 @@ class HangingExecutor(ScriptedExecutor):
     def abandon(self, reason: str) -> EngineDead:
         if not self.can_be_ended:
             return EngineStuck(reason)
-        self.died = EngineDead(f"{reason}; no answer of rank 1 of 2")
+        self.died = EngineDead(f"{reason}; no answer from rank 1 of 2")
         self.release.set()
         return self.died
 
@@ -125,9 +125,9 @@ async def first_update(engine: AsyncEngine) -> None:
 
 def test_requests_hear_why_a_step_was_given_up_and_who_did_not_answer() -> None:
     engine = engine_over(HangingExecutor())
-    with pytest.raises(EngineDead, match=r"within 0\.2 s.*no answer of rank 1 of 2"):
+    with pytest.raises(EngineDead, match=r"within 0\.2 s.*no answer from rank 1 of 2"):
         asyncio.run(asyncio.wait_for(first_update(engine), PATIENCE_S))
-    with pytest.raises(EngineDead, match="no answer of rank 1"):
+    with pytest.raises(EngineDead, match="no answer from rank 1"):
         engine.check_ready()
     engine.close()
 

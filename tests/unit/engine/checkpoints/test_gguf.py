@@ -185,7 +185,7 @@ def test_pre_tokenizers_split_as_the_originals(tmp_path: Path) -> None:
     assert tokens("smollm", "a  1") == ["a", "ĠĠ", "1"]
     assert tokens("qwen2", "a12") == ["a", "1", "2"]
     assert tokens("llama-bpe", "a12") == ["a", "12"]
-    with pytest.raises(CheckpointError, match=r"pre 'acme' is not known here: put tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"pre 'acme' is not supported: put tokenizer\.json"):
         tokens("acme", "a")
 
 
@@ -214,20 +214,20 @@ def test_damage_is_named(tmp_path: Path) -> None:
     for data, said in (
         (whole[:100], "100 bytes"),
         (whole[:-4096], "ends at byte"),
-        (b"GGUX" + whole[4:], "does not begin with GGUF"),
+        (b"GGUX" + whole[4:], "does not start with GGUF"),
         (whole[:4] + b"\x09" + whole[5:], "version 9"),
-        (whole[:16] + b"\xff" * 8 + whole[24:], "damaged or no GGUF"),
-        (b"", "damaged or no GGUF"),
+        (whole[:16] + b"\xff" * 8 + whole[24:], "damaged or not a GGUF"),
+        (b"", "damaged or not a GGUF"),
     ):
         path.write_bytes(data)
         with pytest.raises(CheckpointError, match=said):
             read_header(path)
 
 
-def test_a_missing_part_is_half_a_checkpoint(tmp_path: Path) -> None:
+def test_a_missing_part_makes_the_checkpoint_incomplete(tmp_path: Path) -> None:
     for i in (1, 3):
         (tmp_path / f"m-0000{i}-of-00003.gguf").touch()
-    with pytest.raises(CheckpointError, match="half a checkpoint: m-00002-of-00003"):
+    with pytest.raises(CheckpointError, match="incomplete checkpoint: m-00002-of-00003"):
         parts_of(tmp_path / "m-00001-of-00003.gguf")
 
 
@@ -238,7 +238,9 @@ def test_what_is_not_served_is_named(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match="architecture 'mamba' is not read from GGUF; supp"):
+    with pytest.raises(
+        CheckpointError, match="architecture 'mamba' is not supported in GGUF files; supp"
+    ):
         gguf_directory(path)
 
 

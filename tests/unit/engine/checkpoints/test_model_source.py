@@ -128,7 +128,7 @@ def test_who_is_killed_leaves_whole_files_to_the_next_one(
     [
         ("acme/none", "ConfigError: no directory acme/none here, and no model of that name at"),
         ("acme/tiny@v9", "has no revision 'v9'"),
-        ("acme/empty", "ConfigError: acme/empty has no config.json with *.safetensors; of GGUF"),
+        ("acme/empty", "ConfigError: acme/empty has no config.json with *.safetensors; if it"),
         ("acme/empty:Q4_K_M", "must have one GGUF file of quantisation Q4_K_M, found none"),
     ],
 )
@@ -154,7 +154,9 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", full)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(DownloadFailed, match=r"the disk of .* is full before acme/tiny is whole"):
+    with pytest.raises(
+        DownloadFailed, match=r"the disk of .* is full, and acme/tiny is incomplete"
+    ):
         find_model("acme/tiny")
 
 

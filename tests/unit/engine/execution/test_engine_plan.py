@@ -62,7 +62,7 @@ def test_what_is_left_open_follows_from_model_and_backend(
     with caplog.at_level(logging.WARNING):
         setup = make_plan(config, backend)
     assert setup.dtype is getattr(torch, backend.capabilities.dtypes[0])
-    assert "checkpoint is float16, which the backend lacks" in caplog.text
+    assert "checkpoint is float16, which the backend does not support" in caplog.text
     assert setup.max_model_len == 160
     assert setup.layout_name == backend.capabilities.kv_layouts[0]
     assert setup.max_blocks == 10
@@ -101,15 +101,15 @@ def test_a_float32_checkpoint_takes_16_bits_where_the_device_is_not_the_host(
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"block_size": 5}, "block_size 5 was asked for"),
+    ({"block_size": 5}, "block_size 5 was requested"),
     ({"kv_cache_dtype": "fp4"}, r"must be one of \['auto', 'fp8', 'fp8_e4m3'\], got 'fp4'"),
     ({"quantization": "awq"}, r"quantization must be one of \[None, 'fp8'\], got 'awq'"),
-    ({"quantization": "fp8"}, "'fp8' was asked for, backend 'cpu' multiplies no linear layers in"),
-    ({"dtype": "float8"}, "dtype 'float8' was asked for, the backend has"),
-    ({"max_model_len": 257}, "the model was made for 256 tokens; lower it"),
+    ({"quantization": "fp8"}, "'fp8' was requested, backend 'cpu' does not support linear layers"),
+    ({"dtype": "float8"}, "dtype 'float8' was requested, the backend supports"),
+    ({"max_model_len": 257}, "the model supports 256 tokens; lower it"),
     ({"max_model_len": 161}, "the pool holds 160 tokens; lower it"),
     ({"max_model_len": 0}, "max_model_len must be at least 1, got 0"),
-    ({"kv_layout": "XYZ"}, "KV layout 'XYZ' was asked for"),
+    ({"kv_layout": "XYZ"}, "KV layout 'XYZ' was"),
 ]
 
 
@@ -138,7 +138,7 @@ def test_blocks_are_as_large_as_the_backend_wants_them(model: Path, backend: Bac
     assert make_plan(config, strict).pool_size.block_size == 128
     assert make_plan(replace(config, block_size=32), backend).pool_size.block_size == 32
     with pytest.raises(
-        ConfigError, match=r"block_size 16 was asked for, backend 'strict' has \[128"
+        ConfigError, match=r"block_size 16 was requested, backend 'strict' supports \[128"
     ):
         make_plan(replace(config, block_size=16), strict)
 
@@ -171,7 +171,7 @@ def test_ranks_take_devices_in_order_or_share_the_only_one() -> None:
     several = [DeviceInfo(index, "x", "g", 1) for index in range(4)]
     config = EngineConfig(Path("m"), device=1, tp_size=4)
     assert [rank_device(config, several, rank) for rank in range(3)] == [1, 2, 3]
-    with pytest.raises(ConfigError, match=r"rank 3 of 4 wants device 4, found \[0, 1, 2, 3\]"):
+    with pytest.raises(ConfigError, match=r"rank 3 of 4 needs device 4, found \[0, 1, 2, 3\]"):
         rank_device(config, several, 3)
     assert rank_device(EngineConfig(Path("m"), tp_size=2), several[:1], 1) == 0
 
@@ -180,7 +180,7 @@ def test_a_length_that_the_model_lacks_is_refused_before_anything_is_measured(
     model: Path, backend: Backend
 ) -> None:
     config = EngineConfig(model, memory_utilization=0.5, max_model_len=1 << 20)
-    with pytest.raises(ConfigError, match="model was made for"):
+    with pytest.raises(ConfigError, match="model supports"):
         make_plan(config, backend)
 
 
@@ -252,18 +252,16 @@ def test_a_scale_is_one_positive_number(model: Path, backend: Backend, value: li
 
 def test_a_backend_without_narrower_types_refuses_them(model: Path) -> None:
     null = Registry.discover().select_backend("null")
-    with pytest.raises(
-        ConfigError, match="is float8_e4m3fn; backend 'null' keeps KV in the model's"
-    ):
+    with pytest.raises(ConfigError, match="is float8_e4m3fn; backend 'null' supports the model's"):
         make_plan(EngineConfig(model, num_kv_blocks=10, kv_cache_dtype="fp8"), null)
 
 
 @pytest.mark.parametrize(
     ("multiplied", "form", "said"),
     [
-        ((), "blocks", "backend 'cpu' multiplies none on this device"),
-        (("fp8",), "blocks", "experts .* backend 'cpu' multiplies only linear layers in fp8"),
-        (("fp8", "fp8_experts"), "static", "experts .* are taken for linear layers alone"),
+        ((), "blocks", "backend 'cpu' does not support fp8 on this device"),
+        (("fp8",), "blocks", "experts .* backend 'cpu' supports only linear layers in fp8"),
+        (("fp8", "fp8_experts"), "static", "experts .* are supported only for linear layers"),
         (("fp8", "fp8_experts"), "blocks", None),
         (("fp8", "fp8_experts"), "channel", None),
     ],
@@ -309,9 +307,9 @@ def test_a_model_is_quantised_on_load_alone_and_not_its_draft_model(
     assert plan.draft is not None
     assert plan.draft.model.quantization is None
     assert "dequantised" not in caplog.text
-    with pytest.raises(ConfigError, match="multiplies no experts in fp8 on this device: leave it"):
+    with pytest.raises(ConfigError, match="does not support experts in fp8 on this device: leave"):
         make_plan(config, multiplying(backend, "fp8"))
-    with pytest.raises(ConfigError, match="no linear layers and no experts in fp8"):
+    with pytest.raises(ConfigError, match="not support linear layers and experts in fp8"):
         make_plan(config, backend)
 
 
@@ -327,7 +325,7 @@ def test_weights_that_are_quantised_already_stay_as_they_are(model: Path, backen
         make_plan(config, backend)
     edit_config(model, lambda fields: fields.pop("quantization_config"))
     (model / GGUF_INDEX_NAME).write_text("{}")
-    with pytest.raises(ConfigError, match="is GGUF, whose weights are quantised in another way"):
+    with pytest.raises(ConfigError, match="is GGUF, which has its own quantisation"):
         make_plan(config, multiplying(backend, "fp8", "fp8_experts"))
 
 
@@ -395,7 +393,7 @@ def test_swap_space_is_four_gib_where_memory_allows_and_says_so_where_not(
     assert not caplog.records
     assert choose_swap_space(EngineConfig(model, tp_size=8), 64 * gib) == 2 * gib
     [record] = caplog.records
-    assert "swap space is 2.0 GiB per rank instead of 4: that is a quarter" in record.getMessage()
+    assert "swap space is 2.0 GiB per rank instead of 4 GiB: a quarter" in record.getMessage()
     assert choose_swap_space(EngineConfig(model, swap_space_bytes=0), 64 * gib) == 0
     assert choose_swap_space(EngineConfig(model, swap_space_bytes=9 * gib), gib) == 9 * gib
 

@@ -54,8 +54,11 @@ def test_a_load_places_experts_without_redundant_ones(model: ModelConfig, tmp_pa
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"redundant_experts": 3}, "8 experts and 3 redundant ones can't be placed on 4 parts"),
-    ({"tp_size": 16, "ep_size": 16}, "ep_size 16 was asked for, the model has 8 experts: use at"),
+    (
+        {"redundant_experts": 3},
+        "8 experts and 3 redundant ones can't be divided evenly over 4 parts",
+    ),
+    ({"tp_size": 16, "ep_size": 16}, "ep_size 16 was requested, the model has 8 experts: use at"),
     ({"expert_load": Path("/nowhere")}, "expert_load /nowhere can't be read"),
 ]
 
@@ -79,7 +82,7 @@ def test_a_load_of_another_model_is_refused(
 
 def test_what_is_no_load_is_refused(model: ModelConfig, tmp_path: Path) -> None:
     (tmp_path / "load.json").write_text('{"error": {"message": "no expert has got a token"}}')
-    with pytest.raises(ConfigError, match="wanted what GET /expert_load says"):
+    with pytest.raises(ConfigError, match="wanted a response of GET /expert_load"):
         plan_experts(replace(CONFIG, expert_load=tmp_path / "load.json"), model)
 
 

@@ -158,7 +158,7 @@ def test_a_port_that_is_taken_is_named(config: EngineConfig) -> None:
 
 def test_a_name_that_is_no_address_is_named(config: EngineConfig) -> None:
     nodes = replace(config.nodes, master_addr="x" * 64)
-    with pytest.raises(ConfigError, match=r"--master-addr x{64} is no address"):
+    with pytest.raises(ConfigError, match=r"--master-addr x{64} is not an address"):
         NodeLauncher(replace(config, nodes=nodes))
 
 

@@ -93,7 +93,7 @@ def test_a_refusal_says_why(checkpoint: Path, listener: socket.socket) -> None:
     def refuse(connection: Connection, _: NodeHello) -> None:
         tell(connection, NodeRefused("copies of the model differ"))
 
-    with pytest.raises(ConfigError, match="refuses this node: copies of the model differ"):
+    with pytest.raises(ConfigError, match="rejected this node: copies of the model differ"):
         join(checkpoint, listener, refuse)
 
 

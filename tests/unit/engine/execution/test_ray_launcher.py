@@ -92,4 +92,4 @@ def test_a_stranger_who_says_nothing_or_drips_blocks_no_rank(
             theirs.send("a rank")
             assert ours.poll(60)
             assert ours.recv() == "a rank"
-    assert "is not one of ours" in caplog.text
+    assert "that is not authenticated" in caplog.text

@@ -1,4 +1,4 @@
-"""Loading: every rank gets exactly its part, and half a checkpoint is named."""
+"""Loading: every rank gets exactly its part, and an incomplete checkpoint is reported."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def header_bytes(path: Path) -> int:
 def test_a_missing_shard_is_half_a_checkpoint(checkpoint: Path) -> None:
     shard = sorted(checkpoint.glob("*.safetensors"))[0]
     shard.unlink()
-    with pytest.raises(CheckpointError, match=f"half a checkpoint.*{shard.name}"):
+    with pytest.raises(CheckpointError, match=f"incomplete checkpoint.*{shard.name}"):
         load_weights(build(checkpoint), checkpoint)
 
 

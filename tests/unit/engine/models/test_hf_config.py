@@ -151,7 +151,7 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], message: str, tmp_path:
 def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         read_model_config(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match="Hugging Face model directory is wanted"):
+    with pytest.raises(CheckpointError, match="expected a Hugging Face model directory"):
         read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="can't be read"):

@@ -116,7 +116,7 @@ def test_a_size_that_is_not_multiplied_stays_unquantised(caplog: pytest.LogCaptu
     layer = RowLinear(context(), "down", context().share(WIDE), (IN + 8, WIDE))
     assert isinstance(layer._weight, DenseWeight)
     assert layer._weight.values.shape == (IN + 8, WIDE)
-    assert "some weights are not quantised, down the first" in caplog.text
+    assert "some weights are not quantised, the first is down" in caplog.text
 
 
 def test_an_unquantised_checkpoint_has_no_scales(tmp_path: Path) -> None:
