@@ -61,7 +61,8 @@ class MessagesTranslation:
         if status != 200:
             return status, messages_error(status, body)
         if not write_answer(self._writer, body):
-            return 502, encode(_error(502, ChatError("the instance gave no chat completion")))
+            message = "the instance did not return a chat completion"
+            return 502, encode(_error(502, ChatError(message)))
         return 200, encode(self._writer.whole())
 
     def events(self, data: bytes) -> bytes:

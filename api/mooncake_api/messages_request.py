@@ -11,7 +11,7 @@ from mooncake_api.translation import NOT_HERE, Json, encode, read_request
 
 _INSTEAD = {
     **NOT_HERE,
-    "container": "only text is served",
+    "container": "only text is supported",
     "mcp_servers": "call their tools yourself",
     "diagnostics": "leave it out",
     "input": "use messages",
@@ -22,7 +22,7 @@ _INSTEAD = {
     "include_reasoning": "use thinking.display",
     "logprobs": "use /v1/chat/completions",
     "top_logprobs": "use /v1/chat/completions",
-    "stream_options": "streams always tell their usage",
+    "stream_options": "streams always report usage",
     "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
 }
 _BILLING = "x-anthropic-billing-header"
@@ -125,8 +125,8 @@ def read_messages_request(body: bytes) -> tuple[MessagesRequest, bytes]:
     for edit in request.context_management.edits if request.context_management else ():
         if not edit.type.startswith("clear_thinking") or edit.keep != "all":
             raise RequestRefused(
-                f"context_management: {edit.type!r} is not served here, as nothing is taken out of "
-                "messages: shorten them yourself",
+                f"context_management: {edit.type!r} is not supported: this server does not edit "
+                "messages; shorten them yourself",
                 param="context_management",
             )
     chat: Json = {**others, **_sampling(request), **_tools(request)}
@@ -206,8 +206,8 @@ def _tools(request: MessagesRequest) -> Json:
 def _tool(tool: Json, path: str) -> Json:
     if tool.get("type") not in (None, "custom"):
         raise RequestRefused(
-            f"{path}: tools of type {tool.get('type')!r} run on another server's side and are not "
-            "served here; leave it out",
+            f"{path}: tools of type {tool.get('type')!r} run on Anthropic's servers and are not "
+            "supported; leave it out",
             param=path,
         )
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
@@ -243,7 +243,7 @@ def _check_continued(request: MessagesRequest) -> None:
     config = request.output_config or OutputConfig()
     if config.format or request.output_format:
         raise RequestRefused(
-            "the answer would go on with the model's text that messages end with, and a schema "
+            "messages end with a text of the model, which the answer would continue, but a schema "
             "describes a whole answer: leave that message or output_config.format out",
             param="output_config.format" if config.format else "output_format",
         )
@@ -321,7 +321,7 @@ def _kind(block: Any) -> Any:
 
 def _refused_block(kind: Any, path: str) -> RequestRefused:
     return RequestRefused(
-        f"{path}: blocks of type {kind!r} are not served here, only text", param=path
+        f"{path}: blocks of type {kind!r} are not supported, only text", param=path
     )
 
 

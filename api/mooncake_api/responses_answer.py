@@ -23,7 +23,9 @@ from mooncake_api.responses_request import (
 )
 from mooncake_api.translation import ApiFormat, Json, encode, event
 
-_NO_ANSWER = b'{"error":{"message":"the instance gave no chat completion","type":"server_error"}}'
+_NO_ANSWER = (
+    b'{"error":{"message":"the instance did not return a chat completion","type":"server_error"}}'
+)
 
 _ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "temperature", "top_p"),

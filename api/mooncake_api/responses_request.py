@@ -10,7 +10,7 @@ from msgspec import Struct
 from mooncake_api.errors import RequestRefused
 from mooncake_api.translation import NOT_HERE, Json, encode, read_request
 
-_STATELESS = "no responses are kept: send the conversation in input"
+_STATELESS = "responses are not stored: send the conversation in input"
 _INSTEAD = {
     **NOT_HERE,
     "previous_response_id": _STATELESS,
@@ -19,7 +19,7 @@ _INSTEAD = {
     "context_management": "shorten the input yourself",
     "moderation": "leave it out",
     "access_programs": "leave it out",
-    "image": "only text is served",
+    "image": "only text is supported",
     "messages": "use input",
     "max_tokens": "use max_output_tokens",
     "max_completion_tokens": "use max_output_tokens",
@@ -110,21 +110,21 @@ def read_responses_request(body: bytes) -> tuple[ResponsesRequest, bytes]:
 def _check_stateless(request: ResponsesRequest) -> None:
     if request.store:
         raise RequestRefused(
-            "store: no responses are kept here; send false or leave it out", param="store"
+            "store: responses are not stored; send false or leave it out", param="store"
         )
     if request.background:
         raise RequestRefused(
-            "background: responses are not made without their client; send false or leave it out",
+            "background: background responses are not supported; send false or leave it out",
             param="background",
         )
     if request.truncation not in (None, "disabled"):
         raise RequestRefused(
-            f"truncation {request.truncation!r} is not served here: shorten the input yourself",
+            f"truncation {request.truncation!r} is not supported: shorten the input yourself",
             param="truncation",
         )
     for name in request.include or ():
         if name not in _INCLUDED:
-            raise RequestRefused(f"include {name!r} is not served here", param="include")
+            raise RequestRefused(f"include {name!r} is not supported", param="include")
 
 
 def _sampling(request: ResponsesRequest) -> Json:
@@ -219,7 +219,7 @@ def namespaces(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
 def _tool(tool: Json, path: str) -> Json:
     if tool.get("type") != "function":
         raise RequestRefused(
-            f"{path}: tools of type {tool.get('type')!r} are not served here, only 'function'; "
+            f"{path}: tools of type {tool.get('type')!r} are not supported, only 'function'; "
             "leave it out",
             param=path,
         )
@@ -234,9 +234,7 @@ def _chosen(tools: list[Json], choice: Json) -> tuple[list[Json], str | Json]:
     if kind == "function":
         return tools, {"type": "function", "function": {"name": choice.get("name")}}
     if kind != "allowed_tools":
-        raise RequestRefused(
-            f"tool_choice of type {kind!r} is not served here", param="tool_choice"
-        )
+        raise RequestRefused(f"tool_choice of type {kind!r} is not supported", param="tool_choice")
     listed = choice.get("tools")
     entries = listed if isinstance(listed, list) else []
     allowed = [entry.get("name") for entry in entries if isinstance(entry, dict)]
@@ -281,7 +279,7 @@ class _Turns:
             raise RequestRefused(f"{path}: item_reference: {_STATELESS}", param=path)
         else:
             raise RequestRefused(
-                f"{path}: items of type {kind!r} are not served here; leave it out", param=path
+                f"{path}: items of type {kind!r} are not supported; leave it out", param=path
             )
 
     def add_message(self, role: str, text: str) -> None:
@@ -333,7 +331,7 @@ def _text(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestRefused(f"{path}: wanted a text or a list of parts", param=path)
+        raise RequestRefused(f"{path}: wanted a string or a list of parts", param=path)
     return "".join(_part(part, f"{path}[{i}]") for i, part in enumerate(content))
 
 
@@ -343,7 +341,7 @@ def _part(part: Any, path: str) -> str:
     kinds = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
     if kind not in kinds or not isinstance(part.get(name), str):
         raise RequestRefused(
-            f"{path}: parts of type {kind!r} are not served here, only text", param=path
+            f"{path}: parts of type {kind!r} are not supported, only text", param=path
         )
     return str(part[name])
 
@@ -351,5 +349,5 @@ def _part(part: Any, path: str) -> str:
 def _word(item: Json, name: str, path: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise RequestRefused(f"{path}.{name}: wanted a text", param=f"{path}.{name}")
+        raise RequestRefused(f"{path}.{name}: wanted a string", param=f"{path}.{name}")
     return value

@@ -62,8 +62,8 @@ NOT_HERE: Mapping[str, str] = {
     "return_token_ids": "use /v1/chat/completions",
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "audio": "only text is served",
-    "modalities": "only text is served",
+    "audio": "only text is supported",
+    "modalities": "only text is supported",
 }
 """Fields of chat requests that no other format supports, and what to do instead."""
 
@@ -96,7 +96,7 @@ def read_request(
         if value is None:
             continue
         if name in instead:
-            raise RequestRefused(f"{name} is not served here: {instead[name]}", param=name)
+            raise RequestRefused(f"{name} is not supported: {instead[name]}", param=name)
         others[name] = value
     return request, others
 

@@ -167,7 +167,7 @@ def _serve(args: argparse.Namespace) -> int:
     from mooncake_engine.process.progress_bar import ProgressBar
     from mooncake_engine.server.api_server import serve
     from mooncake_engine.server.api_workers import serve_with_workers
-    from mooncake_engine.text.tokenizer import leave_torch_out
+    from mooncake_engine.text.tokenizer import block_torch_import
 
     aliases = tuple(args.served_model_name[1:])
     options = from_arguments(ServerOptions, args, model_aliases=aliases)
@@ -178,7 +178,7 @@ def _serve(args: argparse.Namespace) -> int:
         with queued_stderr():
             run_node(config, options.shutdown_timeout_s)
         return 0
-    leave_torch_out()
+    block_torch_import()
     with queued_stderr():
         if options.api_workers > 1:
             serve_with_workers(config, args.host, args.port, options, ProgressBar())
@@ -192,10 +192,10 @@ def _start_engine(config: EngineConfig) -> EngineClient:
     are reported at once."""
     from mooncake_engine.async_engine import AsyncEngine, is_core_apart
     from mooncake_engine.process.progress_bar import ProgressBar
-    from mooncake_engine.text.tokenizer import let_torch_in
+    from mooncake_engine.text.tokenizer import allow_torch_import
 
     if not is_core_apart(config):
-        let_torch_in()
+        allow_torch_import()
     return AsyncEngine.start(config, ProgressBar())
 
 

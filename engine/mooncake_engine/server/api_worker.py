@@ -45,7 +45,7 @@ from mooncake_engine.server.api_workers import (
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.live_requests import LiveRequests
 from mooncake_engine.server.metric_cells import MetricCells, cells_bytes
-from mooncake_engine.text.tokenizer import Tokenizer, leave_torch_out
+from mooncake_engine.text.tokenizer import Tokenizer, block_torch_import
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ def main(arguments: list[str]) -> int:
     """Run a worker on the given file descriptors; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    leave_torch_out()
+    block_torch_import()
     faulthandler.enable(file=2)
     control, *others = map(int, arguments)
     listener, core, watch, shared = others

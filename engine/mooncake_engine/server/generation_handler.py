@@ -102,7 +102,7 @@ class GenerationHandler:
             "model": context.model,
             "choices": [builder.choice(context, choice) for choice in shown],
             "usage": context.usage(),
-            **builder.beside_choices(context, shown),
+            **builder.top_level_fields(context, shown),
         }
         if context.kv_transfer.is_outgoing:
             body["kv_transfer_params"] = self._kv_transfer_response(context)

@@ -39,13 +39,13 @@ class MetricCells:
         whole = memoryview(bytearray(cells_bytes(1)) if memory is None else memory).cast("d")
         self._rows = [whole[start : start + ROW_CELLS] for start in range(0, len(whole), ROW_CELLS)]
         self._worker = worker
-        self._num_taken = 0
+        self._num_allocated = 0
 
-    def take(self, count: int) -> Cells:
+    def allocate(self, count: int) -> Cells:
         """Allocate the next ``count`` values of every row."""
-        start, stop = self._num_taken, self._num_taken + count
+        start, stop = self._num_allocated, self._num_allocated + count
         assert stop <= ROW_CELLS, "more is counted than a row has room for"
-        self._num_taken = stop
+        self._num_allocated = stop
         rows = [row[start:stop] for row in self._rows]
         return Cells(rows[self._worker], rows)
 
@@ -71,7 +71,7 @@ class Histogram:
     """A Prometheus histogram in shared memory.
 
     Args:
-        name, words: the metric's name and help text.
+        name, help_text: the metric's name and help text.
         labels: label names and values, the same for every observation.
         bounds: upper bounds of the buckets, ascending.
         cells: the memory to allocate values from.
@@ -80,16 +80,16 @@ class Histogram:
     def __init__(
         self,
         name: str,
-        words: str,
+        help_text: str,
         labels: tuple[Sequence[str], Sequence[str]],
         bounds: Sequence[float],
         cells: MetricCells,
     ) -> None:
         self._name = name
-        self._words = words
+        self._help_text = help_text
         self._label_names, self._label_values = labels
         self._bounds = bounds
-        self._cells = cells.take(len(bounds) + 2)  # plus the +Inf bucket and the sum
+        self._cells = cells.allocate(len(bounds) + 2)  # plus the +Inf bucket and the sum
         self._own = self._cells.own
 
     def observe(self, value: float) -> None:
@@ -110,7 +110,7 @@ class Histogram:
         """What Prometheus gets."""
         *counts, total = self._cells.totals()
         names = [*map(floatToGoString, self._bounds), "+Inf"]
-        family = HistogramMetricFamily(self._name, self._words, labels=self._label_names)
+        family = HistogramMetricFamily(self._name, self._help_text, labels=self._label_names)
         buckets = list(zip(names, itertools.accumulate(counts), strict=True))
         family.add_metric(self._label_values, buckets, total)
         return family
@@ -120,7 +120,7 @@ class Counter:
     """A Prometheus counter in shared memory, by labels whose values are known in advance.
 
     Args:
-        name, words: the metric's name and help text.
+        name, help_text: the metric's name and help text.
         labels: label names and values, the same for every count.
         kinds: the labels that vary: their names, and the possible values of each.
         cells: the memory to allocate values from.
@@ -130,7 +130,7 @@ class Counter:
     def __init__(
         self,
         name: str,
-        words: str,
+        help_text: str,
         labels: tuple[Sequence[str], Sequence[str]],
         kinds: dict[str, Sequence[str]],
         cells: MetricCells,
@@ -138,13 +138,13 @@ class Counter:
         shows_zeros: bool = False,
     ) -> None:
         self._name = name
-        self._words = words
+        self._help_text = help_text
         self._label_names = (*labels[0], *kinds)
         self._label_values = tuple(labels[1])
         self._index = {
             values: index for index, values in enumerate(itertools.product(*kinds.values()))
         }
-        self._cells = cells.take(len(self._index))
+        self._cells = cells.allocate(len(self._index))
         self._shows_zeros = shows_zeros
 
     def inc(self, *values: str) -> None:
@@ -153,7 +153,7 @@ class Counter:
 
     def collect(self) -> Metric:
         """What Prometheus gets."""
-        family = CounterMetricFamily(self._name, self._words, labels=self._label_names)
+        family = CounterMetricFamily(self._name, self._help_text, labels=self._label_names)
         for values, count in zip(self._index, self._cells.totals(), strict=True):
             if count or self._shows_zeros:
                 family.add_metric((*self._label_values, *values), count)

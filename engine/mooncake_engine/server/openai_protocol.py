@@ -290,7 +290,7 @@ def _without_unknown(value: Any, request_type: type[RequestType]) -> RequestType
                 raise InvalidRequest(message, param=param) from exc
         warn_once(field, path)
         remove(value, path, field)
-    raise InvalidRequest(f"the body has more than {_MAX_IGNORED} fields that are not known here")
+    raise InvalidRequest(f"the body has more than {_MAX_IGNORED} unknown fields")
 
 
 def _explain(message: str) -> InvalidRequest:

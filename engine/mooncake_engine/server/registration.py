@@ -28,7 +28,7 @@ PATH = "/register"
 HEADER = "X-Mooncake-Register"
 _TIMEOUT_S = 3.0
 _RETRY_S = 1.0
-_LEAVING_S = 2.0
+_CLOSE_TIMEOUT_S = 2.0
 """Seconds that ``Registration.close`` waits for proxies to receive the last announcement."""
 
 
@@ -102,7 +102,9 @@ class Registration:
         self._announcement = announcement
         self._leaving = threading.Event()
         self._threads = [
-            threading.Thread(target=self._keep, args=(url,), name="registration", daemon=True)
+            threading.Thread(
+                target=self._keep_registered, args=(url,), name="registration", daemon=True
+            )
             for url in proxies
         ]
 
@@ -118,32 +120,34 @@ class Registration:
     def close(self) -> None:
         """Leave, and wait a short time for the proxies to receive that."""
         self.leave()
-        deadline = time.monotonic() + _LEAVING_S
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(deadline - time.monotonic(), 0))
 
-    def _keep(self, proxy: str) -> None:
-        number, was_taken, pause_s = 0, None, 0.0
+    def _keep_registered(self, proxy: str) -> None:
+        number, was_accepted, pause_s = 0, None, 0.0
         while not self._leaving.wait(pause_s):
-            is_taken = self._tell(proxy, number, was_taken, is_leaving=False)
-            if is_taken and not was_taken:
+            is_accepted = self._announce(proxy, number, was_accepted, is_leaving=False)
+            if is_accepted and not was_accepted:
                 log.info("registered at %s as %s", proxy, self._announcement.url)
             renewal_s = self._announcement.lease_s / 3
-            pause_s = renewal_s if is_taken else min(renewal_s, _RETRY_S)
-            was_taken, number = is_taken, number + 1
-        if was_taken:
-            self._tell(proxy, number, was_taken, is_leaving=True)
+            pause_s = renewal_s if is_accepted else min(renewal_s, _RETRY_S)
+            was_accepted, number = is_accepted, number + 1
+        if was_accepted:
+            self._announce(proxy, number, was_accepted, is_leaving=True)
 
-    def _tell(self, proxy: str, number: int, was_taken: bool | None, *, is_leaving: bool) -> bool:
+    def _announce(
+        self, proxy: str, number: int, was_accepted: bool | None, *, is_leaving: bool
+    ) -> bool:
         """Send an announcement; returns whether the proxy accepted it. Of consecutive failures only
         the first is logged."""
         body = self._announcement.body(number, is_leaving=is_leaving)
         try:
             self._post(proxy, body)
-        except (OSError, http.client.HTTPException, _Refused) as exc:
-            if was_taken is not False:
-                log.warning("not registered at %s: %s; trying again", proxy, exc or type(exc))
+        except (OSError, http.client.HTTPException, _Rejected) as exc:
+            if was_accepted is not False:
+                log.warning("not registered at %s: %s; retrying", proxy, exc or type(exc))
             return False
         return True
 
@@ -161,8 +165,8 @@ class Registration:
         finally:
             connection.close()
         if response.status != 200:
-            raise _Refused(f"status {response.status}: {answer}")
+            raise _Rejected(f"status {response.status}: {answer}")
 
 
-class _Refused(Exception):
+class _Rejected(Exception):
     """A proxy rejected the announcement."""

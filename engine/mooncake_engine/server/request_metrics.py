@@ -53,19 +53,19 @@ _WHOLE_REQUEST_S = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
-_ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
-_LEVELS = frozenset({"leases_held", "reservations", "loads_under_way", "saves_under_way"})
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+_GAUGES = frozenset({"leases_held", "reservations", "loads_under_way", "saves_under_way"})
 """The statistics of connector and KVCache pool that are gauges; the others are counters."""
 _HISTOGRAMS = {
     "first_token": ("vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S),
     "between_tokens": (
         "vllm:inter_token_latency_seconds",
-        "Between one token and the next.",
+        "Time between consecutive tokens.",
         _BETWEEN_TOKENS_S,
     ),
     "per_token": (
         "vllm:request_time_per_output_token_seconds",
-        "Between tokens, one average per request.",
+        "Mean time between tokens, per request.",
         _BETWEEN_TOKENS_S,
     ),
     "whole": ("vllm:e2e_request_latency_seconds", "Arrival to last token.", _WHOLE_REQUEST_S),
@@ -73,23 +73,23 @@ _HISTOGRAMS = {
     "tokens": ("vllm:request_generation_tokens", "Generated tokens per request.", _TOKENS),
     "computed": (
         "vllm:request_prefill_kv_computed_tokens",
-        "Prompt tokens that no cache held, per request.",
+        "Prompt tokens computed (not cached), per request.",
         _TOKENS,
     ),
     "max_tokens": ("vllm:request_params_max_tokens", "The request's max_tokens.", _TOKENS),
     "longest": (
         "vllm:request_max_num_generation_tokens",
-        "Generated tokens of a prompt's longest answer.",
+        "Generated tokens of a prompt's longest choice.",
         _TOKENS,
     ),
-    "n": ("vllm:request_params_n", "The request's n.", _ANSWERS),
+    "n": ("vllm:request_params_n", "The request's n.", _CHOICES),
     "inference": (
         "vllm:request_inference_time_seconds",
         "First step to last token.",
         _WHOLE_REQUEST_S,
     ),
-    # by the names of a request's phases
-    "queue": ("vllm:request_queue_time_seconds", "Waiting for a place.", _WHOLE_REQUEST_S),
+    # keys are the names of RequestPhase
+    "queue": ("vllm:request_queue_time_seconds", "Time in the waiting queue.", _WHOLE_REQUEST_S),
     "kv_transfer": (
         "mooncake:request_kv_transfer_time_seconds",
         "Loading a peer's KV.",
@@ -165,8 +165,8 @@ class ServerMetrics:
         self._label_values = (engine.config.model_name, "0")
         labels, cells = (_LABELS, self._label_values), cells or MetricCells()
         self._histograms = {
-            name: Histogram(metric, words, labels, buckets, cells)
-            for name, (metric, words, buckets) in _HISTOGRAMS.items()
+            name: Histogram(metric, help_text, labels, buckets, cells)
+            for name, (metric, help_text, buckets) in _HISTOGRAMS.items()
         }
         self._between_tokens = self._histograms["between_tokens"]
         self._gaps: list[float] = []  # inter-token gaps of the step that is being delivered
@@ -181,14 +181,14 @@ class ServerMetrics:
         )
         self._responses = Counter(
             "http_requests",
-            "HTTP requests answered, by class of status.",
+            "HTTP responses, by status class.",
             ((), ()),
             {"method": _METHODS, "handler": paths, "status": _STATUSES},
             cells,
         )
         self._objectives_met = Counter(
             "mooncake:slo_requests",
-            "Answers by class, objective and whether it was met.",
+            "Choices by request class, objective and whether the objective was met.",
             labels,
             {
                 "class": [kind.value for kind in RequestClass],
@@ -200,7 +200,7 @@ class ServerMetrics:
         self.registry.register(_EngineCollector(engine, engine.config.model_name))
         ProcessCollector(registry=self.registry)
         counters = (self._finished, self._responses, self._objectives_met)
-        self.registry.register(_Counted(tuple(self._histograms.values()), counters))
+        self.registry.register(_ServerCollector(tuple(self._histograms.values()), counters))
 
     def advance(self, stats: ChoiceStats, update: TextUpdate, now: float) -> None:
         """Count an update of a choice received at ``now`` (seconds of ``time.monotonic``)."""
@@ -239,7 +239,7 @@ class ServerMetrics:
         """Count a finished request; ``otherwise`` is the finish reason of choices without one."""
         for choice in context.choices:
             self._finished.inc((choice.stats.finish or otherwise).value)
-            self._judge(choice, otherwise)
+            self._count_objectives(choice, otherwise)
             if choice.stats.finish is not None:
                 self._end_choice(choice.stats, now)
                 if choice.request.sampling.max_tokens is not None:
@@ -249,7 +249,7 @@ class ServerMetrics:
                 self._observe("n", context.sampling.n)
                 self._observe("longest", max(choice.stats.num_tokens for choice in group))
 
-    def _judge(self, choice: GeneratedChoice, otherwise: FinishReason) -> None:
+    def _count_objectives(self, choice: GeneratedChoice, otherwise: FinishReason) -> None:
         """Count whether an answer met the objectives, unless its client disconnected."""
         if (choice.stats.finish or otherwise) is FinishReason.ABORT:
             return
@@ -286,7 +286,7 @@ class ServerMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class _Counted:
+class _ServerCollector:
     """Collects the histograms and counters of this server for its registry."""
 
     histograms: Sequence[Histogram]
@@ -351,17 +351,17 @@ class _StatsMetrics:
         labels = dict(zip(_LABELS, self._label_values, strict=True))
         yield InfoMetricFamily("vllm:cache_config", "The KV pool.", {**labels, **pool})
         gauge, counter = self._gauge, self._counter
-        yield gauge("vllm:num_requests_running", "Requests in steps.", stats.num_running)
+        yield gauge("vllm:num_requests_running", "Requests running.", stats.num_running)
         num_queued = stats.num_waiting - stats.num_swapped
-        yield gauge("vllm:num_requests_waiting", "Requests queued.", num_queued)
+        yield gauge("vllm:num_requests_waiting", "Requests waiting.", num_queued)
         yield self._waiting(capacity=num_queued - stats.num_loading, deferred=stats.num_loading)
-        yield gauge("vllm:num_requests_swapped", "KV in host memory.", stats.num_swapped)
+        yield gauge("vllm:num_requests_swapped", "Requests swapped out.", stats.num_swapped)
         yield gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", stats.kv_cache_usage)
         yield counter("vllm:num_preemptions", "Requests preempted.", stats.num_preemptions)
         yield counter("mooncake:num_swap_outs", "Preemptions by swap.", stats.num_swap_outs)
         yield counter(
             "mooncake:num_shared_blocks",
-            "Blocks given back as others had the same content.",
+            "Blocks released because another block had the same content.",
             stats.num_shared_blocks,
         )
         yield counter(
@@ -376,7 +376,7 @@ class _StatsMetrics:
             yield from self._speculation(stats.speculation)
         for name, value in sorted(stats.kv_transfer.items()):
             safe = re.sub(r"[^a-zA-Z0-9_]", "_", name)
-            family = gauge if safe in _LEVELS else counter
+            family = gauge if safe in _GAUGES else counter
             yield family(f"mooncake:kv_transfer_{safe}", f"KV transfer: {name}.", value)
         if stats.kv_pool is not None:
             yield from self._kv_pool(stats.kv_pool)
@@ -385,12 +385,12 @@ class _StatsMetrics:
         if stats.experts is not None:
             yield from self._experts(stats.experts)
         if stats.waited_s:
-            yield self._waited(stats.waited_s)
+            yield self._collective_waits(stats.waited_s)
 
     def _waiting(self, **counts: int) -> Metric:
         family = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
-            "Requests queued: for a place, or for a peer's KV (deferred).",
+            "Requests waiting, for capacity or for a peer's KV (deferred).",
             labels=(*_LABELS, "reason"),
         )
         for reason, count in counts.items():
@@ -400,7 +400,7 @@ class _StatsMetrics:
     def _kv_byte_seconds(self, values: dict[str, float]) -> Metric:
         family = CounterMetricFamily(
             "mooncake:kv_byte_seconds",
-            "Bytes of KV times seconds that they were held, by what for.",
+            "Bytes of KV times the seconds for which they were held, by purpose.",
             labels=(*_LABELS, "held_for"),
         )
         for name, value in values.items():
@@ -411,7 +411,7 @@ class _StatsMetrics:
         cumulative = [*accumulate(sizes.num_steps)]
         bounds = [*(f"{2.0**i}" for i in range(len(cumulative) - 1)), "+Inf"]
         family = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Tokens of a step.", labels=_LABELS
+            "vllm:iteration_tokens_total", "Tokens per step.", labels=_LABELS
         )
         buckets = list(zip(bounds, cumulative, strict=True))
         family.add_metric(self._label_values, buckets, sizes.num_tokens)
@@ -419,7 +419,7 @@ class _StatsMetrics:
 
     def _speculation(self, stats: SpeculationStats) -> Iterator[Metric]:
         prefix, counter = "vllm:spec_decode_num", self._counter
-        yield counter(f"{prefix}_drafts", "Drafts of some tokens each.", stats.num_drafts)
+        yield counter(f"{prefix}_drafts", "Drafts, of one or more tokens each.", stats.num_drafts)
         yield counter(f"{prefix}_draft_tokens", "Draft tokens.", stats.num_draft_tokens)
         yield counter(
             f"{prefix}_accepted_tokens", "Draft tokens accepted.", stats.num_accepted_tokens
@@ -437,17 +437,17 @@ class _StatsMetrics:
         """One metric per field, with a label for tier or reason where the field is a mapping."""
         for field in dataclasses.fields(stats):
             name, value = f"mooncake:kv_pool_{field.name}", getattr(stats, field.name)
-            words = f"KVCache pool: {field.name.replace('_', ' ')}."
+            text = f"KVCache pool: {field.name.replace('_', ' ')}."
             if isinstance(value, dict):
-                counts = CounterMetricFamily(name, words, labels=(*_LABELS, "kind"))
+                counts = CounterMetricFamily(name, text, labels=(*_LABELS, "kind"))
                 for kind, count in sorted(value.items()):
                     counts.add_metric((*self._label_values, kind), count)
                 yield counts
             else:
-                family = self._gauge if field.name in _LEVELS else self._counter
-                yield family(name, words, value)
-        words = "Share of loading that computing hid, of what it could hide, 0 to 1."
-        yield self._gauge("mooncake:kv_pool_overlap_ratio", words, stats.overlap_ratio)
+                family = self._gauge if field.name in _GAUGES else self._counter
+                yield family(name, text, value)
+        text = "Share of the load time that could overlap with computation and did, 0 to 1."
+        yield self._gauge("mooncake:kv_pool_overlap_ratio", text, stats.overlap_ratio)
 
     def _pool_store(self, stats: StoreStats) -> Iterator[Metric]:
         """The store's metrics, as ``mooncake-kv store`` exports them."""
@@ -463,34 +463,34 @@ class _StatsMetrics:
     def _experts(self, load: ExpertLoad) -> Iterator[Metric]:
         yield self._counter(
             "mooncake:expert_tokens",
-            "Tokens that experts got, once per expert and layer.",
+            "Tokens routed to experts, counted once per expert and layer.",
             load.num_tokens,
         )
         yield self._counter(
             "mooncake:expert_rows_sent",
-            "Hidden states that the first rank of each stage sent to experts of other ranks.",
+            "Hidden states sent by the first rank of each stage to experts of other ranks.",
             load.num_sent_rows,
         )
         yield self._gauge(
             "mooncake:expert_imbalance",
-            "Tokens of the part with most over the mean of parts, since experts are placed so.",
+            "Tokens of the most loaded part over the mean of all, since the last placement.",
             load.imbalance,
         )
         yield self._counter(
             "mooncake:expert_placements",
-            "How often experts were placed anew by their load.",
+            "Rebalancings of the expert placement by load.",
             load.num_placements,
         )
         yield self._counter(
             "mooncake:expert_moves",
-            "Experts that came to driver ranks from other ranks then, once per layer.",
+            "Experts moved to driver ranks from other ranks by rebalancing, once per layer.",
             load.num_moved,
         )
 
-    def _waited(self, by_rank: Sequence[WaitedSeconds]) -> Metric:
+    def _collective_waits(self, by_rank: Sequence[WaitedSeconds]) -> Metric:
         family = CounterMetricFamily(
             "mooncake:collective_wait_seconds",
-            "Seconds that a rank's host waited for others, by their group and the collective.",
+            "Seconds that a rank's host waited for other ranks, by group and collective.",
             labels=(*_LABELS, "rank", "group", "collective"),
         )
         for rank, groups in enumerate(by_rank):
@@ -500,12 +500,12 @@ class _StatsMetrics:
                     family.add_metric(labels, seconds)
         return family
 
-    def _gauge(self, name: str, words: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, words, labels=_LABELS)
+    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, help_text, labels=_LABELS)
         family.add_metric(self._label_values, value)
         return family
 
-    def _counter(self, name: str, words: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, words, labels=_LABELS)
+    def _counter(self, name: str, help_text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=_LABELS)
         family.add_metric(self._label_values, value)
         return family

@@ -54,7 +54,7 @@ class ResponseBuilder(Protocol):
     def choice(self, context: RequestContext, choice: GeneratedChoice) -> dict[str, Any]:
         """A choice of a complete response."""
 
-    def beside_choices(
+    def top_level_fields(
         self, context: RequestContext, choices: Sequence[GeneratedChoice]
     ) -> dict[str, Any]:
         """Additional top-level fields of a complete response."""
@@ -108,7 +108,7 @@ class CompletionResponseBuilder:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._token_bytes)
         return body
 
-    def beside_choices(
+    def top_level_fields(
         self, context: RequestContext, choices: Sequence[GeneratedChoice]
     ) -> dict[str, Any]:
         return {}
@@ -202,7 +202,7 @@ class ChatResponseBuilder:
             body["prompt_token_ids"] = choice.prompt.token_ids
         return self._filled(body, context, output)
 
-    def beside_choices(
+    def top_level_fields(
         self, context: RequestContext, choices: Sequence[GeneratedChoice]
     ) -> dict[str, Any]:
         if not context.shows_prompt_logprobs:
@@ -269,7 +269,7 @@ def sse(payload: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
-_LEAST = -9999.0
+_MIN_LOGPROB = -9999.0
 """vLLM's log probability of a token that could not be chosen, as JSON has no infinity."""
 
 
@@ -359,4 +359,4 @@ def _name(token: bytes) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST)
+    return max(logprob, _MIN_LOGPROB)

@@ -72,14 +72,14 @@ def completion_sampling(
 def _check_ranking(request: CompletionRequest) -> None:
     if request.use_beam_search:
         raise InvalidRequest(
-            "beam search is not served here: best_of returns the most probable of several sampled "
+            "beam search is not supported: best_of returns the most probable of several sampled "
             "answers, temperature 0 the greedy one",
             param="use_beam_search",
         )
     if request.stream and (request.best_of or 1) > (request.n or 1):
         raise InvalidRequest(
-            f"best_of {request.best_of} of n {request.n or 1} can't be streamed: which answers are "
-            "best is known at the end; leave stream or best_of out",
+            f"best_of {request.best_of} with n {request.n or 1} can't be streamed, because the "
+            "best answers are known only at the end: leave stream or best_of out",
             param="best_of",
         )
 
@@ -117,11 +117,11 @@ def _sampling(
     logprobs: int | None,
 ) -> SamplingParams:
     if request.store:
-        raise InvalidRequest("answers are not stored here: leave store out", param="store")
+        raise InvalidRequest("answers are not stored: leave store out", param="store")
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequest(
-            "prompt_logprobs come with whole answers: use stream: false, or echo with logprobs",
+            "prompt_logprobs can't be streamed: use stream: false, or echo with logprobs",
             param="prompt_logprobs",
         )
     stop_token_ids = tuple(request.stop_token_ids or ())
@@ -134,7 +134,7 @@ def _sampling(
     num_ends = len({*stop_token_ids, *info.eos_token_ids})
     if request.min_tokens and num_ends >= info.vocab_size:
         raise InvalidRequest(
-            "min_tokens forbids tokens that end the output, and every token does: no token is left",
+            "min_tokens can't be honoured, because every token would end the output",
             param="min_tokens",
         )
     _check_token_ids("stop_token_ids", stop_token_ids, info)
@@ -280,5 +280,5 @@ def _schema(given: str | dict[str, object] | bool) -> object:
         return msgspec.json.decode(given)
     except msgspec.DecodeError as exc:
         raise InvalidRequest(
-            f"structured_outputs.json is no JSON: {exc}", param="structured_outputs"
+            f"structured_outputs.json is not valid JSON: {exc}", param="structured_outputs"
         ) from exc

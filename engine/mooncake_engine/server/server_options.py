@@ -83,13 +83,15 @@ class ServerOptions:
         default=AUTO,
         metadata=option(
             choices=(AUTO, NONE, *REASONING_PARSERS),
-            help="whether reasoning between <think> tags is told from the answer: auto (if the "
-            "chat template knows the tags), none, qwen3 or deepseek_r1 (always)",
+            help="whether to separate reasoning in <think> tags from the answer: auto (if the chat "
+            "template has the tags), none, qwen3 or deepseek_r1 (always)",
         ),
     )
     otlp_endpoint: str | None = field(
         default=None,
-        metadata=option(metavar="URL", help="send OpenTelemetry traces there, by OTLP over HTTP"),
+        metadata=option(
+            metavar="URL", help="collector to which to send OpenTelemetry traces, OTLP over HTTP"
+        ),
     )
     shutdown_timeout_s: float = field(
         default=25.0,
@@ -112,7 +114,7 @@ class ServerOptions:
             parse=Path,
             to_field=read_keys,
             default=None,
-            help="API keys, one per line; requests without one of them are refused",
+            help="file with API keys, one per line; requests without one of them are rejected",
         ),
     )
     max_body_bytes: int | None = field(
@@ -120,14 +122,16 @@ class ServerOptions:
         metadata=option(
             "--max-body-bytes",
             metavar="BYTES",
-            help="longest request body; a longer one is refused (default: room for one prompt of "
-            "the context's length and 8 MiB more, at most 64 MiB)",
+            help="largest request body; a larger one is rejected (default: one prompt of the "
+            "context's length plus 8 MiB, at most 64 MiB)",
         ),
     )
     slo_ttft_ms: float | None = field(
         default=None,
         metadata=option(
-            "--slo-ttft", metavar="MS", help="objective to count by: time to first token in ms"
+            "--slo-ttft",
+            metavar="MS",
+            help="latency objective for metrics: time to first token in ms",
         ),
     )
     slo_tbt_ms: float | None = field(
@@ -135,8 +139,8 @@ class ServerOptions:
         metadata=option(
             "--slo-tbt",
             metavar="MS",
-            help="objective to count by: time between tokens in ms, for nine in ten gaps of an "
-            "answer",
+            help="latency objective for metrics: time between tokens in ms, which nine in ten gaps "
+            "of an answer must meet",
         ),
     )
     log_stats_interval_s: float = field(
@@ -144,7 +148,7 @@ class ServerOptions:
         metadata=option(
             "--log-stats-interval",
             metavar="SECONDS",
-            help="time between log lines with throughput, queues and KV usage; 0: none",
+            help="interval of the log lines with throughput, queues and KV usage; 0 disables them",
         ),
     )
     api_workers: int = field(
@@ -152,7 +156,7 @@ class ServerOptions:
         metadata=option(
             metavar="N",
             aliases=("--api-server-count", "-asc"),
-            help="processes that serve HTTP and text; with several, scheduler and model are in a "
+            help="processes that serve the API; with more than one, scheduler and model run in a "
             "process of their own",
         ),
     )
@@ -161,8 +165,8 @@ class ServerOptions:
         metadata=option(
             is_repeated=True,
             metavar="URL",
-            help="announce this instance to the proxy there, at its --admin-port if it has one; "
-            "repeat it for each proxy",
+            help="register this instance with the proxy at this URL (its --admin-port if it has "
+            "one); may be repeated",
         ),
     )
     register_secret: str = field(
@@ -180,7 +184,7 @@ class ServerOptions:
         default=None,
         metadata=option(
             metavar="URL",
-            help="where proxies reach this instance (default: --host and --port)",
+            help="URL at which proxies reach this instance (default: --host and --port)",
         ),
     )
     register_lease_s: float = field(
@@ -188,7 +192,7 @@ class ServerOptions:
         metadata=option(
             "--register-lease",
             metavar="SECONDS",
-            help="how long a proxy keeps this instance without hearing from it",
+            help="how long a proxy keeps this instance without a renewal",
         ),
     )
     model_aliases: tuple[str, ...] = ()
@@ -216,8 +220,8 @@ class ServerOptions:
                     raise ConfigError(f"{flag} must be http://HOST:PORT, got {url!r}")
         if bool(self.register) is not bool(self.register_secret):
             raise ConfigError(
-                "--register and --register-secret-file go together: who is told of this instance, "
-                "and the secret that it shares with them"
+                "--register and --register-secret-file go together: the proxies to register with, "
+                "and the secret that this instance shares with them"
             )
         if not 1 <= self.register_lease_s <= 600:
             raise ConfigError(

@@ -68,12 +68,12 @@ def offered_tools(
     for name, count in Counter(tool.function.name for tool in request.tools).items():
         if not name or count > 1:
             raise InvalidRequest(
-                f"tools must have names of their own, got {name!r} {count} times", param="tools"
+                f"tools must have unique names, got {name!r} {count} times", param="tools"
             )
     if tool_format is None:
         raise InvalidRequest(
-            "this model's chat template shows no way to call tools that is known here; if it has "
-            f"one, start the server with --tool-call-parser, one of {', '.join(PARSERS)}",
+            "this model's chat template has no known format of tool calls; if the model can call "
+            f"tools, start the server with --tool-call-parser, one of {', '.join(PARSERS)}",
             param="tools",
         )
     shown = shown_tools(request.tools)
@@ -164,32 +164,32 @@ def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 def _grammar(request: ChatRequest, tool_format: str, structure: Grammar | None) -> Grammar | None:
     """The grammar that the output must follow; None where it is free."""
     tools, choice = request.tools or [], request.tool_choice
-    is_one = request.parallel_tool_calls is False
+    is_single = request.parallel_tool_calls is False
     if choice in (None, "auto"):
         if structure is None:
             return None
         if structure.kind is not GrammarKind.JSON_SCHEMA:
             raise InvalidRequest(
-                "beside tools, structured_outputs may only be a JSON schema",
+                "with tools, structured_outputs may only be a JSON schema",
                 param="structured_outputs",
             )
         instead = f"%json {structure.source}"
-        return call_grammar(tools, tool_format, is_one=is_one, instead=instead)
+        return call_grammar(tools, tool_format, is_single=is_single, instead=instead)
     if structure is not None:
         raise InvalidRequest(
-            "an answer that has to call a tool has no other structure: leave response_format and "
-            "structured_outputs out",
+            "an answer that must call a tool can't have another structure: leave response_format "
+            "and structured_outputs out",
             param="tool_choice",
         )
     if not isinstance(choice, NamedToolChoice):
-        return call_grammar(tools, tool_format, is_one=is_one)
+        return call_grammar(tools, tool_format, is_single=is_single)
     named = [tool for tool in tools if tool.function.name == choice.function.name]
     if not named:
         raise InvalidRequest(
             f"tool_choice names {choice.function.name!r}, which is not among the tools",
             param="tool_choice",
         )
-    return call_grammar(named, tool_format, is_one=True)
+    return call_grammar(named, tool_format, is_single=True)
 
 
 _ARGUMENTS_FIELD = {"hermes": "arguments", "llama3_json": "parameters", "mistral": "arguments"}
@@ -214,12 +214,12 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def call_grammar(
-    tools: Sequence[Tool], tool_format: str, *, is_one: bool, instead: str | None = None
+    tools: Sequence[Tool], tool_format: str, *, is_single: bool, instead: str | None = None
 ) -> Grammar:
     """The Lark grammar of calls of these tools.
 
     Args:
-        is_one: whether at most one call is allowed.
+        is_single: whether at most one call is allowed.
         instead: the body of a Lark rule for an alternative output without calls; None where a call
             is required.
 
@@ -228,10 +228,10 @@ def call_grammar(
             arguments, so that the grammar may be much longer than the tools.
     """
     call, separator = _CALLS[tool_format]
-    calls = "one" if is_one else f"one ({separator} one)*"
+    calls = "one" if is_single else f"one ({separator} one)*"
     if tool_format in _AROUND_CALLS:
-        before, behind = map(_literal, _AROUND_CALLS[tool_format])
-        calls = f"{before} {calls} {behind}"
+        before, after = map(_literal, _AROUND_CALLS[tool_format])
+        calls = f"{before} {calls} {after}"
     rules = ["start: calls" if instead is None else "start: calls | instead"]
     rules += [f"calls: {calls}", f"one: {call}"]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
@@ -269,12 +269,12 @@ def _literal(text: str) -> str:
 def _deepseek_call(tool: Tool, rule: str, *, is_fenced: bool) -> Iterator[str]:
     """The rules of a call in one of DeepSeek's formats."""
     form, name = DeepseekParser, tool.function.name
-    before, behind = f"{form.call}{name}{form.separator}", form.call_end
+    before, after = f"{form.call}{name}{form.separator}", form.call_end
     if is_fenced:
         before = f"{form.call}function{form.separator}{name}\n```json\n"
-        behind = f"\n```{form.call_end}"
+        after = f"\n```{form.call_end}"
     parameters = {"x-guidance": JSON_STYLE, **(tool.function.parameters or {"type": "object"})}
-    yield f"{rule}: {_literal(before)} {rule}_arguments {_literal(behind)}"
+    yield f"{rule}: {_literal(before)} {rule}_arguments {_literal(after)}"
     yield f"{rule}_arguments: %json {json.dumps(parameters)}"
 
 

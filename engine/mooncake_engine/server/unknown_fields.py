@@ -14,10 +14,10 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_OPEN = re.compile(r"(messages|tools)(\[|\.|$)")
+_EXTENSIBLE_OBJECTS = re.compile(r"(messages|tools)(\[|\.|$)")
 """Paths of objects to which clients add fields without effect on the answer; their known fields are
 complete. An unknown field in any other object requests some behaviour."""
-_INSTEAD = {
+_ALTERNATIVES = {
     "guided_json": "structured_outputs",
     "guided_regex": "structured_outputs",
     "guided_choice": "structured_outputs",
@@ -43,7 +43,7 @@ _INSTEAD = {
     "bad_words": "logit_bias",
     "allowed_token_ids": "structured_outputs",
 }
-_CHANGING = frozenset(
+_REJECTED = frozenset(
     {
         *(
             "truncate_prompt_tokens",
@@ -59,7 +59,7 @@ _CHANGING = frozenset(
         *("spaces_between_special_tokens", "structural_tag"),
     }
 )
-_NEUTRAL: dict[str, Any] = {
+_NO_EFFECT_VALUES: dict[str, Any] = {
     "best_of": 1,
     "do_sample": True,
     "stop_sequences": [],
@@ -84,14 +84,14 @@ def refusal(body: Any, field: str, path: str, known: list[str]) -> str | None:
         path: the object that holds it, such as ``messages[0]``; empty for the body itself.
         known: the known fields of the body.
     """
-    if path and not _OPEN.match(path):
+    if path and not _EXTENSIBLE_OBJECTS.match(path):
         return f"unknown field {path}.{field}; remove it"
-    if path or body.get(field) in (None, _NEUTRAL.get(field)):
+    if path or body.get(field) in (None, _NO_EFFECT_VALUES.get(field)):
         return None
-    if field in _INSTEAD:
-        return f"{field} is not served here: use {_INSTEAD[field]}"
-    if field in _CHANGING:
-        return f"{field} is not served here; remove it"
+    if field in _ALTERNATIVES:
+        return f"{field} is not supported: use {_ALTERNATIVES[field]}"
+    if field in _REJECTED:
+        return f"{field} is not supported; remove it"
     nearest = difflib.get_close_matches(field, known, n=1, cutoff=0.75)
     return f"unknown field {field}; did you mean {nearest[0]}?" if nearest else None
 
@@ -116,4 +116,4 @@ def warn_once(field: str, path: str) -> None:
     if name in _warned or len(_warned) >= _MAX_WARNED:
         return
     _warned.add(name)
-    logger.warning("requests have a field %r that is not known here: it is ignored", name[:100])
+    logger.warning("ignoring the unknown request field %r", name[:100])

@@ -28,7 +28,7 @@ CHARACTERS_PER_TOKEN = 4
 """The cost of decoding one token, in characters of text to encode."""
 
 
-class WorkLine:
+class BoundedExecutor:
     """A thread pool with a bounded queue.
 
     Args:
@@ -39,8 +39,8 @@ class WorkLine:
 
     def __init__(self, what: str, num_threads: int, max_waiting: int) -> None:
         self._what = what
-        self._room = num_threads + max_waiting
-        self._num_entered = 0
+        self._capacity = num_threads + max_waiting
+        self._num_pending = 0
         self._threads = ThreadPoolExecutor(num_threads, what.replace(" ", "-"))
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -49,13 +49,13 @@ class WorkLine:
         Raises:
             Overloaded: the queue is full.
         """
-        if self._num_entered >= self._room:
+        if self._num_pending >= self._capacity:
             raise Overloaded(
-                f"too many {self._what} are waiting ({self._room}); try again in a moment"
+                f"too many {self._what} are queued ({self._capacity}); try again in a moment"
             )
-        self._num_entered += 1
+        self._num_pending += 1
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        future.add_done_callback(self._leave)
+        future.add_done_callback(self._note_done)
         try:
             return await future
         finally:
@@ -63,17 +63,19 @@ class WorkLine:
             # text in memory until the next garbage collection.
             del future
 
-    def _leave(self, _: object) -> None:
-        self._num_entered -= 1
+    def _note_done(self, _: object) -> None:
+        self._num_pending -= 1
 
 
 @dataclass(frozen=True, slots=True)
 class BackgroundWork:
     """The thread pools of one server. Threads start when they are first needed."""
 
-    texts: WorkLine = field(default_factory=lambda: WorkLine("long texts", 2, 256))
-    longest: WorkLine = field(default_factory=lambda: WorkLine("very long texts", 1, 16))
-    grammars: WorkLine = field(default_factory=lambda: WorkLine("grammars", 1, 32))
+    texts: BoundedExecutor = field(default_factory=lambda: BoundedExecutor("long texts", 2, 256))
+    longest: BoundedExecutor = field(
+        default_factory=lambda: BoundedExecutor("very long texts", 1, 16)
+    )
+    grammars: BoundedExecutor = field(default_factory=lambda: BoundedExecutor("grammars", 1, 32))
 
     async def on_text(self, num_characters: int, work: Callable[[], T]) -> T:
         """Run work on a text: on the event loop if the text is short, otherwise in a thread.
@@ -87,5 +89,5 @@ class BackgroundWork:
         """
         if num_characters <= LONG_TEXT:
             return work()
-        line = self.texts if num_characters <= LONGEST_TEXTS else self.longest
-        return await line.run(work)
+        executor = self.texts if num_characters <= LONGEST_TEXTS else self.longest
+        return await executor.run(work)

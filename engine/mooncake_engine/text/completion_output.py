@@ -183,11 +183,11 @@ class TextOutputProcessor:
             GrammarFailed: the request's grammar allows no further token.
         """
         if update.finish is FinishReason.ERROR:
-            raise RequestFailed(update.error or "the engine failed the request without saying why")
+            raise RequestFailed(update.error or "the engine failed the request without a reason")
         if update.finish is FinishReason.GRAMMAR:
             raise GrammarFailed(update.error or "the grammar can't be followed any further")
         if update.finish is FinishReason.TIMEOUT:
-            raise DeadlineExceeded(update.error or "the request's time is up")
+            raise DeadlineExceeded(update.error or "the request has timed out")
         if self.is_plain and update.finish is None and len(update.token_ids) == 1:
             offset = self._detokenizer.num_characters
             return TextUpdate(

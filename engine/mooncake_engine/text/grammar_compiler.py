@@ -74,10 +74,10 @@ class GrammarCompiler:
             if not matcher.is_error():
                 matcher.compute_bitmask()  # finds grammars that fail at the first token
         except ValueError as exc:  # the schema is not JSON
-            raise InvalidRequest(f"the grammar is wrong: {exc}", param=PARAM) from exc
+            raise InvalidRequest(f"the grammar is invalid: {exc}", param=PARAM) from exc
         if matcher.is_error():
-            words = first_line(matcher.get_error())
-            raise InvalidRequest(f"the {grammar.kind.value} is refused: {words}", param=PARAM)
+            reason = first_line(matcher.get_error())
+            raise InvalidRequest(f"the {grammar.kind.value} is rejected: {reason}", param=PARAM)
         return matcher
 
 
@@ -119,6 +119,6 @@ def find_library() -> ModuleType:
     return module
 
 
-def first_line(words: str) -> str:
+def first_line(reason: str) -> str:
     """The first line of a library error, without the grammar that the error quotes."""
-    return words.strip().split("\n", 1)[0][:500]
+    return reason.strip().split("\n", 1)[0][:500]

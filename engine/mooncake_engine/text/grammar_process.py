@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _LENGTH_BYTES = 4
 _STACK_BYTES = 4 << 20
 """The child's stack size: half of that of the threads that compile the grammar again."""
-_NUM_REMEMBERED = 1024
+_MAX_REJECTIONS = 1024
 """Rejected grammars that are remembered, by hash: sending one again costs no compilation."""
 
 
@@ -72,7 +72,7 @@ class GrammarProcess:
         self._limits = limits
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._rejections: OrderedDict[bytes, str] = OrderedDict()
 
     def check(self, grammar: Grammar) -> None:
         """Compile a grammar in the child process.
@@ -83,13 +83,13 @@ class GrammarProcess:
         """
         key = hashlib.sha256(f"{grammar.kind.name}:{grammar.source}".encode()).digest()
         with self._lock:
-            reason = self._refused.get(key)
+            reason = self._rejections.get(key)
             if reason is None:
-                reason = self._try(grammar)
+                reason = self._compile(grammar)
                 if reason:
-                    self._refused[key] = reason
-                    if len(self._refused) > _NUM_REMEMBERED:
-                        self._refused.popitem(last=False)
+                    self._rejections[key] = reason
+                    if len(self._rejections) > _MAX_REJECTIONS:
+                        self._rejections.popitem(last=False)
         if reason:
             raise InvalidRequest(reason, param=PARAM)
 
@@ -98,19 +98,19 @@ class GrammarProcess:
         with self._lock:
             self._end()
 
-    def _try(self, grammar: Grammar) -> str:
+    def _compile(self, grammar: Grammar) -> str:
         """Compile a grammar; returns the reason for its rejection, or an empty string."""
         child = self._child
         if child is None or child.poll() is not None:
             child = self._start()
-        words = self._ask(child, grammar, self._limits.wall_s)
-        if words is not None:
-            return words.decode()
+        reply = self._exchange(child, grammar, self._limits.wall_s)
+        if reply is not None:
+            return reply.decode()
         status = self._end()
-        logger.warning("a %s ended its compiler: %s", grammar.kind.value, status)
+        logger.warning("compiling a %s killed the compiler: %s", grammar.kind.value, status)
         return (
-            f"the {grammar.kind.value} is refused: compiling it takes more than "
-            f"{self._limits.cpu_s} s, or more memory or nesting than is allowed ({status})"
+            f"the {grammar.kind.value} is rejected: compiling it takes more than "
+            f"{self._limits.cpu_s} s, or more memory or nesting than allowed ({status})"
         )
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -127,18 +127,18 @@ class GrammarProcess:
         except OSError as exc:
             raise RequestFailed(f"can't start a process to compile grammars in: {exc}") from exc
         self._child = child
-        if self._ask(child, self._setup, self._limits.start_s) is None:
-            raise RequestFailed(f"the process that compiles grammars did not start: {self._end()}")
+        if self._exchange(child, self._setup, self._limits.start_s) is None:
+            raise RequestFailed(f"the grammar compiler's process did not start: {self._end()}")
         return child
 
     @staticmethod
-    def _ask(
-        child: subprocess.Popen[bytes], what: bytes | Grammar, within_s: float
+    def _exchange(
+        child: subprocess.Popen[bytes], payload: bytes | Grammar, within_s: float
     ) -> bytes | None:
         """Send a frame and wait for the reply; None if there is none within the time."""
         assert child.stdin is not None
         assert child.stdout is not None
-        body = what if isinstance(what, bytes) else msgspec.msgpack.encode(what)
+        body = payload if isinstance(payload, bytes) else msgspec.msgpack.encode(payload)
         try:
             _write_frame(child.stdin, body)
         except OSError:
@@ -207,10 +207,10 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (used + limits.cpu_s, hard))
         try:
             compiler.compile(msgspec.msgpack.decode(body, type=Grammar))
-            words = ""
+            reply = ""
         except InvalidRequest as exc:
-            words = str(exc)
-        _write_frame(sink, words.encode(errors="replace"))
+            reply = str(exc)
+        _write_frame(sink, reply.encode(errors="replace"))
 
 
 def _address_space() -> int:

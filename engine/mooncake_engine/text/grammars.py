@@ -28,8 +28,8 @@ from mooncake_engine.text.grammar_compiler import (
 from mooncake_engine.text.grammar_process import GrammarProcess
 from mooncake_engine.text.tokenizer import Tokenizer, tokenizer_fingerprint
 
-_NUM_KEPT = 256
-_KEPT_CHARACTERS = 2 << 20
+_MAX_COMPILED = 256
+_MAX_COMPILED_CHARACTERS = 2 << 20
 
 
 class GrammarMatcher:
@@ -55,8 +55,8 @@ class GrammarMatcher:
         """
         mask: bytes = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            words = first_line(self._matcher.get_error())
-            raise GrammarFailed(f"the grammar can't be followed any further: {words}")
+            reason = first_line(self._matcher.get_error())
+            raise GrammarFailed(f"the grammar can't be followed any further: {reason}")
         return mask
 
 
@@ -76,7 +76,7 @@ class Vocabulary:
         find_library()
         if not eos_token_ids:
             raise InvalidRequest(
-                "the model has no end-of-sequence token: an answer in a grammar could not end",
+                "structured output needs an end-of-sequence token, and the model has none",
                 param=PARAM,
             )
         table = TokenTable(
@@ -90,7 +90,7 @@ class Vocabulary:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
 
-    def knows(self, grammar: Grammar) -> bool:
+    def has_compiled(self, grammar: Grammar) -> bool:
         """Whether the cache holds the compiled grammar."""
         with self._lock:
             return grammar in self._compiled
@@ -103,7 +103,7 @@ class Vocabulary:
             InvalidRequest: the grammar is invalid or too expensive to compile.
             RequestFailed: the child process can't be started at the moment.
         """
-        if not self.knows(grammar):
+        if not self.has_compiled(grammar):
             self._process.check(grammar)
             self.matcher(grammar)
 
@@ -121,15 +121,15 @@ class Vocabulary:
         compiled = self._compiler.compile(grammar)
         with self._lock:
             self._compiled[grammar] = compiled
-            self._forget_old()
+            self._evict()
             return GrammarMatcher(compiled.deep_copy())
 
-    def _forget_old(self) -> None:
+    def _evict(self) -> None:
         """Evict the least recently used grammars. A compiled grammar takes some hundred bytes of
         memory per character of its source."""
         num_characters = sum(len(grammar.source) for grammar in self._compiled)
         while len(self._compiled) > 1 and (
-            len(self._compiled) > _NUM_KEPT or num_characters > _KEPT_CHARACTERS
+            len(self._compiled) > _MAX_COMPILED or num_characters > _MAX_COMPILED_CHARACTERS
         ):
             oldest, _ = self._compiled.popitem(last=False)
             num_characters -= len(oldest.source)
@@ -153,7 +153,7 @@ def is_compiled(
 ) -> bool:
     """Whether the process has compiled a grammar; takes no time."""
     known = _vocabularies.get((tokenizer.fingerprint, size, tuple(eos_token_ids)))
-    return known is not None and known.knows(grammar)
+    return known is not None and known.has_compiled(grammar)
 
 
 @lru_cache(maxsize=8)

@@ -10,7 +10,7 @@ from mooncake_engine.messages import EngineInfo
 from mooncake_engine.sampling_params import SamplingParams
 
 _SEED_SPACE = 2**63
-_ALWAYS_READ_CHARACTERS = 64 << 10
+_MIN_TEXT_LIMIT = 64 << 10
 _CHARACTERS_PER_TOKEN = 32
 """More characters per token than any text has on average: English has 4 to 5, indented code up to
 10. Tokenising takes about 200 bytes of memory per character, so that texts which can't fit are
@@ -19,21 +19,21 @@ rejected before they are tokenised."""
 
 _BYTES_PER_CHARACTER = 6
 """Bytes of the longest JSON escape of a character (``\\uXXXX``)."""
-_ALWAYS_READ_BYTES = 8 << 20
+_EXTRA_BODY_BYTES = 8 << 20
 """Bytes of a body that are allowed beside one prompt: enough for the longest grammar, or for the
 most ids to detokenise."""
-_MOST_READ_BYTES = 64 << 20
+_MAX_BODY_BYTES = 64 << 20
 
 
 def longest_text(info: EngineInfo) -> int:
     """The number of characters beyond which no text fits the context, however it is tokenised."""
-    return max(_ALWAYS_READ_CHARACTERS, _CHARACTERS_PER_TOKEN * info.max_model_len)
+    return max(_MIN_TEXT_LIMIT, _CHARACTERS_PER_TOKEN * info.max_model_len)
 
 
 def longest_body(info: EngineInfo) -> int:
     """The default limit of a request's body, in bytes."""
     prompt_bytes = _BYTES_PER_CHARACTER * longest_text(info)
-    return min(_ALWAYS_READ_BYTES + prompt_bytes, _MOST_READ_BYTES)
+    return min(_EXTRA_BODY_BYTES + prompt_bytes, _MAX_BODY_BYTES)
 
 
 def check_text_size(num_characters: int, info: EngineInfo, *, param: str) -> None:

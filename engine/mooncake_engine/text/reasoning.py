@@ -25,7 +25,7 @@ _TAIL_TOKENS = 16
 _SPACE = r"/\s{0,20}/"
 """White space between reasoning and answer in a grammar: bounded, as within JSON."""
 _LITERAL_CHARACTER = re.compile(r"\\?\n|\\.|/")
-_WRITTEN_OTHERWISE = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+_ESCAPES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 class ReasoningState(Enum):
@@ -167,7 +167,7 @@ def _regex_literal(regex: str) -> str:
     """A regular expression as a Lark literal: between slashes, with unescaped slashes and line
     breaks inside it escaped."""
 
-    def written(found: re.Match[str]) -> str:
-        return _WRITTEN_OTHERWISE.get(found[0], found[0])
+    def escaped(found: re.Match[str]) -> str:
+        return _ESCAPES.get(found[0], found[0])
 
-    return f"/{_LITERAL_CHARACTER.sub(written, regex)}/"
+    return f"/{_LITERAL_CHARACTER.sub(escaped, regex)}/"

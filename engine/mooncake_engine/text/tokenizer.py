@@ -94,24 +94,24 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 ``apply_chat_template`` and not variables."""
 
 
-def leave_torch_out() -> None:
+def block_torch_import() -> None:
     """Keep transformers from importing torch in this process.
 
     Otherwise transformers imports torch and all its model code, which takes 300 MB of memory and
     some seconds and is not needed for tokenising."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]  # makes "import torch" fail
-        logging.getLogger("transformers").addFilter(_is_not_about_torch)
+        logging.getLogger("transformers").addFilter(_is_not_torch_warning)
 
 
-def let_torch_in() -> None:
+def allow_torch_import() -> None:
     """Make torch importable again. If transformers has been imported meanwhile, it keeps working
     without torch."""
     if "torch" in sys.modules and sys.modules["torch"] is None:
         del sys.modules["torch"]
 
 
-def _is_not_about_torch(record: logging.LogRecord) -> bool:
+def _is_not_torch_warning(record: logging.LogRecord) -> bool:
     return "PyTorch was not found" not in record.getMessage()
 
 
@@ -177,7 +177,7 @@ class Tokenizer:
             raise CheckpointError(f"can't load the tokenizer in {directory}: {exc}") from exc
         if not getattr(hf_tokenizer, "is_fast", False):
             raise CheckpointError(
-                f"{directory} holds a tokenizer without a fast form; add its tokenizer.json"
+                f"the tokenizer in {directory} has no fast version; add its tokenizer.json"
             )
         if chat_template is not None:
             hf_tokenizer.chat_template = chat_template
@@ -265,12 +265,12 @@ class Tokenizer:
             # transformers raises ValueError here, whose message may quote the conversation.
             if continue_final_message and isinstance(exc, ValueError):
                 raise InvalidRequest(
-                    "the model's chat template does not show the final message as it is, so that "
-                    "it can't be continued: end with a message of the user's",
+                    "the final message can't be continued, because the model's chat template "
+                    "changes it: end with a user message",
                     param="messages",
                 ) from exc
             raise InvalidRequest(
-                f"the model's chat template refuses these messages: {exc}", param="messages"
+                f"the model's chat template rejects these messages: {exc}", param="messages"
             ) from exc
         return text
 

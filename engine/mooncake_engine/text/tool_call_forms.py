@@ -17,7 +17,7 @@ from mooncake_engine.text.tool_call_parsers import (
     ToolCallParser,
 )
 
-_LONGEST_HEAD = 1024
+_MAX_HEAD_CHARACTERS = 1024
 """The most characters between a call's tag and its arguments; a longer head is no call."""
 
 
@@ -58,7 +58,7 @@ class DeepseekParser(JsonCallParser):
             elif tag != self.closing:
                 self._state, self._is_after_call = self._read_call_head, False
             return True
-        return self._release_but(*tags)
+        return self._release_except(*tags)
 
     def _read_call_head(self) -> bool:
         """Read tags and name, up to the arguments."""
@@ -66,11 +66,11 @@ class DeepseekParser(JsonCallParser):
         inner = self._held[len(self.opening) :].lstrip() if has_outer else self._held
         if self.call.startswith(inner) and inner != self.call:
             return False
-        head = self._head_of(inner[:_LONGEST_HEAD]) if inner.startswith(self.call) else ""
-        if head is None and len(inner) < _LONGEST_HEAD:
+        head = self._head_of(inner[:_MAX_HEAD_CHARACTERS]) if inner.startswith(self.call) else ""
+        if head is None and len(inner) < _MAX_HEAD_CHARACTERS:
             return False
         if not head:
-            self._refuse()
+            self._reject()
             return True
         name, start = head
         self._name_call(name)
@@ -102,7 +102,7 @@ class DeepseekParser(JsonCallParser):
         is_name = bool(name.strip()) and "<" not in name
         return (name.strip(), len(text) - len(rest)) if is_name and rest.startswith("{") else ""
 
-    def _refuse(self) -> None:
+    def _reject(self) -> None:
         tag = self.opening if self._held.startswith(self.opening) else self.call
         self._emit(tag)
         self._held = self._held[len(tag) :]
@@ -143,7 +143,7 @@ class MistralParser(JsonCallParser):
             self._release(start)
             self._state, self._is_after_call = self._read_form, False
             return True
-        return self._release_but(self.opening)
+        return self._release_except(self.opening)
 
     def _read_form(self) -> bool:
         """Read what follows the tag: a list or a name."""
@@ -155,20 +155,20 @@ class MistralParser(JsonCallParser):
                 return self._begin_call(len(self._held) - len(item))
             if not item:
                 return False
-            self._refuse()
+            self._reject()
             return True
-        if "{" not in rest[:_LONGEST_HEAD] and len(rest) < _LONGEST_HEAD:
+        if "{" not in rest[:_MAX_HEAD_CHARACTERS] and len(rest) < _MAX_HEAD_CHARACTERS:
             return False
-        named = self._NAMED.match(rest[:_LONGEST_HEAD])
+        named = self._NAMED.match(rest[:_MAX_HEAD_CHARACTERS])
         if named is None:
-            self._refuse()
+            self._reject()
             return True
         self._name_call(named["name"])
         self._held = rest[named.end() :]
         self._scanner, self._state = ObjectScanner(), self._read_arguments
         return True
 
-    def _refuse(self) -> None:
+    def _reject(self) -> None:
         end = len(self.opening) if self._held.startswith(self.opening) else self._start
         self._emit(self._held[:end])
         self._held = self._held[end:]
@@ -183,14 +183,14 @@ class MistralParser(JsonCallParser):
 
     def _read_item_end(self) -> bool:
         """Read the closing bracket of a list item, with the item's id before it."""
-        end = self._ITEM_END.match(self._held[:_LONGEST_HEAD])
+        end = self._ITEM_END.match(self._held[:_MAX_HEAD_CHARACTERS])
         if end is not None:
             self._held, self._state = self._held[end.end() :], self._read_separator
             return True
         rest = self._held.lstrip()
         field = rest[1:].lstrip()
         may_be_id = field.startswith(self._ID) or self._ID.startswith(field)
-        if len(self._held) < _LONGEST_HEAD and (not rest or (rest[0] == "," and may_be_id)):
+        if len(self._held) < _MAX_HEAD_CHARACTERS and (not rest or (rest[0] == "," and may_be_id)):
             return False
         self._state = self._read_text
         return True

@@ -92,7 +92,7 @@ _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
     r"(?=\{)"
 )
-_HEAD_CHARACTERS = 1024
+_MAX_HEAD_CHARACTERS = 1024
 """The most characters of a call's head. A call with a longer name is only found once complete."""
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -184,7 +184,7 @@ class ToolCallParser(ABC):
         if not self._is_after_call or text.strip():
             self._emit(text)
 
-    def _release_but(self, *tags: str) -> bool:
+    def _release_except(self, *tags: str) -> bool:
         """Emit the held text as ``_release`` does, except for a suffix that may be the start of one
         of the tags, and white space after a call. Returns False, as the state then needs more
         text."""
@@ -267,7 +267,7 @@ class JsonCallParser(ToolCallParser):
         self._start = self._num_scanned = 0
 
     @abstractmethod
-    def _refuse(self) -> None:
+    def _reject(self) -> None:
         """Turn ``_held``, which starts like a call but is none, or its start into text."""
 
     def _begin_call(self, start: int = 0) -> bool:
@@ -280,7 +280,7 @@ class JsonCallParser(ToolCallParser):
     def _read_head(self) -> bool:
         """Read up to the arguments, or to the end of the call if its fields are in another
         order."""
-        head = _HEAD.match(self._held[: self._start + _HEAD_CHARACTERS], self._start)
+        head = _HEAD.match(self._held[: self._start + _MAX_HEAD_CHARACTERS], self._start)
         if head is not None and (name := _loads(head["name"])) is not None:
             self._name_call(name)
             self._held = self._held[head.end() :]
@@ -292,13 +292,13 @@ class JsonCallParser(ToolCallParser):
         """Read to the end of an object whose fields are not in the usual order."""
         self._num_scanned += self._scanner.feed(self._held[self._num_scanned :])
         if self._scanner.is_broken:
-            self._refuse()
+            self._reject()
             return True
         if not self._scanner.is_complete:
             return False
         call = _whole_call(self._held[self._start : self._num_scanned], self.ignored_fields)
         if call is None:
-            self._refuse()
+            self._reject()
             return True
         self._name_call(call[0])
         self._calls.append(CallDelta(self.num_calls - 1, arguments=call[1]))
@@ -334,9 +334,9 @@ class HermesParser(JsonCallParser):
         if start >= 0:
             self._release(start)
             return self._begin_call(len(self.opening))
-        return self._release_but(self.opening)
+        return self._release_except(self.opening)
 
-    def _refuse(self) -> None:
+    def _reject(self) -> None:
         self._emit(self.opening)
         self._held = self._held[len(self.opening) :]
         self._state = self._read_text
@@ -365,7 +365,7 @@ class Llama3Parser(JsonCallParser):
         self._state = self._read_rest
         return True
 
-    def _refuse(self) -> None:
+    def _reject(self) -> None:
         self._held, self._lead = self._lead + self._held, ""
         self._state = self._read_rest
 
@@ -404,8 +404,8 @@ def overlap(text: str, tag: str) -> int:
     return 0
 
 
-_LONGEST_NAME = 1024
-_NAME = re.compile(rf"[^<>\n]{{1,{_LONGEST_NAME}}}")
+_MAX_NAME_CHARACTERS = 1024
+_NAME = re.compile(rf"[^<>\n]{{1,{_MAX_NAME_CHARACTERS}}}")
 
 
 class Qwen3CoderParser(ToolCallParser):
@@ -441,7 +441,7 @@ class Qwen3CoderParser(ToolCallParser):
             self._release(min(found))
             self._state, self._is_after_call = self._read_head, False
             return True
-        return self._release_but(self.opening, self.function)
+        return self._release_except(self.opening, self.function)
 
     def _read_head(self) -> bool:
         """Read the tags before the first argument."""
@@ -451,7 +451,7 @@ class Qwen3CoderParser(ToolCallParser):
         if name is None:
             return False
         if not name:
-            self._refuse()
+            self._reject()
             return True
         self._tool, self._num_arguments = name.strip(), 0
         self._name_call(self._tool, "{")
@@ -466,13 +466,13 @@ class Qwen3CoderParser(ToolCallParser):
             return None if tag.startswith(text) else ""
         name = _NAME.match(text, len(tag))
         end = len(tag) if name is None else name.end()
-        if end == len(text) and end <= len(tag) + _LONGEST_NAME:
+        if end == len(text) and end <= len(tag) + _MAX_NAME_CHARACTERS:
             return None
         if name is None or text[end] != ">" or not name[0].strip():
             return ""
         return name[0]
 
-    def _refuse(self) -> None:
+    def _reject(self) -> None:
         tag = self.opening if self._has_opening else self.function
         self._emit(tag)
         self._held = self._held[len(tag) :]

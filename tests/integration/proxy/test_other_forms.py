@@ -74,7 +74,7 @@ def test_errors_have_the_form_of_the_request(path: str) -> None:
         async with stand(local_prefill=False) as s:
             refused = await post(s, path, n=2)
             assert refused.status_code == 400
-            assert "n is not served here" in refused.json()["error"]["message"]
+            assert "n is not supported" in refused.json()["error"]["message"]
             s.decode.behaviour.status = s.prefill.behaviour.status = 429
             s.prefill.behaviour.error = {"error": {"message": "later", "type": "t", "code": 429}}
             upstream = await post(s, path)

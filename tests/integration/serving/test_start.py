@@ -11,13 +11,13 @@ from support.programs import TINY_LLAMA
 PROGRAM = f"""
 import sys
 from pathlib import Path
-from mooncake_engine.text.tokenizer import Tokenizer, leave_torch_out, let_torch_in
+from mooncake_engine.text.tokenizer import Tokenizer, block_torch_import, allow_torch_import
 
 model = Path({str(TINY_LLAMA)!r})
-leave_torch_out()
+block_torch_import()
 tokenizer = Tokenizer.load(model)
 assert sys.modules["torch"] is None
-let_torch_in()
+allow_torch_import()
 
 from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import EngineConfig

@@ -162,7 +162,7 @@ def test_what_breaks_a_grammar_fails_its_request_alone(model_dir: Path) -> None:
                 ask(single, prompt_of(9), wrong), ask(single, prompt_of(9), right)
             )
             assert failed.finish is FinishReason.GRAMMAR
-            assert "regular expression is refused" in (failed.error or "")
+            assert "regular expression is rejected" in (failed.error or "")
             assert bytes(answered.tokens[:-1]) == b"tea"
             await single.check_clean()
 

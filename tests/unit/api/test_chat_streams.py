@@ -228,7 +228,7 @@ def test_a_whole_answer_says_what_the_stream_says(path: str) -> None:
 def test_what_is_no_answer_is_an_error(path: str, body: bytes) -> None:
     status, found = translation_of(path).whole(200, body)
     assert status == 502
-    assert "no chat completion" in json.loads(found)["error"]["message"]
+    assert "did not return a chat completion" in json.loads(found)["error"]["message"]
 
 
 def test_errors_have_their_forms() -> None:

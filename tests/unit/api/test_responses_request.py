@@ -130,10 +130,10 @@ def test_a_call_that_has_to_be_made_without_tools_is_left_to_chat_to_refuse() ->
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"previous_response_id": "r"}, "previous_response_id", "no responses are kept"),
-        ({"conversation": "c"}, "conversation", "no responses are kept"),
-        ({"store": True}, "store", "no responses are kept"),
-        ({"background": True}, "background", "without their client"),
+        ({"previous_response_id": "r"}, "previous_response_id", "responses are not stored"),
+        ({"conversation": "c"}, "conversation", "responses are not stored"),
+        ({"store": True}, "store", "responses are not stored"),
+        ({"background": True}, "background", "background responses"),
         ({"prompt": {"id": "p"}}, "prompt", "instructions and input"),
         ({"truncation": "auto"}, "truncation", "shorten"),
         ({"include": ["web_search_call.results"]}, "include", "web_search_call"),
@@ -146,7 +146,7 @@ def test_a_call_that_has_to_be_made_without_tools_is_left_to_chat_to_refuse() ->
         ({"input": [{"type": "item_reference", "id": "i"}]}, "input[0]", "item_reference"),
         ({"input": [{"type": "computer_call"}]}, "input[0]", "computer_call"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'tool'"),
-        ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].arguments", "text"),
+        ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].arguments", "string"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0]",

@@ -84,7 +84,7 @@ def test_prompts_are_checked_one_by_one(
         (
             {"min_tokens": 2, "stop_token_ids": list(range(258))},
             "min_tokens",
-            "no token is left",
+            "every token would end",
         ),
         ({"prompt": ["tea"] * 1000, "n": 5}, "n", "at most 4096 choices, got 5000"),
     ],

@@ -182,7 +182,7 @@ def test_an_answer_calls_or_keeps_to_its_schema(client: AsgiClient, engine: Fake
     ("body", "words"),
     [
         ({"tools": None, "tool_choice": "auto"}, "tool_choice needs tools"),
-        ({"tools": [BREW, BREW]}, "names of their own, got 'brew' 2 times"),
+        ({"tools": [BREW, BREW]}, "unique names, got 'brew' 2 times"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "stir"}}},
@@ -190,7 +190,7 @@ def test_an_answer_calls_or_keeps_to_its_schema(client: AsgiClient, engine: Fake
         ),
         (
             {"tool_choice": "required", "response_format": {"type": "json_object"}},
-            "has no other structure",
+            "have another structure",
         ),
         ({"structured_outputs": {"regex": "a"}}, "may only be a JSON schema"),
         (

@@ -76,9 +76,9 @@ def test_the_number_of_warnings_is_bounded(caplog: pytest.LogCaptureFixture) -> 
     [
         ("temprature", "unknown field temprature; did you mean temperature?"),
         ("max_token", "did you mean max_tokens?"),
-        ("guided_regex", "guided_regex is not served here: use structured_outputs"),
+        ("guided_regex", "guided_regex is not supported: use structured_outputs"),
         ("bad_words", "use logit_bias"),
-        ("mirostat", "mirostat is not served here; remove it"),
+        ("mirostat", "mirostat is not supported; remove it"),
     ],
 )
 def test_what_changes_the_answer_is_refused(field: str, said: str) -> None:
@@ -110,7 +110,7 @@ def test_chat_is_asked_for_what_is_done_anyway_or_refuses(
 ) -> None:
     """Clients that name every parameter say what they don't want, too."""
     body = {"messages": [{"role": "user", "content": "x"}]}
-    with pytest.raises(InvalidRequest, match=f"{field} is not served here.*{said}") as caught:
+    with pytest.raises(InvalidRequest, match=f"{field} is not supported.*{said}") as caught:
         decode_request(json.dumps(body | {field: value}).encode(), ChatRequest)
     assert caught.value.param == field
     for harmless in (neutral, None):

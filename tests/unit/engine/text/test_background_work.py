@@ -9,7 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from mooncake_engine.errors import InvalidRequest, Overloaded
-from mooncake_engine.text.background_work import LONG_TEXT, LONGEST_TEXTS, BackgroundWork, WorkLine
+from mooncake_engine.text.background_work import (
+    LONG_TEXT,
+    LONGEST_TEXTS,
+    BackgroundWork,
+    BoundedExecutor,
+)
 
 
 def waiting_for(event: threading.Event) -> Callable[[], str]:
@@ -45,29 +50,29 @@ def test_each_size_has_its_own_line() -> None:
 
 def test_a_full_line_refuses_until_something_has_left_it() -> None:
     async def scenario() -> None:
-        line, event = WorkLine("long texts", 1, 2), threading.Event()
-        tasks = [asyncio.create_task(line.run(waiting_for(event))) for _ in range(3)]
+        executor, event = BoundedExecutor("long texts", 1, 2), threading.Event()
+        tasks = [asyncio.create_task(executor.run(waiting_for(event))) for _ in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match=r"too many long texts are waiting \(3\)"):
-            await line.run(lambda: None)
+        with pytest.raises(Overloaded, match=r"too many long texts are queued \(3\)"):
+            await executor.run(lambda: None)
         event.set()
         await asyncio.gather(*tasks)
-        assert await line.run(lambda: 7) == 7
+        assert await executor.run(lambda: 7) == 7
 
     asyncio.run(scenario())
 
 
 def test_who_leaves_before_its_turn_makes_room_and_costs_nothing() -> None:
     async def scenario() -> None:
-        line, event = WorkLine("long texts", 1, 1), threading.Event()
+        executor, event = BoundedExecutor("long texts", 1, 1), threading.Event()
         done: list[int] = []
-        first = asyncio.create_task(line.run(waiting_for(event)))
-        second = asyncio.create_task(line.run(lambda: done.append(2)))
+        first = asyncio.create_task(executor.run(waiting_for(event)))
+        second = asyncio.create_task(executor.run(lambda: done.append(2)))
         await asyncio.sleep(0)
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second
-        third = asyncio.create_task(line.run(lambda: done.append(3)))
+        third = asyncio.create_task(executor.run(lambda: done.append(3)))
         await asyncio.sleep(0)
         event.set()
         await asyncio.gather(first, third)
@@ -81,9 +86,9 @@ def test_errors_come_through() -> None:
         raise InvalidRequest("no")
 
     async def scenario() -> None:
-        line = WorkLine("long texts", 1, 0)
+        executor = BoundedExecutor("long texts", 1, 0)
         for _ in range(3):
             with pytest.raises(InvalidRequest, match="no"):
-                await line.run(refuse)
+                await executor.run(refuse)
 
     asyncio.run(scenario())

@@ -126,7 +126,7 @@ def test_a_child_that_was_killed_is_replaced(process: GrammarProcess) -> None:
 @pytest.mark.timeout(300)
 def test_a_wrong_grammar_is_refused_with_the_librarys_words(process: GrammarProcess) -> None:
     before = child_of(process)
-    with pytest.raises(InvalidRequest, match="regular expression is refused"):
+    with pytest.raises(InvalidRequest, match="regular expression is rejected"):
         process.check(Grammar(GrammarKind.REGEX, "("))
     assert child_of(process) == before
 
@@ -143,7 +143,7 @@ def test_a_wrong_grammar_is_refused_with_the_librarys_words(process: GrammarProc
 def test_what_would_fail_at_the_first_token_is_refused(
     process: GrammarProcess, grammar: Grammar
 ) -> None:
-    with pytest.raises(InvalidRequest, match="is refused"):
+    with pytest.raises(InvalidRequest, match="is rejected"):
         process.check(grammar)
 
 
@@ -163,6 +163,6 @@ def test_what_is_kept_is_bounded_by_its_size(byte_tokenizer: Tokenizer) -> None:
     large = [Grammar(GrammarKind.REGEX, f"{i}" + "a" * 400_000) for i in range(6)]
     for grammar in [FINE, *large]:
         vocabulary.matcher(grammar)
-    assert vocabulary.knows(large[-1])
-    assert not vocabulary.knows(FINE)
-    assert sum(map(vocabulary.knows, large)) == 5
+    assert vocabulary.has_compiled(large[-1])
+    assert not vocabulary.has_compiled(FINE)
+    assert sum(map(vocabulary.has_compiled, large)) == 5

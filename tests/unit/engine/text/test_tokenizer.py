@@ -54,13 +54,13 @@ def test_a_message_that_its_template_changes_is_not_continued(tmp_path: Path) ->
     template = "{% for message in messages %}{{ message.content.split('\\n')[0] }}{% endfor %}"
     tokenizer = Tokenizer.load(write_byte_tokenizer(tmp_path, chat_template=template))
     messages = [USER, {"role": "assistant", "content": "One.\nTwo."}]
-    with pytest.raises(InvalidRequest, match=r"it can't be continued: end with a message") as info:
+    with pytest.raises(InvalidRequest, match=r"changes it: end with a user message") as info:
         tokenizer.render_chat(messages, add_generation_prompt=False, continue_final_message=True)
     assert info.value.param == "messages"
 
 
 def test_a_templates_refusal_is_the_clients_error(byte_tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidRequest, match="refuses these messages: no tools here") as info:
+    with pytest.raises(InvalidRequest, match="rejects these messages: no tools here") as info:
         byte_tokenizer.render_chat([{"role": "tool", "content": "42"}])
     assert info.value.param == "messages"
 
