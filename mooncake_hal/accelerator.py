@@ -105,8 +105,8 @@ class AcceleratorRuntime:
     def device(self, index: int) -> torch.device:
         if not 0 <= index < len(self._devices):
             raise DeviceError(
-                f"{self._name} has {len(self._devices)} devices here, device {index} was asked "
-                f"for; see {self._visible}"
+                f"{self._name} has {len(self._devices)} devices here, device {index} was "
+                f"requested; see {self._visible}"
             )
         return torch.device(self._kind, index)
 

@@ -109,7 +109,7 @@ def require_device(name: str, index: int) -> None:
         DeviceError: the index is not 0.
     """
     if index != 0:
-        raise DeviceError(f"{name} has device 0 only, device {index} was asked for")
+        raise DeviceError(f"{name} has only device 0, device {index} was requested")
 
 
 class TensorAllocation:
@@ -310,8 +310,8 @@ def _torch_type(array: NDArray[Any]) -> torch.dtype:
     if found is None:
         known = ", ".join(str(each) for each in _TORCH_TYPES)
         raise TypeError(
-            f"arrays that go to a device are of {known}; this one, of shape {array.shape}, is of "
-            f"{array.dtype}: convert it first"
+            f"an array of shape {array.shape} has dtype {array.dtype}, but only {known} can be "
+            "copied to a device: convert it first"
         )
     return found
 

@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     devices.add_argument("--json", action="store_true", help="print JSON")
     devices.set_defaults(run=show_devices)
     collect = commands.add_parser(
-        "collect-env", help="print what a bug report needs: versions, devices, RDMA, limits"
+        "collect-env", help="print versions, devices, RDMA and limits, for a bug report"
     )
     collect.add_argument("--json", action="store_true", help="print JSON")
     collect.set_defaults(run=lambda options, _: collect_env(as_json=options.json))
@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     transfer.set_defaults(run=run_transfer)
     doctor = commands.add_parser(
-        "doctor", help="check a planned deployment, or reach a live peer", add_help=False
+        "doctor", help="check a deployment plan, a host or a live peer", add_help=False
     )
     doctor.set_defaults(run=run_doctor)
     return parser

@@ -147,8 +147,8 @@ def load_development_module(name: str) -> ModuleType:
         if exc.name is None or not f"{name}.".startswith(f"{exc.name}."):
             raise
         raise DevelopmentToolsMissing(
-            f"{name} is not installed: it is a tool for development, which the packages that serve "
-            "come without; install it by `pip install 'mooncake-hal[testing]'`"
+            f"{name} is not installed: it is a development tool, which is not part of the packages "
+            "for serving; install it with `pip install 'mooncake-hal[testing]'`"
         ) from exc
 
 

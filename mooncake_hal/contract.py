@@ -66,7 +66,7 @@ def _breaches(part: str, held: object, protocol: type) -> Iterator[str]:
         if not callable(method):
             yield f"no {part}.{name}"
         elif not _takes(method, len(parameters)):
-            yield f"{part}.{name} takes other arguments than ({', '.join(parameters)})"
+            yield f"{part}.{name} does not accept the arguments ({', '.join(parameters)})"
 
 
 def _members(protocol: type) -> dict[str, Any]:

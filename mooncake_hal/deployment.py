@@ -64,10 +64,12 @@ def default_block_size(capabilities: Capabilities) -> BlockSize:
     """The backend's only block size, else the usual one, else the backend's best."""
     offered = capabilities.block_sizes
     if len(offered) == 1:
-        return BlockSize(offered[0], "the backend takes no other")
+        return BlockSize(offered[0], "the only one that the backend supports")
     if USUAL_BLOCK_SIZE in offered:
-        return BlockSize(USUAL_BLOCK_SIZE, "the usual one")
-    return BlockSize(offered[0], f"the backend's best; it lacks the usual {USUAL_BLOCK_SIZE}")
+        return BlockSize(USUAL_BLOCK_SIZE, "the default")
+    return BlockSize(
+        offered[0], f"the backend's best; it does not support the default of {USUAL_BLOCK_SIZE}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,24 +254,24 @@ def _transport_problems(name: str, prefill: InstanceInfo, decode: InstanceInfo) 
     for role, instance in (("prefill", prefill), ("decode", decode)):
         if name not in instance.transports:
             offered = ", ".join(sorted(instance.transports))
-            return [f"the {role} instance does not offer it, but {offered}"]
+            return [f"the {role} instance does not offer it; it offers {offered}"]
     rules = (prefill.transports[name], decode.transports[name])
     mine, theirs = prefill.hardware, decode.hardware
     problems = []
     if any(rule.same_backend for rule in rules) and mine.backend != theirs.backend:
         problems.append(
-            f"it needs one backend on both sides, prefill runs {mine.backend!r}, "
+            f"it needs the same backend on both sides, but prefill runs {mine.backend!r} and "
             f"decode {theirs.backend!r}"
         )
     if any(rule.same_generation for rule in rules) and mine.generation != theirs.generation:
         problems.append(
-            f"it needs one device generation on both sides, prefill has {mine.generation!r}, "
-            f"decode {theirs.generation!r}"
+            f"it needs the same device generation on both sides, but prefill has "
+            f"{mine.generation!r} and decode {theirs.generation!r}"
         )
     is_multiple = 1 <= decode.tp_size <= prefill.tp_size and prefill.tp_size % decode.tp_size == 0
     if not is_multiple and not all(rule.any_tp_ratio for rule in rules):
         problems.append(
-            f"it needs a tensor-parallel size of prefill that is a multiple of decode's, "
+            f"it needs a tensor-parallel size of prefill that is a multiple of decode's, but "
             f"they are {prefill.tp_size} and {decode.tp_size}"
         )
     return problems

@@ -1,8 +1,8 @@
-"""``mooncake-hal doctor``: checks a deployment's plan, a host, and the way to a live peer.
+"""``mooncake-hal doctor``: checks a deployment plan, a host, and the connection to a live peer.
 
-Reads the plan of a deployment from ``--instance`` flags or a JSON file, checks it with the same
-rules that instances check at start and in the handshake, and tries every port of a live peer. Of
-a transport it checks what the host needs, one item after the other.
+Reads a deployment plan from ``--instance`` flags or a JSON file, checks it by the same rules that
+instances apply at start and in the handshake, and tries every port of a live peer. For a transport,
+it checks one by one everything that the transport needs on this host.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_from_flag,
         default=[],
         metavar="KEY=VALUE,...",
-        help=f"an instance to be started here; keys: {', '.join(FIELDS)} "
+        help=f"an instance of the plan, to be started on this host; keys: {', '.join(FIELDS)} "
         "(default: role=both,host=127.0.0.1,backend=auto,tp=1,pp=1)",
     )
     parser.add_argument(
         "--file",
         type=Path,
         metavar="FILE",
-        help='the same as JSON: {"instances": [{KEY: VALUE, ...}, ...]}',
+        help='the plan\'s instances as JSON: {"instances": [{KEY: VALUE, ...}, ...]}',
     )
     parser.add_argument(
         "--peer",
         action="append",
         default=[],
         metavar="URL",
-        help="a live instance: connect to its side channel and over every transport",
+        help="a live instance to connect to, over its side channel and every transport",
     )
     parser.add_argument(
         "--transport",
         action="append",
         default=[],
         metavar="NAME",
-        help="check this host for what a transport needs",
+        help="check that this host has everything that a transport needs",
     )
     parser.add_argument(
         "--secret-file", type=Path, metavar="FILE", help="the deployment's secret, for --peer"
@@ -80,10 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check everything asked for; the status is 0 if all is in order.
+    """Run all requested checks; the exit status is 0 if all of them passed.
 
     Raises:
-        DeploymentRefused: a file that can't be read.
+        DeploymentRefused: a file can't be read.
     """
     checks = []
     plans = [*options.instance, *_from_file(options.file)]
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
         checks += examine_peer(registry, url, secret)
     if not checks:
         checks = [
-            Check("arguments", "nothing to check: give --instance, --file, --transport or --peer")
+            Check("arguments", "nothing to check: pass --instance, --file, --transport or --peer")
         ]
     for check in checks:
         print(check)  # noqa: T201  # the command's output
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine_plan(registry: Registry, plans: list[dict[str, Any]]) -> list[Check]:
-    """Check a planned deployment: rules, connectors, ports."""
+    """Check a deployment plan: rules, connectors, ports."""
     try:
         planned = [_planned_hardware(raw, registry) for raw in plans]
         pairs = zip(plans, planned, strict=True)
@@ -119,17 +119,17 @@ def examine_plan(registry: Registry, plans: list[dict[str, Any]]) -> list[Check]
     absent = dict.fromkeys(found.absent for found in planned if found.absent)
     return [
         *(
-            Check(f"{why}; planned by what is known of it, its ports are not tried")
+            Check(f"{why}; checked by its hardware description, without trying its ports")
             for why in absent
         ),
         Check(f"deployment of {names}: roles, connectors, ports, sizes, hardware"),
-        *(Check(_way_of_kv(registry, p, d)) for p, d in deployment.pairs()),
+        *(Check(_describe_transports(registry, p, d)) for p, d in deployment.pairs()),
     ]
 
 
-def _way_of_kv(registry: Registry, prefill: InstancePlan, decode: InstancePlan) -> str:
-    """By which transports KV may go between two that fit, best first; why not by those that both
-    have. Which of them it is, the handshake finds out."""
+def _describe_transports(registry: Registry, prefill: InstancePlan, decode: InstancePlan) -> str:
+    """Describe which transports can move KV between two compatible instances, best first, and why
+    their other common ones can't. The handshake selects one of them."""
     assert prefill.info is not None
     assert decode.info is not None
     specs = registry.transports
@@ -139,15 +139,15 @@ def _way_of_kv(registry: Registry, prefill: InstancePlan, decode: InstancePlan) 
     )
     found = transport_problems(prefill.info, decode.info)
     usable = " or ".join(name for name in shared if not found[name])
-    refused = [f"not by {name}: {'; '.join(found[name])}" for name in shared if found[name]]
-    return "; ".join([f"{prefill.name} to {decode.name}: KV goes by {usable}", *refused])
+    refused = [f"not over {name}: {'; '.join(found[name])}" for name in shared if found[name]]
+    return "; ".join([f"{prefill.name} to {decode.name}: KV goes over {usable}", *refused])
 
 
 def examine_transport(registry: Registry, name: str) -> list[Check]:
-    """Look at this host for what a transport needs."""
+    """Check that this host has everything that a transport needs."""
     if name not in registry.transports:
         known = ", ".join(sorted(registry.transports))
-        return [Check(f"transport {name}", f"no installed plugin offers it; there are {known}")]
+        return [Check(f"transport {name}", f"no installed plugin offers it; known are {known}")]
     spec, _ = registry.transports[name]
     found = spec.probe()
     if not found.ok:
@@ -158,7 +158,7 @@ def examine_transport(registry: Registry, name: str) -> list[Check]:
 
 
 def examine_peer(registry: Registry, url: str, secret: bytes) -> list[Check]:
-    """Try the ports of a live instance, from its HTTP port to every rank's transports."""
+    """Connect to all ports of a live instance, from its HTTP port to every rank's transports."""
     if not url.startswith(("http://", "https://")):
         return [Check(f"HTTP of {url}", "wanted --peer http://HOST:PORT, its --host and --port")]
     try:
@@ -182,7 +182,10 @@ def _fetch(url: str) -> dict[str, Any]:
         with closing(urllib.request.urlopen(url, timeout=TRY_TIMEOUT_S)) as answer:
             return dict(json.load(answer))
     except urllib.error.HTTPError as exc:
-        raise OSError(f"{url} answered {exc.code}: it has no KV connector, or is not ours") from exc
+        raise OSError(
+            f"{url} returned HTTP {exc.code}: the server has no KV connector, or is not a "
+            "mooncake-engine instance"
+        ) from exc
     except urllib.error.URLError as exc:
         raise OSError(f"{url} can't be reached: {exc.reason}") from exc
 
@@ -195,7 +198,7 @@ def _try_ranks(
             what = f"rank {rank} over {name}"
             address = base64.b64decode(encoded)
             try:
-                # It holds no memory, and is gone at once: where there is no secret, none is wanted.
+                # It registers no memory and is closed at once, so it may listen without a secret.
                 options = EndpointOptions(
                     host=_own_address(host), secret=secret, allow_no_secret=True
                 )
@@ -208,7 +211,7 @@ def _try_ranks(
 
 
 def _own_address(host: str) -> str:
-    """The address of this machine that faces the peer; nothing is sent."""
+    """This machine's address towards the peer; no packet is sent."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
@@ -235,8 +238,8 @@ def _from_file(path: Path | None) -> list[dict[str, Any]]:
     except (ValueError, TypeError, KeyError) as exc:
         raise DeploymentRefused(
             [
-                f'--file {path}: wanted JSON such as {{"instances": [{{"role": "prefill"}}]}}, got '
-                f"another form ({type(exc).__name__}: {exc})"
+                f'--file {path}: wanted JSON such as {{"instances": [{{"role": "prefill"}}]}}, but '
+                f"it can't be parsed ({type(exc).__name__}: {exc})"
             ]
         ) from exc
 
@@ -252,12 +255,12 @@ def _secret(path: Path | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PlannedHardware:
-    """What an instance of a plan is to run on.
+    """The hardware of an instance in a plan.
 
     Args:
         hardware, block_sizes, transports: see ``HardwareInfo``.
-        reserved: ports that may be taken below its transports, on this machine.
-        absent: why it is not on this machine; empty if it is.
+        reserved: ports of this machine that libraries below its transports may take.
+        absent: why the hardware is not on this machine; empty if it is.
     """
 
     hardware: Hardware
@@ -268,11 +271,12 @@ class PlannedHardware:
 
 
 def _planned_hardware(raw: dict[str, Any], registry: Registry) -> PlannedHardware:
-    """From the backend itself if it is here, else from what is known of it.
+    """Get an instance's hardware from the backend if it is available, otherwise from its hardware
+    description.
 
     Raises:
-        HalError: it is not here, and nothing is known of it.
-        DeploymentRefused: it has no such generation.
+        HalError: the backend is unavailable and has no hardware description.
+        DeploymentRefused: the backend has no such generation.
     """
     name, generation = raw.get("backend", "auto"), raw.get("generation")
     try:
@@ -288,9 +292,10 @@ def _planned_hardware(raw: dict[str, Any], registry: Registry) -> PlannedHardwar
         known = registry.known_hardware(name)
         if known is None:
             raise DeploymentRefused(
-                [f"{name} has {own} here, generation {generation} is not known"]
+                [f"{name} has generation {own} here, and generation {generation} is not known"]
             )
-        return _known(name, generation, known, f"{name} of generation {generation} is not here")
+        absent = f"{name} of generation {generation} is not on this machine"
+        return _known(name, generation, known, absent)
     allowed = capabilities.transports
     reserved = tuple(reserved_ports(registry, allowed=allowed)) if _connector(raw) else ()
     transports = offered_transports(registry, allowed=allowed)
@@ -306,7 +311,7 @@ def _known(
         known = ", ".join(hardware.generations)
         raise DeploymentRefused([f"{name} has no generation {wanted!r}; known are {known}"])
     if generation is None and len(hardware.generations) > 1:
-        absent += f"; {wanted} is meant, as no generation was given"
+        absent += f"; {wanted} is assumed, as no generation was given"
     return PlannedHardware(
         Hardware(name, wanted), hardware.block_sizes, hardware.transports, absent=absent
     )
@@ -329,7 +334,7 @@ def _plan(raw: dict[str, Any], found: PlannedHardware) -> InstancePlan:
     if block_size not in found.block_sizes and block_size > 0:
         sizes = ", ".join(map(str, sorted(found.block_sizes)))
         raise DeploymentRefused(
-            [f"block_size {block_size} was asked for, {found.hardware.backend} takes {sizes}"]
+            [f"block_size {block_size} is not supported: {found.hardware.backend} has {sizes}"]
         )
     return InstancePlan(
         raw.get("name", role),

@@ -93,6 +93,6 @@ def is_name(name: str) -> bool:
 def _checked(variable: str, name: str) -> str:
     if not is_name(name):
         raise HalError(
-            f"{variable} names {name!r}: a name is lower case letters, digits, '-' and '_'"
+            f"{variable}: {name!r} is not a valid name: use lower-case letters, digits, '-' and '_'"
         )
     return name

@@ -110,7 +110,7 @@ def _system(root: Path) -> Facts:
         "cpus": f"{os.cpu_count()}, of which this process may use {len(os.sched_getaffinity(0))}",
         "numa nodes": str(len(list((root / "sys/devices/system/node").glob("node[0-9]*")))),
         "libc": " ".join(platform.libc_ver()),
-        "container": "yes" if _is_container(root) else "not known to be one",
+        "container": "yes" if _is_container(root) else "not detected",
     }
 
 
@@ -213,7 +213,7 @@ def _tools() -> Facts:
             facts[name] = f"failed: {exc}"
             continue
         said = (ran.stdout or ran.stderr).decode(errors="replace").strip().splitlines()
-        head = [] if ran.returncode == 0 else [f"ended with status {ran.returncode}"]
+        head = [] if ran.returncode == 0 else [f"exited with status {ran.returncode}"]
         facts[name] = "\n".join([*head, *said[:_MAX_TOOL_LINES]])
     return facts
 

@@ -169,13 +169,14 @@ def _compile(name: str, source: str, flags: Sequence[str], language: str, librar
         text.write_text(source)
         built = Path(folder) / "built.so"
         command = [compiler, str(text), "-shared", "-fPIC", "-o", str(built), *flags]
-        logger.info("compiling %s, once: it stays in %s", name, library.parent)  # may take 30 s
+        # logged because it may take 30 s
+        logger.info("compiling %s once; the library is cached in %s", name, library.parent)
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as exc:
-            raise NativeUnavailable(name, f"{compiler} did not run: {exc}") from exc
+            raise NativeUnavailable(name, f"{compiler} could not be run: {exc}") from exc
         if done.returncode != 0:
             detail = done.stderr.strip()[:2000]
             raise NativeUnavailable(name, f"{compiler} failed ({done.returncode}): {detail}")

@@ -152,7 +152,7 @@ class Transports:
                 kept.append(candidate)
         self._candidates = kept
         if not kept:
-            raise TransportUnavailable(AUTO, f"no transport takes memory of {region.device}")
+            raise TransportUnavailable(AUTO, f"no transport can register memory of {region.device}")
         return keys
 
     def revoke(self, keys: Mapping[str, int]) -> None:
@@ -189,7 +189,7 @@ class Transports:
                 except TransportUnavailable as exc:
                     refusal = exc.reason
                 else:
-                    reason = f"{name} is the best that both reach"
+                    reason = f"{name} is the best one that reaches the peer"
                     if refusals:
                         reason += f" ({'; '.join(refusals)})"
                     logger.log(
@@ -200,7 +200,8 @@ class Transports:
         ours, theirs = ", ".join(self.names), ", ".join(sorted(addresses)) or "nothing"
         raise TransportUnavailable(
             AUTO if len(self._candidates) > 1 else self.names[0],
-            f"we have {ours}, the peer has {theirs}, none reaches ({'; '.join(refusals)})",
+            f"we have {ours}, the peer has {theirs}, and none of them connects the two "
+            f"({'; '.join(refusals)})",
         )
 
     def close(self) -> None:

@@ -113,7 +113,7 @@ class Registry:
         # stale metadata can list an entry point twice, which is no conflict: load it once
         for _, point in sorted({(point.name, point.value): point for point in points}.items()):
             if point.name in blocked:
-                registry._refuse(point, PluginStatus.BLOCKED, "named by MOONCAKE_HAL_BLOCK")
+                registry._refuse(point, PluginStatus.BLOCKED, "blocked by MOONCAKE_HAL_BLOCK")
             else:
                 registry._load(point)
         return registry
@@ -146,7 +146,7 @@ class Registry:
         if wanted not in self.backends:
             self._raise_if_broken(wanted)
             raise BackendNotFound(
-                f"no installed plugin offers backend {wanted!r}; installed are "
+                f"no installed plugin offers backend {wanted!r}; installed backends: "
                 f"{sorted(self.backends)}. Install its package, or see `mooncake-hal devices`"
             )
         spec, plugin = self.backends[wanted]
@@ -199,7 +199,7 @@ class Registry:
             if spec.device_type == kind and spec.host_copies is not None:
                 return spec.host_copies(int(index or 0))
         raise BackendUnavailable(
-            kind, "no installed backend copies between such a device's memory and the host's"
+            kind, "no installed backend offers host copies for this device type"
         )
 
     def known_hardware(self, backend: str) -> HardwareInfo | None:
@@ -219,7 +219,7 @@ class Registry:
         if name not in self.transports:
             self._raise_if_broken(name)
             raise TransportUnavailable(
-                name, f"no plugin offers it; installed are {sorted(self.transports)}"
+                name, f"no plugin offers it; installed transports: {sorted(self.transports)}"
             )
         spec, plugin = self.transports[name]
         row = _probe(spec, plugin)
@@ -286,8 +286,8 @@ def _load_backend(spec: BackendSpec, plugin: str) -> Backend:
     found = breaches(backend)
     if found:
         raise PluginError(
-            f"backend {spec.name!r} ({plugin}) does not keep the contract of this mooncake_hal "
-            f"(mooncake_hal/backend.py): {'; '.join(found)}. Install versions of both that match"
+            f"backend {spec.name!r} ({plugin}) violates the contract of this mooncake_hal "
+            f"(mooncake_hal/backend.py): {'; '.join(found)}. Install matching versions of both"
         )
     return backend
 
@@ -349,10 +349,13 @@ def _check_spec(spec: object, kind: type[BackendSpec] | type[TransportSpec]) -> 
     if spec.api_version != API_VERSION:
         raise PluginError(
             f"{spec.name!r} was written for plugin API {spec.api_version}, this is {API_VERSION}; "
-            "install versions of both that match"
+            "install matching versions of both"
         )
     if spec.name == "auto" or not hal_env.is_name(spec.name):
-        raise PluginError(f"{spec.name!r} can't be a name: lower case, and not 'auto'")
+        raise PluginError(
+            f"{spec.name!r} is not a valid name: use lower-case letters, digits, '-' and '_', "
+            "and not 'auto'"
+        )
 
 
 def _claim(held: dict[str, tuple[Spec, str]], spec: Spec, point: EntryPoint) -> None:

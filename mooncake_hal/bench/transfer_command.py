@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help="transports to measure (default: every one that is available)",
     )
-    parser.add_argument("--size", type=int, default=256, metavar="MIB", help="of one transfer")
+    parser.add_argument("--size", type=int, default=256, metavar="MIB", help="size of a transfer")
     parser.add_argument(
         "--pieces",
         type=_sizes,
@@ -50,15 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--connections", type=int, default=2, metavar="N", help="connections per peer; shm: threads"
     )
     parser.add_argument(
-        "--anonymous", action="store_true", help="memory that the peer can't map (default: it can)"
+        "--anonymous",
+        action="store_true",
+        help="use host memory that the peer can't map (default: memory that it can map)",
     )
     parser.add_argument(
         "--devices",
         action="store_true",
-        help="memory of the default backend's first two devices (default: the host's)",
+        help="use memory of the default backend's first two devices (default: host memory)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as SVG")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot of them as SVG")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -119,5 +121,5 @@ def _complain(text: str) -> None:
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(int(part) for part in text.split(","))
     if any(size < 1 for size in sizes):
-        raise argparse.ArgumentTypeError("sizes of pieces are 1 byte or more")
+        raise argparse.ArgumentTypeError("sizes of pieces must be 1 byte or more")
     return sizes

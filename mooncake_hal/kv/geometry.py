@@ -160,8 +160,8 @@ def shard_of(
         raise PlanError(f"rank {tp_rank} is not in a tensor-parallel group of {tp_size}")
     if not 0 <= stage < pp_size <= geometry.layers:
         raise PlanError(
-            f"stage {stage} of {pp_size} has none of {geometry.layers} layers: stages count from "
-            "0, and each takes a layer or more"
+            f"stage {stage} of {pp_size} has none of {geometry.layers} layers: stages are numbered "
+            "from 0, and each needs at least one layer"
         )
     layer_start, layer_stop = layer_range(geometry.layers, pp_size, stage)
     if geometry.kind is AttentionKind.MLA:

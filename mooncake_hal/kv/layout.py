@@ -80,7 +80,7 @@ def make_layout(
     """
     if block_size % geometry.unit:
         raise CapabilityError(
-            f"blocks of {block_size} tokens are not of whole pieces of {geometry.unit}"
+            f"blocks of {block_size} tokens are not a multiple of units of {geometry.unit} tokens"
         )
     if name not in KV_LAYOUTS:
         raise CapabilityError(f"KV layout {name!r} is not known; known are {sorted(KV_LAYOUTS)}")

@@ -129,7 +129,9 @@ def _plan_units(
     def in_units(rank: KVShardSpec) -> KVShardSpec:
         layout = rank.layout
         if layout.block_size % unit:
-            raise PlanError(f"blocks of {layout.block_size} tokens hold no whole pieces of {unit}")
+            raise PlanError(
+                f"blocks of {layout.block_size} tokens are not a multiple of units of {unit} tokens"
+            )
         return KVShardSpec(rank.shard, replace(layout, block_size=layout.block_size // unit))
 
     return plan_transfer(

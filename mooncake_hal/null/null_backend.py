@@ -194,10 +194,10 @@ class NullMemory:
     def allocate(self, nbytes: int, index: int) -> TensorAllocation:
         require_device("null", index)
         if nbytes <= 0:
-            raise DeviceError(f"an allocation needs at least one byte, {nbytes} were asked for")
+            raise DeviceError(f"an allocation needs at least one byte, {nbytes} were requested")
         if nbytes > TOTAL_BYTES:
             raise OutOfMemory(
-                f"{nbytes} bytes were asked for, {TOTAL_BYTES} of {TOTAL_BYTES} bytes are free"
+                f"{nbytes} bytes were requested, {TOTAL_BYTES} of {TOTAL_BYTES} bytes are free"
             )
         tensor = torch.zeros(nbytes, dtype=torch.uint8)
         return TensorAllocation(MemoryRegion(tensor.data_ptr(), nbytes), tensor)
@@ -224,6 +224,6 @@ class NullBackend:
         """Raises CapabilityError for more than one rank."""
         if group.world_size != 1:
             raise CapabilityError(
-                f"the null backend runs on one rank, {group.world_size} were asked for"
+                f"the null backend runs on one rank, {group.world_size} were requested"
             )
         return SingleRankCommunicator()

@@ -95,7 +95,7 @@ def test_a_bad_environment_is_one_line(
 ) -> None:
     monkeypatch.setenv("MOONCAKE_HAL_BLOCK", "No Name")
     assert cli.main(["devices"]) == 1
-    assert capsys.readouterr().err.startswith("mooncake-hal: MOONCAKE_HAL_BLOCK names 'No Name'")
+    assert capsys.readouterr().err.startswith("mooncake-hal: MOONCAKE_HAL_BLOCK: 'No Name'")
 
 
 def test_the_transfer_benchmark_declares_its_own_arguments(

@@ -35,9 +35,9 @@ DECODE = replace(PREFILL, name="d0", role="decode")
 @pytest.mark.parametrize(
     ("offered", "expected"),
     [
-        ((64,), BlockSize(64, "the backend takes no other")),
-        ((128, 16, 8), BlockSize(16, "the usual one")),
-        ((64, 32), BlockSize(64, "the backend's best; it lacks the usual 16")),
+        ((64,), BlockSize(64, "the only one that the backend supports")),
+        ((128, 16, 8), BlockSize(16, "the default")),
+        ((64, 32), BlockSize(64, "the backend's best; it does not support the default of 16")),
     ],
 )
 def test_a_block_size_that_nobody_named_suits_the_backend(
@@ -75,7 +75,7 @@ def test_a_sound_deployment_has_no_problems() -> None:
         (
             (replace(PREFILL, info=replace(STRICT, tp_size=2)), replace(DECODE, info=STRICT)),
             "p0 and d0: links: it needs a tensor-parallel size of prefill that is a multiple of "
-            "decode's, they are 2 and 4",
+            "decode's, but they are 2 and 4",
         ),
         (
             (replace(PREFILL, info=replace(STRICT, pp_size=0)), DECODE),
@@ -99,14 +99,20 @@ def test_what_is_wrong_is_said(instances: tuple[InstancePlan, ...], message: str
         (
             STRICT,
             replace(STRICT, hardware=replace(STRICT.hardware, generation="A3")),
-            "links: it needs one device generation on both sides, prefill has 'A2', decode 'A3'",
+            "links: it needs the same device generation on both sides, but prefill has 'A2' and "
+            "decode 'A3'",
         ),
         (
             STRICT,
             replace(STRICT, hardware=FREE.hardware),
-            "links: it needs one backend on both sides, prefill runs 'vendor', decode 'cpu'",
+            "links: it needs the same backend on both sides, but prefill runs 'vendor' and decode "
+            "'cpu'",
         ),
-        (STRICT, FREE, "links: the decode instance does not offer it, but tcp; tcp: the prefill"),
+        (
+            STRICT,
+            FREE,
+            "links: the decode instance does not offer it; it offers tcp; tcp: the prefill",
+        ),
     ],
 )
 def test_a_pair_that_does_not_fit_is_refused(
@@ -152,8 +158,8 @@ def test_ports_that_a_transport_may_take_below_are_left_to_it() -> None:
     ports = (Port("HTTP", "127.0.0.1", 20_500), Port("KV side channel", "127.0.0.1", 0))
     plan = replace(PREFILL, ports=ports, reserved=(engine,))
     assert DeploymentPlan((plan, DECODE)).problems() == [
-        "p0: port 20500, wanted for HTTP, lies in 20000-21000, of which an engine may take any at "
-        "any time; choose one outside, or move those (ITS_PORT)"
+        "p0: port 20500, wanted for HTTP, is in 20000-21000, from which an engine may take any "
+        "port at any time; choose one outside, or move that range (ITS_PORT)"
     ]
 
 

@@ -93,9 +93,9 @@ def test_a_plan_of_hardware_that_is_not_here_is_checked_by_what_is_known_of_it(
     )
     assert status == 0, said
     assert "cuda is not on this machine" in said
-    assert "A2 is meant, as no generation was given" in said
+    assert "A2 is assumed, as no generation was given" in said
     assert "ok    deployment of p (prefill), d (decode), c (decode)" in said
-    assert "ok    p to d: KV goes by staged\n" in said
+    assert "ok    p to d: KV goes over staged\n" in said
 
 
 def test_a_plan_says_by_which_transports_kv_may_go(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,18 +106,18 @@ def test_a_plan_says_by_which_transports_kv_may_go(capsys: pytest.CaptureFixture
         "role=decode,name=e,backend=ascend,generation=A3,tp=3",
     )
     assert status == 0, said
-    assert "ok    p to d: KV goes by hccs or staged\n" in said
+    assert "ok    p to d: KV goes over hccs or staged\n" in said
     assert (
-        "ok    p to e: KV goes by staged; not by hccs: it needs one device generation on both "
-        "sides, prefill has 'A2', decode 'A3'; it needs a tensor-parallel size of prefill that is "
-        "a multiple of decode's, they are 4 and 3\n"
+        "ok    p to e: KV goes over staged; not over hccs: it needs the same device generation "
+        "on both sides, but prefill has 'A2' and decode 'A3'; it needs a tensor-parallel size of "
+        "prefill that is a multiple of decode's, but they are 4 and 3\n"
     ) in said
 
 
 @pytest.mark.parametrize(
     ("instance", "wanted"),
     [
-        ("backend=ascend,block_size=16", "block_size 16 was asked for, ascend takes 128"),
+        ("backend=ascend,block_size=16", "block_size 16 is not supported: ascend has 128"),
         ("backend=ascend,generation=A5", "ascend has no generation 'A5'; known are A2, A3"),
         ("backend=tpu", "no installed plugin offers backend 'tpu'"),
     ],
@@ -141,7 +141,7 @@ def test_a_pair_that_no_transport_joins_is_found_on_any_machine(
         "role=decode,name=d,backend=ascend,generation=A3",
     )
     assert status == 1
-    assert "p and d: hccs: it needs one device generation on both sides" in said
+    assert "p and d: hccs: it needs the same device generation on both sides" in said
 
 
 def test_a_peer_that_is_no_url_is_told_the_form(capsys: pytest.CaptureFixture[str]) -> None:

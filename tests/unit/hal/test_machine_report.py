@@ -75,8 +75,8 @@ def test_tools_are_asked_and_may_fail(
     report = machine_report(root)
     assert report.sections["Tools"] == {
         "nvidia-smi": "0, H200",
-        "npu-smi": "ended with status 3\nbroken",
+        "npu-smi": "exited with status 3\nbroken",
         "ibv_devinfo": "not installed",
         "g++": "not installed",
     }
-    assert "npu-smi: ended with status 3\n    broken\n" in report.text()
+    assert "npu-smi: exited with status 3\n    broken\n" in report.text()

@@ -26,7 +26,7 @@ def test_compiles_once_says_so_and_calls(tmp_path: Path, caplog: pytest.LogCaptu
         library = native.compile_c("adder", source)
         native.compile_c("adder", source)
     folder = tmp_path / "mooncake-hal" / "native"
-    assert caplog.messages == [f"compiling adder, once: it stays in {folder}"]
+    assert caplog.messages == [f"compiling adder once; the library is cached in {folder}"]
     assert library.add(2, 3) == 5 + os.getpid()
     assert native.compile_c("adder", source) is library
     built = list((tmp_path / "mooncake-hal" / "native").iterdir())

@@ -90,7 +90,7 @@ def test_the_best_common_one_wins(
     with caplog.at_level(logging.INFO):
         choice = ours.connect(theirs.addresses, timeout=10)
     assert choice.name == "shm"
-    assert "shm is the best that both reach" in caplog.text
+    assert "shm is the best one that reaches the peer" in caplog.text
     spans = one_span(here.region.address, there.region.address, 64 * KIB)
     choice.peer.read(spans, timeout=10).wait()
     assert (here.get() == 2).all()
@@ -166,7 +166,7 @@ def test_nothing_in_common_names_every_reason(opened: Callable[..., Transports])
     with pytest.raises(TransportUnavailable) as caught:
         ours.connect(stranger, timeout=10)
     message = str(caught.value)
-    assert "we have shm, tcp, the peer has hccs, shm, none reaches" in message
+    assert "we have shm, tcp, the peer has hccs, shm, and none of them connects the two" in message
     assert "tcp: the peer does not offer it" in message
 
 
@@ -189,7 +189,7 @@ def test_a_transport_that_can_not_take_the_memory_is_dropped(
     opened: Callable[..., Transports], caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = opened(SHM, TCP)
-    with pytest.raises(TransportUnavailable, match="no transport takes memory of npu:0"):
+    with pytest.raises(TransportUnavailable, match="no transport can register memory of npu:0"):
         ours.register(MemoryRegion(4096, 4096, device="npu:0"))
     assert "transport shm is dropped: it can't reach memory of npu:0" in caplog.text
 

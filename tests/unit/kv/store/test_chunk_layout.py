@@ -131,7 +131,9 @@ def test_a_chunk_is_all_that_is_written(geometry, layout):
 
 
 def test_a_chunk_of_parts_of_pieces_is_refused():
-    with pytest.raises(CapabilityError, match="blocks of 40 tokens are not of whole pieces of 16"):
+    with pytest.raises(
+        CapabilityError, match="blocks of 40 tokens are not a multiple of units of 16 tokens"
+    ):
         stored_layout(PIECES, 40, 1 << 20, 1 << 20)
 
 
@@ -150,7 +152,7 @@ def test_chunks_from_the_middle_of_a_sequence_leave_the_rest_alone():
 @pytest.mark.parametrize("geometry", [GQA, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("is_apart", [False, True], ids=["alike", "apart"])
-def test_layers_planned_from_those_before_them_are_what_each_alone_is(geometry, reader, is_apart):
+def test_shifted_layer_plans_equal_plans_of_single_layers(geometry, reader, is_apart):
     step = rounded_up(chunk_bytes(geometry, CHUNK))
     stored = stored_layout(geometry, CHUNK, 1 << 20, step * (NUM_CHUNKS + 2))
     ranks = Ranks(geometry, *reader)
