@@ -35,13 +35,14 @@ def settle_addresses(config: KVTransferConfig) -> KVTransferConfig:
         advertised = resolve(config.advertise_host, "--kv-advertise-host")
         if ipaddress.ip_address(advertised).is_unspecified:
             raise KVConfigError(
-                f"peers can't connect to --kv-advertise-host {advertised}: name an address"
+                f"peers can't connect to --kv-advertise-host {advertised}: give the address of one "
+                "interface"
             )
     elif ipaddress.ip_address(host).is_unspecified:
         advertised = _default_route_address(host)
         logger.warning(
-            "listening on %s for peers, who are told %s, the address of the default route; "
-            "--kv-advertise-host names another",
+            "listening on %s; advertising %s, the address of the default route, to peers: set "
+            "--kv-advertise-host to use another one",
             host,
             advertised,
         )
@@ -55,11 +56,11 @@ def _check_open(host: str, *, is_allowed: bool) -> None:
     if is_loopback(host):
         who = "every user of this host"
     elif is_allowed:
-        who = f"whoever reaches {host}"
+        who = f"anyone who can reach {host}"
     else:
         raise KVConfigError(
-            f"listening on --kv-host {host} without a secret, whoever reaches it could read and "
-            "write KV: give all instances the same --kv-secret-file, or say with "
+            f"listening on --kv-host {host} without a secret, anyone who can reach it could read "
+            "and write KV: give all instances the same --kv-secret-file, or confirm with "
             "--kv-allow-no-secret that the network is closed to others"
         )
     logger.warning("no --kv-secret-file: %s may read and write this instance's KV", who)
@@ -88,8 +89,8 @@ def _default_route_address(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as exc:
         raise KVConfigError(
-            f"listening on {host}, peers can't be told an address: there is no default route "
-            f"({exc}); give one with --kv-advertise-host"
+            f"listening on {host}, no address can be advertised to peers: there is no default "
+            f"route ({exc}); give one with --kv-advertise-host"
         ) from exc
 
 

@@ -1,4 +1,4 @@
-"""The ``mooncake-kv`` command: a node store as a process of its own, and a look into one."""
+"""The ``mooncake-kv`` command: runs a node store as a process of its own, or inspects one."""
 
 from __future__ import annotations
 
@@ -76,27 +76,27 @@ class StoreOptions:
             parse=ssd_directory,
             is_repeated=True,
             metavar="DIR:BYTES",
-            help="a directory on an SSD for chunks that are used again, and how much of it to use; "
-            "repeat it for several drives",
+            help="a directory on an SSD for chunks that are used again, and how many bytes of it "
+            "to use; repeat it for several drives",
         ),
     )
     port: int = field(
         default=DEFAULT_PORT,
-        metadata=option(metavar="PORT", help="port that users connect to; 0 takes a free one"),
+        metadata=option(metavar="PORT", help="port that clients connect to; 0 takes a free one"),
     )
     metrics_port: int | None = field(
         default=None,
         metadata=option(
             parse=int,
             metavar="PORT",
-            help="port of --kv-host where Prometheus finds /metrics, without any secret; 0 takes a "
-            "free one",
+            help="port on --kv-host that serves /metrics to Prometheus, without a secret; 0 takes "
+            "a free one",
             default_text="no metrics",
         ),
     )
     policy: str = field(
         default=DEFAULT_POLICY,
-        metadata=option("--eviction", choices=tuple(POLICIES), help="which chunk leaves first"),
+        metadata=option("--eviction", choices=tuple(POLICIES), help="eviction policy"),
     )
     quotas: tuple[tuple[str, int], ...] = field(
         default=(),
@@ -105,7 +105,7 @@ class StoreOptions:
             parse=tenant_quota,
             is_repeated=True,
             metavar="TENANT=BYTES",
-            help="how much memory a tenant may fill; repeat it; others have no limit of their own",
+            help="memory limit of a tenant; repeat it; other tenants have no limit of their own",
         ),
     )
     quarantine_s: float = field(
@@ -113,8 +113,8 @@ class StoreOptions:
         metadata=option(
             "--quarantine-seconds",
             metavar="SECONDS",
-            help="how long memory rests after a reader of it went silent or a writer ended; longer "
-            "for readers whose transfer timeout is longer",
+            help="how long memory is quarantined after a reader of it went silent or its writer "
+            "ended; longer for readers with a longer transfer timeout",
         ),
     )
     ssd_write_bytes_per_day: int = field(
@@ -122,7 +122,7 @@ class StoreOptions:
         metadata=option(
             parse=byte_count,
             metavar="BYTES",
-            help="what may be written to all SSDs in a day; 0 is no limit",
+            help="limit of bytes written to all SSDs per day; 0 is no limit",
         ),
     )
     ssd_segment_bytes: int = field(
@@ -134,7 +134,7 @@ class StoreOptions:
         metadata=option(
             parse=byte_count,
             metavar="BYTES",
-            help="what a file system keeps free for others: no file is added that leaves less",
+            help="free space to leave on each file system: no file is added that would leave less",
         ),
     )
     kv_events: KVEventsConfig | None = field(
@@ -145,8 +145,8 @@ class StoreOptions:
             to_field=read_kv_events_config,
             default=None,
             metavar="JSON",
-            help="tell routers which chunks are held in memory and on SSDs, in vLLM's format and "
-            'with its field names, such as {"enable_kv_cache_events": true, '
+            help="publish to routers which chunks are held in memory and on SSDs, in vLLM's format "
+            'and with its field names, such as {"enable_kv_cache_events": true, '
             '"replay_endpoint": "tcp://*:5558"}',
         ),
     )
@@ -154,7 +154,7 @@ class StoreOptions:
         default="text",
         metadata=option(
             choices=LOG_FORMATS,
-            help="form of log lines on stderr: text, or one JSON object per line",
+            help="format of log lines on stderr: text, or one JSON object per line",
         ),
     )
 
@@ -208,21 +208,21 @@ def build_parser() -> argparse.ArgumentParser:
     command("options", "print the options of `store` as a table for the docs", show_options)
     stats = command("stats", "print a store's counters", show_stats)
     stats.add_argument("--json", action="store_true", help="print JSON")
-    stats.add_argument("--prometheus", action="store_true", help="print what Prometheus reads")
-    ls = command("ls", "print what a store holds, a chunk per line", show_chunks)
-    ls.add_argument("--tier", choices=[tier.value for tier in Tier], help="only this one")
+    stats.add_argument("--prometheus", action="store_true", help="print Prometheus metrics")
+    ls = command("ls", "list the chunks of a store, one per line", show_chunks)
+    ls.add_argument("--tier", choices=[tier.value for tier in Tier], help="only this tier")
     verify = command(
-        "verify", "read all that a store's SSDs have, forget what is damaged", verify_ssds
+        "verify", "check every record on a store's SSDs, and drop damaged ones", verify_ssds
     )
-    drop = command("drop", "have a store forget chunks, in all tiers", drop_chunks)
+    drop = command("drop", "drop chunks from all tiers of a store", drop_chunks)
     what = drop.add_mutually_exclusive_group(required=True)
     what.add_argument("--key", action="append", metavar="HEX", help="a chunk; repeat it")
     what.add_argument("--tenant", metavar="NAME", help="all chunks of a tenant")
-    what.add_argument("--all", action="store_true", help="everything")
+    what.add_argument("--all", action="store_true", help="all chunks")
     for added in (stats, ls, verify, drop):
-        added.add_argument("--host", default="127.0.0.1", metavar="HOST", help="the store's")
+        added.add_argument("--host", default="127.0.0.1", metavar="HOST", help="host of the store")
         added.add_argument(
-            "--port", type=int, default=DEFAULT_PORT, metavar="PORT", help="the store's"
+            "--port", type=int, default=DEFAULT_PORT, metavar="PORT", help="port of the store"
         )
         added.add_argument(
             "--kv-secret-file", type=Path, metavar="FILE", help="file with the deployment's secret"
@@ -299,7 +299,7 @@ def verify_ssds(args: argparse.Namespace) -> int:
     """Check every record on the SSDs; the exit status is 1 if one was damaged."""
     with _Connected(args) as store:
         num_right, num_wrong = _require(store.verify().result(), args)
-    print(f"{num_right} records are right, {num_wrong} were damaged and are forgotten")
+    print(f"{num_right} records are intact, {num_wrong} were damaged and have been dropped")
     return 1 if num_wrong else 0
 
 
@@ -396,6 +396,6 @@ def _require(found: Found | None, args: argparse.Namespace) -> Found:
 
 def _unreachable(args: argparse.Namespace) -> str:
     return (
-        f"no store replies at {args.host} port {args.port}: start one with `mooncake-kv store`, or "
+        f"no store answers at {args.host} port {args.port}: start one with `mooncake-kv store`, or "
         "give its --host, --port and --kv-secret-file"
     )

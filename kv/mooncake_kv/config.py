@@ -42,8 +42,8 @@ class KVTransferConfig:
             is_unset_by_default=True,
             metavar="NAME",
             help="how KV moves between prefill and decode instances: MooncakeConnector (decode "
-            "pulls), MooncakeLayerwiseConnector (prefill pushes layer by layer), or another one's "
-            "class as package.module:Class",
+            "pulls), MooncakeLayerwiseConnector (prefill pushes layer by layer), or another "
+            "connector's class as package.module:Class",
         ),
     )
     host: str = field(
@@ -75,7 +75,8 @@ class KVTransferConfig:
             "--kv-port-range",
             parse=port_range,
             metavar="FIRST-LAST",
-            help="range that the side channel and the transports of all ranks take free ports from",
+            help="range from which the side channel and the transports of all ranks take free "
+            "ports",
             default_text="any port",
         ),
     )
@@ -87,7 +88,7 @@ class KVTransferConfig:
             is_repeated=True,
             metavar="NAME",
             help="transport for KV: shm, tcp, rdma, ...; repeat it in order of preference",
-            default_text="the best that both ends have",
+            default_text="the best one that both ends have",
         ),
     )
     secret: str = field(
@@ -105,8 +106,8 @@ class KVTransferConfig:
         default=False,
         metadata=option(
             "--kv-allow-no-secret",
-            help="listen on other addresses than loopback without --kv-secret-file: whoever "
-            "reaches them may read and write KV",
+            help="listen on other addresses than loopback without --kv-secret-file: anyone who can "
+            "reach them may read and write KV",
         ),
     )
     lease_s: float = field(
@@ -130,8 +131,8 @@ class KVTransferConfig:
         metadata=option(
             "--push-timeout-seconds",
             metavar="SECONDS",
-            help="how long a decode instance waits for a prompt that is pushed to it, its prefill "
-            "included",
+            help="how long a decode instance waits for the KV of a prompt that is pushed to it, "
+            "prefill included",
         ),
     )
     early_pull_timeout_s: float = field(
@@ -139,8 +140,8 @@ class KVTransferConfig:
         metadata=option(
             "--early-pull-timeout-seconds",
             metavar="SECONDS",
-            help="how long a decode instance waits for a prompt that it pulls early, its prefill "
-            "included",
+            help="how long a decode instance waits for the KV of a prompt that it pulls early, "
+            "prefill included",
         ),
     )
     metaserver_allow: tuple[str, ...] = field(
@@ -157,7 +158,7 @@ class KVTransferConfig:
     load_failure: LoadFailurePolicy = field(
         default=LoadFailurePolicy.RECOMPUTE,
         metadata=option(
-            "--kv-load-failure", help="what to do with a request whose KV did not arrive"
+            "--kv-load-failure", help="what to do with a request whose KV could not be loaded"
         ),
     )
 

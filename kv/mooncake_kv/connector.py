@@ -282,7 +282,7 @@ def find_connector(name: str) -> ConnectorType:
         point = EntryPoint(name, name, CONNECTOR_GROUP)
     if point is None:
         raise KVConfigError(
-            f"KV connector {name!r} is not known; known are {sorted(known)}, and classes as "
+            f"KV connector {name!r} is not known; known are {sorted(known)}, or give a class as "
             "package.module:Class"
         )
     try:
@@ -301,13 +301,13 @@ def _checked(name: str, found: object) -> ConnectorType:
     missing += [part for part in _METHODS if not callable(getattr(found, part, None))]
     if not callable(found) or missing:
         raise KVConfigError(
-            f"KV connector {name!r} is no connector: wanted a class with the methods of "
+            f"KV connector {name!r} is not a connector: wanted a class with the methods of "
             f"mooncake_kv.connector.Connector, a mode and a worker; {found!r} lacks "
             f"{', '.join(missing) or 'a constructor'}"
         )
     connector = cast(ConnectorType, found)
     if not isinstance(connector.mode, TransferMode):
         raise KVConfigError(
-            f"KV connector {name!r}: its mode must be one of TransferMode's, got {connector.mode!r}"
+            f"KV connector {name!r}: mode must be a TransferMode, got {connector.mode!r}"
         )
     return connector

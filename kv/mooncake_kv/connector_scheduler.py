@@ -186,7 +186,7 @@ class ConnectorScheduler(ABC):
     ) -> None:
         if not self._ranks_ready.wait(START_TIMEOUT_S):
             raise KVConfigError(
-                f"{len(self._readiness)} of {self._num_ranks} ranks opened their "
+                f"only {len(self._readiness)} of {self._num_ranks} ranks opened their "
                 f"transports within {START_TIMEOUT_S:g} s"
             )
         ready = [self._readiness[rank] for rank in range(self._num_ranks)]
@@ -287,7 +287,10 @@ class ConnectorScheduler(ABC):
     async def _shut_down(self) -> None:
         if not await self._drain():
             # To peers, a closed port proves that this process writes no more: keep it open.
-            logger.error("writes to peers have not ended; their blocks stay reserved until we do")
+            logger.error(
+                "writes to peers could not be drained; the peers' blocks stay reserved until this "
+                "process ends"
+            )
             return
         self._peers.close()
         self._server.close()

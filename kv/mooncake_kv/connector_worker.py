@@ -167,7 +167,7 @@ def _open_transports(
         for region in memory.regions:
             transports.register(region)
     except (HalError, ValueError, OSError) as exc:  # ValueError: a setting that can't be
-        raise KVConfigError(f"KV can't be moved as asked: {exc}") from exc
+        raise KVConfigError(f"KV can't be moved as configured: {exc}") from exc
     return transports
 
 
@@ -310,7 +310,7 @@ class RankTransports:
                     self._peers[key] = choice.peer
         if not is_wanted:  # `forget` or `close` came first, so nothing else would close it
             choice.peer.close()
-            raise PeerLost(f"instance {engine_id} was given up while it was connected to")
+            raise PeerLost(f"instance {engine_id} was dropped while it was being connected to")
         logger.info("%s rank %d: %s", engine_id, rank, choice.reason)
         return choice.peer
 
@@ -355,8 +355,8 @@ def single_thread(name: str, bind: Callable[[], None] | None = None) -> ThreadPo
         threads.submit(int).result()
     except RuntimeError as exc:
         raise KVConfigError(
-            f"the thread {name}, which moves KV, can't be started: {exc}; is the limit of threads "
-            "or processes (ulimit -u, pids) too low?"
+            f"the thread {name}, which moves KV, can't be started: {exc}; raise the limit of "
+            "threads or processes (ulimit -u, pids)"
         ) from exc
     return threads
 

@@ -245,7 +245,7 @@ class EarlyPullReceiver:
                 await reserved.changed.wait()
         except asyncio.TimeoutError as exc:
             if reserved.newest is None:
-                reason = f"its prefill was not begun by any instance within {wait_s:g} s"
+                reason = f"no instance began its prefill within {wait_s:g} s"
             else:
                 limit = f"{self._max_load_s:g} s (--early-pull-timeout-seconds)"
                 reason = f"its prefill was not complete within {limit}"

@@ -117,9 +117,7 @@ class EarlyPullSender:
                     return
                 await pull.changed.wait()
         except KVTransferError as exc:
-            logger.warning(
-                "the reader of %s can't be notified of its progress: %s", request_id, exc
-            )
+            logger.warning("the reader of %s could not be notified: %s", request_id, exc)
             self._peers.forget(remote, str(exc))
             self._sender.end(request_id, LeaseStatus.EXPIRED)
         finally:

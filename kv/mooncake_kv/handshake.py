@@ -129,11 +129,11 @@ class _Check:
 
 _SAME_NUMBERS = (
     "one would read other numbers than the other wrote: give both the same --kv-cache-dtype, and "
-    "run engines that keep this model's KV alike"
+    "run engines that store this model's KV in the same way"
 )
 _SAME_PACKING = (
-    "packed blocks go only between instances that pack alike, in blocks of one size: run the same "
-    "attention on the same kind of CPU, or engines whose KV is linear"
+    "packed blocks can only be exchanged between instances with the same packing and block size: "
+    "run the same attention on the same kind of CPU, or engines whose KV is linear"
 )
 
 CompatibilityCheck = Callable[[InstanceMetadata, InstanceMetadata], "tuple[str, ...]"]
@@ -178,9 +178,9 @@ def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Ch
     if prefill.tokenizer_fingerprint and decode.tokenizer_fingerprint:
         # If one of the two is given token ids, each request's prompt_digest is checked instead.
         yield _Check("tokenizer", prefill.tokenizer_fingerprint, decode.tokenizer_fingerprint)
-    yield _Check("the type of KV", prefill.geometry.dtype, decode.geometry.dtype, _SAME_NUMBERS)
+    yield _Check("the dtype of KV", prefill.geometry.dtype, decode.geometry.dtype, _SAME_NUMBERS)
     yield _Check(
-        "how KV lies in a block", prefill.geometry.format, decode.geometry.format, _SAME_PACKING
+        "the format of KV blocks", prefill.geometry.format, decode.geometry.format, _SAME_PACKING
     )
     yield _Check(
         "how layers share block tables",
@@ -228,7 +228,7 @@ def _check_ranks(instance: InstanceMetadata) -> None:
         elect_sources(whole, [rank.shard for rank in instance.ranks], spread=0)
     except PlanError as exc:
         raise HandshakeRefused(
-            f"the ranks of instance {instance.engine_id} don't hold the model's KV between them: "
+            f"the ranks of instance {instance.engine_id} together don't hold the model's KV: "
             f"{exc}; run the same release on both"
         ) from exc
 
@@ -281,8 +281,8 @@ class IncompatiblePeers:
         self.num_peers += 1
         logger.error(
             "instance %s and this one can't exchange KV for as long as both run: %s. Each request "
-            "that is sent across them is prefilled twice: restart one of the two with settings "
-            "that fit the other, or take one out of the proxy's pools",
+            "that is sent to both is prefilled twice: restart one of the two with settings that "
+            "match the other, or remove one from the proxy's pools",
             engine_id,
             reason,
         )

@@ -132,7 +132,7 @@ class IoLoop:
     def _fail(self, request_id: str | None, exc: Exception) -> None:
         logger.error(
             "the connector failed in %s",
-            f"request {request_id}" if request_id else "a task of no request",
+            f"request {request_id}" if request_id else "a task without a request",
             exc_info=exc,
         )
         if isinstance(exc, ConnectorDead):

@@ -118,8 +118,8 @@ class KVEventPublisher:
         except zmq.ZMQError as exc:
             self._context.destroy(linger=0)
             raise KVConfigError(
-                f"KV events can't use {config.endpoint} with replay at {config.replay_endpoint}: "
-                f"{exc}; name free addresses in --kv-events-config"
+                f"KV events can't be published at {config.endpoint} with replay at "
+                f"{config.replay_endpoint}: {exc}; give free addresses in --kv-events-config"
             ) from exc
         replay = self._replay
         self.endpoints = KVEventEndpoints(
@@ -145,7 +145,9 @@ class KVEventPublisher:
         except queue.Full:
             self.num_dropped += 1
             if self.num_dropped == 1:
-                logger.warning("KV events are dropped: %d batches wait", self._queue.maxsize)
+                logger.warning(
+                    "KV events are dropped: the queue of %d batches is full", self._queue.maxsize
+                )
 
     def await_sent(self, num_left: int, timeout: float) -> bool:
         """Block until at most ``num_left`` batches are queued, for callers that publish many
@@ -196,7 +198,7 @@ class KVEventPublisher:
         """Answer one request, whose frames are: client, empty, first wanted sequence number."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
-            logger.warning("a question for KV events that is none: %d frames", len(frames))
+            logger.warning("malformed request for KV events: %d frames", len(frames))
             return
         client, wanted = frames[0], frames[2]
         if wanted == SNAPSHOT_QUESTION:

@@ -119,7 +119,7 @@ class Keepalive(Generic[Item]):
         they would otherwise hold KV for it for as long as the step does."""
         was_stalled, self._was_stalled = self._was_stalled, self._has_stalled()
         if self._was_stalled and not was_stalled:
-            logger.error("no step of the engine returns: keepalives to peers are suspended")
+            logger.error("the engine has stalled: keepalives to peers are suspended")
         return self._was_stalled
 
     async def _send_one(self, key: _Key, group: dict[str, Item]) -> None:
@@ -223,7 +223,7 @@ class StatusInquiry:
         try:
             await self._connect(writer)
         except ConnectionRefusedError as exc:
-            raise await self._replaced(writer, "nobody", is_local=is_local) from exc
+            raise await self._replaced(writer, "nothing", is_local=is_local) from exc
         except (OSError, asyncio.TimeoutError) as exc:
             reason = f"instance {writer.engine_id} can't be reached: {exc!r}"
             is_ours = is_local and await is_own_address(writer.host)

@@ -100,7 +100,7 @@ async def post_params(metaserver: Metaserver, params: KVTransferDict, rule: Meta
         asyncio.LimitOverrunError,  # the answer's head is longer than MAX_ANSWER_BYTES
     ) as exc:
         raise KVTransferError(
-            f"metaserver {url} can't be asked: {exc or type(exc).__name__}"
+            f"the request to metaserver {url} failed: {exc or type(exc).__name__}"
         ) from exc
     if status not in ACCEPTED:
         said = body.decode(errors="replace").strip()
@@ -166,5 +166,5 @@ def _status_of(head: bytes) -> int:
     """
     fields = head.split(b"\r\n", 1)[0].split(b" ")
     if not fields[0].startswith(b"HTTP/1.") or len(fields) < 2 or not fields[1].isdigit():
-        raise ValueError(f"it does not speak HTTP: {fields[0][:32]!r}")
+        raise ValueError(f"the answer is not HTTP: {fields[0][:32]!r}")
     return int(fields[1])

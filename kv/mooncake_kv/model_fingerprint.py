@@ -132,7 +132,7 @@ def _files(directory: Path) -> tuple[list[Path], list[frozenset[str] | None]]:
         single = directory / SINGLE_NAME  # if it exists, other files don't belong to the model
         paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
         if not paths:
-            raise KVConfigError(f"{directory} holds no *.safetensors to tell the model by")
+            raise KVConfigError(f"{directory} has no *.safetensors by which to identify the model")
         return paths, [None] * len(paths)
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -194,7 +194,7 @@ def _sample(file: FileIO, tensor: _Tensor) -> bytes:
         wanted = min(SAMPLE_BYTES, num_bytes - offset)
         sample = os.pread(file.fileno(), wanted, tensor.start + offset)
         if len(sample) != wanted:
-            raise ValueError(f"it ends within {tensor.name}")
+            raise ValueError(f"the file ends within {tensor.name}")
         digest.update(sample)
     return digest.digest()
 

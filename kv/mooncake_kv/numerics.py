@@ -88,8 +88,8 @@ class RoundingDifferences:
             f"{name}: {ours} here, {theirs} there" for name, (ours, theirs) in found.items()
         )
         logger.info(
-            "KV of instance %s is rounded otherwise than ours (%s): answers may differ where two "
-            "tokens are nearly as likely, see docs/mixed.md",
+            "KV of instance %s is rounded differently from ours (%s): answers may differ where two "
+            "tokens are almost equally likely, see docs/mixed.md",
             peer.engine_id,
             facts,
         )

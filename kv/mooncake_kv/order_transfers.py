@@ -46,7 +46,7 @@ class OrderTransfers:
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
             raise TransferCancelled(
-                "its time was up before all of it had begun to move: the other side is overloaded"
+                "the deadline passed before all transfers had started: the peer is overloaded"
             )
         return left_s
 
@@ -68,7 +68,7 @@ class OrderTransfers:
         for transfer in transfers:
             transfer.wait()
         if self._is_cancelled:
-            raise TransferCancelled("nobody wants it any more")
+            raise TransferCancelled("the order was cancelled")
 
     def cancel(self) -> None:
         """Cancel and drain the transfers in flight, and any that are added later."""

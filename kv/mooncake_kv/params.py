@@ -280,7 +280,7 @@ def _parse_target(wire: _Wire, num_prompt_tokens: int) -> PushTarget | None:
         wire,
         ADDRESS_FIELDS,
         "do_remote_decode",
-        "pass on what the decode instance told the metaserver",
+        "pass on the parameters that the decode instance posted to the metaserver",
     )
     if wire.remote_cached_tokens > num_prompt_tokens:
         raise _invalid(
@@ -333,7 +333,10 @@ def _check_num_tokens(wire: _Wire, num_prompt_tokens: int, peer: str) -> None:
 
 def _parse_remote(wire: _Wire, num_prompt_tokens: int) -> KVTransferParams:
     _check_address(
-        wire, REMOTE_PREFILL_FIELDS, "do_remote_prefill", "pass on what the prefill answered"
+        wire,
+        REMOTE_PREFILL_FIELDS,
+        "do_remote_prefill",
+        "pass on the parameters of the prefill instance's answer",
     )
     _check_num_tokens(wire, num_prompt_tokens, "prefill")
     assert wire.last_token_id is not None

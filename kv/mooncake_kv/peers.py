@@ -276,11 +276,11 @@ class PeerTable:
             return
         for key in list(self._entries):
             if key not in self._num_held and not self._entries[key].peer.client.is_asking:
-                self._forget(key, f"more than {self._max_peers} peers are known, it was idle")
+                self._forget(key, f"it was idle, and more than {self._max_peers} peers are known")
                 return
             self._entries.move_to_end(key)  # in use
-        logger.warning("all %d peers that there may be are in use", self._max_peers)
-        raise KVTransferError(f"all {self._max_peers} peers that there may be are in use")
+        logger.warning("no new peer can be added: all %d are in use", self._max_peers)
+        raise KVTransferError(f"no new peer can be added: all {self._max_peers} are in use")
 
     def forget_predecessors(self, remote: PeerAddress) -> None:
         """Drop earlier epochs at the address of a peer whose handshake has succeeded."""
@@ -303,12 +303,12 @@ class PeerTable:
         addresses, nothing else detects that a peer left while it was idle."""
         for key, entry in list(self._entries.items()):
             if now - entry.last_used > IDLE_S:
-                self._forget(key, f"it was not needed for {IDLE_S:g} s")
+                self._forget(key, f"it was idle for {IDLE_S:g} s")
 
     def close(self) -> None:
         """Drop all peers."""
         for key in list(self._entries):
-            self._forget(key, "this instance ends")
+            self._forget(key, "this instance is shutting down")
 
     def _forget(self, key: _Key, reason: str) -> None:
         if key not in self._entries:

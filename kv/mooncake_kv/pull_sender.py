@@ -98,7 +98,7 @@ class PullSender:
             for request_id in self._leases.expire(self._context.clock()):
                 self.num_expired += 1
                 logger.warning(
-                    "the KV of %s was held for %g s and nobody read it; its blocks are free again",
+                    "the lease of %s expired: its KV was not read within %g s; freeing its blocks",
                     request_id,
                     self._leases.duration_s,
                 )

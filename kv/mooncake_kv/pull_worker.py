@@ -123,7 +123,7 @@ class PullWorker(ConnectorWorker):
         command = load.command
         source = self._sources.get(command.engine_id)
         if source is None:
-            raise PeerLost(f"instance {command.engine_id} was given up before the read began")
+            raise PeerLost(f"instance {command.engine_id} was dropped before the read began")
         ranks = source.ranks
         block_transfer = BlockTransfer(
             command.local_blocks,

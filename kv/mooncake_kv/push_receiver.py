@@ -147,7 +147,7 @@ class PushReceiver:
     def cancel(self, request_id: str) -> None:
         """Cancel a request. Idempotent; an unknown request is ignored."""
         if self._table.revoke(request_id, self._context.clock()):
-            self._finish(request_id, "the request ended before a prefill instance came")
+            self._finish(request_id, "the request ended before a prefill instance opened its push")
 
     def abort(self, request_id: str, reason: str) -> None:
         """Fail a request, even an unknown one. If a writer was granted its blocks, they stay
@@ -156,7 +156,7 @@ class PushReceiver:
         if held is None or self._table.revoke(request_id, self._context.clock()):
             self._finish(request_id, reason)
         else:
-            self._fail_reserved(request_id, reason, "its writer says that it has stopped")
+            self._fail_reserved(request_id, reason, "its writer reports that it has stopped")
 
     async def _ask(self, request_id: str, metaserver: Metaserver, params: KVTransferDict) -> None:
         try:
@@ -186,7 +186,7 @@ class PushReceiver:
             return LeaseReply(ticket, self._pushed(message))
         if isinstance(message, PushFailed):
             return LeaseReply(ticket, self._failed(message))
-        return Reject(ticket, f"{type(message).__name__} is not for an instance that is pushed to")
+        return Reject(ticket, f"{type(message).__name__} is not a request to a decode instance")
 
     def _welcome(self, hello: Hello) -> Welcome:
         own, incompatible = self._context.instance, self._context.incompatible
@@ -200,13 +200,15 @@ class PushReceiver:
 
     def _open(self, message: PushOpen) -> LeaseStatus:
         if message.writer.engine_id not in self._writers:
-            raise HandshakeRefused("say Hello before PushOpen: this instance does not know you")
+            raise HandshakeRefused(
+                f"send Hello before PushOpen: instance {message.writer.engine_id} is not known here"
+            )
         self._writers.move_to_end(message.writer.engine_id)
         held = self._table.get(message.request_id)
         if held is not None and held.prompt_digest != message.prompt_digest:
             # Its KV would be used for this prompt, and cached for all prompts with this prefix.
             logger.warning(
-                "instance %s was given another prompt than request %s has: it is not let in",
+                "instance %s was given another prompt than request %s has: its push is refused",
                 message.writer.engine_id,
                 message.request_id,
             )
@@ -273,7 +275,7 @@ class PushReceiver:
         written = {(writer, reader): nbytes for writer, reader, nbytes in message.written}
         metadata = self._writers.get(message.writer.engine_id)
         if metadata is None:
-            return f"instance {message.writer.engine_id} has not said hello for too long"
+            return f"instance {message.writer.engine_id} is not known here any more"
         try:
             expected = expected_bytes(
                 self._context.instance.geometry,
@@ -305,7 +307,7 @@ class PushReceiver:
             writer = held.writer
             if writer is None:
                 self._table.end(held.request_id, None, LeaseStatus.EXPIRED)
-                reason = f"no prefill instance came within {self._context.lease_s:g} s"
+                reason = f"no prefill instance opened its push within {self._context.lease_s:g} s"
                 self._finish(held.request_id, reason)
             else:
                 silent[writer.engine_id, writer.host, writer.port].append((held, writer))
@@ -349,7 +351,7 @@ class PushReceiver:
             for held, writer in group:  # if alive, it gets no answer and stops within a lease
                 self._mark_dead(held, writer, str(exc), self._context.lease_s + self._transfer_s)
         except KVTransferError as exc:
-            logger.info("nothing is known of %d pushes: %s", len(group), exc)
+            logger.info("the status of %d pushes is unknown: %s", len(group), exc)
             for held, writer in group:
                 self._on_unknown_status(held, writer, exc)
         else:
@@ -363,7 +365,7 @@ class PushReceiver:
             if writer.request_id in reply.running:
                 self._table.renew([held.request_id], self._context.clock())
             else:
-                reason = f"prefill instance {writer.engine_id} knows nothing of it any more"
+                reason = f"prefill instance {writer.engine_id} has no record of it any more"
                 self._mark_dead(held, writer, reason, self._drain_s)
 
     def _mark_dead(self, held: Reservation, writer: Writer, reason: str, drain_s: float) -> None:
@@ -381,7 +383,7 @@ class PushReceiver:
             held.last_reachable = now
         silent_s = now - held.last_reachable
         if silent_s > self._unreachable_s:
-            self._mark_dead(held, writer, f"{exc}, for {silent_s:.0f} s now", 0.0)
+            self._mark_dead(held, writer, f"{exc}, for {silent_s:.0f} s", 0.0)
         else:
             self._time_out(held, writer)
 
@@ -407,7 +409,7 @@ class PushReceiver:
             return
         if now - held.last_heard > self._context.lease_s:
             self._table.revoke(held.request_id, now)
-            reason = f"nothing heard of prefill instance {writer.engine_id} for too long"
+            reason = f"prefill instance {writer.engine_id} has been silent for longer than a lease"
             limit = f"that instance answers, is dead, or unreachable for {self._unreachable_s:g} s"
             self._fail_reserved(held.request_id, reason, limit)
 
@@ -436,7 +438,7 @@ class PushReceiver:
         level: int = logging.WARNING,
     ) -> None:
         if error is not None:
-            logger.log(level, "the KV of %s did not come: %s", request_id, error)
+            logger.log(level, "the KV of %s was not received: %s", request_id, error)
         self._count_end(request_id, is_failure=error is not None)
         self._context.post(LoadEnded(request_id, error, first))
 

@@ -181,9 +181,11 @@ class PushSender:
             )  # taken before the request, as in _renew; a failure to answer fails the push
             status = await self._request_grant(peer, push)
             if status is not LeaseStatus.HELD:
-                raise LeaseLost(f"the decode instance answers {status.value}: it let nobody in")
+                raise LeaseLost(
+                    f"the decode instance did not grant the push: it answered {status.value}"
+                )
             if self._is_overdue(push):
-                raise LeaseLost("the decode instance let us in, and took a lease to say so")
+                raise LeaseLost("the decode instance took longer than a lease to grant the push")
         except KVTransferError as exc:
             level = self._context.incompatible.level(push.remote.engine_id)
             logger.log(level, "request %s can't be pushed: %s", request_id, exc)
@@ -225,8 +227,8 @@ class PushSender:
                     isinstance(exc, HandshakeRefused) or self._context.clock() > deadline
                 )
                 if push.is_acknowledged:
-                    logger.warning("could not tell the end of %s: %s", request_id, exc)
-                    self._peers.forget(push.remote, "it could not be told how a push ended")
+                    logger.warning("could not report the end of pushing %s: %s", request_id, exc)
+                    self._peers.forget(push.remote, "the end of a push could not be reported to it")
                 else:  # an invalid address fails immediately, so pause between attempts
                     await asyncio.sleep(RETRY_PAUSE_S)
         self._settle(request_id, push)
@@ -297,7 +299,7 @@ class PushSender:
         """Stop all pushes, and wait until no rank writes and all peers have acknowledged it, or
         until the timeout. Returns whether no rank writes any more."""
         for request_id, push in list(self._pushes.items()):
-            self._fail(request_id, push, "the prefill instance shuts down")
+            self._fail(request_id, push, "the prefill instance is shutting down")
         deadline = self._context.clock() + timeout_s
         while self._context.clock() < deadline:
             if all(push.is_acknowledged for push in self._pushes.values()):

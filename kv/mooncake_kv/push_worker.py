@@ -334,8 +334,8 @@ class PushWorker(ConnectorWorker):
         try:
             self.turn_rope(order.local_blocks, (order.start, order.stop), order.order)
         except Exception as exc:
-            logger.exception("the KV of %s can't be brought into our order", order.request_id)
-            error = f"its rotated part can't be turned: {exc!r}"
+            logger.exception("converting the rope rows of %s failed", order.request_id)
+            error = f"its rope rows can't be converted: {exc!r}"
         seconds = time.monotonic() - began
         self.context.emit(encode(LoadReport(order.request_id, error, 0, seconds)))
 
@@ -352,12 +352,12 @@ class PushWorker(ConnectorWorker):
         if session.is_reported:
             return
         if order.engine_id not in self._peers:
-            self._stop(session, f"instance {order.engine_id} was given up")
+            self._stop(session, f"instance {order.engine_id} was dropped")
             return
         try:
             session.send_thread = self._send_thread(order.engine_id)
         except RuntimeError as exc:  # the host has no thread left
-            self._stop(session, f"its thread can't be started: {exc}")
+            self._stop(session, f"its send thread can't be started: {exc}")
             return
         session.start = order
         for task in session.parked:
@@ -391,7 +391,7 @@ class PushWorker(ConnectorWorker):
             return
         for session in list(self._sessions.values()):
             if session.send_thread is thread:
-                self._stop(session, f"instance {engine_id} was given up")
+                self._stop(session, f"instance {engine_id} was dropped")
         thread.retire(partial(self._transports.forget, engine_id))
 
     def begin_step(self, steps: Sequence[PushStep]) -> LayerDone | None:
@@ -474,7 +474,7 @@ class PushWorker(ConnectorWorker):
     def _connect(self, engine_id: str, rank: int) -> Peer:
         ranks = self._peers.get(engine_id)
         if ranks is None:
-            raise PeerLost(f"instance {engine_id} was given up")
+            raise PeerLost(f"instance {engine_id} was dropped")
         return self._transports.peer(engine_id, rank, ranks[rank].endpoints)
 
     def _close_session(self, session: PushSession) -> None:

@@ -292,7 +292,7 @@ class RankLoads:
             num_checks += not self._has_stalled()
         silent = [rank for rank in range(self._ranks.num_ranks) if rank not in pending.reports]
         limit_s = STALL_CHECKS * self._pause_s
-        reason = f"no report of the load of {request_id} by ranks {silent} within {limit_s:g} s"
+        reason = f"ranks {silent} sent no report of the load of {request_id} within {limit_s:g} s"
         raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, KVTransferError(reason))
 
     def cancel(self, request_id: str) -> None:

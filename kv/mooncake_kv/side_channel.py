@@ -139,7 +139,7 @@ class SideChannelClient:
     def __init__(self, host: str, port: int, secret: bytes) -> None:
         self.url = tcp_url(host, port)
         if not _may_be_host(host):
-            raise KVTransferError(f"{self.url!r} is no address of a side channel")
+            raise KVTransferError(f"{self.url!r} is not a valid side channel address")
         self._host = host
         self._port = port
         self._credentials = credentials_of(secret)
@@ -202,7 +202,7 @@ class SideChannelClient:
 
     def close(self, reason: str) -> None:
         """Disconnect; requests in flight fail with the reason. Idempotent."""
-        self._end = KVTransferError(f"the connection to peer {self.url} was given up: {reason}")
+        self._end = KVTransferError(f"the connection to peer {self.url} was closed: {reason}")
         for attempt in self._asking:
             attempt.cancel()
         if self._opening is None or self._opening.cancel() or self._opening.cancelled():
@@ -240,13 +240,13 @@ class SideChannelClient:
                 raise KVTransferError(f"peer {self.url} answered with {exc}") from exc
             except TransferError as exc:
                 if not self._has_answered and _has_errno(exc, errno.ECONNREFUSED):
-                    raise KVTransferError(f"nobody listens at peer {self.url}") from exc
+                    raise KVTransferError(f"nothing listens at peer {self.url}") from exc
                 if is_out_of_descriptors(exc):
                     raise KVTransferError(
-                        f"peer {self.url} can't be connected to: {exc}; give this instance more "
+                        f"can't connect to peer {self.url}: {exc}; raise this instance's limit of "
                         "descriptors (ulimit -n, LimitNOFILE)"
                     ) from exc
-                logger.debug("side channel: %s is asked again: %s", self.url, exc)
+                logger.debug("side channel: retrying %s: %s", self.url, exc)
             await asyncio.sleep(RECONNECT_PAUSE_S)
 
     async def _session(self) -> AsyncSession:

@@ -311,7 +311,7 @@ def test_another_dtype_is_refused_with_both_named(model: Path, gate: Gate) -> No
 
 
 def test_another_type_of_kv_is_refused_with_both_named(model: Path, gate: Gate) -> None:
-    reason = check_mismatch(model, model, {}, {"kv_cache_dtype": "fp8"}, "the type of KV differs")
+    reason = check_mismatch(model, model, {}, {"kv_cache_dtype": "fp8"}, "the dtype of KV differs")
     assert "float32" in reason
     assert "float8_e4m3fn" in reason
 

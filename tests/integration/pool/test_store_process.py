@@ -190,7 +190,7 @@ def test_a_damaged_ssd_is_verified_and_what_is_damaged_forgotten(started, tmp_pa
     command += ["--kv-secret-file", str(store.secret_file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
     assert done.returncode == 1, done.stderr
-    assert "3 records are right, 1 were damaged and are forgotten" in done.stdout
+    assert "3 records are intact, 1 were damaged and have been dropped" in done.stdout
 
 
 def test_a_disk_that_is_full_costs_copies_only(started, tmp_path):
@@ -255,7 +255,7 @@ def test_an_operator_looks_into_a_store_and_drops(started, tmp_path):
     for tier in ("dram", "ssd"):
         lines = run("ls", "--tier", tier).stdout.splitlines()
         assert lines == [f"{tier} {chunk(n).key.hex()} 0 {CHUNK_BYTES} " for n in (1, 2, 3)]
-    assert run("verify").stdout == "3 records are right, 0 were damaged and are forgotten\n"
+    assert run("verify").stdout == "3 records are intact, 0 were damaged and have been dropped\n"
     assert run("drop", "--key", chunk(2).key.hex()).stdout == "1 chunks dropped\n"
     assert run("drop", "--all").stdout == "2 chunks dropped\n", "each is in two tiers"
     assert run("ls").stdout == ""
@@ -266,4 +266,4 @@ def test_without_a_store_the_command_says_where_it_looked():
     command = [sys.executable, "-m", "mooncake_kv", "stats", "--port", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
     assert done.returncode == 1
-    assert "no store replies at 127.0.0.1 port 1: start one with" in done.stderr
+    assert "no store answers at 127.0.0.1 port 1: start one with" in done.stderr

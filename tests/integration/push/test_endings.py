@@ -98,10 +98,10 @@ def test_a_silent_metaserver_ends_at_its_deadline(
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("http://127.0.0.1:{port}/x", "can't be asked"),
-        ("http://host.invalid:80/x", "can't be asked"),
+        ("http://127.0.0.1:{port}/x", "failed"),
+        ("http://host.invalid:80/x", "failed"),
         ("ftp://127.0.0.1/x", "wanted http://host:port/path"),
-        ("http://127.0.0.1:99999/x", "can't be asked"),
+        ("http://127.0.0.1:99999/x", "failed"),
     ],
 )
 def test_a_metaserver_that_is_not_there(model: Path, url: str, reason: str) -> None:

@@ -362,7 +362,7 @@ def test_pages_of_another_packing_are_refused_by_name(
     decode.admit(request, D_BLOCKS)
     decode.step_until(decode.told.received, "d")
     assert decode.told.failed == {"d"}
-    assert all(name in caplog.text for name in (*formats, "how KV lies in a block differs"))
+    assert all(name in caplog.text for name in (*formats, "the format of KV blocks differs"))
 
 
 def test_ranks_that_differ_are_no_instance(tmp_path: Path) -> None:

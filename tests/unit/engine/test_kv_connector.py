@@ -58,9 +58,9 @@ def test_a_connector_is_found_by_where_its_class_is() -> None:
     [
         ("no.such.module:Class", "can't be loaded from no.such.module:Class: No module named 'no'"),
         ("json:Nothing", "module 'json' has no attribute 'Nothing'"),
-        ("json:loads", "is no connector: wanted a class .* lacks mode, worker, on_rank_message"),
+        ("json:loads", "is not a connector: wanted a class .* lacks mode, worker, on_rank_message"),
         (f"{__name__}:HalfAConnector", "lacks mode, on_rank_message, start"),
-        ("json:", "can't be loaded|is no connector"),
+        ("json:", "can't be loaded|is not a connector"),
         (":Class", "can't be loaded"),
     ],
 )

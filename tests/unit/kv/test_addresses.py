@@ -60,7 +60,7 @@ def test_who_listens_on_all_addresses_tells_that_of_the_default_route_or_asks_fo
         return
     with caplog.at_level(logging.WARNING):
         assert settle_addresses(config).advertise_host == expected
-    assert f"who are told {expected}, the address of the default route" in caplog.text
+    assert f"advertising {expected}, the address of the default route" in caplog.text
 
 
 @pytest.mark.parametrize("told", ["0.0.0.0", "::"])
@@ -82,7 +82,7 @@ def test_without_a_secret_only_this_host_may_reach_it(host: str) -> None:
 def test_who_means_it_is_warned(host: str, caplog: pytest.LogCaptureFixture) -> None:
     config = KVTransferConfig(host=host, advertise_host="192.0.2.9", allow_no_secret=True)
     settle_addresses(config)
-    assert f"whoever reaches {host} may read and write this instance's KV" in caplog.text
+    assert f"anyone who can reach {host} may read and write this instance's KV" in caplog.text
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])

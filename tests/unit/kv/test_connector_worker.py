@@ -273,7 +273,7 @@ def test_a_push_that_gets_no_thread_fails_alone(
         running.receive(msgspec.msgpack.encode(TurnRope("turned", (0,), 0, 4, "pairs")))
         wait_for(lambda: len(rank.told) == 2)
     [push, turned] = reports(rank)
-    assert push == ("r", "its thread can't be started: can't start new thread")
+    assert push == ("r", "its send thread can't be started: can't start new thread")
     assert turned[0] == "turned"
     running.receive(msgspec.msgpack.encode(EndPush("r", is_complete=False)))
     assert not running._sessions
@@ -334,7 +334,7 @@ def test_peers_that_came_and_went_are_forgotten(rank: Rank) -> None:
     running.close()
 
 
-def test_a_peer_that_is_given_up_while_it_is_connected_to_is_not_kept(
+def test_a_peer_that_is_dropped_while_it_is_connected_to_is_not_kept(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody would close the connection any more."""
@@ -351,7 +351,7 @@ def test_a_peer_that_is_given_up_while_it_is_connected_to_is_not_kept(
         return choice
 
     monkeypatch.setattr(transports._transports, "connect", given_up_meanwhile)
-    with pytest.raises(PeerLost, match="p was given up while it was connected to"):
+    with pytest.raises(PeerLost, match="p was dropped while it was being connected to"):
         transports.peer("p", 0, facts.endpoints)
     monkeypatch.undo()
     assert len(closed) == 1

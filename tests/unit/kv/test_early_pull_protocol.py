@@ -420,7 +420,7 @@ def test_nobody_who_comes_is_given_up_after_a_lease() -> None:
     async def scenario(between: Talk) -> None:
         between.load("r")
         await asyncio.sleep(LEASE_S + 0.1)
-        assert outcome(between).error == "its prefill was not begun by any instance within 6 s"
+        assert outcome(between).error == "no instance began its prefill within 6 s"
         between.refuses = True
         between.load("s")
         await asyncio.sleep(0.1)

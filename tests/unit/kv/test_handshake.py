@@ -75,7 +75,7 @@ def test_an_instance_that_lacks_a_rank_is_refused(missing: int) -> None:
     staged = facts(2, pp_size=2)
     ranks = tuple(rank for index, rank in enumerate(staged.ranks) if index != missing)
     words = refusal(msgspec.structs.replace(staged, ranks=ranks), facts())
-    assert "don't hold the model's KV between them" in words
+    assert "together don't hold the model's KV" in words
 
 
 def test_another_model_is_refused_with_both_values() -> None:
@@ -110,7 +110,7 @@ def test_another_tokenizer_is_refused_with_both_values() -> None:
 def test_another_dtype_is_refused_with_both_values() -> None:
     narrow = replace(GEOMETRY, dtype="bfloat16", element_bytes=2)
     words = refusal(facts(), msgspec.structs.replace(facts(), geometry=narrow))
-    assert "the type of KV differs" in words
+    assert "the dtype of KV differs" in words
     assert "float32" in words
     assert "bfloat16" in words
 
@@ -201,8 +201,9 @@ def test_another_packing_is_refused_with_both() -> None:
     packed = replace(GEOMETRY, unit=16, format="packed")
     words = refusal(msgspec.structs.replace(facts(), geometry=packed), facts())
     assert (
-        "how KV lies in a block differs: the prefill instance has packed, the decode instance "
-        "linear; packed blocks go only between instances that pack alike" in words
+        "the format of KV blocks differs: the prefill instance has packed, the decode instance "
+        "linear; packed blocks can only be exchanged between instances with the same packing"
+        in words
     )
 
 

@@ -216,7 +216,7 @@ def test_who_publishes_much_waits_until_little_is_unsent(monkeypatch) -> None:
 def test_an_address_in_use_is_told_with_what_to_do() -> None:
     with published() as (publisher, _):
         taken = publisher.endpoints.endpoint.replace("tcp://", "tcp://*:").rsplit(":", 1)[1]
-        with pytest.raises(KVConfigError, match="name free addresses"):
+        with pytest.raises(KVConfigError, match="give free addresses"):
             KVEventPublisher(
                 KVEventsConfig(True, endpoint=LOOPBACK, replay_endpoint=f"tcp://127.0.0.1:{taken}")
             )

@@ -190,9 +190,9 @@ def ask(book: Book, host: str, port: int, *, is_local: bool) -> StatusReply:
 @pytest.mark.parametrize(("is_local", "error"), [(True, PeerGone), (False, PeerAbsent)])
 def test_who_is_refused(is_local: bool, error: type[KVTransferError]) -> None:
     book = Book()
-    with pytest.raises(error, match=r"p-1 is .*nobody listens"):
+    with pytest.raises(error, match=r"p-1 is .*nothing listens"):
         ask(book, "127.0.0.1", free_range(1).first, is_local=is_local)
-    assert book.forgotten == ["nobody listens there now"]
+    assert book.forgotten == ["nothing listens there now"]
 
 
 @pytest.mark.parametrize(("is_local", "error"), [(True, PeerGone), (False, PeerAbsent)])
@@ -282,7 +282,7 @@ def test_the_connection_to_one_that_is_stopped_is_held() -> None:
                 assert caught.type is KVTransferError
         [line] = inquiry._connections.values()
         await line.closed.wait()
-        with pytest.raises(PeerAbsent, match="nobody listens"):
+        with pytest.raises(PeerAbsent, match="nothing listens"):
             await inquiry.ask(writer, ["a"], is_local=False)
         inquiry.close()
 

@@ -214,7 +214,7 @@ def test_a_damaged_checkpoint_is_named(damage: Any, words: str, tmp_path: Path) 
 
 def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(KVConfigError, match="holds no"):
+    with pytest.raises(KVConfigError, match="has no"):
         model_fingerprint(tmp_path, "bfloat16")
 
 

@@ -55,5 +55,5 @@ def test_without_descriptors_a_new_peer_fails_and_known_ones_go_on() -> None:
     assert ended.returncode == 0, ended.stderr
     first, *rest = ended.stdout.splitlines()
     assert "Too many open files" in first
-    assert "give this instance more descriptors" in first
+    assert "raise this instance's limit of descriptors" in first
     assert rest == ["connected: fine", "late: fine", "limit: 512"]

@@ -74,7 +74,7 @@ def test_the_type_of_kv_is_named_before_the_geometry_that_has_it() -> None:
     narrow = replace(prefill.geometry, dtype="float8_e4m3fn", element_bytes=1)
     words = refusal(prefill, msgspec.structs.replace(prefill, geometry=narrow))
     assert words.startswith(
-        "the type of KV differs: the prefill instance has float32, the decode instance "
+        "the dtype of KV differs: the prefill instance has float32, the decode instance "
         "float8_e4m3fn"
     )
     assert "--kv-cache-dtype" in words
@@ -103,7 +103,7 @@ def test_other_rounding_is_said_once_and_counted(caplog: pytest.LogCaptureFixtur
     for _ in range(2):
         assert check(own, instance("p", HALVES, GPU)) == ("tcp",)
     [said] = [record.getMessage() for record in caplog.records]
-    assert "KV of instance p is rounded otherwise than ours" in said
+    assert "KV of instance p is rounded differently from ours" in said
     assert "attention shares: float32 here, bfloat16 there; kernels: x86 here, sm_90 there" in said
     assert rounding.num_peers == 1
 

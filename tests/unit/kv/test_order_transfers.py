@@ -30,7 +30,9 @@ class EndlessTransfer:
 
 def test_an_order_that_waited_for_its_time_to_be_up_is_not_begun() -> None:
     """One deadline from the order on, however many orders of that source come first."""
-    with pytest.raises(TransferCancelled, match="its time was up before all of it had begun"):
+    with pytest.raises(
+        TransferCancelled, match="the deadline passed before all transfers had started"
+    ):
         OrderTransfers(0.0).time_left()
 
 

@@ -116,7 +116,7 @@ def test_what_the_writer_has_forgotten_is_over() -> None:
         between.line.is_cut = False
         await asyncio.sleep(10.0)
         assert [ended.is_drained for ended in between.ended["r"]] == [False, True]
-        assert "knows nothing of it any more" in str(between.ended["r"][-1].error)
+        assert "has no record of it any more" in str(between.ended["r"][-1].error)
         assert between.d.num_reserved == 0
 
     talk(scenario)

@@ -287,9 +287,9 @@ def test_messages_about_unknown_requests_are_answered_and_harmless(desk: Desk) -
     assert not desk.events
 
 
-def test_who_has_not_introduced_itself_is_refused(desk: Desk) -> None:
+def test_a_writer_that_has_not_sent_hello_is_refused(desk: Desk) -> None:
     desk.load()
-    with pytest.raises(HandshakeRefused, match="say Hello"):
+    with pytest.raises(HandshakeRefused, match="send Hello"):
         desk.open(TWO)
 
 
@@ -312,7 +312,7 @@ def test_who_is_met_often_is_not_forgotten_for_having_come_first(desk: Desk, sig
     assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
     desk.load()
     meet(MAX_WRITERS)
-    with pytest.raises(HandshakeRefused, match="say Hello"):
+    with pytest.raises(HandshakeRefused, match="send Hello"):
         desk.open()
 
 
@@ -369,7 +369,7 @@ def test_what_belongs_to_pulling_is_rejected(desk: Desk) -> None:
 def test_nobody_is_waited_for_longer_than_a_lease(desk: Desk) -> None:
     desk.load()
     assert desk.reap(5.9) == []
-    assert desk.reap(6.0) == ["no prefill instance came within 6 s"]
+    assert desk.reap(6.0) == ["no prefill instance opened its push within 6 s"]
     assert desk.open() is LeaseStatus.EXPIRED
 
 
@@ -467,7 +467,7 @@ def test_a_silent_writer_frees_the_request_and_not_the_blocks(desk: Desk) -> Non
     desk.load()
     desk.open()
     assert desk.reap(4.0) == []
-    words = "nothing heard of prefill instance p-1 for too long"
+    words = "prefill instance p-1 has been silent for longer than a lease"
     assert desk.reap(7.0) == [words]
     assert [e.is_drained for e in desk.events if isinstance(e, LoadEnded)] == [False]
     assert desk.reap(60.0) == []
@@ -483,12 +483,12 @@ def test_a_writer_whose_host_is_gone_for_good_is_not_waited_for_without_end() ->
     desk.load()
     desk.open()
     desk.is_host_gone = True
-    assert desk.reap(7.0) == ["nothing heard of prefill instance p-1 for too long"]
+    assert desk.reap(7.0) == ["prefill instance p-1 has been silent for longer than a lease"]
     assert drains(desk) == [False]
     for second in (60.0, UNREACHABLE_S):
         assert desk.reap(second) == []
     assert desk.side.num_reserved == 1
-    assert desk.reap(UNREACHABLE_S + 3.0) == ["instance p-1 can't be reached, for 123 s now"]
+    assert desk.reap(UNREACHABLE_S + 3.0) == ["instance p-1 can't be reached, for 123 s"]
     assert drains(desk) == [False, True]
     assert desk.side.num_reserved == 0
     assert desk.side.counts.failures == 1
@@ -518,7 +518,7 @@ def test_a_writer_that_says_that_it_is_at_work_is_waited_for(desk: Desk) -> None
         assert desk.reap(second) == []
     desk.reply = None
     assert desk.reap(15.0) == []
-    assert desk.reap(18.1) == ["nothing heard of prefill instance p-1 for too long"]
+    assert desk.reap(18.1) == ["prefill instance p-1 has been silent for longer than a lease"]
 
 
 def test_an_ending_that_had_to_be_asked_for_counts_like_any_other(desk: Desk) -> None:
@@ -536,7 +536,7 @@ def test_the_ending_of_another_attempt_ends_nothing_well(desk: Desk) -> None:
     desk.open()
     foreign = Pushed(1, "r", TWO, ((0, 0, 10 * TOKEN_BYTES),), TOKEN)
     desk.reply = StatusReply(1, "p-1", (), (foreign,))
-    assert desk.reap(3.0) == ["prefill instance p-1 knows nothing of it any more"]
+    assert desk.reap(3.0) == ["prefill instance p-1 has no record of it any more"]
 
 
 def test_a_writer_that_lives_and_does_not_get_on_is_not_waited_for(desk: Desk) -> None:

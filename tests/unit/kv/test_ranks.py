@@ -52,7 +52,7 @@ def test_a_rank_that_does_not_report_ends_the_instance() -> None:
         await asyncio.sleep(0)
         ranks.report(0, report(0))
         with pytest.raises(
-            ConnectorDead, match=r"the load of r by ranks \[1\] within 630 s"
+            ConnectorDead, match=r"ranks \[1\] sent no report of the load of r within 630 s"
         ) as dead:
             await running
         assert dead.value.fatal is Fatal.MEMORY_MAY_CHANGE

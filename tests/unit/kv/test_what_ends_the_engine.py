@@ -110,7 +110,7 @@ def test_a_task_of_no_request_is_logged_and_harms_nobody(
     owner.loop.call("r", owner.told.set)
     owner.wait()
     assert (owner.errors, owner.failures) == ([], [])
-    assert "failed in a task of no request" in caplog.text
+    assert "failed in a task without a request" in caplog.text
 
 
 def test_housekeeping_that_ends_ends_the_engine(owner: Owner) -> None:
