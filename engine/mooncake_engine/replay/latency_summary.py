@@ -137,10 +137,10 @@ class LatencyTargets:
             record.error is None
             and (self.ttft_s is None or record.ttft_s <= self.ttft_s)
             and (self.tbt_s is None or record.tbt_s <= self.tbt_s)
-            and self._keeps_multiples(record)
+            and self._meets_multiples(record)
         )
 
-    def _keeps_multiples(self, record: Record) -> bool:
+    def _meets_multiples(self, record: Record) -> bool:
         if self.unloaded is None:
             return True
         ttft, tbt = self.unloaded.ttft_times(record), self.unloaded.tbt_times(record)
@@ -251,7 +251,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     Args:
         share: the quantile, from 0 to 1.
     """
-    place = share * (len(ordered) - 1)
-    low = int(place)
+    position = share * (len(ordered) - 1)
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

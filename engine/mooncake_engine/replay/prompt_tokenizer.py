@@ -12,7 +12,7 @@ from typing import Any
 
 from mooncake_engine.errors import ConfigError
 
-_ATTEMPTS = 10
+_MAX_CORRECTIONS = 10
 """How often the length of a random text is corrected: random tokens, once decoded, are encoded to
 different tokens again."""
 
@@ -45,7 +45,7 @@ class PromptTokenizer:
 
         directory = Path(wanted)
         if not directory.is_dir():
-            directory = _fetched(wanted)
+            directory = _download(wanted)
         try:
             tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
             settings = _json_of(directory / "tokenizer_config.json")
@@ -86,7 +86,7 @@ class PromptTokenizer:
         again, as far as possible. Surplus tokens are cut off, missing ones are filled with random
         tokens."""
         wanted, found, text = len(ids), list(ids), ""
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(_MAX_CORRECTIONS):
             text = str(self._tokenizer.decode(found))
             if attempt:
                 text = text.rstrip("\ufffd")  # the cut may have split a character
@@ -105,8 +105,8 @@ class PromptTokenizer:
         """
         if self._template is None:
             raise ConfigError(
-                "the tokenizer has no chat template: say --skip-chat-template, or use a chat "
-                "endpoint (--backend openai-chat)"
+                "the tokenizer has no chat template: use --skip-chat-template, or a chat endpoint "
+                "(--backend openai-chat)"
             )
         from mooncake_engine.replay.prompt_template import render_user_message
 
@@ -127,13 +127,13 @@ def _json_of(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
-def _fetched(wanted: str) -> Path:
+def _download(wanted: str) -> Path:
     """Download a model's tokenizer to the hub's cache; returns its folder there."""
     repository, _, revision = wanted.partition("@")
     if "/" not in repository or repository.startswith(("/", ".")):
         raise ConfigError(
-            f"--tokenizer must be a model directory or ORG/NAME of a hub, got {wanted!r}, which "
-            "does not exist; without --tokenizer it is --model"
+            f"--tokenizer (default: --model) must be a model directory or ORG/NAME on the hub; "
+            f"{wanted!r} does not exist"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -143,6 +143,5 @@ def _fetched(wanted: str) -> Path:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as exc:
         raise ConfigError(
-            f"--tokenizer: {wanted} is no directory, and can't be fetched as a tokenizer of the "
-            f"hub: {exc}"
+            f"--tokenizer: {wanted} is not a directory and can't be downloaded from the hub: {exc}"
         ) from exc

@@ -135,22 +135,22 @@ class _Response:
 async def _answer(reader: asyncio.StreamReader, deadline: float) -> AsyncGenerator[bytes, None]:
     response = _Response()
     parser = httptools.HttpResponseParser(response)
-    refusal: list[bytes] = []
+    error_body: list[bytes] = []
     while not response.is_complete:
         data = await _read(reader, deadline)
         try:
             parser.feed_data(data)
         except httptools.HttpParserError as exc:
-            raise ExchangeFailed(f"the answer is no HTTP: {exc}") from exc
+            raise ExchangeFailed(f"the response is not HTTP: {exc}") from exc
         pieces, response.pieces = response.pieces, []
         if pieces and parser.get_status_code() != 200:
-            refusal += pieces
+            error_body += pieces
         elif pieces:
             yield b"".join(pieces)
     status = parser.get_status_code()
     if status != 200:
-        words = b"".join(refusal).decode(errors="replace")[:300]
-        raise ExchangeFailed(f"status {status}: {words}", status)
+        reason = b"".join(error_body).decode(errors="replace")[:300]
+        raise ExchangeFailed(f"status {status}: {reason}", status)
 
 
 async def _read(reader: asyncio.StreamReader, deadline: float) -> bytes:
@@ -163,9 +163,9 @@ async def _read(reader: asyncio.StreamReader, deadline: float) -> bytes:
         async with timeout(deadline - asyncio.get_running_loop().time()):
             data = await reader.read(_PIECE_BYTES)
     except (OSError, asyncio.TimeoutError) as exc:
-        raise ExchangeFailed(f"the answer stopped: {str(exc) or 'timeout'}") from exc
+        raise ExchangeFailed(f"reading the response failed: {str(exc) or 'timeout'}") from exc
     if not data:
-        raise ExchangeFailed("the connection ended in the middle of the answer")
+        raise ExchangeFailed("the connection closed before the end of the response")
     return data
 
 
@@ -256,7 +256,7 @@ class ReplayClient:
         per_word = (counts[1] - counts[0]) / (_PROBE_WORDS[1] - _PROBE_WORDS[0])
         if per_word <= 0:
             raise ExchangeFailed(
-                f"{self.server.url} does not count prompt tokens in usage: say --tokens-per-word"
+                f"{self.server.url} does not report prompt tokens in usage: set --tokens-per-word"
             )
         return per_word
 
@@ -267,7 +267,7 @@ class ReplayClient:
         try:
             usage = _decode(answer).usage
         except msgspec.DecodeError as exc:
-            raise ExchangeFailed(f"the answer is no completion: {exc}") from exc
+            raise ExchangeFailed(f"the response is not a completion: {exc}") from exc
         return usage.prompt_tokens if usage else 0
 
     @property
@@ -295,14 +295,14 @@ class ReplayClient:
                 for line in lines:
                     payload = line.strip().removeprefix(b"data:").strip()
                     if line.startswith(b"data:") and payload != b"[DONE]":
-                        yield _understood(payload)
+                        yield _parse_event(payload)
 
 
-def _understood(payload: bytes) -> _Event:
+def _parse_event(payload: bytes) -> _Event:
     try:
         event = _decode(payload)
     except msgspec.DecodeError as exc:
-        raise ExchangeFailed(f"an event is no chunk of a completion: {exc}") from exc
+        raise ExchangeFailed(f"an event is not a chunk of a completion: {exc}") from exc
     if event.error is not None:
         raise ExchangeFailed(str(event.error.get("message", event.error)))
     return event

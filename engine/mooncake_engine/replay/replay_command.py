@@ -53,12 +53,12 @@ class Replay:
         times = self.pacing.times_s(self.requests)
         start = time.perf_counter() + _LEAD_S
         limit = self.pacing.concurrency
-        room = nullcontext() if limit is None else asyncio.Semaphore(limit)
+        in_flight = nullcontext() if limit is None else asyncio.Semaphore(limit)
         num_done = 0
 
         async def one(index: int) -> Record:
             nonlocal num_done
-            async with room:
+            async with in_flight:
                 record = await self._ask(index, start + times[index])
             num_done += 1
             bar("replaying", num_done / len(times))
@@ -66,7 +66,7 @@ class Replay:
 
         records = await asyncio.gather(*(one(index) for index in range(len(times))))
         if all(record.error is not None for record in records):
-            raise NothingAnswered(f"no request was answered; the first one: {records[0].error}")
+            raise NothingAnswered(f"all requests failed; the first with: {records[0].error}")
         return records
 
     async def measure_unloaded(self, num_requests: int) -> UnloadedLatency:
@@ -87,7 +87,7 @@ class Replay:
             record = Record(-1 - number, time.perf_counter())
             await self.client.ask(prompt, request.num_output, record)
             if record.error is not None:
-                raise NothingAnswered(f"an unloaded request was not answered: {record.error}")
+                raise NothingAnswered(f"a request to the idle endpoint failed: {record.error}")
             records.append(record)
         return UnloadedLatency.of(records[1:])
 
@@ -136,7 +136,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--url", required=True, metavar="URL", help="URL of the endpoint, with or without /v1")
     add("--model", required=True, metavar="NAME", help="model name to request")
     add("--chat", action="store_true", help="use /v1/chat/completions")
-    add("--openai-only", action="store_true", help="leave ignore_eos out; outputs may end early")
+    add("--openai-only", action="store_true", help="do not send ignore_eos; outputs may end early")
     add("--num-requests", type=int, metavar="N", help="number of requests to send (default: all)")
     add("--timeout", type=float, default=3600.0, metavar="SECONDS", help="timeout of one request")
     add(
@@ -150,7 +150,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--compare",
         type=Path,
         metavar="FILE",
-        help="OUT.json of an earlier run, to be shown beside this one in OUT.html",
+        help="OUT.json of an earlier run, to show beside this one in OUT.html",
     )
     _add_load_options(parser)
     _add_objective_options(parser)
@@ -158,7 +158,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--speedup", type=float, default=1.0, metavar="TIMES", help="divide the trace's times by")
+    add(
+        "--speedup",
+        type=float,
+        default=1.0,
+        metavar="TIMES",
+        help="factor by which to divide the trace's times",
+    )
     add(
         "--rate",
         type=float,
@@ -169,7 +175,7 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         type=int,
         metavar="N",
-        help="keep N requests running, instead of following any times",
+        help="keep N requests in flight, instead of following the trace's times",
     )
     add("--seed", type=int, default=0, metavar="N", help="seed of the random times of --rate")
     add(
@@ -177,14 +183,14 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="TIMES",
-        help="multiply prompt and output lengths by",
+        help="factor by which to multiply prompt and output lengths",
     )
     add(
         "--block-tokens",
         type=int,
         default=512,
         metavar="TOKENS",
-        help="tokens that one hash id of the trace stands for",
+        help="tokens per hash id of the trace",
     )
     add(
         "--tokens-per-word",
@@ -208,15 +214,15 @@ def _add_objective_options(parser: argparse.ArgumentParser) -> None:
             f"--slo-{name}-times",
             type=float,
             metavar="TIMES",
-            help=f"{name.upper()} objective in multiples of an unloaded request's, which is "
-            "measured first",
+            help=f"{name.upper()} objective as a multiple of the latency on the idle endpoint, "
+            "which is measured first",
         )
     add(
         "--unloaded-requests",
         type=int,
         default=8,
         metavar="N",
-        help="requests that are sent alone, one after another, to measure that",
+        help="requests to send one after another to measure the idle endpoint",
     )
 
 
@@ -242,7 +248,7 @@ def _writable(name: str) -> Path:
     lost."""
     path = Path(name)
     if not os.access(path.parent, os.W_OK) or path.is_dir():
-        raise ConfigError(f"--out: can't write {path}; name a file in a folder that can be written")
+        raise ConfigError(f"--out: can't write {path}; choose a file in a writable directory")
     return path
 
 

@@ -20,7 +20,7 @@ _NUM_BINS = 60
 _MAX_ROWS = 150
 _ROW = 4
 _MIN_ROWS = 20
-_KINDS = ("", " earlier")
+_CLASS_SUFFIXES = ("", " earlier")
 """Suffixes of the CSS classes with which this run and the earlier run are drawn."""
 
 Points = Sequence[tuple[float, float]]
@@ -131,7 +131,11 @@ def _rate(records: Sequence[Record], start: float) -> list[tuple[float, float]]:
 
 
 def _run(number: int, report: Report, count: int) -> str:
-    heading = f'<h2><i class="key{_KINDS[number]}"></i>{_name(number)}</h2>\n' if count > 1 else ""
+    heading = (
+        f'<h2><i class="key{_CLASS_SUFFIXES[number]}"></i>{_name(number)}</h2>\n'
+        if count > 1
+        else ""
+    )
     return (
         f"<section>\n{heading}{_definitions(list(report.setting.items()))}\n{_table(report)}\n"
         f"{_definitions(report.facts())}\n</section>"
@@ -157,7 +161,7 @@ def _figure(chart: Chart) -> str:
     x_ticks, y_ticks = (_ticks(max((p[axis] for p in points), default=1.0)) for axis in (0, 1))
     parts = _axes(chart.x_label, chart.y_label, x_ticks, y_ticks)
     # Reversed, so that this run is drawn on top of the earlier one.
-    for kind, each in reversed(list(zip(_KINDS, chart.series, strict=False))):
+    for kind, each in reversed(list(zip(_CLASS_SUFFIXES, chart.series, strict=False))):
         places = [(_x(x, x_ticks[-1]), _y(y, y_ticks[-1])) for x, y in each]
         parts += _marks(kind, places, is_line=chart.is_line)
     parts += _limits(chart, x_ticks[-1], y_ticks[-1])

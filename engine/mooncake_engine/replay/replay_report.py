@@ -76,9 +76,9 @@ class Report:
         try:
             found = msgspec.json.decode(path.read_bytes(), type=_File)
         except (OSError, msgspec.DecodeError) as exc:
-            raise ConfigError(f"{path} is no result of mooncake-engine bench: {exc}") from exc
+            raise ConfigError(f"{path} is not a result of mooncake-engine bench: {exc}") from exc
         if not found.requests:
-            raise ConfigError(f"{path} has no requests")
+            raise ConfigError(f"{path} contains no requests")
         records = [Record(**msgspec.structs.asdict(request)) for request in found.requests]
         return cls.of(found.setting, records, found.objective)
 

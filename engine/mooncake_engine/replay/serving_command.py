@@ -143,13 +143,15 @@ class ServingRun:
             if found.error is None:
                 break
             if time.monotonic() > deadline:
-                raise NothingAnswered(f"no answer in {ready_timeout_s:g} s: {found.error}")
+                raise NothingAnswered(
+                    f"the endpoint did not answer within {ready_timeout_s:g} s: {found.error}"
+                )
             await asyncio.sleep(_READY_POLL_S)
         limit = self.traffic.max_concurrency
-        room = nullcontext() if limit is None else asyncio.Semaphore(limit)
+        in_flight = nullcontext() if limit is None else asyncio.Semaphore(limit)
 
         async def one(number: int) -> None:
-            async with room:
+            async with in_flight:
                 await self._ask(0, -1 - number)
 
         await asyncio.gather(*(one(number) for number in range(num_requests)))
@@ -159,13 +161,13 @@ class ServingRun:
         in seconds."""
         times = self.traffic.times_s(len(self.requests))
         limit = self.traffic.max_concurrency
-        room = nullcontext() if limit is None else asyncio.Semaphore(limit)
+        in_flight = nullcontext() if limit is None else asyncio.Semaphore(limit)
         start, num_done = time.perf_counter(), 0
 
         async def one(index: int) -> Record:
             nonlocal num_done
             await asyncio.sleep(start + times[index] - time.perf_counter())
-            async with room:
+            async with in_flight:
                 record = await self._ask(index, index)
             num_done += 1
             bar("requests", num_done / len(times))
@@ -212,11 +214,11 @@ async def _bench_serve(args: argparse.Namespace) -> str:
     await run.warm_up(args.num_warmups, args.ready_check_timeout_sec)
     records, duration_s = await run.run(ProgressBar())
     if all(record.error is not None for record in records):
-        raise NothingAnswered(f"no request was answered; the first one: {records[0].error}")
+        raise NothingAnswered(f"all requests failed; the first with: {records[0].error}")
     result = serving_result(records, duration_s, targets)
     if path is not None:
-        left_out = () if args.save_detailed else DETAILS
-        _save(path, setting | result, left_out, appends=args.append_result)
+        omitted = () if args.save_detailed else DETAILS
+        _save(path, setting | result, omitted, appends=args.append_result)
     return serving_table(result, targets, setting)
 
 
@@ -232,8 +234,8 @@ def _client(args: argparse.Namespace, server: TargetServer, name: str) -> Replay
     is_chat = args.backend in CHAT_BACKENDS
     if args.endpoint is not None and args.endpoint.endswith("chat/completions") != is_chat:
         raise ConfigError(
-            f"--endpoint {args.endpoint} does not fit --backend {args.backend}: chat endpoints "
-            "go with openai-chat"
+            f"--endpoint {args.endpoint} does not match --backend {args.backend}: chat endpoints "
+            "need openai-chat"
         )
     ignores_eos = args.ignore_eos or args.dataset_name == "random"
     return ReplayClient(server, name, is_chat, ignores_eos, args.endpoint, fields=sampling_of(args))
@@ -255,15 +257,15 @@ async def _model(args: argparse.Namespace, server: TargetServer) -> tuple[str, s
     try:
         found = msgspec.json.decode(await server.get("/v1/models"), type=_Models).data
     except msgspec.DecodeError as exc:
-        raise ExchangeFailed(f"{server.url}/v1/models lists no models: {exc}") from exc
+        raise ExchangeFailed(f"{server.url}/v1/models is not a list of models: {exc}") from exc
     if not found:
-        raise ExchangeFailed(f"{server.url}/v1/models lists no models: say --model")
+        raise ExchangeFailed(f"{server.url}/v1/models lists no models: set --model")
     return args.served_model_name or found[0].id, args.tokenizer or found[0].root or found[0].id
 
 
 def _setting(args: argparse.Namespace, name: str, tokenizer_id: str) -> dict[str, Any]:
     """The configuration of the run, under the keys of vLLM's result file."""
-    is_endless = math.isinf(args.request_rate)
+    is_unlimited = math.isinf(args.request_rate)
     setting = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,
@@ -273,7 +275,7 @@ def _setting(args: argparse.Namespace, name: str, tokenizer_id: str) -> dict[str
         "tokenizer_id": tokenizer_id,
         "num_prompts": args.num_prompts,
         **metadata_of(args),
-        "request_rate": "inf" if is_endless else args.request_rate,
+        "request_rate": "inf" if is_unlimited else args.request_rate,
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
     }
@@ -306,8 +308,8 @@ def _result_path(args: argparse.Namespace, setting: dict[str, Any]) -> Path | No
     return path
 
 
-def _save(path: Path, result: dict[str, Any], left_out: Sequence[str], *, appends: bool) -> None:
-    text = json.dumps({name: value for name, value in result.items() if name not in left_out})
+def _save(path: Path, result: dict[str, Any], omitted: Sequence[str], *, appends: bool) -> None:
+    text = json.dumps({name: value for name, value in result.items() if name not in omitted})
     before = path.read_text(encoding="utf-8") if appends else ""
     separator = "\n" if before else ""
     path.write_text(before + separator + text, encoding="utf-8")

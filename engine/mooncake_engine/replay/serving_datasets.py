@@ -68,7 +68,7 @@ class Dataset:
             raise ConfigError(f"--num-prompts must be at least 1, got {self.num_prompts}")
         found = list(DATASETS[self.name](self, tokenizer, random.Random(self.seed)))
         if not found:
-            raise ConfigError(f"{self.path} holds no request of the lengths that are served")
+            raise ConfigError(f"{self.path} contains no usable request")
         if self.repeats and len(found) < self.num_prompts:
             found += random.Random(self.seed).choices(found, k=self.num_prompts - len(found))
         return found[: self.num_prompts]
@@ -79,7 +79,7 @@ class Dataset:
             raise ConfigError(f"--dataset-name {self.name} needs --dataset-path")
         return self.path
 
-    def laid_out(self, prompt: str, tokenizer: PromptTokenizer) -> str:
+    def rendered(self, prompt: str, tokenizer: PromptTokenizer) -> str:
         """A prompt as it is sent: with the chat template if it is applied here."""
         if self.is_chat or not self.has_template:
             return prompt
@@ -91,7 +91,7 @@ def _random(
 ) -> Iterator[TraceRequest]:
     """Prompts of consecutive tokens of the vocabulary, starting at a random one."""
     if dataset.path is not None:
-        raise ConfigError("--dataset-name random takes no --dataset-path: it reads no file")
+        raise ConfigError("--dataset-name random reads no file: remove --dataset-path")
     ratio, num_output = dataset.range_ratio, dataset.num_output or 0
     if not 0 <= ratio < 1:
         raise ConfigError(f"--random-range-ratio must be at least 0 and below 1, got {ratio:g}")
@@ -154,9 +154,9 @@ def _json(path: Path) -> list[Any]:
     try:
         found = msgspec.json.decode(_content(path))
     except msgspec.DecodeError as exc:
-        raise ConfigError(f"--dataset-path: {path} is no JSON: {exc}") from exc
+        raise ConfigError(f"--dataset-path: {path} is not valid JSON: {exc}") from exc
     if not isinstance(found, list):
-        raise ConfigError(f"--dataset-path: {path} must hold a list of conversations")
+        raise ConfigError(f"--dataset-path: {path} must contain a list of conversations")
     return found
 
 
@@ -173,22 +173,22 @@ def _sonnet(
     """Random lines of a poem after a fixed prefix."""
     lines = _content(dataset.file()).decode(errors="replace").splitlines(keepends=True)
     if not lines:
-        raise ConfigError(f"--dataset-path: {dataset.path} holds no line")
+        raise ConfigError(f"--dataset-path: {dataset.path} contains no lines")
     per_line = sum(tokenizer.count(line) for line in lines) / len(lines)
-    num_fixed = tokenizer.count(dataset.laid_out(_SONNET_TASK, tokenizer))
+    num_fixed = tokenizer.count(dataset.rendered(_SONNET_TASK, tokenizer))
     num_prefix = max(round((dataset.num_prefix - num_fixed) / per_line), 0)
     num_lines = int((dataset.num_input - num_fixed) / per_line)
     if num_lines < max(num_prefix, 1):
         raise ConfigError(
-            f"--sonnet-input-len {dataset.num_input} has no room for the task's {num_fixed} tokens "
-            f"and --sonnet-prefix-len {dataset.num_prefix}"
+            f"--sonnet-input-len {dataset.num_input} is too short for the task's {num_fixed} "
+            f"tokens and --sonnet-prefix-len {dataset.num_prefix}"
         )
     fixed, num_tries = lines[:num_prefix], 0
     num_found = 0
     while num_found < dataset.num_prompts and num_tries < 100 * dataset.num_prompts:
         num_tries += 1
         chosen = fixed + numbers.choices(lines, k=num_lines - num_prefix)
-        prompt = dataset.laid_out(_SONNET_TASK + "".join(chosen), tokenizer)
+        prompt = dataset.rendered(_SONNET_TASK + "".join(chosen), tokenizer)
         num_input = tokenizer.count(prompt)
         if num_input <= dataset.num_input:
             num_found += 1
@@ -209,16 +209,16 @@ def _custom(
         entries = [msgspec.json.decode(line, type=_CustomLine) for line in lines]
     except msgspec.DecodeError as exc:
         raise ConfigError(
-            f"--dataset-path: {dataset.path} must hold JSON lines with a text 'prompt': {exc}"
+            f"--dataset-path: {dataset.path} must contain JSON lines with a string 'prompt': {exc}"
         ) from exc
     if dataset.is_shuffled:
         numbers.shuffle(entries)
     for entry in entries[: dataset.num_prompts]:
-        prompt = dataset.laid_out(entry.prompt, tokenizer)
+        prompt = dataset.rendered(entry.prompt, tokenizer)
         num_output = dataset.num_output if (dataset.num_output or -1) > 0 else entry.output_tokens
         if num_output is None:
             raise ConfigError(
-                "--custom-output-len -1 takes each line's output_tokens, which one lacks"
+                "--custom-output-len -1 needs output_tokens in every line, and one has none"
             )
         yield TraceRequest(None, tokenizer.count(prompt), num_output, text=prompt)
 

@@ -34,28 +34,26 @@ def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=_BACKENDS,
         default="openai",
-        help="form of requests: completions (vllm, openai) or chat (openai-chat, vllm-chat)",
+        help="API to use: completions (vllm, openai) or chat (openai-chat, vllm-chat)",
     )
     add("--base-url", metavar="URL", help="URL of the endpoint (default: --host and --port)")
     add("--host", default="127.0.0.1", metavar="HOST", help="address of the endpoint")
     add("--port", type=int, default=8000, metavar="PORT", help="port of the endpoint")
     add("--endpoint", metavar="PATH", help="path of the endpoint (default: that of --backend)")
     add("--header", nargs="*", default=[], metavar="KEY=VALUE", help="headers of every request")
-    add("--insecure", action="store_true", help="do not check the endpoint's certificate")
+    add("--insecure", action="store_true", help="do not verify the endpoint's certificate")
     add(
         "--model",
         metavar="MODEL",
-        help="model to request, and whose tokenizer counts (default: the endpoint's first)",
+        help="model to request, whose tokenizer counts tokens (default: the endpoint's first)",
     )
     add("--served-model-name", metavar="NAME", help="model to request (default: --model)")
     add(
         "--tokenizer",
         metavar="MODEL",
-        help="directory or ORG/NAME whose tokenizer makes and counts prompts (default: --model)",
+        help="directory or ORG/NAME of the tokenizer for the prompts (default: --model)",
     )
-    add(
-        "--tokenizer-mode", default="auto", metavar="MODE", help="no effect: tokenizer.json is read"
-    )
+    add("--tokenizer-mode", default="auto", metavar="MODE", help="no effect: uses tokenizer.json")
     for name, parse in _SAMPLING.items():
         add(
             f"--{name.replace('_', '-')}",
@@ -66,10 +64,12 @@ def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--ignore-eos",
         action="store_true",
-        help="answers go on to their length; always so with --dataset-name random",
+        help="continue answers to their full length; implied by --dataset-name random",
     )
-    add("--logprobs", type=int, metavar="N", help="log probabilities to ask for, per token")
-    add("--extra-body", type=_json_object, metavar="JSON", help="further fields of every request")
+    add("--logprobs", type=int, metavar="N", help="log probabilities to request per token")
+    add(
+        "--extra-body", type=_json_object, metavar="JSON", help="additional fields of every request"
+    )
     for flag in _WITHOUT_EFFECT:
         add(flag, action="store_true", help="no effect")
 
@@ -81,20 +81,20 @@ def _add_dataset_options(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", type=int, default=1000, metavar="N", help="number of requests")
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts, lengths and times")
     add("--input-len", type=int, metavar="TOKENS", help="prompt length of random and sonnet")
-    add("--output-len", type=int, metavar="TOKENS", help="answer length, whatever the dataset")
+    add("--output-len", type=int, metavar="TOKENS", help="answer length, for any dataset")
     add("--random-input-len", type=int, default=1024, metavar="TOKENS", help="prompt length")
     add("--random-output-len", type=int, default=128, metavar="TOKENS", help="answer length")
-    add("--random-prefix-len", type=int, default=0, metavar="TOKENS", help="common beginning")
+    add("--random-prefix-len", type=int, default=0, metavar="TOKENS", help="shared prefix length")
     add(
         "--random-range-ratio",
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="lengths lie this share around theirs",
+        help="range of random lengths around the given ones, as a share of them",
     )
     add("--sonnet-input-len", type=int, default=550, metavar="TOKENS", help="prompt length")
     add("--sonnet-output-len", type=int, default=150, metavar="TOKENS", help="answer length")
-    add("--sonnet-prefix-len", type=int, default=200, metavar="TOKENS", help="common beginning")
+    add("--sonnet-prefix-len", type=int, default=200, metavar="TOKENS", help="shared prefix length")
     add(
         "--sharegpt-output-len",
         type=int,
@@ -106,11 +106,11 @@ def _add_dataset_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=256,
         metavar="TOKENS",
-        help="answer length; -1 takes each line's output_tokens",
+        help="answer length; -1 uses each line's output_tokens",
     )
-    add("--skip-chat-template", action="store_true", help="send prompts as the file has them")
+    add("--skip-chat-template", action="store_true", help="send prompts without a chat template")
     add("--disable-shuffle", action="store_true", help="keep the file's order")
-    add("--no-oversample", action="store_true", help="do not use a file's entries twice")
+    add("--no-oversample", action="store_true", help="do not reuse a file's entries")
 
 
 def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
@@ -127,9 +127,9 @@ def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="SHAPE",
-        help="shape of the gamma distribution of pauses: 1 is Poisson, less comes in bursts",
+        help="shape of the gamma distribution of intervals: 1 is Poisson, less is more bursty",
     )
-    add("--max-concurrency", type=int, metavar="N", help="most requests under way at once")
+    add("--max-concurrency", type=int, metavar="N", help="most requests in flight")
     add(
         "--ramp-up-strategy",
         choices=("linear", "exponential"),
@@ -137,19 +137,19 @@ def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
     )
     for end in ("start", "end"):
         add(f"--ramp-up-{end}-rps", type=int, metavar="PER_SECOND", help=f"rate at the {end}")
-    add("--num-warmups", type=int, default=0, metavar="N", help="requests before the run")
+    add("--num-warmups", type=int, default=0, metavar="N", help="warm-up requests before the run")
     add(
         "--ready-check-timeout-sec",
         type=int,
         default=0,
         metavar="SECONDS",
-        help="wait so long for the endpoint to answer; 0 does not wait",
+        help="how long to wait for the endpoint to answer; 0 does not wait",
     )
     add(
         "--request-id-prefix",
         default="bench-",
         metavar="TEXT",
-        help="X-Request-Id of a request is this and its number",
+        help="prefix of each request's X-Request-Id, followed by its number",
     )
 
 
@@ -159,32 +159,43 @@ def _add_result_options(parser: argparse.ArgumentParser) -> None:
         "--percentile-metrics",
         default="ttft,tpot,itl",
         metavar="METRICS",
-        help="what to report, of ttft, tpot, itl, e2el",
+        help="metrics to report, of ttft, tpot, itl, e2el",
     )
     add(
         "--metric-percentiles",
         default="99",
         metavar="PERCENTS",
-        help="percentiles of them, separated by commas",
+        help="percentiles of these metrics, separated by commas",
     )
     add(
         "--goodput",
         nargs="+",
         default=[],
         metavar="METRIC:MS",
-        help="longest times of a good request, of ttft, tpot, e2el",
+        help="limits that a good request meets, of ttft, tpot, e2el",
     )
     add("--save-result", action="store_true", help="write the result as a JSON file")
-    add("--save-detailed", action="store_true", help="with figures and text of every request")
-    add("--append-result", action="store_true", help="append it to the file as a line")
-    add("--result-dir", type=Path, metavar="DIR", help="directory of that file (default: this)")
+    add("--save-detailed", action="store_true", help="include times and text of every request")
+    add("--append-result", action="store_true", help="append the result to the file as a line")
+    add(
+        "--result-dir",
+        type=Path,
+        metavar="DIR",
+        help="directory of the result file (default: the working directory)",
+    )
     add(
         "--result-filename",
         metavar="NAME",
-        help="its name (default: label, rate, model and time)",
+        help="name of the result file (default: label, rate, model and time)",
     )
     add("--label", metavar="NAME", help="label in the result (default: --backend)")
-    add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="further entries of it")
+    add(
+        "--metadata",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="additional entries of the result",
+    )
 
 
 def dataset_of(args: argparse.Namespace) -> Dataset:

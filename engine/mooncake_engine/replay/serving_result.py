@@ -49,7 +49,9 @@ class ServingTargets:
     def __post_init__(self) -> None:
         for name in self.metrics:
             if name not in METRICS:
-                raise ConfigError(f"--percentile-metrics: {name!r} is none of {', '.join(METRICS)}")
+                raise ConfigError(
+                    f"--percentile-metrics must be of {', '.join(METRICS)}, got {name!r}"
+                )
         for value in self.percentiles:
             if not 0 <= value <= 100:
                 raise ConfigError(f"--metric-percentiles must be 0 to 100, got {value:g}")
@@ -92,8 +94,8 @@ def serving_result(
         "start_times": [record.sent_s for record in records],
         "generated_texts": ["".join(record.pieces) for record in records],
         "errors": [record.error or "" for record in records],
-        "max_output_tokens_per_s": float(_most_tokens_in_a_second(answered)),
-        "max_concurrent_requests": _most_at_once(answered),
+        "max_output_tokens_per_s": float(_peak_tokens_per_s(answered)),
+        "max_concurrent_requests": _peak_concurrency(answered),
     }
     for name in targets.metrics:
         result |= _distribution(name, _values(name, answered), targets.percentiles)
@@ -141,7 +143,7 @@ def _percentile_name(percentile: float) -> str:
     return f"p{int(percentile) if percentile == int(percentile) else percentile}"
 
 
-def _most_tokens_in_a_second(answered: Sequence[Record]) -> int:
+def _peak_tokens_per_s(answered: Sequence[Record]) -> int:
     """The most pieces of text received in one second; seconds count from the first request."""
     if not answered:
         return 0
@@ -154,7 +156,7 @@ def _most_tokens_in_a_second(answered: Sequence[Record]) -> int:
     return max(counts.values())
 
 
-def _most_at_once(answered: Sequence[Record]) -> int:
+def _peak_concurrency(answered: Sequence[Record]) -> int:
     """The most requests in flight at a time. A request that ends when another starts does not
     overlap it."""
     begins = [(record.sent_s, 1) for record in answered]

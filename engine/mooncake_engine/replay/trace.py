@@ -85,10 +85,10 @@ def read_trace(path: Path) -> list[TraceRequest]:
     try:
         requests = list(_requests_in(content))
     except (msgspec.ValidationError, msgspec.DecodeError) as exc:
-        forms = "Mooncake's, ShareGPT's, L-Eval's or ArXiv-Summarization's"
-        raise ConfigError(f"{path} is no trace of {forms} form: {exc}") from exc
+        formats = "Mooncake's, ShareGPT's, L-Eval's or ArXiv-Summarization's"
+        raise ConfigError(f"{path} is not a trace in {formats} format: {exc}") from exc
     if not requests:
-        raise ConfigError(f"the trace {path} holds no request")
+        raise ConfigError(f"the trace {path} contains no requests")
     return sorted(requests, key=lambda request: request.at_s or 0.0)
 
 
@@ -104,7 +104,7 @@ def _requests_in(content: bytes) -> Iterable[TraceRequest]:
             continue
         if read is None:
             fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
-            read = next((form for name, form in _FORMS.items() if name in fields), _mooncake)
+            read = next((parse for name, parse in _PARSERS.items() if name in fields), _mooncake)
         yield from read(line)
 
 
@@ -126,7 +126,7 @@ def _arxiv(line: bytes) -> Iterable[TraceRequest]:
     yield _of_texts(f"{entry.article}\n\nSummarize this paper.", entry.abstract)
 
 
-_FORMS: dict[str, Callable[[bytes], Iterable[TraceRequest]]] = {
+_PARSERS: dict[str, Callable[[bytes], Iterable[TraceRequest]]] = {
     "instructions": _l_eval,
     "article": _arxiv,
 }
@@ -240,5 +240,5 @@ class Pacing:
             return times
         own = [request.at_s for request in requests if request.at_s is not None]
         if len(own) < len(requests):
-            raise ConfigError("the trace has no times: say --rate or --concurrency")
+            raise ConfigError("the trace has no times: use --rate or --concurrency")
         return [(at_s - own[0]) / self.speedup for at_s in own]

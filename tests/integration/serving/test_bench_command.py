@@ -80,7 +80,7 @@ def test_failures_are_counted_and_the_first_one_told(served: Any, trace: Path) -
     assert report.summary.num_failed == 2
     assert "first failure: bad luck" in report.table()
     engine.refusal = Overloaded("too many")
-    with pytest.raises(EngineError, match="no request was answered; the first one: status 429"):
+    with pytest.raises(EngineError, match="all requests failed; the first with: status 429"):
         bench(arguments(trace, served.url, "--model", "fake", "--tokens-per-word", "5"))
 
 

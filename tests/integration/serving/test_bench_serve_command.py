@@ -106,18 +106,18 @@ def test_failures_are_counted_and_all_failing_is_an_error(
     served.engine.refusal = Overloaded("too many")
     argv = ["bench", "serve", "--base-url", served.url, "--tokenizer", str(TINY_LLAMA)]
     assert main([*argv, "--num-prompts", "2", "--input-len", "8"]) == 1
-    assert "no request was answered; the first one: status 429" in capsys.readouterr().err
+    assert "all requests failed; the first with: status 429" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--backend", "openai-chat", "--endpoint", "/v1/completions"), "does not fit --backend"),
+        (("--backend", "openai-chat", "--endpoint", "/v1/completions"), "does not match --backend"),
         (("--goodput", "ttft"), "'ttft' must be KEY:VALUE"),
         (("--goodput", "ttft:fast"), "take numbers"),
         (("--header", "nothing"), "'nothing' must be KEY=VALUE"),
         (("--request-rate", "0"), "--request-rate must be more than 0"),
-        (("--tokenizer", "none"), "--tokenizer must be a model directory"),
+        (("--tokenizer", "none"), "must be a model directory"),
         (("--base-url", "ftp://host"), "--url must be http"),
     ],
 )

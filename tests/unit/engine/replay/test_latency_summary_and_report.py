@@ -164,7 +164,7 @@ def test_a_run_is_read_again(report: Report, tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=r"other\.json (is no result of|has no requests)"):
+    with pytest.raises(ConfigError, match=r"other\.json (is not a result of|contains no requests)"):
         Report.read(file)
 
 

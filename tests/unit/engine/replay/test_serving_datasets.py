@@ -101,7 +101,7 @@ def test_poems_fill_the_prompt_and_begin_alike(tokenizer: PromptTokenizer, tmp_p
         assert 360 < request.num_input <= 400
     as_chat = replace(dataset, is_chat=True).requests(tokenizer)
     assert all((request.text or "").startswith("Pick") for request in as_chat)
-    with pytest.raises(ConfigError, match="--sonnet-input-len 40 has no room"):
+    with pytest.raises(ConfigError, match="--sonnet-input-len 40 is too short"):
         replace(dataset, num_input=40).requests(tokenizer)
 
 
@@ -116,19 +116,21 @@ def test_custom_prompts_are_laid_out_unless_told_otherwise(
     plain = replace(dataset, has_template=False).requests(tokenizer)
     assert [(r.text, r.num_output) for r in plain] == [("one", 9), ("two", 9)]
     assert {r.text for r in replace(dataset, is_shuffled=True, is_chat=True).requests(tokenizer)}
-    with pytest.raises(ConfigError, match="--custom-output-len -1 takes each line's output_tokens"):
+    with pytest.raises(
+        ConfigError, match="--custom-output-len -1 needs output_tokens in every line"
+    ):
         replace(dataset, num_output=-1).requests(tokenizer)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("custom", '{"text": "one"}', "must hold JSON lines with a text 'prompt'"),
-        ("custom", "", "holds no request"),
-        ("sharegpt", "{}", "must hold a list of conversations"),
-        ("sharegpt", "nothing", "is no JSON"),
+        ("custom", '{"text": "one"}', "must contain JSON lines with a string 'prompt'"),
+        ("custom", "", "contains no usable request"),
+        ("sharegpt", "{}", "must contain a list of conversations"),
+        ("sharegpt", "nothing", "is not valid JSON"),
         ("sharegpt", '[{"conversations": [{"value": 1}, {"value": "x"}]}]', "has no text in"),
-        ("sonnet", "", "holds no line"),
+        ("sonnet", "", "contains no lines"),
     ],
 )
 def test_files_of_another_form_are_refused(
@@ -146,7 +148,7 @@ def test_options_that_contradict_each_other_are_refused(
     for dataset, words in (
         (of_random(range_ratio=1.0), "--random-range-ratio must be at least 0 and below 1"),
         (of_random(num_input=0), "--random-input-len 0 leaves no token"),
-        (of_random(path=tmp_path), "takes no --dataset-path"),
+        (of_random(path=tmp_path), "remove --dataset-path"),
         (of_random(num_prompts=0), "--num-prompts must be at least 1"),
         (of_random(name="sharegpt"), "--dataset-name sharegpt needs --dataset-path"),
         (of_random(name="sonnet", path=tmp_path / "none"), "can't read .*none"),

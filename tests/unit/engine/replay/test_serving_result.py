@@ -62,7 +62,7 @@ def test_the_table_has_the_lines_that_scripts_look_for() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"metrics": ("ttft", "speed")}, "'speed' is none of ttft"),
+        ({"metrics": ("ttft", "speed")}, "must be of ttft, tpot, itl, e2el, got 'speed'"),
         ({"percentiles": (101.0,)}, "must be 0 to 100"),
         ({"goodput": {"itl": 5.0}}, "--goodput takes ttft, tpot, e2el"),
         ({"goodput": {"ttft": -1.0}}, "got ttft:-1"),

@@ -66,11 +66,11 @@ def test_arxiv_summarization(tmp_path: Path) -> None:
     [
         ('{"instructions": ["a"]}', "missing required field `input`"),
         ('{"article": "a", "abstract": 3}', "Expected `str`, got `int`"),
-        ("", "holds no request"),
-        ("[]", "holds no request"),
-        ("no json", "is no trace"),
-        ('{"timestamp": 0, "input_length": 0, "output_length": 1}', "is no trace"),
-        ('{"timestamp": 0}', "is no trace"),
+        ("", "contains no requests"),
+        ("[]", "contains no requests"),
+        ("no json", "is not a trace"),
+        ('{"timestamp": 0, "input_length": 0, "output_length": 1}', "is not a trace"),
+        ('{"timestamp": 0}', "is not a trace"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: str, words: str) -> None:
@@ -162,7 +162,7 @@ def test_wrong_pacing_is_refused(options: dict[str, float], words: str) -> None:
 
 
 def test_a_trace_without_times_needs_a_pace() -> None:
-    with pytest.raises(ConfigError, match="say --rate or --concurrency"):
+    with pytest.raises(ConfigError, match="use --rate or --concurrency"):
         Pacing().times_s([TraceRequest(None, 1, 1)])
 
 
