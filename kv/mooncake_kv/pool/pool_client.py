@@ -214,8 +214,8 @@ class PoolClient:
         probes = [store.probe(keys) for store in self._stores.all]
         if not hints and all(probe.done() for probe in probes):
             return self._found({n: probe.result() for n, probe in enumerate(probes)})
-        asked = _LookUp(load_id, keys, probes, hints, patience_s)
-        self._spawn(self._look_up(asked), load_id)
+        look_up = _LookUp(load_id, keys, probes, hints, patience_s)
+        self._spawn(self._look_up(look_up), load_id)
         return None
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -227,7 +227,7 @@ class PoolClient:
         """Start a load; a ``PoolLoadEnded`` event follows in any case."""
         self.stats.num_loads += 1
         self._loading.add(load.load_id)
-        self._count_under_way()
+        self._count_in_flight()
         self._loop.call(load.load_id, self._begin_load, load)
 
     def cancel_load(self, load_id: str) -> None:
@@ -247,7 +247,7 @@ class PoolClient:
             self._refuse("busy" if is_busy else "unreachable", num_new)
             return False
         self._saving.add(save.save_id)
-        self._count_under_way()
+        self._count_in_flight()
         self._spawn(self._save(save), save.save_id)
         return True
 
@@ -271,10 +271,10 @@ class PoolClient:
         """Log an unexpected exception of the loop. Loads and saves post their events anyway."""
         logger.warning("the pool client failed in %s: %r", order_id, exc)
 
-    async def _look_up(self, asked: _LookUp) -> None:
-        hinted = await self._hinted.probe(asked.hints, asked.keys, asked.timeout_s)
-        places = {n: await asyncio.wrap_future(probe) for n, probe in enumerate(asked.probes)}
-        self._post(ChunksFound(asked.load_id, self._found(places | dict(hinted))))
+    async def _look_up(self, look_up: _LookUp) -> None:
+        hinted = await self._hinted.probe(look_up.hints, look_up.keys, look_up.timeout_s)
+        places = {n: await asyncio.wrap_future(probe) for n, probe in enumerate(look_up.probes)}
+        self._post(ChunksFound(look_up.load_id, self._found(places | dict(hinted))))
 
     def _found(self, places: Mapping[int, Sequence[Residence]]) -> list[ChunkSource]:
         found = nearest_sources(places)
@@ -285,7 +285,7 @@ class PoolClient:
 
     async def _load(self, load: LoadRequest) -> None:
         began = time.monotonic()
-        num_right, error = load.first_chunk, "the pool client failed"
+        num_valid, error = load.first_chunk, "the pool client failed"
         pinned: PinnedChunks | None = None
         try:
             lease_s = load.timeout_s + LEASE_MARGIN_S
@@ -302,21 +302,21 @@ class PoolClient:
                     failure = "an SSD did not deliver its chunks"
             finally:
                 following.cancel()
-            are_right = await pinned.release()
+            are_valid = await pinned.release()
             pinned = None
-            if failure is None and are_right:
-                num_right = num_chunks
-            error = failure or ("" if are_right else "its read handles expired")
+            if failure is None and are_valid:
+                num_valid = num_chunks
+            error = failure or ("" if are_valid else "its read handles expired")
         finally:
             if pinned is not None:
                 await pinned.release()
             self._active.discard(load.load_id)
             self._cancelled.discard(load.load_id)
             self._loading.discard(load.load_id)
-            self._count_under_way()
+            self._count_in_flight()
             self.stats.num_failed_loads += bool(error)
-            self.stats.num_loaded_chunks += num_right - load.first_chunk
-            self._post(PoolLoadEnded(load.load_id, num_right, error or None))
+            self.stats.num_loaded_chunks += num_valid - load.first_chunk
+            self._post(PoolLoadEnded(load.load_id, num_valid, error or None))
 
     def _runs(self, load: LoadRequest, pinned: PinnedChunks) -> list[ChunkRun]:
         """The runs of the leading chunks that are pinned in reachable stores."""
@@ -395,14 +395,15 @@ class PoolClient:
         failures tell nothing about the cost.
         """
         sources = set(load.sources[load.first_chunk : num_chunks])
-        now, is_right = time.monotonic(), bool(reports) and all(r.error is None for r in reports)
+        now = time.monotonic()
+        has_succeeded = bool(reports) and all(report.error is None for report in reports)
         moving_s = max((report.seconds for report in reports), default=load.timeout_s)
         is_late = now - began >= load.timeout_s and moving_s >= load.timeout_s / 2
-        if len(sources) != 1 or not (is_right or is_late):
+        if len(sources) != 1 or not (has_succeeded or is_late):
             return
         num_tokens = (num_chunks - load.first_chunk) * self._chunk_tokens - load.skipped_tokens
         nbytes = self.chunk_bytes * num_tokens // self._chunk_tokens  # not multiplied by the ranks
-        if is_right:
+        if has_succeeded:
             self.load_costs.learn(sources.pop(), nbytes, now - began, now)
         else:
             least_s = now - began + max((report.missing_s for report in reports), default=0.0)
@@ -410,34 +411,34 @@ class PoolClient:
 
     async def _save(self, save: SaveRequest) -> None:
         handles: list[WriteHandle] = []
-        was_asked = is_right = is_moving = False
+        was_copied = is_unchanged = is_copying = False
         try:
             async with self._save_slots:
                 handles, runs = await self._reserve(save)
-                is_moving = bool(runs)
+                is_copying = bool(runs)
                 failure = await self._write(save, runs) if runs else None
-                is_moving = False
+                is_copying = False
             if failure is not None:
                 logger.info("%s was not saved: %s", save.save_id, failure)
                 self._refuse("failed", len(handles))
             elif runs:
-                was_asked = True
-                is_right = await self._ask_core(save.save_id)
-                self.stats.num_layerwise_saves += is_right and save.step is not None
-                self._refuse("reused", 0 if is_right else len(handles))
+                was_copied = True
+                is_unchanged = await self._ask_core(save.save_id)
+                self.stats.num_layerwise_saves += is_unchanged and save.step is not None
+                self._refuse("reused", 0 if is_unchanged else len(handles))
         finally:
-            if not was_asked:
+            if not was_copied:
                 self._post(ChunksCopied(save.save_id, is_complete=False))
             try:
                 # Ranks that have not reported may still write. The store gets their memory back
                 # when the instance disconnects from it, after its ranks are closed.
-                if handles and not is_moving:
+                if handles and not is_copying:
                     await self._end_writes(
-                        handles, is_right=is_right, is_copy=save.copy is not None
+                        handles, is_complete=is_unchanged, is_copy=save.copy is not None
                     )
             finally:
                 self._saving.discard(save.save_id)
-                self._count_under_way()
+                self._count_in_flight()
 
     async def _write(self, save: SaveRequest, runs: tuple[ChunkRun, ...]) -> str | None:
         """Have all ranks write; returns the error, or None on success."""
@@ -446,16 +447,16 @@ class PoolClient:
         reports = await self._ranks.run(save.save_id, order)
         return next((report.error for report in reports if report.error is not None), None)
 
-    def _count_under_way(self) -> None:
+    def _count_in_flight(self) -> None:
         self.stats.loads_under_way = len(self._loading)
         self.stats.saves_under_way = len(self._saving)
 
     async def _end_writes(
-        self, handles: Sequence[WriteHandle], *, is_right: bool, is_copy: bool
+        self, handles: Sequence[WriteHandle], *, is_complete: bool, is_copy: bool
     ) -> None:
         home = self._stores.home
-        ended = await asyncio.wrap_future((home.commit if is_right else home.abort)(handles))
-        if is_right:
+        ended = await asyncio.wrap_future((home.commit if is_complete else home.abort)(handles))
+        if is_complete:
             num_stored = ended.count(True)
             self.stats.num_saves += num_stored > 0
             self.stats.num_saved_chunks += num_stored

@@ -50,14 +50,14 @@ class ChunkWrite:
         chunk: the chunk's description.
         offset: where its bytes are in the arena.
         is_held: returns whether that memory has held the chunk's bytes until now.
-        ended: called once with whether the chunk is stored, on a thread of the tier or on the
+        on_done: called once with whether the chunk is stored, on a thread of the tier or on the
             thread that cancels the write.
     """
 
     chunk: Chunk
     offset: int
     is_held: Callable[[], bool]
-    ended: Callable[[bool], None]
+    on_done: Callable[[bool], None]
 
 
 class HangWatch:

@@ -14,7 +14,7 @@ from mooncake_kv.store.ssd_directory import RecordLocation, SsdDirectory, aligne
 from mooncake_kv.store.ssd_records import (
     PAGE,
     RecordHeader,
-    are_sections_right,
+    do_checksums_match,
     read_page,
     section_bytes,
 )
@@ -29,17 +29,17 @@ class ChunkRead:
         key: the chunk's key.
         offset: where to put its bytes in the arena, padded to whole pages.
         is_wanted: returns whether a user still waits for the chunk; called before each part.
-        arrived: called during the read with the number of leading bytes that have been read and
+        on_progress: called during the read with the number of leading bytes that have been read and
             verified. Several threads call it, so the numbers may come out of order.
-        ended: called once, when no part is being read any more, with whether the whole chunk was
+        on_done: called once, when no part is being read any more, with whether the whole chunk was
             read and verified.
     """
 
     key: bytes
     offset: int
     is_wanted: Callable[[], bool]
-    arrived: Callable[[int], None]
-    ended: Callable[[bool], None]
+    on_progress: Callable[[int], None]
+    on_done: Callable[[bool], None]
 
 
 def read_part(
@@ -63,7 +63,7 @@ def read_part(
     """
     section = section_bytes(header.nbytes)
     checksums = directory.read_sections(location, PAGE + start, payload, section)
-    return are_sections_right(header, start, checksums)
+    return do_checksums_match(header, start, checksums)
 
 
 def read_record(
@@ -77,7 +77,7 @@ def read_record(
     page = aligned_buffer(PAGE)
     directory.read(location, 0, [page, payload])
     checksums = section_checksums(payload, section_bytes(header.nbytes))
-    return read_page(page) == header and are_sections_right(header, 0, checksums)
+    return read_page(page) == header and do_checksums_match(header, 0, checksums)
 
 
 class RecordRead:
@@ -86,8 +86,8 @@ class RecordRead:
     Args:
         parts: ranges of the chunk's bytes, in their order.
         read: reads a range into memory and returns whether it is intact.
-        is_wanted, arrived: see ``ChunkRead``.
-        ended: called once, when no part is being read any more, with two flags: whether the whole
+        is_wanted, on_progress: see ``ChunkRead``.
+        on_done: called once, when no part is being read any more, with two flags: whether the whole
             chunk was read and verified, and whether a part failed. Both are False if the read was
             cancelled because ``is_wanted`` returned False.
     """
@@ -97,45 +97,45 @@ class RecordRead:
         parts: Sequence[tuple[int, int]],
         read: Callable[[int, int], bool],
         is_wanted: Callable[[], bool],
-        arrived: Callable[[int], None],
-        ended: Callable[[bool, bool], None],
+        on_progress: Callable[[int], None],
+        on_done: Callable[[bool, bool], None],
     ) -> None:
         self.parts = parts
         self._read = read
         self._is_wanted = is_wanted
-        self._arrived = arrived
-        self._ended = ended
-        self._are_there = [False] * len(parts)
+        self._on_progress = on_progress
+        self._on_done = on_done
+        self._have_arrived = [False] * len(parts)
         self._num_running = 0
         self._has_failed = False
-        self._is_given_up = False
+        self._is_cancelled = False
         self._lock = threading.Lock()
 
     def run(self, index: int) -> None:
         """Read a part, unless another one has failed or the read is cancelled. Must be called once
         for each part."""
         with self._lock:
-            if self._has_failed or self._is_given_up:  # the last running part calls ``ended``
+            if self._has_failed or self._is_cancelled:  # the last running part calls ``on_done``
                 return
             self._num_running += 1
-        is_right = is_given_up = False
+        is_intact = is_cancelled = False
         try:
-            is_given_up = not self._is_wanted()
-            is_right = not is_given_up and self._read(*self.parts[index])
+            is_cancelled = not self._is_wanted()
+            is_intact = not is_cancelled and self._read(*self.parts[index])
         finally:
-            self._note(index, is_right, is_given_up)
+            self._note(index, is_intact, is_cancelled)
 
-    def _note(self, index: int, is_right: bool, is_given_up: bool) -> None:
+    def _note(self, index: int, is_intact: bool, is_cancelled: bool) -> None:
         with self._lock:
-            self._are_there[index] = is_right
-            self._is_given_up |= is_given_up
-            self._has_failed |= not is_right and not is_given_up
+            self._have_arrived[index] = is_intact
+            self._is_cancelled |= is_cancelled
+            self._has_failed |= not is_intact and not is_cancelled
             self._num_running -= 1
-            num_leading = (*self._are_there, False).index(False)
-            are_all_there = all(self._are_there)
-            is_last = self._has_failed or self._is_given_up or are_all_there
+            num_leading = (*self._have_arrived, False).index(False)
+            have_all_arrived = all(self._have_arrived)
+            is_last = self._has_failed or self._is_cancelled or have_all_arrived
             has_ended = is_last and not self._num_running
         if has_ended:
-            self._ended(are_all_there, self._has_failed)
+            self._on_done(have_all_arrived, self._has_failed)
         elif num_leading > index:  # this part was the first missing one
-            self._arrived(self.parts[num_leading - 1][1])
+            self._on_progress(self.parts[num_leading - 1][1])

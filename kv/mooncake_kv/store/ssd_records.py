@@ -129,7 +129,7 @@ def parts_to_read(nbytes: int, first_bytes: int | None) -> list[tuple[int, int]]
     return parts
 
 
-def are_sections_right(header: RecordHeader, start: int, checksums: bytes) -> bool:
+def do_checksums_match(header: RecordHeader, start: int, checksums: bytes) -> bool:
     """Whether these are the checksums of a record's sections from byte ``start`` on."""
     first = 8 * (start // section_bytes(header.nbytes))
     return checksums == header.checksums[first : first + len(checksums)]

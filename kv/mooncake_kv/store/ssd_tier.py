@@ -60,7 +60,7 @@ dropped beyond it reappear once their records are scanned, as they would after a
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that ``close`` waits for I/O in flight, for all drives together."""
 CHUNKS_PER_REPORT = 256
-"""Chunks found by the scan that are reported in one call of ``found``."""
+"""Chunks found by the scan that are reported in one call of ``on_found``."""
 MAX_REWRITTEN_FRACTION = 0.5
 """Upper bound of the records that collecting a segment rewrites, as a fraction of the segment."""
 
@@ -93,10 +93,10 @@ class SsdTier:
         view: returns a range of the arena, by offset and length, to read chunks into and write them
             from.
         clock: monotonic seconds.
-        removed: called with the keys of chunks that the tier removed by itself, on one of its
+        on_removed: called with the keys of chunks that the tier removed by itself, on one of its
             threads.
-        found: called with the chunks that the scan at start has found, on the scanning thread; may
-            block it.
+        on_found: called with the chunks that the scan at start has found, on the scanning thread;
+            may block it.
 
     Raises:
         KVConfigError: a directory's capacity is too small.
@@ -107,14 +107,14 @@ class SsdTier:
         config: SsdConfig,
         view: Callable[[int, int], memoryview],
         clock: Callable[[], float],
-        removed: Callable[[Sequence[bytes]], None],
-        found: Callable[[Sequence[Chunk]], None],
+        on_removed: Callable[[Sequence[bytes]], None],
+        on_found: Callable[[Sequence[Chunk]], None],
     ) -> None:
         self._config = config
         self._view = view
         self._clock = clock
-        self._removed = removed
-        self._found = found
+        self._on_removed = on_removed
+        self._on_found = on_found
         self._lock = threading.Lock()
         self._stats = StoreStats()
         self._records: dict[bytes, _Record] = {}
@@ -230,7 +230,7 @@ class SsdTier:
         for each in wanted:
             record = self._records.get(each.key)
             if record is None or not self._hold(record):
-                each.ended(False)
+                each.on_done(False)
             else:
                 reads = running.setdefault(record.drive, [])
                 reads.append(self._reading(record, each, first_bytes))
@@ -246,13 +246,13 @@ class SsdTier:
         def read_range(start: int, stop: int) -> bool:
             return self._read(record, start, self._view(wanted.offset + start, stop - start))
 
-        def ended(is_right: bool, is_wrong: bool) -> None:
-            record.num_reads += is_right
-            self._end_read(record, is_right=not is_wrong)
-            wanted.ended(is_right)
+        def on_done(is_intact: bool, is_wrong: bool) -> None:
+            record.num_reads += is_intact
+            self._end_read(record, is_intact=not is_wrong)
+            wanted.on_done(is_intact)
 
         parts = parts_to_read(record.chunk.nbytes, first_bytes)
-        return RecordRead(parts, read_range, wanted.is_wanted, wanted.arrived, ended)
+        return RecordRead(parts, read_range, wanted.is_wanted, wanted.on_progress, on_done)
 
     def forget(self, keys: Iterable[bytes]) -> list[bytes]:
         """Remove chunks from the index and cancel their writes; returns the keys that were
@@ -261,13 +261,13 @@ class SsdTier:
             forgotten = list(keys)
             for key in forgotten:
                 self._writing.pop(key, None)
-            gone = [key for key in forgotten if self._unindex(key)]
+            removed = [key for key in forgotten if self._unindex(key)]
             if all(drive.is_scanned for drive in self._drives):
                 self._dropped_unscanned.clear()
             else:
                 left = MAX_REMEMBERED_DROPS - len(self._dropped_unscanned)
                 self._dropped_unscanned.update(dict.fromkeys(forgotten[: max(0, left)]))
-            return gone
+            return removed
 
     def verify(self) -> tuple[int, int]:
         """Read and check every record; blocks until all are read.
@@ -280,9 +280,9 @@ class SsdTier:
         for chunk in self.chunks():
             record = self._records.get(chunk.key)
             if record is not None and self._hold(record):
-                is_right = self._read_whole(record, buffer[: rounded_up(chunk.nbytes)])
-                num_right += is_right
-                num_wrong += not is_right
+                is_intact = self._read_whole(record, buffer[: rounded_up(chunk.nbytes)])
+                num_right += is_intact
+                num_wrong += not is_intact
         return num_right, num_wrong
 
     def fill_stats(self, stats: StoreStats) -> None:
@@ -321,10 +321,10 @@ class SsdTier:
         for record in drive.scanned():
             found += self._index_scanned(drive, record)
             if len(found) >= CHUNKS_PER_REPORT:
-                self._found(found)
+                self._on_found(found)
                 found = []
         if not drive.is_stopping:  # else the receiver may be closed
-            self._found(found)
+            self._on_found(found)
 
     def _index_scanned(self, drive: Drive, found: ScannedRecord) -> list[Chunk]:
         """Index a scanned record; returns its chunk unless that is dropped or indexed already."""
@@ -355,7 +355,7 @@ class SsdTier:
             self._count_error(exc)
         finally:
             self.withdraw(write.chunk)
-            write.ended(is_stored)
+            write.on_done(is_stored)
         self._collect(drive)
 
     def _skip_hung_write(self, write: ChunkWrite) -> None:
@@ -363,7 +363,7 @@ class SsdTier:
         with self._lock:
             self._skip("hung")
         self.withdraw(write.chunk)
-        write.ended(False)
+        write.on_done(False)
 
     def _write(self, drive: Drive, write: ChunkWrite) -> bool:
         chunk = write.chunk
@@ -407,10 +407,10 @@ class SsdTier:
         page = aligned_buffer(PAGE)
         fill_page(page, record.header)
         record.drive.write(record.location, page, payload)
-        is_right = bool(record.header.key) and is_held()
+        is_intact = bool(record.header.key) and is_held()
         with self._lock:
             self._stats.ssd_written_bytes += len(page) + len(payload)
-            is_stored = is_right and is_wanted()
+            is_stored = is_intact and is_wanted()
             if is_stored:
                 self._index(record)
         return is_stored
@@ -435,18 +435,18 @@ class SsdTier:
         with self._lock:
             is_gone = self._is_indexed(record) and self._unindex(record.chunk.key)
         if is_gone:
-            self._removed([record.chunk.key])
+            self._on_removed([record.chunk.key])
         return False
 
     def _read_whole(self, record: _Record, payload: memoryview) -> bool:
         """Read a held record on this thread, end the hold, and return whether it is intact."""
-        is_right = False
+        is_intact = False
         try:
             with record.drive.reading.watched(len(payload)):
-                is_right = self._read(record, None, payload)
+                is_intact = self._read(record, None, payload)
         finally:
-            self._end_read(record, is_right=is_right)
-        return is_right
+            self._end_read(record, is_intact=is_intact)
+        return is_intact
 
     def _read(self, record: _Record, start: int | None, payload: memoryview) -> bool:
         """Read a part of a held record, or all of it with its header page if ``start`` is None;
@@ -454,16 +454,16 @@ class SsdTier:
         directory, location, header = record.drive.directory, record.location, record.header
         try:
             if start is None:
-                is_right = read_record(directory, location, header, payload)
+                is_intact = read_record(directory, location, header, payload)
             else:
-                is_right = read_part(directory, location, header, start, payload)
+                is_intact = read_part(directory, location, header, start, payload)
         except StoreIOError as exc:
             self._count_error(exc)
             return False
         with self._lock:
             self._stats.ssd_read_bytes += len(payload) + (PAGE if start is None else 0)
-            self._stats.num_ssd_corrupt += not is_right
-        if not is_right:
+            self._stats.num_ssd_corrupt += not is_intact
+        if not is_intact:
             logger.warning(
                 "%s: the record of chunk %s is damaged in the %d bytes from byte %d; it is in "
                 "segment %d at offset %d",
@@ -474,13 +474,13 @@ class SsdTier:
                 location.segment.number,
                 location.offset,
             )
-        return is_right
+        return is_intact
 
-    def _end_read(self, record: _Record, *, is_right: bool) -> None:
+    def _end_read(self, record: _Record, *, is_intact: bool) -> None:
         """End a hold, once no read of the record is in flight. A damaged record is forgotten."""
         record.drive.directory.release(record.location)
-        if not is_right and (gone := self.forget([record.chunk.key])):
-            self._removed(gone)
+        if not is_intact and (removed := self.forget([record.chunk.key])):
+            self._on_removed(removed)
 
     def _collect(self, drive: Drive, *, wait_s: float = 0.0) -> None:
         """Empty the oldest segment if no other one is left to write to next.
@@ -511,9 +511,9 @@ class SsdTier:
     def _forget_use(self, drive: Drive, use: bytes) -> None:
         """Remove the chunks of a segment's use from the index, and report them."""
         with self._lock:
-            gone = [key for key in [*drive.keys_of_use.get(use, ())] if self._unindex(key)]
-        if gone:
-            self._removed(gone)
+            removed = [key for key in [*drive.keys_of_use.get(use, ())] if self._unindex(key)]
+        if removed:
+            self._on_removed(removed)
 
     def _rewrite_hot(self, drive: Drive, keys: Iterable[bytes]) -> None:
         """Rewrite the chunks that have been read since they were written, the most read first, to

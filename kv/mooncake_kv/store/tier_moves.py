@@ -269,7 +269,7 @@ class TierMoves:
             load.handle.offset,
             lambda: self._is_wanted(load),
             lambda num_bytes: self._arrived(load, num_bytes),
-            lambda is_right: self._loaded(key, is_right),
+            lambda is_intact: self._loaded(key, is_intact),
         )
 
     def _grant_early(self, request: PinRequest) -> None:
@@ -310,20 +310,20 @@ class TierMoves:
         for finish in finished:
             finish()
 
-    def _loaded(self, key: bytes, is_right: bool) -> None:
+    def _loaded(self, key: bytes, is_intact: bool) -> None:
         """A load has ended; called on a thread of the tier without the lock."""
         with self._lock:
             load = self._loads.pop(key)
             now, ids = self._clock(), [load.handle.handle_id]
-            if is_right and not load.is_dropped:
-                is_right = self._table.commit(ids, SSD_USER, now)[0]
+            if is_intact and not load.is_dropped:
+                is_intact = self._table.commit(ids, SSD_USER, now)[0]
             else:
-                is_right = False
+                is_intact = False
                 self._table.abort(ids, SSD_USER, now)
             finished = [
                 self._finish(request)
                 for request in load.requests
-                if self._grant_loaded(request, key, is_right, now)
+                if self._grant_loaded(request, key, is_intact, now)
             ]
             finished += self._wake(key)
         for finish in finished:
@@ -369,10 +369,10 @@ class TierMoves:
         is_there = entry is not None and entry.generation == handle.generation
         return handle.nbytes if is_there else 0
 
-    def _grant_loaded(self, request: PinRequest, key: bytes, is_right: bool, now: float) -> bool:
+    def _grant_loaded(self, request: PinRequest, key: bytes, is_intact: bool, now: float) -> bool:
         """Grant a request the chunk it waited for; returns whether it was the last one."""
         for position in request.missing.pop(key):
-            if is_right:
+            if is_intact:
                 (handle,) = self._table.pin([key], request.user, request.lease_s, now)
                 self._grant(request, position, handle)
         return not request.missing

@@ -110,7 +110,7 @@ def _spans(memory, arena, sizes):
     [[100], [5, 4096, 77], [3 * SLOT_BYTES + 5, 1000], [300_000] * 40],
     ids=["one piece", "small ones", "larger than a slot", "many slots"],
 )
-def test_what_is_written_is_read(store, device, sizes):
+def test_written_chunks_are_read_back(store, device, sizes):
     memory = np.random.default_rng(1).integers(0, 255, sum(sizes) + 64 * len(sizes), np.uint8)
     before = memory.copy()
     peer = device.peer("store", 0, store.endpoints, connection=0, timeout_s=20)
@@ -124,7 +124,7 @@ def test_what_is_written_is_read(store, device, sizes):
     assert np.array_equal(memory, before)
 
 
-def test_a_move_that_is_cancelled_or_late_moves_nothing(store, device):
+def test_a_cancelled_or_late_move_transfers_nothing(store, device):
     memory = np.ones(1000, np.uint8)
     peer = device.peer("store", 0, store.endpoints, connection=0, timeout_s=20)
     spans = _spans(memory, store.arena, [900])

@@ -87,7 +87,7 @@ def test_with_a_secret_that_they_have_to_prove_all_are(names: dict[str, str]) ->
 
 
 @pytest.mark.parametrize("has_secret", [True, False])
-def test_where_the_operator_says_what_is_allowed_nothing_else_is(
+def test_only_allowed_hosts_are_permitted_once_the_operator_names_some(
     has_secret: bool, names: dict[str, str]
 ) -> None:
     names["inside"] = "10.1.2.3"

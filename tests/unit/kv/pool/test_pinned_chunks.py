@@ -27,7 +27,7 @@ def stores():
 
 
 @pytest.mark.parametrize("gone", range(1, 7))
-def test_chunks_behind_one_that_is_gone_are_not_kept(stores, gone):
+def test_chunks_after_a_missing_one_are_released(stores, gone):
     sources = [ChunkSource(position % 2, Tier.DRAM) for position in range(len(KEYS))]
     load = LoadRequest("load", "request", KEYS, sources, 1, 0, (), 10.0, None)
     users = [store.open_user() for store in stores]

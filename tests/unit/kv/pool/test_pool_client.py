@@ -144,7 +144,7 @@ def test_memory_that_a_rank_may_be_writing_is_not_given_back_when_the_instance_s
     assert instance.num_staging == 1
 
 
-def test_what_a_rank_has_written_is_given_back_when_the_instance_stops(instance):
+def test_memory_of_a_copied_save_is_freed_when_the_instance_stops(instance):
     instance.save()
     instance.client.on_rank_message(0, encode(RunsEnded("save", None, 0, 0.0, 0.0)))
     assert instance.has_copied.wait(WAIT_S)
@@ -166,7 +166,7 @@ def test_saves_that_are_copied_hold_up_none_that_are_not(instance):
     assert instance.client.stats.num_saved_chunks == num_saves
 
 
-def test_what_is_refused_is_counted_once(instance, monkeypatch):
+def test_a_refused_chunk_is_counted_once(instance, monkeypatch):
     monkeypatch.setattr(pool_client, "MAX_SAVES", 1)
     keys = tuple(b"%16d" % number for number in range(4))
     instance.save()
@@ -180,7 +180,7 @@ def test_what_is_refused_is_counted_once(instance, monkeypatch):
     assert instance.client.stats.num_save_refusals == {"busy": 3, "failed": 1, "unreachable": 4}
 
 
-def test_nothing_is_written_to_a_store_that_was_restarted_after_it_granted_memory(instance):
+def test_nothing_is_written_to_a_store_that_restarted_after_its_grant(instance):
     """What the handles say is of the former one's memory; in this one it is somebody else's."""
     instance.user.restarts = None  # once it has granted
     assert instance.client.save(SaveRequest("save", (b"k" * 16,), 0, (0,)))
@@ -203,7 +203,7 @@ def stored(instance):
     return instance
 
 
-def test_what_a_load_took_is_learnt_by_what_was_wanted(stored):
+def test_a_loads_duration_is_learnt_for_the_bytes_requested(stored):
     """However many bytes ranks that hold the same have moved for it."""
     assert stored.load(WAIT_S, error=None, nbytes=1 << 30, seconds=0.0) is None
     learnt = stored.client.load_costs._models[ChunkSource(0, Tier.DRAM)]
@@ -212,13 +212,13 @@ def test_what_a_load_took_is_learnt_by_what_was_wanted(stored):
     assert nbytes == pytest.approx(stored.client.chunk_bytes * 3 // 4)
 
 
-def test_a_load_that_is_given_up_says_what_it_would_have_taken(stored):
+def test_a_load_that_timed_out_is_learnt_with_a_lower_bound(stored):
     """A fifth of its layers had begun to move in 40 s: the others would have taken 160 s."""
     assert stored.load(0.0, **FAILED, seconds=40.0, begun_share=0.2) == "late"
     assert stored.estimate() == pytest.approx(160.0, rel=0.1)
 
 
-def test_a_load_of_which_nothing_had_moved_says_how_long_it_was_waited_for(stored):
+def test_a_timed_out_load_without_transfers_is_learnt_with_its_timeout(stored):
     before = stored.estimate()
     assert stored.load(0.0, **FAILED, seconds=0.0) == "late"
     assert stored.client.load_costs._models[ChunkSource(0, Tier.DRAM)].has_learnt
@@ -226,7 +226,7 @@ def test_a_load_of_which_nothing_had_moved_says_how_long_it_was_waited_for(store
 
 
 @pytest.mark.parametrize("timeout_s", [WAIT_S, 1e-6])
-def test_a_load_that_nobody_wanted_or_no_thread_had_says_nothing(stored, timeout_s):
+def test_a_cancelled_or_queued_load_is_not_learnt(stored, timeout_s):
     before = stored.estimate()
     assert stored.load(timeout_s, **FAILED, seconds=0.0) == "late"
     assert stored.estimate() == before

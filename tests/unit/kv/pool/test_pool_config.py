@@ -58,7 +58,7 @@ def test_a_mooncake_store_in_place_of_node_stores():
     assert read_kv_pool("mooncake-store=[::1]:9").mooncake_store == "[::1]:9"
 
 
-def test_a_mooncake_store_whose_client_or_master_is_not_there_is_said():
+def test_a_missing_mooncake_client_or_master_is_reported():
     config = read_kv_pool("mooncake-store=127.0.0.1:1")
     with pytest.raises(
         KVConfigError, match=r"mooncake_master|pip install 'mooncake-hal\[mooncake\]"
@@ -97,7 +97,7 @@ def test_a_mooncake_store_whose_client_or_master_is_not_there_is_said():
         ("connect=a:1,port=7", "ssd and port apply to a store in this instance"),
     ],
 )
-def test_what_can_not_be(text, words):
+def test_invalid_settings_are_refused(text, words):
     with pytest.raises(KVConfigError) as caught:
         read_kv_pool(text)
     assert words in str(caught.value)

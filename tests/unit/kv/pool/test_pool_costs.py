@@ -28,13 +28,13 @@ def prompt(num_tokens=4096, num_cached=0, num_found=15, chunk_bytes=1 << 20):
     return PromptToLoad(num_tokens, num_cached, 256, chunk_bytes, ["store"] * num_found, LAYERS)
 
 
-def test_what_was_measured_is_what_is_estimated():
+def test_estimates_match_measured_costs():
     prefill, loads = measured()
     assert prefill.seconds(0, 512, 0.0) == pytest.approx(1e-3 + 0.0512 + 1e-9 * 512**2 / 2, rel=0.1)
     assert loads.seconds("store", 1 << 26, 0.0) == pytest.approx(1e-3 + 0.067, rel=0.1)
 
 
-def test_a_fast_link_loads_all_and_a_slow_one_nothing():
+def test_all_is_loaded_over_a_fast_link_and_nothing_over_a_slow_one():
     assert choose_load(prompt(), *measured(), 0.0).num_chunks == 15
     assert choose_load(prompt(), *measured(byte_s=1e-5), 0.0).num_chunks == 0
     assert choose_load(prompt(), *measured(byte_s=1e-5), 0.0, is_always=True).num_chunks == 15
@@ -47,7 +47,7 @@ def test_between_these_a_part_is_loaded_while_the_rest_is_computed():
     assert choice.total_s == pytest.approx(max(choice.load_s, choice.compute_s), rel=0.1)
 
 
-def test_more_to_find_never_costs_more():
+def test_more_cached_chunks_never_cost_more_time():
     costs = measured(byte_s=0.0125e-6)
     totals = [choose_load(prompt(num_found=n), *costs, 0.0).total_s for n in range(16)]
     assert totals == sorted(totals, reverse=True)
@@ -61,7 +61,7 @@ def test_a_slower_link_never_loads_more():
     assert chosen == sorted(chosen, reverse=True)
 
 
-def test_what_the_device_has_is_neither_loaded_nor_paid_for():
+def test_chunks_on_the_device_are_neither_loaded_nor_counted():
     choice = choose_load(prompt(num_cached=14 * 256 + 128), *measured(), 0.0)
     assert choice.num_chunks in (14, 15)
     assert choice.load_s < 2e-3

@@ -24,7 +24,7 @@ def _waiter(load, layer):
     return thread
 
 
-def test_a_layer_that_is_there_is_not_waited_for(load):
+def test_a_step_does_not_wait_for_a_layer_that_has_arrived(load):
     load.arrived(6)
     load.wait_for(4)
     load.wait_for(5)
@@ -42,7 +42,7 @@ def test_a_step_waits_for_its_layer_and_counts_how_long(load):
     assert 0.01 < load.stalled_s < PATIENCE_S
 
 
-def test_what_steps_have_waited_is_known_when_the_load_ends_before_they_run_on(load):
+def test_stall_times_are_known_when_the_load_ends_before_steps_wake_up(load):
     threads = [_waiter(load, layer) for layer in (4, 5)]
     deadline = time.monotonic() + PATIENCE_S
     while len(load._awaited) < 2:
@@ -76,7 +76,7 @@ def test_a_step_waits_no_longer_than_the_load_may_take():
     assert late._awaited == {}
 
 
-def test_a_step_does_not_wait_for_what_is_called_off(load):
+def test_a_step_does_not_wait_for_a_cancelled_load(load):
     thread = _waiter(load, 4)
     load.stop_waits()
     thread.join(PATIENCE_S)
@@ -125,5 +125,5 @@ def test_layers_that_do_not_come_end_a_load_by_its_deadline_or_its_cancelling():
         list(load.arriving((4, 5)))
 
 
-def test_what_is_in_memory_is_not_waited_for(load):
+def test_chunks_in_memory_are_not_waited_for(load):
     assert list(load.arriving((4, 9))) == [(4, 9)]

@@ -177,7 +177,7 @@ def test_a_load_that_no_thread_has_releases_no_step_and_holds_none_up(worker: Wo
     assert set(ended.values()) == {None}
 
 
-def test_a_load_that_is_late_when_a_thread_has_it_is_not_begun(worker: Worker) -> None:
+def test_a_load_that_timed_out_before_a_thread_took_it_is_not_started(worker: Worker) -> None:
     worker.fill()
     worker.load("late", "b", timeout_s=0.0, release_layers=0)
     worker.end_all()
@@ -197,7 +197,7 @@ def test_a_load_that_is_cancelled_before_a_thread_has_it_ends_at_once(worker: Wo
     assert len(worker.ended) == LOAD_THREADS + 1
 
 
-def test_a_step_goes_on_when_its_load_is_cancelled_however_long_that_drains(
+def test_a_step_continues_when_its_load_is_cancelled_however_long_it_drains(
     worker: Worker,
 ) -> None:
     worker.load("load", release_layers=0)
@@ -215,7 +215,7 @@ def test_a_step_goes_on_when_its_load_is_cancelled_however_long_that_drains(
     assert (worker.ended["load"] or "").startswith("TransferCancelled")
 
 
-def test_a_load_that_a_step_did_not_wait_for_has_failed_even_if_all_of_it_comes(
+def test_a_load_that_a_step_did_not_wait_for_fails_even_if_all_layers_arrive(
     worker: Worker,
 ) -> None:
     """The step has read what was there before: no rank's result of it may be believed."""
@@ -233,7 +233,7 @@ def test_a_load_that_a_step_did_not_wait_for_has_failed_even_if_all_of_it_comes(
     assert worker.ended == {"load": "a step continued without a layer that had not arrived in time"}
 
 
-def test_a_load_that_was_late_in_the_queue_takes_no_other_one_along(worker: Worker) -> None:
+def test_a_load_that_times_out_in_the_queue_does_not_fail_others(worker: Worker) -> None:
     worker.fill()
     worker.load("late", timeout_s=0.0)
     worker.moves("a")[0].end()
@@ -248,7 +248,7 @@ def test_a_load_that_was_late_in_the_queue_takes_no_other_one_along(worker: Work
     assert len(worker.connections.all) == 1
 
 
-def test_a_save_whose_step_does_not_come_takes_no_load_along(worker: Worker) -> None:
+def test_a_save_whose_step_never_starts_does_not_fail_loads(worker: Worker) -> None:
     worker.fill()
     worker.save("save", timeout_s=0.05, step=7)
     wait_for(lambda: "save" in worker.ended)
@@ -260,7 +260,7 @@ def test_a_save_whose_step_does_not_come_takes_no_load_along(worker: Worker) -> 
 
 
 @pytest.mark.parametrize("error", [TransferTimeout("late"), PeerLost("gone")])
-def test_who_fails_leaves_its_connection_to_those_that_move_over_it(
+def test_a_failing_order_keeps_the_connection_for_others(
     worker: Worker, error: TransferError
 ) -> None:
     """It may be dead, or only slow: who comes gets another one, and the last one closes it."""

@@ -69,7 +69,7 @@ def test_a_step_that_is_enqueued_does_not_mean_that_it_is_over() -> None:
     assert not waiting.is_alive()
 
 
-def test_an_order_that_comes_late_finds_old_steps_behind_the_begin_of_a_newer_one() -> None:
+def test_a_late_order_for_an_old_step_waits_for_the_begin_of_a_newer_one() -> None:
     device = Device()
     progress = StepProgress(device.event)
     for number in range(0, 2 * KEPT_STEPS, 2):
@@ -80,7 +80,7 @@ def test_an_order_that_comes_late_finds_old_steps_behind_the_begin_of_a_newer_on
     progress.await_layer(1, 0, 0.0)  # it had no hook
 
 
-def test_a_step_that_never_comes_ends_the_wait() -> None:
+def test_a_wait_for_a_step_that_never_starts_times_out() -> None:
     progress = StepProgress(Device().event)
     with pytest.raises(TransferCancelled, match="step 4 did not reach layer 2 within"):
         progress.await_layer(4, 2, 0.01)

@@ -25,7 +25,7 @@ def test_an_arena_can_be_filled_to_the_last_byte_and_emptied_in_any_order():
     assert arena.allocate(64 * GRANULE) == 0
 
 
-def test_a_batch_lies_in_one_piece_where_there_is_one_and_takes_what_there_is():
+def test_a_batch_is_contiguous_where_possible_and_uses_all_free_ranges():
     arena = ArenaAllocator(16 * GRANULE)
     held = arena.allocate_many(2 * GRANULE, 4)
     assert list(held) == [0, 2 * GRANULE, 4 * GRANULE, 6 * GRANULE]

@@ -53,7 +53,7 @@ def test_reads_last_longer_when_they_are_extended():
     assert names(next(handles.expired(5.0)).entries.values()) == ["b"]
 
 
-def test_a_user_that_ends_gives_back_all_of_both_kinds(monkeypatch):
+def test_ending_a_user_ends_its_reads_and_writes(monkeypatch):
     monkeypatch.setattr("mooncake_kv.store.chunk_handles.MAX_HANDLES_PER_USER", 3)
     handles = ChunkHandles()
     handles.grant([entry("a")], ANNA, 1.0, is_write=False)

@@ -39,7 +39,7 @@ def test_a_longer_prompt_begins_with_the_keys_of_the_shorter():
     assert chunk_keys(IDENTITY, TOKENS[:4]) == keys[:1]
 
 
-def test_a_token_changes_its_chunk_and_all_behind_it():
+def test_a_token_changes_its_chunk_and_all_after_it():
     keys = chunk_keys(IDENTITY, TOKENS)
     changed = chunk_keys(IDENTITY, [*TOKENS[:5], 7, *TOKENS[6:]])
     assert changed[0] == keys[0]

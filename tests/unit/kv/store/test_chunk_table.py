@@ -44,7 +44,7 @@ def levels(table):
     return stats
 
 
-def test_what_is_staged_can_not_be_read_and_is_not_staged_twice():
+def test_a_staged_chunk_is_not_readable_and_not_staged_twice():
     table = table_of(4)
     (handle,) = table.reserve([chunk("a")], ANNA, 10, 0)
     assert table.probe([b"a", b"b"]) == [Residence.STAGING, Residence.ABSENT]
@@ -58,7 +58,7 @@ def test_what_is_staged_can_not_be_read_and_is_not_staged_twice():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("is_use", [True, False])
-def test_an_offer_that_is_no_use_keeps_nothing_in_memory(policy, is_use):
+def test_a_reserve_that_is_no_use_does_not_keep_chunks_in_memory(policy, is_use):
     table = ChunkTable(2 * GRANULE, TableSettings(POLICIES[policy], QUARANTINE_S))
     put(table, chunk("a"), now=0)
     put(table, chunk("b"), now=1)
@@ -69,7 +69,7 @@ def test_an_offer_that_is_no_use_keeps_nothing_in_memory(policy, is_use):
     assert left == (expected if is_use else expected[::-1])
 
 
-def test_what_is_read_while_it_is_written_counts_once_it_is_committed():
+def test_a_read_of_a_staged_chunk_is_valid_once_it_is_committed():
     table = table_of(4)
     (handle,) = table.reserve([chunk("a")], ANNA, 10, 0)
     early, late = table.pin([b"a", b"a"], BERT, 10, 0, are_arriving=True)
@@ -141,7 +141,7 @@ def test_a_late_writer_can_not_commit_and_keeps_its_memory_until_it_says_so():
 
 
 @pytest.mark.parametrize("is_drained", [False, True])
-def test_memory_of_a_user_that_is_gone_rests_unless_it_is_drained(is_drained):
+def test_memory_of_an_ended_user_is_quarantined_unless_it_is_drained(is_drained):
     table = table_of(2)
     put(table, chunk("r"))
     table.pin([b"r"], ANNA, 10, 0)
@@ -183,7 +183,7 @@ def test_a_user_that_is_back_says_which_of_its_writes_still_move():
     table.check_integrity()
 
 
-def test_a_user_without_writes_leaves_nothing_behind():
+def test_an_abandoned_user_without_writes_needs_no_end():
     table = table_of(1)
     put(table, chunk("a"))
     table.pin([b"a"], ANNA, 10, 0)
@@ -191,7 +191,7 @@ def test_a_user_without_writes_leaves_nothing_behind():
     assert levels(table).num_pins == 0
 
 
-def test_what_a_silent_user_may_read_rests_longer_than_its_transfers_may_take():
+def test_the_quarantine_of_a_late_reader_exceeds_its_transfer_timeout():
     table = table_of(2)
     put(table, chunk("a"), chunk("b"))
     table.set_transfer_timeout(ANNA, 60)
@@ -216,7 +216,7 @@ def test_a_read_can_be_extended():
     assert table.release([handle.handle_id], ANNA, 5) == [True]
 
 
-def test_the_end_of_a_sequence_goes_first_and_never_what_a_write_builds_on():
+def test_the_end_of_a_sequence_is_evicted_first_and_never_the_parent_of_a_write():
     table = table_of(4)
     for position, name in enumerate("abc"):  # committed one after the other, as they are computed
         put(table, chunk(name, "abc"[position - 1] if position else None), now=position)
@@ -240,7 +240,7 @@ def test_a_sequence_longer_than_the_arena_keeps_its_beginning():
     assert table.probe([b"a", b"b", b"c", b"x"]) == [Residence.DRAM] * 3 + [Residence.ABSENT]
 
 
-def test_a_tenant_with_a_quota_pushes_out_only_its_own():
+def test_a_tenant_with_a_quota_evicts_only_its_own_chunks():
     table = table_of(8, quotas={"t": 2 * GRANULE, "tiny": 1})
     put(table, *(chunk(name) for name in "abcd"))
     for name in "uvwx":
@@ -254,7 +254,7 @@ def test_a_tenant_with_a_quota_pushes_out_only_its_own():
     table.check_integrity()
 
 
-def test_a_flood_of_a_tenant_with_a_quota_costs_nobody_else_a_hit():
+def test_a_flood_of_a_tenant_with_a_quota_costs_other_tenants_no_hit():
     table = table_of(16, quotas={"a": 4 * GRANULE, "b": 4 * GRANULE})
     put(table, *(chunk(f"shared{i}") for i in range(8)))
     for tenant in "ab":
@@ -271,7 +271,7 @@ def test_a_flood_of_a_tenant_with_a_quota_costs_nobody_else_a_hit():
     table.check_integrity()
 
 
-def test_a_chunk_larger_than_the_arena_pushes_nothing_out():
+def test_a_chunk_larger_than_the_arena_evicts_nothing():
     table = table_of(2)
     put(table, chunk("a"))
     assert table.reserve([chunk("b", granules=3)], ANNA, 1, 0) == [PutRefusal.TOO_LARGE]
@@ -495,7 +495,7 @@ def test_a_chunk_that_is_named_twice_with_two_sizes_has_the_memory_that_its_hand
     table.check_integrity()
 
 
-def test_a_chunk_that_there_is_no_room_for_takes_nothing_along():
+def test_a_chunk_that_can_not_fit_evicts_nothing():
     table = table_of(64)
     put(table, *[chunk(f"{n}") for n in range(64)])
     table.pin([b"30"], BERT, 10, 1)
@@ -503,7 +503,7 @@ def test_a_chunk_that_there_is_no_room_for_takes_nothing_along():
     assert table.stats.num_evicted == {}
 
 
-def test_a_chunk_that_is_larger_than_its_tenants_quota_takes_nothing_along():
+def test_a_chunk_larger_than_its_tenants_quota_evicts_nothing():
     table = table_of(64, quotas={"anna": 4 * GRANULE})
     put(table, *[chunk(f"{n}", tenant="anna") for n in range(4)])
     large = chunk("large", granules=5, tenant="anna")
@@ -526,7 +526,7 @@ def test_for_a_large_chunk_small_ones_go_that_lie_side_by_side(policy):
     table.check_integrity()
 
 
-def test_for_a_large_chunk_others_go_where_nothing_lies_beside_the_oldest_tenants():
+def test_a_large_chunk_evicts_another_groups_neighbours_if_the_oldest_has_none():
     table = table_of(64, quotas={"anna": 8 * GRANULE})
     put(table, chunk("0"), chunk("a", tenant="anna"), chunk("1"), now=0)
     put(table, *[chunk(f"{n}") for n in range(2, 63)], now=1)

@@ -65,7 +65,7 @@ def test_where_there_is_room_a_copy_stays():
     assert where(table, "a") == "a"
 
 
-def test_what_is_soon_fetched_again_pushes_nothing_out_however_often_it_is_used():
+def test_a_copy_that_is_cheap_to_refetch_evicts_nothing_however_often_it_is_used():
     table = table_of(1)
     put(table, "a")
     for _ in range(20):
@@ -75,7 +75,7 @@ def test_what_is_soon_fetched_again_pushes_nothing_out_however_often_it_is_used(
     table.check_integrity()
 
 
-def test_a_hot_chunk_behind_a_slow_link_is_kept_and_a_cold_one_is_not():
+def test_a_hot_copy_over_a_slow_link_is_kept_and_a_cold_one_is_not():
     table = table_of(1)
     put(table, "a")
     table.touch([b"a"], 0)
@@ -87,7 +87,7 @@ def test_a_hot_chunk_behind_a_slow_link_is_kept_and_a_cold_one_is_not():
     assert where(table, "ab") == ".b"
 
 
-def test_cold_copies_go_before_what_nobody_else_has():
+def test_cold_copies_are_evicted_before_last_copies():
     table = table_of(3)
     put(table, "a", now=0)  # older than the copies
     put(table, "x", now=1, copy=FAST)
@@ -120,7 +120,7 @@ def test_a_tenants_copies_count_against_its_quota():
     table.check_integrity()
 
 
-def test_what_follows_a_copy_that_is_not_kept_is_not_kept_either():
+def test_chunks_after_a_copy_that_is_not_kept_are_not_kept():
     table = table_of(2)
     put(table, "a")
     put(table, "b")

@@ -43,7 +43,7 @@ def filled(name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_users_that_name_no_sequence_harm_nobody(name):
+def test_keys_that_are_no_sequence_do_not_affect_other_users(name):
     """Chunks that follow each other or themselves, and batches that name one twice."""
     policy = POLICIES[name]()
     for item in (chunk("a", "b"), chunk("b", "a"), chunk("c", "c"), chunk("d")):
@@ -76,7 +76,7 @@ def test_the_order_of_eviction(name, wanted):
     assert "y" not in order(policy)
 
 
-def test_what_is_not_used_any_more_is_overtaken():
+def test_chunks_in_use_overtake_chunks_that_are_no_longer_used():
     policy = CostAware(lambda _: 1.0)
     policy.add(chunk("old"))
     policy.touch([b"old"] * 5)

@@ -82,7 +82,7 @@ def reserve(store, first=0):
     return handles
 
 
-def test_a_commit_that_is_refused_while_the_master_hangs_gives_its_memory_back(store, monkeypatch):
+def test_a_commit_that_is_refused_while_the_master_hangs_frees_its_memory(store, monkeypatch):
     monkeypatch.setattr(mooncake_store, "MAX_WAITING", 16)
     handles = reserve(store)
     store._client.answers.clear()
@@ -94,7 +94,7 @@ def test_a_commit_that_is_refused_while_the_master_hangs_gives_its_memory_back(s
     assert store.commit(reserve(store, COUNT)).result(WAIT_S) == [True] * COUNT
 
 
-def test_calls_that_a_master_does_not_reply_to_are_told_of_in_one_line(store, monkeypatch, caplog):
+def test_calls_that_time_out_are_logged_in_one_line(store, monkeypatch, caplog):
     monkeypatch.setattr(mooncake_store, "CALL_TIMEOUT_S", 0.0)
     store._client.answers.clear()
     futures = [store.probe([ABSENT_KEY]) for _ in range(32)]
@@ -104,7 +104,7 @@ def test_calls_that_a_master_does_not_reply_to_are_told_of_in_one_line(store, mo
 
 
 @pytest.mark.parametrize("call", ["commit", "pin"])
-def test_a_client_that_fails_gives_staging_memory_back(store, call):
+def test_a_failing_client_frees_staging_memory(store, call):
     store.commit(reserve(store)).result(WAIT_S)
     store._client.error = RuntimeError("the client failed")
     if call == "commit":

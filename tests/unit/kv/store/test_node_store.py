@@ -45,7 +45,7 @@ def store():
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp"])
-def test_what_was_put_is_got_over_a_transport(store, name):
+def test_a_put_chunk_is_read_over_a_transport(store, name):
     registry = Registry.discover()
     options = EndpointOptions(secret=b"secret")
     served = Transports.open(registry, options, wanted=name)
@@ -71,7 +71,7 @@ def test_what_was_put_is_got_over_a_transport(store, name):
         served.close()
 
 
-def test_stats_say_what_happened(store):
+def test_stats_count_puts_hits_and_evictions(store):
     user = store.open_user()
     handles = user.reserve([chunk(n) for n in range(5)]).result()
     assert handles[4] is PutRefusal.NO_ROOM
@@ -89,7 +89,7 @@ def test_stats_say_what_happened(store):
     assert user.stats().result().num_pins == 0
 
 
-def test_others_are_let_in_while_many_chunks_are_dropped(store, monkeypatch):
+def test_other_users_get_the_lock_while_many_chunks_are_dropped(store, monkeypatch):
     monkeypatch.setattr("mooncake_kv.store.node_store.CHUNKS_PER_DROP", 1)
     user = store.open_user()
     user.commit(user.reserve([chunk(n) for n in range(4)]).result())
@@ -122,7 +122,7 @@ def test_a_chunk_that_no_record_has_room_for_is_none(changes, words):
         Chunk(**facts)
 
 
-def test_an_observer_follows_what_memory_holds():
+def test_an_observer_is_notified_of_what_memory_holds():
     seen = []
 
     class Observer:

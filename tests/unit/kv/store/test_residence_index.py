@@ -35,7 +35,7 @@ def key(number):
     return random.Random(number).randbytes(16)
 
 
-def test_each_tier_is_told_apart_and_memory_counts_first(index):
+def test_tiers_are_distinguished_and_memory_has_precedence(index):
     view = ResidenceView.open(index.info, EPOCH)
     found = []
     for where, is_there in [
@@ -55,7 +55,7 @@ def test_each_tier_is_told_apart_and_memory_counts_first(index):
     assert view.probe([key(1), b"short"]) == [Residence.ABSENT, Residence.DRAM]
 
 
-def test_what_finds_no_word_is_asked_for(index, monkeypatch):
+def test_a_key_that_was_left_out_is_probed_by_message(index, monkeypatch):
     monkeypatch.setattr("mooncake_kv.store.residence_index._place", lambda *_: (512, 520, 8))
     view = ResidenceView.open(index.info, EPOCH)
     assert view.probe([key(99)]) == [Residence.ABSENT]
@@ -81,7 +81,7 @@ def how(request, monkeypatch):
         monkeypatch.setattr("mooncake_kv.store.residence_index._compiled", lambda: None)
 
 
-def test_what_finds_no_word_in_a_batch_is_asked_for(index, how):
+def test_keys_of_a_batch_that_were_left_out_are_probed_by_message(index, how):
     view, crowd = (
         ResidenceView.open(index.info, EPOCH),
         [struct.pack("<QQ", 0, n << 3) for n in range(1, 31)],
@@ -115,7 +115,7 @@ def test_a_batch_is_marked_as_its_chunks_are_one_by_one(index, how):
     assert view.probe(keys) == [Residence.SSD, Residence.ABSENT] * 1_000
 
 
-def test_nobody_elses_file_is_taken_for_an_index(index, tmp_path):
+def test_a_foreign_file_is_not_mapped_as_an_index(index, tmp_path):
     file = tmp_path / "file"
     file.write_bytes(bytes(1 << 17))
     descriptor = os.memfd_create("mooncake-kv-index")
@@ -155,7 +155,7 @@ def test_an_index_agrees_with_its_store_through_ten_thousand_changes(tmp_path):
     store.close()
 
 
-def test_a_reader_never_sees_what_never_was(index):
+def test_a_reader_never_sees_a_torn_state(index):
     """Beside a writer that changes words all the time, each is seen as it is or was."""
     view, stop = ResidenceView.open(index.info, EPOCH), threading.Event()
     still, moving = [key(n) for n in range(200)], [key(n) for n in range(200, 400)]
@@ -193,7 +193,7 @@ def test_another_process_reads_it(index):
     assert done.stdout == "dram absent\n"
 
 
-def test_who_follows_a_store_is_told_the_same(index):
+def test_the_next_observer_receives_the_same_notifications(index):
     told = []
 
     class Follower:

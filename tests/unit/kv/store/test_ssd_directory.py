@@ -13,7 +13,7 @@ from mooncake_kv.store.ssd_directory import GROW_RETRY_S, SsdDirectory, aligned_
 from mooncake_kv.store.ssd_records import (
     PAGE,
     SegmentHeader,
-    are_sections_right,
+    do_checksums_match,
     fill_page,
     read_page,
     record_bytes,
@@ -71,7 +71,7 @@ def test_records_are_found_again_with_all_that_they_say(tmp_path):
     again.read(records[5].location, 0, [page, payload])
     assert read_page(page) == records[5].header
     assert bytes(payload) == bytes([5]) * NBYTES
-    assert are_sections_right(records[5].header, 0, section_checksums(payload, 16 * PAGE))
+    assert do_checksums_match(records[5].header, 0, section_checksums(payload, 16 * PAGE))
     again.close()
 
 
@@ -93,7 +93,7 @@ def test_a_torn_end_is_dropped(tmp_path, damage):
     assert found(tmp_path) == ([0, 1, 2, 3] if "segment" in damage else [0, 1, 2, 3, 4])
 
 
-def test_a_recycled_segment_forgets_what_it_had(tmp_path):
+def test_a_recycled_segments_old_records_are_not_found(tmp_path):
     directory = opened(config(tmp_path))
     first = store(directory, 0)
     for number in range(1, 12):
@@ -123,7 +123,7 @@ def test_files_of_another_version_or_no_store_are_recycled(tmp_path):
     assert len(list(tmp_path.glob("segment-*"))) == 2
 
 
-def test_a_segment_whose_header_can_not_be_read_is_left_alone(tmp_path, monkeypatch, caplog):
+def test_a_segment_whose_header_can_not_be_read_is_not_used(tmp_path, monkeypatch, caplog):
     directory = opened(config(tmp_path))
     for number in range(8):
         store(directory, number)
@@ -167,7 +167,7 @@ def test_segments_of_an_earlier_format_are_dropped_with_one_line(tmp_path, caplo
     ]
 
 
-def test_a_smaller_capacity_gives_up_the_oldest(tmp_path):
+def test_a_smaller_capacity_removes_the_oldest_segments(tmp_path):
     directory = opened(config(tmp_path, segments=5))
     for number in range(20):
         store(directory, number)
@@ -191,7 +191,7 @@ def test_smaller_segments_keep_to_the_capacity(tmp_path, caplog):
     assert "dropped 1 segments that are longer" in caplog.messages[-1]
 
 
-def test_larger_segments_keep_what_the_smaller_ones_have(tmp_path):
+def test_a_larger_segment_size_keeps_existing_segments(tmp_path):
     smaller = opened(config(tmp_path, segments=6))
     for number in range(6):
         store(smaller, number)
@@ -217,7 +217,7 @@ def test_a_directory_that_can_not_be_used_is_refused(tmp_path):
         opened(config(tmp_path, segments=2))
 
 
-def test_the_file_system_keeps_what_others_need(tmp_path):
+def test_no_segment_is_added_below_min_free_bytes(tmp_path):
     directory = opened(SsdDirectoryConfig(tmp_path, 3 * SEGMENT, SEGMENT, min_free_bytes=1 << 60))
     assert directory.append(NBYTES) is None
     directory.close()
@@ -243,7 +243,7 @@ def test_a_full_disk_is_an_error_of_that_write_and_leaves_no_file(tmp_path, monk
 
 
 @pytest.mark.parametrize("what", ["pwritev", "posix_fallocate", "statvfs"])
-def test_who_reads_does_not_wait_for_a_segment_that_is_begun(tmp_path, monkeypatch, what):
+def test_reads_do_not_wait_for_a_segment_that_is_being_started(tmp_path, monkeypatch, what):
     """Users' pins hold records: were it under the same lock, a drive that hangs would stop all."""
     directory = opened(config(tmp_path))
     for number in range(4):

@@ -115,7 +115,7 @@ def is_right(store, handle, number, nbytes):
         view.release()
 
 
-def test_the_beginning_of_all_chunks_is_there_while_nothing_else_is_read(store, monkeypatch):
+def test_the_leading_bytes_of_all_chunks_are_read_first(store, monkeypatch):
     reads, user = Reads(monkeypatch), store.open_user()
     handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
     assert [handle.tier for handle in handles] == [Tier.SSD] * COUNT
@@ -140,7 +140,7 @@ def test_the_beginning_of_all_chunks_is_there_while_nothing_else_is_read(store, 
     assert (stats.num_ssd_hits, stats.num_misses) == (COUNT, 0)
 
 
-def test_a_reader_in_another_process_reads_what_has_come(store, monkeypatch):
+def test_a_reader_in_another_process_reads_the_bytes_that_have_arrived(store, monkeypatch):
     reads = Reads(monkeypatch)
     transports = Transports.open(Registry.discover(), EndpointOptions(secret=b"s"), wanted="shm")
     service = StoreService.start(store, transports, StoreAddress("127.0.0.1", 0, b"s"))
@@ -181,7 +181,7 @@ def test_a_flipped_bit_in_any_section_is_found_before_the_section_is_used(store,
     assert user.probe(KEYS).result().count(Residence.ABSENT) == 1
 
 
-def test_what_is_dropped_while_it_comes_in_is_not_found(store, monkeypatch):
+def test_a_chunk_dropped_during_its_load_is_not_found(store, monkeypatch):
     reads, user = Reads(monkeypatch), store.open_user()
     handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
     more = user.await_bytes(handles, NBYTES - 1)
@@ -192,9 +192,7 @@ def test_what_is_dropped_while_it_comes_in_is_not_found(store, monkeypatch):
     assert user.probe(KEYS[:1]).result() == [Residence.ABSENT]
 
 
-def test_who_waits_for_chunks_of_which_one_is_lost_does_not_wait_for_the_others(
-    store, tmp_path, monkeypatch
-):
+def test_a_wait_ends_once_one_of_its_chunks_is_lost(store, tmp_path, monkeypatch):
     (segment,) = tmp_path.glob("segment-*")
     with segment.open("r+b") as file:
         file.seek(2 * PAGE)  # behind the segment's page and the record's
@@ -241,7 +239,7 @@ def test_a_pin_that_is_granted_before_its_caller_has_it_is_granted_once(store, m
     assert user.release([handle]).result() == [True]
 
 
-def test_readers_that_leave_or_are_late_hold_nothing_up(store, monkeypatch):
+def test_readers_that_leave_or_are_late_do_not_block_others(store, monkeypatch):
     """One leaves while its chunks come in, another one finds them; memory is nobody's then."""
     reads, user, other = Reads(monkeypatch), store.open_user(), store.open_user()
     user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
@@ -256,7 +254,7 @@ def test_readers_that_leave_or_are_late_hold_nothing_up(store, monkeypatch):
     assert store.stats().ssd_read_bytes == COUNT * payload_bytes, "one read served both"
 
 
-def test_loads_that_nobody_wants_any_more_end_and_leave_the_drive_to_others(store, monkeypatch):
+def test_unwanted_loads_are_cancelled_and_free_the_drive(store, monkeypatch):
     """One long prompt that was cancelled kept the drive busy until all of it was read."""
     reads, user = Reads(monkeypatch), store.open_user()
     handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
@@ -369,7 +367,7 @@ def test_parts_that_come_in_any_order_count_from_the_beginning():
     assert seen == [20, (True, False)]
 
 
-def test_after_a_part_that_is_wrong_no_other_is_read_and_the_end_comes_once():
+def test_after_a_damaged_part_no_other_is_read_and_on_done_is_called_once():
     read_ranges, ended = [], []
 
     def read(start, stop):
@@ -388,7 +386,7 @@ def test_after_a_part_that_is_wrong_no_other_is_read_and_the_end_comes_once():
     assert (read_ranges, ended) == ([20, 10], [(False, True)])
 
 
-def test_what_nobody_wants_any_more_is_not_read_and_is_not_wrong():
+def test_a_cancelled_read_does_not_count_as_failed():
     read_ranges, ended, is_wanted = [], [], True
 
     def read(start, stop):

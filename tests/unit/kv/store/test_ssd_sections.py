@@ -60,7 +60,7 @@ def file(tmp_path):
     os.close(descriptor)
 
 
-def test_what_is_read_has_its_checksums(file, how):
+def test_read_sections_returns_checksums(file, how):
     payload = memoryview(bytearray(5 * PAGE))
     found = read_sections(file, 2 * PAGE, payload, 2 * PAGE)
     wanted = os.pread(file, 5 * PAGE, 2 * PAGE)
@@ -68,7 +68,7 @@ def test_what_is_read_has_its_checksums(file, how):
     assert found == interpreted_checksums(memoryview(wanted), 2 * PAGE)
 
 
-def test_what_can_not_be_read_whole_is_an_error(file, how):
+def test_a_short_read_is_an_error(file, how):
     payload = memoryview(bytearray(5 * PAGE))
     with pytest.raises(OSError, match=f"{3 * PAGE} of {5 * PAGE} bytes"):
         read_sections(file, 5 * PAGE, payload, PAGE)

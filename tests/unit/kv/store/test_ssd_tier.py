@@ -170,7 +170,7 @@ def test_a_chunk_that_is_put_while_memory_has_it_is_written(opened):
     store.await_event("stored", Tier.SSD, chunk(0).key)
 
 
-def test_what_another_instance_offers_for_the_same_request_is_not_used_twice(opened):
+def test_chunks_saved_by_two_instances_for_one_request_count_one_use(opened):
     store = opened(capacity=4)
     store.put(0)
     offered = [chunk(0), chunk(1)]
@@ -193,7 +193,7 @@ def test_a_chunk_is_not_written_since_another_instance_puts_it_after_memory_lost
     assert store.user.stats().result().ssd_chunks == 0
 
 
-def test_a_restarted_store_has_what_was_on_its_ssds(opened, tmp_path):
+def test_a_restarted_store_finds_the_chunks_on_its_ssds(opened, tmp_path):
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
@@ -229,7 +229,7 @@ def test_a_flipped_bit_is_a_miss_and_the_record_is_forgotten(opened, tmp_path):
     assert second.user.stats().result().num_ssd_corrupt == 1
 
 
-def test_a_damaged_page_is_found_by_verifying_and_takes_nothing_from_reads(opened, tmp_path):
+def test_a_damaged_header_page_is_found_by_verify_and_does_not_affect_reads(opened, tmp_path):
     """What a read needs of the page is known; what was read is compared with its checksums."""
     store = opened(capacity=3)
     store.save(range(0, 60, 10))
@@ -253,7 +253,7 @@ def test_a_truncated_segment_while_it_is_in_use_is_a_miss(opened, tmp_path, left
     assert stats.num_ssd_corrupt + stats.num_ssd_errors >= 1
 
 
-def test_a_disk_that_fills_up_costs_copies_only(opened, monkeypatch):
+def test_a_full_disk_costs_only_the_copies_on_it(opened, monkeypatch):
     store = opened()
 
     def refuse(*_):
@@ -303,9 +303,7 @@ def test_a_file_system_that_refuses_segments_has_the_oldest_ones_written_again(
     assert caplog.text.count("no segment can be added") == 1
 
 
-def test_a_file_system_that_does_not_say_what_room_it_has_costs_copies_and_is_counted(
-    opened, monkeypatch
-):
+def test_a_failing_statvfs_costs_only_copies_and_is_counted(opened, monkeypatch):
     def fails(path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -319,7 +317,7 @@ def test_a_file_system_that_does_not_say_what_room_it_has_costs_copies_and_is_co
     assert (stats.num_ssd_errors, stats.ssd_chunks, stats.num_pins) == (3, 0, 0)
 
 
-def test_a_budget_and_a_queue_bound_what_is_written(opened, monkeypatch):
+def test_writes_are_bounded_by_the_budget_and_the_queue(opened, monkeypatch):
     store = opened(write_bytes_per_day=24 * record_bytes(NBYTES), max_queued_writes=1)
     store.save([0])
     store.put(1)
@@ -327,7 +325,7 @@ def test_a_budget_and_a_queue_bound_what_is_written(opened, monkeypatch):
     assert store.user.stats().result().num_ssd_skipped["budget"] == 1
 
 
-def test_whole_segments_are_collected_and_what_was_read_is_kept(opened):
+def test_whole_segments_are_collected_and_chunks_that_were_read_are_rewritten(opened):
     store = opened(capacity=6, segments=3)
     store.save([0, 1])
     for number in range(100, 106):
@@ -343,7 +341,7 @@ def test_whole_segments_are_collected_and_what_was_read_is_kept(opened):
     assert num_stored <= 3 * 8
 
 
-def test_what_was_verified_is_not_kept_for_that(opened):
+def test_verify_does_not_count_as_a_read(opened):
     """Else whoever verifies every night wears drives down twice as fast."""
     store = opened(capacity=6, segments=3)
     store.save(range(0, 60, 2))
@@ -398,7 +396,7 @@ def around_writes(monkeypatch, number, *, before=None, behind=None):
     monkeypatch.setattr(SsdDirectory, "write", wrapped)
 
 
-def test_what_is_dropped_while_it_is_written_is_not_found(opened, monkeypatch):
+def test_a_chunk_dropped_during_its_write_is_not_found(opened, monkeypatch):
     store = opened()
     around_writes(monkeypatch, 0, before=lambda: store.user.drop(keys([0])))
     store.put(0)
@@ -408,7 +406,7 @@ def test_what_is_dropped_while_it_is_written_is_not_found(opened, monkeypatch):
     assert ("stored", Tier.SSD, chunk(0).key) not in store.events
 
 
-def test_what_is_dropped_while_its_segment_is_collected_is_not_found(opened, monkeypatch):
+def test_a_chunk_dropped_during_collection_is_not_found(opened, monkeypatch):
     store = opened(capacity=6, segments=3)
     store.save([0, 1])
     for number in range(100, 106):
@@ -425,7 +423,7 @@ def test_what_is_dropped_while_its_segment_is_collected_is_not_found(opened, mon
     assert store.user.probe(keys([0])).result() == [Residence.ABSENT]
 
 
-def test_a_segment_is_not_collected_before_what_was_written_to_it_is_indexed(opened, monkeypatch):
+def test_a_segment_is_not_collected_before_its_writes_are_indexed(opened, monkeypatch):
     """Else the index says for ever that an SSD has what is overwritten, and each load fails."""
     recycled = []
 
@@ -487,7 +485,7 @@ def test_a_record_whose_write_ends_while_its_segment_is_collected_is_not_found(
     assert ("removed", Tier.SSD, chunk(0).key) in store.events
 
 
-def test_a_record_of_a_segment_that_was_collected_is_forgotten_by_who_wants_it(opened):
+def test_a_stale_index_entry_is_removed_when_it_is_read(opened):
     store = opened(capacity=2)
     store.save([0])
     [drive] = store.store._moves.tier._drives
@@ -563,7 +561,7 @@ def test_a_user_that_leaves_while_it_waits_keeps_no_pin(opened, monkeypatch):
     assert store.user.stats().result().num_pins == 0
 
 
-def test_a_record_that_can_not_be_made_hides_none_of_those_behind_it(opened, monkeypatch):
+def test_a_failed_record_does_not_hide_records_after_it(opened, monkeypatch):
     store = opened()
     store.save([0])
     real = ssd_tier.record_header
@@ -652,9 +650,7 @@ def test_a_drive_that_hangs_at_start_affects_only_that_drive(opened, tmp_path, m
     store.save([on_drive(500, 0)])
 
 
-def test_while_a_drive_is_scanned_what_was_found_is_read_and_nothing_is_written(
-    opened, tmp_path, monkeypatch
-):
+def test_during_a_scan_found_chunks_are_read_and_nothing_is_written(opened, tmp_path, monkeypatch):
     first = opened()
     first.save([0, 10, 20])
     first.close()
@@ -802,9 +798,7 @@ def test_a_drive_that_hangs_during_collection_releases_queued_writes(opened, mon
     over.set()
 
 
-def test_what_a_write_that_hung_was_made_of_is_not_found_if_memory_was_not_its_to_the_end(
-    opened, tmp_path, monkeypatch
-):
+def test_a_hung_write_whose_memory_was_reused_is_not_found(opened, tmp_path, monkeypatch):
     monkeypatch.setattr(tier_moves, "MAX_LEASE_S", 0.2)
     store = opened()
     hung = HungWrites(monkeypatch, tmp_path)

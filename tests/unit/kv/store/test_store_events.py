@@ -93,7 +93,7 @@ def config(path: Path, num_chunks: int = 8, **more) -> NodeStoreConfig:
     return NodeStoreConfig(num_chunks * CHUNK_BYTES, kv_events=events, **more)
 
 
-def test_the_index_holds_what_memory_holds(tmp_path: Path) -> None:
+def test_the_index_matches_memory(tmp_path: Path) -> None:
     store = NodeStore(config(tmp_path, num_chunks=4))
     reader = Reader(store)
     first, second = [1] * 192, [2] * 128
@@ -107,7 +107,7 @@ def test_the_index_holds_what_memory_holds(tmp_path: Path) -> None:
     store.close()
 
 
-def test_tenants_and_models_are_told_apart(tmp_path: Path) -> None:
+def test_events_distinguish_tenants_and_models(tmp_path: Path) -> None:
     store = NodeStore(config(tmp_path))
     reader, ids = Reader(store), [3] * 128
     put(store, chunks_of(ids, identity=KVIdentity("qwen", "float32", chunk_tokens=64)))
@@ -117,9 +117,7 @@ def test_tenants_and_models_are_told_apart(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_restarted_store_says_what_its_ssds_hold_a_little_at_a_time(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_restarted_store_publishes_its_ssd_chunks_in_batches(tmp_path: Path, monkeypatch) -> None:
     """All at once, the events of millions of chunks are gigabytes."""
     (tmp_path / "ssd").mkdir()
     directory = SsdDirectoryConfig(tmp_path / "ssd", 64 << 20, 16 << 20, min_free_bytes=0)
@@ -151,7 +149,7 @@ def test_a_restarted_store_says_what_its_ssds_hold_a_little_at_a_time(
     store.close()
 
 
-def test_a_restarted_store_says_what_its_ssds_hold(tmp_path: Path) -> None:
+def test_a_restarted_store_publishes_its_ssd_chunks(tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     directory = SsdDirectoryConfig(tmp_path / "ssd", 64 << 20, 16 << 20, min_free_bytes=0)
     wanted = config(tmp_path, ssd=SsdConfig((directory,)))
@@ -190,7 +188,7 @@ def test_one_event_tells_of_a_run_and_names_its_salt() -> None:
     assert removed == BlockRemoved([event_key(chunks[0].key)], "STORAGE")
 
 
-def test_a_publisher_that_has_died_costs_the_store_nothing(caplog) -> None:
+def test_a_dead_publisher_does_not_affect_the_store(caplog) -> None:
     def publish(events: list) -> None:
         raise KVConfigError("the thread is gone")
 
@@ -207,7 +205,7 @@ MEDIUMS = {Tier.DRAM: "CPU", Tier.SSD: "STORAGE"}
 
 
 @given(st.lists(st.tuples(st.sampled_from(Tier), st.integers(0, 5), st.booleans(), st.booleans())))
-def test_taken_events_say_what_a_store_holds_whenever_they_are_taken(steps: list) -> None:
+def test_taken_events_match_the_store_whenever_they_are_taken(steps: list) -> None:
     """Steps: in which tier, which chunk, whether it comes or goes, and whether events are taken."""
     chunks, buffer = chunks_of(list(range(64 * 6))), StoreEventBuffer()
     wanted: dict[Tier, set[int]] = {tier: set() for tier in Tier}
@@ -233,7 +231,7 @@ def test_taken_events_say_what_a_store_holds_whenever_they_are_taken(steps: list
     assert buffer.take(NAMESPACE) == []
 
 
-def test_what_a_store_still_has_is_told_again() -> None:
+def test_chunks_still_stored_are_published_again() -> None:
     chunks, buffer = chunks_of([9] * 256), StoreEventBuffer()
     buffer.stored(Tier.DRAM, chunks[:3])
     buffer.take(NAMESPACE)
@@ -248,7 +246,7 @@ def test_what_a_store_still_has_is_told_again() -> None:
     assert [type(event) for event in buffer.take(NAMESPACE)] == [BlockRemoved]
 
 
-def test_what_comes_and_goes_between_two_questions_leaves_no_event() -> None:
+def test_a_chunk_stored_and_removed_between_two_takes_causes_no_event() -> None:
     chunks, buffer = chunks_of([9] * 192), StoreEventBuffer()
     for _ in range(3):
         buffer.stored(Tier.DRAM, chunks)
@@ -256,7 +254,7 @@ def test_what_comes_and_goes_between_two_questions_leaves_no_event() -> None:
     assert buffer.take(NAMESPACE) == []
 
 
-def test_an_engine_says_nothing_about_another_models_chunks() -> None:
+def test_an_engine_does_not_publish_another_models_chunks() -> None:
     other = KVIdentity("qwen", "float32", chunk_tokens=64)
     buffer, theirs = StoreEventBuffer(), chunks_of([9] * 128, identity=other)
     buffer.stored(Tier.DRAM, theirs)

@@ -83,7 +83,7 @@ def test_every_line_is_one_that_prometheus_reads():
         b"\r\n\r\n",
     ],
 )
-def test_there_is_nothing_else(served, request_bytes):
+def test_other_paths_are_not_found(served, request_bytes):
     assert ask(served[1], request_bytes).startswith("HTTP/1.1 404 Not Found\r\n")
 
 
@@ -92,7 +92,7 @@ def test_a_head_that_never_ends_is_not_read(served):
         assert ask(served[1], b"x" * (4 * MAX_HEAD_BYTES)) == ""
 
 
-def test_connections_that_say_nothing_shut_nobody_out_for_long(served, monkeypatch):
+def test_silent_connections_block_others_only_until_their_timeout(served, monkeypatch):
     monkeypatch.setattr("mooncake_kv.store.store_metrics.REQUEST_TIMEOUT_S", 0.2)
     _, port = served
     silent = [

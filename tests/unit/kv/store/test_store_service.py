@@ -138,7 +138,7 @@ def test_a_look_through_the_ssds_that_fails_ends_itself_alone(served, client, mo
     assert client.probe([b"absent"]).result(WAIT_S) == [Residence.ABSENT]
 
 
-def test_what_is_there_is_listed_by_pages_and_dropped_by_tenant(served, client, monkeypatch):
+def test_chunks_are_listed_by_pages_and_dropped_by_tenant(served, client, monkeypatch):
     for module in ("store_service", "store_client"):
         monkeypatch.setattr(f"mooncake_kv.store.{module}.PAGE_CHUNKS", 2)
     put(client, 1, 2, 3)
@@ -150,20 +150,20 @@ def test_what_is_there_is_listed_by_pages_and_dropped_by_tenant(served, client, 
     assert client.drop_all().result(WAIT_S) == 3
 
 
-def test_a_page_fits_into_a_frame_whatever_its_chunks_are():
+def test_a_page_of_the_largest_chunks_fits_into_a_frame():
     names = {"key": bytes(64), "parent": bytes(64), "tenant": "t" * 512}
     largest = Chunk(position=1 << 40, nbytes=1 << 40, num_tokens=1 << 40, **names)
     page = encode_message(ChunkPage((largest,) * store_messages.PAGE_CHUNKS))
     assert len(page) < LIMITS.frame_bytes / 2
 
 
-def test_what_is_listed_has_no_contents(served, client):
+def test_listed_chunks_have_no_content(served, client):
     told = structs.replace(chunk(1), content=ChunkContent(b"n", bytes(64)))
     assert client.commit(client.reserve([told]).result(WAIT_S)).result(WAIT_S) == [True]
     assert client.list_chunks(Tier.DRAM) == [chunk(1)]
 
 
-def test_nobody_waits_for_one_who_drops_all(served, client, monkeypatch):
+def test_dropping_all_chunks_does_not_block_other_users(served, client, monkeypatch):
     may_end = threading.Event()
     monkeypatch.setattr(served.store, "drop", lambda keys: may_end.wait(WAIT_S) and len(keys))
     put(client, 1, 2)
@@ -213,7 +213,7 @@ def frozen(served):
         process.kill()
 
 
-def test_memory_of_a_frozen_writer_is_nobody_elses_until_its_process_has_ended(
+def test_memory_of_a_frozen_writer_is_not_reused_until_its_process_has_exited(
     served, frozen, caplog
 ):
     served.cut_off()
@@ -226,7 +226,7 @@ def test_memory_of_a_frozen_writer_is_nobody_elses_until_its_process_has_ended(
     served.await_stats(abandoned_bytes=0, free_bytes=8 * NBYTES)
 
 
-def test_a_frozen_writer_that_is_thawed_says_what_it_still_writes(served, frozen):
+def test_a_thawed_writer_names_its_writes_in_flight(served, frozen):
     served.cut_off()
     served.await_stats(abandoned_bytes=8 * NBYTES)
     frozen.send_signal(signal.SIGCONT)
@@ -293,7 +293,7 @@ def test_writers_that_can_not_be_seen_have_a_bound(served, client, monkeypatch, 
     assert bool(served.service._departed) == are_seen
 
 
-def test_writers_that_are_named_while_the_client_connects_are_told(served, monkeypatch):
+def test_writers_named_during_a_connect_reach_the_store(served, monkeypatch):
     writers, introduce = (structs.replace(this_process(), pid=1),), StoreClient._introduce
 
     async def introduce_and_name(client, session):
@@ -348,7 +348,7 @@ def test_without_the_secret_there_is_no_store(served, caplog):
     stranger.close()
 
 
-def test_a_store_that_comes_back_is_found_and_nothing_of_the_former_is_valid(caplog):
+def test_a_restarted_store_is_reconnected_and_old_handles_are_invalid(caplog):
     caplog.set_level(logging.CRITICAL)
     first = Served()
     client = StoreClient(first.address)
@@ -430,7 +430,7 @@ def test_a_host_that_can_not_be_named_is_no_store_and_its_client_ends(host):
     assert not client_threads()
 
 
-def test_a_client_that_fails_misses_what_waits_and_ends_when_it_is_closed(
+def test_a_failed_client_resolves_pending_calls_as_misses_and_can_be_closed(
     served, client, monkeypatch, caplog
 ):
     never_answered = Future()
@@ -451,7 +451,7 @@ async def defect():
     raise ZeroDivisionError
 
 
-def test_more_calls_than_a_session_takes_at_once_wait_for_their_turn(served, client, caplog):
+def test_calls_beyond_the_sessions_limit_wait_for_a_slot(served, client, caplog):
     """They once ended the session, and with it every read and write under way."""
     put(client, 1)
     read = client.pin([chunk(1).key]).result(WAIT_S)
@@ -464,7 +464,9 @@ def test_more_calls_than_a_session_takes_at_once_wait_for_their_turn(served, cli
     assert not caplog.messages
 
 
-def test_a_store_that_replies_to_none_of_many_calls_is_left(served, client, monkeypatch, caplog):
+def test_a_store_that_replies_to_none_of_many_calls_is_disconnected(
+    served, client, monkeypatch, caplog
+):
     monkeypatch.setattr(store_client, "REQUEST_TIMEOUT_S", 0.2)
     frozen = threading.Event()
     monkeypatch.setattr(served.store, "touch", lambda keys: frozen.wait(WAIT_S))
@@ -476,7 +478,7 @@ def test_a_store_that_replies_to_none_of_many_calls_is_left(served, client, monk
     frozen.set()
 
 
-def test_calls_that_wait_too_long_for_their_turn_are_misses_and_end_nothing(
+def test_calls_that_get_no_slot_in_time_are_misses_and_keep_the_session(
     served, client, monkeypatch, caplog
 ):
     """The store replies to all in time; what is read and written at the time goes on, and ends."""
@@ -503,7 +505,7 @@ def test_calls_that_wait_too_long_for_their_turn_are_misses_and_end_nothing(
     assert not caplog.messages
 
 
-def test_a_message_that_is_too_long_is_a_miss_of_its_own(served, client, caplog):
+def test_a_message_that_is_too_long_is_a_miss_and_keeps_the_session(served, client, caplog):
     put(client, 1)
     read = client.pin([chunk(1).key]).result(WAIT_S)
     assert client.drop([bytes(LIMITS.frame_bytes)]).result(WAIT_S) == 0
@@ -511,7 +513,7 @@ def test_a_message_that_is_too_long_is_a_miss_of_its_own(served, client, caplog)
     assert not caplog.messages
 
 
-def test_a_drive_that_hangs_in_writes_holds_up_nobody(tmp_path, monkeypatch):
+def test_a_drive_with_hung_writes_does_not_block_users(tmp_path, monkeypatch):
     """Not even one that hangs as a segment is begun: a pin of what it has, and all that comes
     behind that on the service's only loop, once waited for its end."""
     drive = SsdDirectoryConfig(tmp_path, 12 * NBYTES, 4 * NBYTES, min_free_bytes=0)
