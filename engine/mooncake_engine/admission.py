@@ -25,7 +25,7 @@ def check_request(request: EngineRequest, info: EngineInfo, mode: TransferMode) 
     _check_named_tokens(request.sampling, info)
     if request.data_parallel_rank is not None and request.data_parallel_rank >= info.dp_size:
         raise InvalidRequest(
-            f"data-parallel rank {request.data_parallel_rank} was asked for, this instance has "
+            f"data-parallel rank {request.data_parallel_rank} was requested, but this instance has "
             f"{info.dp_size} (--dp-size), counted from 0",
             param="X-data-parallel-rank",
         )
@@ -33,15 +33,15 @@ def check_request(request: EngineRequest, info: EngineInfo, mode: TransferMode) 
     _check_mode(params.mode, mode)
     if params.keeps_kv and not info.lends_kv:
         raise InvalidRequest(
-            "a prefill for a peer was asked for, but this decode instance keeps KV in a form that "
-            "only its own device reads; ask a prefill instance, or start this one with the KV "
-            "layout's name instead of 'auto'",
+            "a prefill for a peer was requested, but this decode instance keeps KV in a layout "
+            "that only its own device can read; send the request to a prefill instance, or start "
+            "this one with the name of a KV layout instead of 'auto' (--kv-layout)",
             param="kv_transfer_params",
         )
     if request.sampling.prompt_logprobs is not None and params.mode is not TransferMode.NONE:
         raise InvalidRequest(
-            "log probabilities of the prompt are computed with the prompt: one instance has to "
-            "serve the whole request; leave kv_transfer_params out",
+            "prompt log probabilities require that one instance serves the whole request, because "
+            "they are computed with the prompt; leave kv_transfer_params out",
             param="prompt_logprobs",
         )
     if params.first_token and not 0 <= params.first_token.token_id < info.vocab_size:
@@ -71,12 +71,12 @@ def _check_mode(wanted: TransferMode, mode: TransferMode) -> None:
         return
     if mode is TransferMode.NONE:
         raise InvalidRequest(
-            "this instance works alone: it has no KV connector; start it with a role of "
-            "'prefill' or 'decode', or leave kv_transfer_params out",
+            "this instance has no KV connector; start it with role 'prefill' or 'decode' (--role), "
+            "or leave kv_transfer_params out",
             param="kv_transfer_params",
         )
     raise InvalidRequest(
-        f"kv_transfer_params ask for a {wanted.value}, this instance's KV connector is made to "
+        f"kv_transfer_params request a {wanted.value}, but this instance's KV connector does a "
         f"{mode.value}; run the same connector on all instances, and the proxy with its flow",
         param="kv_transfer_params",
     )

@@ -474,7 +474,7 @@ def _make_scheduler(
     )
     if config.async_scheduling and not config.uses_async_scheduling:
         logger.warning(
-            "async scheduling is off: it does not go together with %s",
+            "async scheduling is off: it is not supported with %s",
             f"{config.pp_size} pipeline stages"
             if config.pp_size > 1
             else "speculative decoding over data-parallel ranks that share experts",
@@ -501,9 +501,9 @@ def _log_pool(config: EngineConfig, info: ExecutorInfo) -> None:
     logger.info("swap space: %d blocks of host memory per rank", info.num_host_blocks)
     if config.max_model_len is None and info.max_model_len < info.model.max_positions:
         logger.warning(
-            "the KV pool limits prompt and answer together to %d tokens, the model takes %d: "
-            "give it more (--kv-cache-bytes, --num-kv-blocks, --memory-utilization), or say with "
-            "--max-model-len that this is enough",
+            "the KV pool limits prompt and output together to %d tokens, but the model supports "
+            "%d: enlarge the pool (--kv-cache-bytes, --num-kv-blocks, --memory-utilization), or "
+            "set --max-model-len if this is enough",
             info.max_model_len,
             info.model.max_positions,
         )
@@ -565,9 +565,9 @@ def _check_port_range(
     found = count_free(port_range, kv.host, wanted)
     if found < wanted:
         raise PortTaken(
-            f"{wanted} ports of --kv-port-range {port_range} are wanted on {kv.host}, {found} "
-            f"are free: each of {num_ranks} ranks takes {ports_per_rank} for its transports, the "
-            f"side channel {num_channels}; widen the range"
+            f"{wanted} ports of --kv-port-range {port_range} are needed on {kv.host}, but only "
+            f"{found} are free: each of {num_ranks} ranks needs {ports_per_rank} for its "
+            f"transports, the side channel {num_channels}; widen the range"
         )
 
 
@@ -579,6 +579,6 @@ def _check_speculation(config: EngineConfig) -> None:
     draft = config.speculation.model
     if draft is not None and not same_tokens(config.model, draft):
         raise ConfigError(
-            f"the tokens of the draft model in {draft} are not those of the model in "
+            f"the draft model in {draft} has another vocabulary than the model in "
             f"{config.model}: use a draft model of the same family"
         )

@@ -81,7 +81,7 @@ class AsyncEngine:
         self._core = core
         self._info = info
         self._streams: dict[str, _Stream] = {}
-        self._asked: set[Future[bool]] = set()
+        self._pending_replies: set[Future[bool]] = set()
         self._lock = threading.Lock()
         self._failure: EngineDead | None = None
         self._is_stopping = False
@@ -237,17 +237,17 @@ class AsyncEngine:
 
     async def _ask(self, command: Callable[[Callable[[bool], None]], Command]) -> bool:
         """Post a command and wait for its reply."""
-        answer: Future[bool] = Future()
-        answer.set_running_or_notify_cancel()  # the core also replies to callers that have left
+        reply: Future[bool] = Future()
+        reply.set_running_or_notify_cancel()  # the core also replies to callers that have left
         with self._lock:
-            self._asked.add(answer)
+            self._pending_replies.add(reply)
         try:
             self.check_health()
-            self._core.post(command(answer.set_result))
-            return await asyncio.wrap_future(answer)
+            self._core.post(command(reply.set_result))
+            return await asyncio.wrap_future(reply)
         finally:
             with self._lock:
-                self._asked.discard(answer)
+                self._pending_replies.discard(reply)
 
     def check_room(self, num_requests: int) -> None:
         """Check that the engine can take ``num_requests`` more requests. Any thread.
@@ -262,9 +262,9 @@ class AsyncEngine:
         limit = self._limit
         if num_requests > limit:
             raise InvalidRequest(
-                f"{num_requests} answers at once, of all prompts together, are more than the "
-                f"{limit} that may run and wait here (--max-num-seqs, --max-queued-requests): "
-                "ask for fewer"
+                f"{num_requests} choices were requested at once, for all prompts together, but at "
+                f"most {limit} may run and wait here (--max-num-seqs, --max-queued-requests): "
+                "request fewer"
             )
         self._check_sum(self._counts.num_in_engine, num_requests)
 
@@ -274,7 +274,7 @@ class AsyncEngine:
 
     def _check_sum(self, num_live: int, num_requests: int) -> None:
         if num_live + num_requests > self._limit:
-            raise Overloaded(f"{num_live} requests run or wait already; try again later")
+            raise Overloaded(f"{num_live} requests are running or waiting already; try again later")
 
     def _count(self) -> None:
         """Publish the number of live requests to the other workers. The caller holds the lock."""
@@ -339,9 +339,9 @@ class AsyncEngine:
         with self._lock:
             self._failure = self._failure or failure
             streams = list(self._streams.values())
-            asked = [answer for answer in self._asked if not answer.done()]
-        for answer in asked:
-            answer.set_exception(EngineDead(str(failure)))
+            pending = [reply for reply in self._pending_replies if not reply.done()]
+        for reply in pending:
+            reply.set_exception(EngineDead(str(failure)))
         for stream in streams:
             _call(stream.loop, [(stream.on_update, failure)])
 

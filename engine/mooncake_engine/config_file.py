@@ -89,7 +89,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"can't read --config {path}: {exc}") from exc
     # The decoders silently keep the last of several equal keys.
     for name in _repeated_in_json(text) if is_json else _repeated_in_yaml(text):
-        raise ConfigError(f"--config {path}: {name!r} is there more than once; keep one of them")
+        raise ConfigError(f"--config {path}: {name!r} is given more than once; keep one of them")
     return values
 
 
@@ -125,7 +125,7 @@ def _words_of(
     for name, value in values.items():
         option = options.get(name.replace("-", "_"))
         if option is None:
-            raise ConfigError(f"--config {path}: {name!r} is no option of this command")
+            raise ConfigError(f"--config {path}: {name!r} is not an option of this command")
         if (other := given.setdefault(option.flag, name)) != name:
             raise ConfigError(f"--config {path}: {other!r} and {name!r} are the same option")
         yield from _words(option, value, path)
@@ -142,7 +142,7 @@ def _words(option: Option, value: Any, path: Path) -> Iterator[str]:
         raise ConfigError(f"--config {path}: {name} can't be {value!r}")
     if option.is_switch:
         if not isinstance(value, bool):
-            raise ConfigError(f"--config {path}: {name} is true or false, got {value!r}")
+            raise ConfigError(f"--config {path}: {name} must be true or false, got {value!r}")
         yield from option.words(value)
     else:
         yield from option.words(values)

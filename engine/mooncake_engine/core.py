@@ -148,7 +148,7 @@ class EngineCore:
         return dead
 
     def _step(self) -> list[TokenUpdate]:
-        self._take_in()
+        self._handle_commands()
         plan = self.plan()
         return self.conclude(plan, is_launched=self.launch(plan))
 
@@ -265,17 +265,17 @@ class EngineCore:
         if (events := self._scheduler.blocks.events) is not None:
             events.close()
 
-    def _take_in(self) -> None:
+    def _handle_commands(self) -> None:
         """Handle all posted commands; wait for the first one if there is nothing to run."""
         try:
-            self.act(self._inbox.get(timeout=self.patience_s))
+            self.act(self._inbox.get(timeout=self.wait_timeout_s))
             while True:
                 self.act(self._inbox.get_nowait())
         except Empty:
             return
 
     @property
-    def patience_s(self) -> float:
+    def wait_timeout_s(self) -> float:
         """Seconds to wait for a command before the next step."""
         if self._in_flight:
             return 0.0

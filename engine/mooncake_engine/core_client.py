@@ -58,12 +58,12 @@ from mooncake_hal.command_line import LogSettings, describe_exit, import_path
 from mooncake_kv.connector import CompatibilityReport, Topology
 from mooncake_kv.kv_events import KVEventEndpoints
 
-_PATIENCE_S = 0.1
+_POLL_S = 0.1
 """Seconds that a step waits for updates."""
-_WATCHED_TIMES = 1.25
+_TIMEOUT_FACTOR = 1.25
 """Timeout of steps here, as a multiple of the core's own. The core's watchdog comes first, because
 it knows more about what hangs."""
-_END_TIMEOUT_S = 8.0
+_EXIT_TIMEOUT_S = 8.0
 """Seconds that the core's process has to exit before it is killed."""
 _DUMP_S = 2.0
 """Seconds that a hung core's process has to dump its stacks before it is killed."""
@@ -89,7 +89,7 @@ def watch_from(config: EngineConfig, state: int) -> StepWatch:
         config: the instance's config.
         state: file descriptor of the shared memory with the state.
     """
-    timeout_s = config.step_timeout_s * _WATCHED_TIMES
+    timeout_s = config.step_timeout_s * _TIMEOUT_FACTOR
     return StepWatch(timeout_s, mmap.mmap(state, STATE_BYTES))
 
 
@@ -99,18 +99,18 @@ class CoreConnection:
     Args:
         connection: connection to the core's process.
         watch: watchdog state of the core's steps.
-        why_gone: returns the reason once the connection has ended; may block to find it out.
+        end_reason: returns the reason once the connection has ended; may block to find it out.
     """
 
     figures_lag = True
 
     def __init__(
-        self, connection: Connection, watch: StepWatch, why_gone: Callable[[], EngineDead]
+        self, connection: Connection, watch: StepWatch, end_reason: Callable[[], EngineDead]
     ) -> None:
         self.watch = watch
         self.compiles_grammars = False
         self._connection = connection
-        self._why_gone = why_gone
+        self._end_reason = end_reason
         self._readable = select.poll()  # Connection.poll creates a selector per call
         self._readable.register(connection.fileno(), select.POLLIN)
         self._lock = threading.Lock()
@@ -124,12 +124,12 @@ class CoreConnection:
         self._report = started.report
 
     def step(self) -> list[TokenUpdate]:
-        """Returns the next updates; [] if none arrive within ``_PATIENCE_S``.
+        """Returns the next updates; [] if none arrive within ``_POLL_S``.
 
         Raises:
             EngineDead: the core died.
         """
-        if not self._readable.poll(_PATIENCE_S * 1e3):
+        if not self._readable.poll(_POLL_S * 1e3):
             return []
         message = self._receive()
         if isinstance(message, list):
@@ -185,7 +185,7 @@ class CoreConnection:
         try:
             encoded = self._connection.recv_bytes()
         except (EOFError, OSError):
-            raise self._why_gone() from None
+            raise self._end_reason() from None
         if encoded[0] == UPDATES:
             return decode_updates(memoryview(encoded)[1:])
         message: Message = pickle.loads(memoryview(encoded)[1:])
@@ -248,7 +248,7 @@ class CoreClient(CoreConnection):
         while True:
             if meanwhile is not None:
                 meanwhile()
-            if not self._readable.poll(_PATIENCE_S * 1e3):
+            if not self._readable.poll(_POLL_S * 1e3):
                 continue
             message = self._receive()
             if isinstance(message, Started):
@@ -262,35 +262,35 @@ class CoreClient(CoreConnection):
         either, for example because a thread holds the GIL. Any thread."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGABRT)
-            self._await_end(_DUMP_S)
+            self._await_exit(_DUMP_S)
         return super().abandon_step()
 
     def close(self) -> None:
         """Stop the core's process and wait for it to exit. Idempotent."""
         if self._process.poll() is None:
             self._send(Stop())
-            deadline = time.monotonic() + _END_TIMEOUT_S
+            deadline = time.monotonic() + _EXIT_TIMEOUT_S
             while self._process.poll() is None and time.monotonic() < deadline:
-                self._discard()
-        self._await_end(0.0)
+                self._drop_message()
+        self._await_exit(0.0)
         if self.state >= 0:
             os.close(self.state)
             self.state = -1
 
     def _describe_end(self) -> EngineDead:
-        self._await_end(_END_TIMEOUT_S)
+        self._await_exit(_EXIT_TIMEOUT_S)
         end = describe_exit(self._process.returncode)
         return EngineDead(f"the core's process {end}; its log says why")
 
-    def _discard(self) -> None:
+    def _drop_message(self) -> None:
         """Read and drop a message while the core shuts down, so that its sends don't block."""
         try:
-            if self._connection.poll(_PATIENCE_S):
+            if self._connection.poll(_POLL_S):
                 self._connection.recv_bytes()
         except (EOFError, OSError):
-            self._await_end(_PATIENCE_S)
+            self._await_exit(_POLL_S)
 
-    def _await_end(self, timeout_s: float) -> None:
+    def _await_exit(self, timeout_s: float) -> None:
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 PARENT_GONE = 3
 """Exit status of a core whose parent died."""
 
-REPORT_PAUSE_S = 0.1
+REPORT_INTERVAL_S = 0.1
 """Seconds between two reports of figures."""
 MAX_UNSENT_BYTES = 64 << 20
 """Maximum bytes of updates queued for one front end that does not read them, behind the message
@@ -65,8 +65,10 @@ that is being sent: a million tokens of 60 bytes each. A single message may be l
 log probabilities of prompts. The last updates of requests come on top: at most one per request that
 may run or wait."""
 BEHIND = (
-    "the API process of this request reads tokens slower than they are made, and is too far behind"
+    "the API process of this request reads tokens more slowly than the engine generates them, and "
+    "has fallen too far behind"
 )
+"""Error of requests whose updates were dropped."""
 
 
 class FrontEnd:
@@ -88,7 +90,7 @@ class FrontEnd:
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))
         self._lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()  # messages; the first may be sent in part
-        self._num_waiting_bytes = 0  # of the messages behind the first
+        self._num_queued_bytes = 0  # of the messages behind the first
         self._is_gone = False
 
     def tell(self, message: Message) -> None:
@@ -102,17 +104,17 @@ class FrontEnd:
             if self._is_gone:
                 return
             if not self._unsent:
-                num_sent = self._try(frame)
+                num_sent = self._send_now(frame)
                 if num_sent < len(frame):
                     self._unsent.append(memoryview(frame)[num_sent:])
                     threading.Thread(target=self._flush, name="unsent", daemon=True).start()
                 return
             self._unsent.append(memoryview(frame))
-            self._num_waiting_bytes += len(frame)
+            self._num_queued_bytes += len(frame)
 
-    def has_room(self, num_bytes: int) -> bool:
+    def can_queue(self, num_bytes: int) -> bool:
         """Whether ``num_bytes`` more may be queued. If nothing is queued, any size may."""
-        waiting = self._num_waiting_bytes
+        waiting = self._num_queued_bytes
         return not waiting or waiting + num_bytes <= MAX_UNSENT_BYTES
 
     def report(self, report: Report) -> None:
@@ -121,7 +123,7 @@ class FrontEnd:
             self.reported = report
             self.tell(report)
 
-    def _try(self, data: bytes | memoryview) -> int:
+    def _send_now(self, data: bytes | memoryview) -> int:
         """Send what the socket accepts without blocking; returns the number of bytes."""
         try:
             return self._socket.send(data, socket.MSG_DONTWAIT)
@@ -139,13 +141,13 @@ class FrontEnd:
             writable.poll()
             with self._lock:
                 first = self._unsent[0]
-                first = self._unsent[0] = first[self._try(first) :]
+                first = self._unsent[0] = first[self._send_now(first) :]
                 if first:
                     continue
                 self._unsent.popleft()
                 if not self._unsent:
                     return
-                self._num_waiting_bytes -= len(self._unsent[0])
+                self._num_queued_bytes -= len(self._unsent[0])
 
 
 class CoreProcess:
@@ -164,7 +166,7 @@ class CoreProcess:
         self._core: Core | None = None
         self._stopping = threading.Event()
         self._served_by: dict[str, FrontEnd] = {}
-        self._given_up: set[str] = set()  # ended because of ``BEHIND``; last update pending
+        self._dropped: set[str] = set()  # ended because of ``BEHIND``; last update pending
 
     def run(self, start: Start, ranks: Sequence[Rank] = ()) -> None:
         """Load the model and run steps until the parent sends ``Stop``.
@@ -176,8 +178,8 @@ class CoreProcess:
         Raises:
             EngineError: the model can't be loaded, or the engine died.
         """
-        orders = threading.Thread(target=self._take_orders, name="orders", daemon=True)
-        orders.start()
+        parent = threading.Thread(target=self._handle_parent, name="parent", daemon=True)
+        parent.start()
         watch = StepWatch(start.config.step_timeout_s, self._state)
         engine = build_engine(start.config, self._parent.tell, watch, ranks)
         core = self._core = engine.core
@@ -210,35 +212,35 @@ class CoreProcess:
     def _publish(self, core: Core, updates: list[TokenUpdate]) -> None:
         """Send a step's updates to the front ends that serve the requests."""
         batches = {self._parent: updates} if len(self._fronts) == 1 else self._by_front(updates)
-        names = [update.request_id for update in updates if update.finish is not None]
-        ended = {self._served_by.pop(name) for name in names}
+        finished = [update.request_id for update in updates if update.finish is not None]
+        ended = {self._served_by.pop(name) for name in finished}
         if ended:  # figures include a finished request before its client sees the end
             report = _report_of(core)
             for front in ended:
                 front.report(report)
         for front, batch in batches.items():
             encoded = encode_updates(batch)
-            if not self._given_up and front.has_room(len(encoded)):
+            if not self._dropped and front.can_queue(len(encoded)):
                 front.send(UPDATES, encoded)
             else:
-                self._publish_behind(core, front, batch)
+                self._publish_lagging(core, front, batch)
 
-    def _publish_behind(self, core: Core, front: FrontEnd, updates: list[TokenUpdate]) -> None:
+    def _publish_lagging(self, core: Core, front: FrontEnd, updates: list[TokenUpdate]) -> None:
         """Send updates to a front end that is too far behind, or while some are. Requests whose
         updates are dropped end, and their last update says why; other requests continue."""
-        rest = [update for update in updates if update.request_id not in self._given_up]
-        if rest and not front.has_room(len(encode_updates(rest))):
+        rest = [update for update in updates if update.request_id not in self._dropped]
+        if rest and not front.can_queue(len(encode_updates(rest))):
             logger.warning(
-                "%s is more than %d MiB of tokens behind: %d of its requests end",
+                "%s is more than %d MiB of tokens behind: ending %d of its requests",
                 *(front.name, MAX_UNSENT_BYTES >> 20, len(rest)),
             )
             for update in rest:
-                self._given_up.add(update.request_id)
+                self._dropped.add(update.request_id)
                 core.post(AbortRequest(update.request_id))  # or its lease, if it has just finished
             rest = []
         ended = {update.request_id for update in updates if update.finish is not None}
-        ended &= self._given_up
-        self._given_up -= ended
+        ended &= self._dropped
+        self._dropped -= ended
         rest += [TokenUpdate(name, finish=FinishReason.ERROR, error=BEHIND) for name in ended]
         if rest:
             front.send(UPDATES, encode_updates(rest))
@@ -249,19 +251,19 @@ class CoreProcess:
             batches[self._served_by[update.request_id]].append(update)
         return batches
 
-    def _take_orders(self) -> None:
+    def _handle_parent(self) -> None:
         """Thread main: handle the parent's messages until it is gone."""
         try:
             while True:
-                order = pickle.loads(self._parent.connection.recv_bytes())
+                message = pickle.loads(self._parent.connection.recv_bytes())
                 core = self._core
                 if core is None:
                     os._exit(0)  # must be Stop: the parent sends nothing else during loading
-                if isinstance(order, Stop):
+                if isinstance(message, Stop):
                     self._stopping.set()
                     core.post(Wake())
                 else:
-                    self._act(core, self._parent, order)
+                    self._act(core, self._parent, message)
         except (EOFError, OSError):
             os._exit(PARENT_GONE)
 
@@ -273,16 +275,16 @@ class CoreProcess:
         except (EOFError, OSError):
             logger.debug("%s has closed its connection", worker.name)
 
-    def _act(self, core: Core, front: FrontEnd, order: Ask | Command) -> None:
-        if isinstance(order, Ask) and isinstance(order.command, ReadFigures):
+    def _act(self, core: Core, front: FrontEnd, message: Ask | Command) -> None:
+        if isinstance(message, Ask) and isinstance(message.command, ReadFigures):
             front.report(_report_of(core))
-            front.tell(Reply(order.number, True))
-        elif isinstance(order, Ask):
-            core.post(replace(order.command, reply=partial(self._reply, front, order.number)))
+            front.tell(Reply(message.number, True))
+        elif isinstance(message, Ask):
+            core.post(replace(message.command, reply=partial(self._reply, front, message.number)))
         else:
-            if isinstance(order, AddRequest):
-                self._served_by[order.request.request_id] = front
-            core.post(order)
+            if isinstance(message, AddRequest):
+                self._served_by[message.request.request_id] = front
+            core.post(message)
 
     @staticmethod
     def _reply(front: FrontEnd, number: int, value: bool) -> None:
@@ -290,7 +292,7 @@ class CoreProcess:
 
     def _report(self, core: Core) -> None:
         """Thread main: report changed figures to all front ends."""
-        while not self._stopping.wait(REPORT_PAUSE_S):
+        while not self._stopping.wait(REPORT_INTERVAL_S):
             report = _report_of(core)
             for front in self._fronts:
                 front.report(report)

@@ -150,7 +150,7 @@ class DataParallelCore:
     def _run_round(self, dispatch_min_tokens: int) -> list[TokenUpdate]:
         self.watch.begin()
         try:
-            self._take_in()
+            self._handle_commands()
             plans = [core.plan() for core in self._cores]
             expert_round = ExpertRound.of(plans, dispatch_min_tokens)
             steps = [
@@ -165,9 +165,9 @@ class DataParallelCore:
         finally:
             self.watch.end()
 
-    def _take_in(self) -> None:
+    def _handle_commands(self) -> None:
         """Handle all posted commands; wait for the first one if there is nothing to run."""
-        wait([self._inbox.fileno()], min(core.patience_s for core in self._cores))
+        wait([self._inbox.fileno()], min(core.wait_timeout_s for core in self._cores))
         for posted in self._inbox.take():
             self._act(posted)
 

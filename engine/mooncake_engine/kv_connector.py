@@ -103,7 +103,7 @@ class SchedulerConnector:
 
     def __init__(self, config: EngineConfig, dp_rank: int = 0) -> None:
         kv_transfer = config.kv_transfer
-        assert kv_transfer is not None, "an instance that works alone has no connector"
+        assert kv_transfer is not None, "without kv_transfer there is no connector"
         if kv_transfer.port:
             kv_transfer = replace(kv_transfer, port=kv_transfer.port + dp_rank)
         entry = find_connector(kv_transfer.connector)

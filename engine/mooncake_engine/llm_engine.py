@@ -121,7 +121,7 @@ class LLMEngine:
             InvalidRequest: the request is invalid; it was not added.
         """
         if request_id in self._live:
-            raise InvalidRequest(f"a request {request_id!r} runs already", param="request_id")
+            raise InvalidRequest(f"a request {request_id!r} is already running", param="request_id")
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(ids, self._info, param="prompt")
         sampling = sampling_params or SamplingParams()

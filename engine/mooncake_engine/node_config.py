@@ -96,13 +96,14 @@ class NodeConfig:
         if num_ranks % self.nnodes:
             raise ConfigError(
                 f"--nnodes {self.nnodes} was asked for with {num_ranks} ranks (--dp-size times "
-                "--tp-size times --pp-size): each node runs as many; use a divisor of their number"
+                "--tp-size times --pp-size): each node runs the same number of ranks; use a "
+                "divisor of their number"
             )
         for name, is_set in others.items():
             if is_set:
                 raise ConfigError(
-                    f"--nnodes {self.nnodes} was asked for with {name}, which does not go together "
-                    "with it: leave one of them out"
+                    f"--nnodes {self.nnodes} was asked for with {name}, which does not support "
+                    "several nodes: leave one of them out"
                 )
 
     def ranks_of(self, node: int, num_ranks: int) -> range:

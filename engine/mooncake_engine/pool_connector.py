@@ -40,8 +40,8 @@ def check_pool(config: KVPoolConfig, block_size: int) -> None:
     """
     if config.chunk_tokens % block_size:
         raise ConfigError(
-            f"--kv-pool: a chunk has {config.chunk_tokens} tokens, which are no whole blocks of "
-            f"{block_size}: use chunk=N with a multiple of the block size, the same for all "
+            f"--kv-pool: a chunk has {config.chunk_tokens} tokens, which is no multiple of the "
+            f"block size, {block_size}: use chunk=N with a multiple of it, the same for all "
             "instances that share KV"
         )
 

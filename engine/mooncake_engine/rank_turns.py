@@ -89,7 +89,7 @@ class RankTurns(Generic[T]):
         self._inbox = inbox
         self._act = act
         self._watch = watch
-        self._under_way: deque[_Turn] = deque()  # in order of their start
+        self._in_flight: deque[_Turn] = deque()  # in order of their start
 
     def run(self) -> list[TokenUpdate]:
         """Handle the posted commands, launch a step on each rank that awaits none, and wait until a
@@ -98,47 +98,47 @@ class RankTurns(Generic[T]):
         Raises:
             EngineDead: a rank or a background task died.
         """
-        if not self._under_way:
+        if not self._in_flight:
             self._watch.begin()
         try:
             for item in self._inbox.take():
                 self._act(item)
-            updates = [update for core in self._at_rest() for update in self._launch(core)]
-            for turn in self._await_steps(0.0 if updates else self._patience_s()):
+            updates = [update for core in self._idle_cores() for update in self._launch(core)]
+            for turn in self._await_steps(0.0 if updates else self._wait_timeout_s()):
                 updates += self._conclude(turn)
             return updates
         finally:
-            if not self._under_way:
+            if not self._in_flight:
                 self._watch.end()
 
-    def _at_rest(self) -> list[EngineCore]:
+    def _idle_cores(self) -> list[EngineCore]:
         """Returns the cores that don't await a step."""
-        waiting = [turn.core for turn in self._under_way]
+        waiting = [turn.core for turn in self._in_flight]
         return [core for core in self._cores if core not in waiting]
 
     def _launch(self, core: EngineCore) -> list[TokenUpdate]:
         plan = core.plan()
         is_launched = core.launch(plan)
         if core.must_wait(is_launched=is_launched) and core.answers:
-            self._under_way.append(_Turn(core, plan, is_launched))
+            self._in_flight.append(_Turn(core, plan, is_launched))
             return []
         return core.conclude(plan, is_launched=is_launched)
 
     def _conclude(self, turn: _Turn) -> list[TokenUpdate]:
         updates = turn.core.conclude(turn.plan, is_launched=turn.is_launched)
-        was_watched = turn is self._under_way[0]
-        self._under_way.remove(turn)
-        if was_watched and self._under_way:
+        was_watched = turn is self._in_flight[0]
+        self._in_flight.remove(turn)
+        if was_watched and self._in_flight:
             self._watch.begin()
         return updates
 
-    def _await_steps(self, patience_s: float) -> list[_Turn]:
+    def _await_steps(self, wait_timeout_s: float) -> list[_Turn]:
         """Returns the turns whose step has completed on at least one rank; the other ranks of the
         same step report at about the same time."""
-        turns = {answer: turn for turn in self._under_way for answer in turn.core.answers}
-        readable = wait([self._inbox.fileno(), *turns], patience_s)
+        turns = {answer: turn for turn in self._in_flight for answer in turn.core.answers}
+        readable = wait([self._inbox.fileno(), *turns], wait_timeout_s)
         over = [turn for answer, turn in turns.items() if answer in readable]
-        return [turn for turn in self._under_way if turn in over]
+        return [turn for turn in self._in_flight if turn in over]
 
-    def _patience_s(self) -> float:
-        return min((core.patience_s for core in self._at_rest()), default=IDLE_WAIT_S)
+    def _wait_timeout_s(self) -> float:
+        return min((core.wait_timeout_s for core in self._idle_cores()), default=IDLE_WAIT_S)

@@ -67,8 +67,8 @@ def read_sampling_defaults(config: EngineConfig) -> SamplingDefaults:
         if is_models:
             return NO_DEFAULTS
         raise CheckpointError(
-            f"--generation-config is auto, none, or a directory with {FILE_NAME}: found none in "
-            f"{directory}"
+            f"--generation-config must be auto, none, or a directory with {FILE_NAME}; there is "
+            f"none in {directory}"
         )
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -110,11 +110,11 @@ class SamplingParams:
         if self.seed is not None:
             _check_range("seed", self.seed, -(2**63), 2**64 - 1)
         if any(not text for text in self.stop):
-            raise InvalidRequest("stop holds an empty string; leave it out", param="stop")
+            raise InvalidRequest("stop contains an empty string; leave it out", param="stop")
         if self.grammar is not None and (self.min_tokens or self.ignore_eos):
             raise InvalidRequest(
-                "a structured answer ends when it is complete: min_tokens and ignore_eos can't be "
-                "kept beside it",
+                "a structured output ends when its grammar is complete: it can't be combined with "
+                "min_tokens or ignore_eos",
                 param="min_tokens" if self.min_tokens else "ignore_eos",
             )
 

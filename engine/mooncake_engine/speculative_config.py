@@ -85,7 +85,7 @@ class SpeculativeConfig:
         if self.method == SpeculativeMethod.NGRAM:
             if self.model is not None:
                 raise ConfigError(
-                    f"speculative method 'ngram' runs no draft model, but {self.model} was named "
+                    f"speculative method 'ngram' uses no draft model, but {self.model} was given "
                     "as one; leave it out, or use method 'draft'"
                 )
             low, high = self.prompt_lookup
@@ -95,13 +95,13 @@ class SpeculativeConfig:
                 )
         elif self.model is None:
             raise ConfigError(
-                "speculative method 'draft' runs a draft model: name its directory as the "
-                "speculative model, or use 'ngram', which needs none"
+                "speculative method 'draft' needs a draft model: set the speculative model to its "
+                "directory, or use 'ngram', which needs none"
             )
         elif self.prompt_lookup_min is not None or self.prompt_lookup_max is not None:
             raise ConfigError(
-                "prompt_lookup_min and prompt_lookup_max are for speculative method 'ngram', "
-                "'draft' was asked for; leave them out"
+                "prompt_lookup_min and prompt_lookup_max are for speculative method 'ngram', but "
+                "'draft' was requested; leave them out"
             )
 
     @property

@@ -20,9 +20,9 @@ STALLED_SHARE = 0.5
 """Fraction of the step timeout after which the instance accepts no requests and stops renewing
 leases and reservations of its peers."""
 
-LOOKS_PER_TIMEOUT = 20
+CHECKS_PER_TIMEOUT = 20
 """Number of checks within the timeout."""
-LONGEST_PAUSE_S = 1.0
+MAX_PAUSE_S = 1.0
 """Maximum time between two checks, in seconds."""
 
 
@@ -46,9 +46,9 @@ class StepWatch:
         # the number of steps begun so far, and whether one is running
         self._state = memoryview(bytearray(STATE_BYTES) if state is None else state).cast("Q")
         self.timeout_s = timeout_s
-        self.pause_s = min(timeout_s / LOOKS_PER_TIMEOUT, LONGEST_PAUSE_S)
+        self.pause_s = min(timeout_s / CHECKS_PER_TIMEOUT, MAX_PAUSE_S)
         self._seen = 0
-        self._last_look = 0.0
+        self._last_check = 0.0
         self._watched_s = 0.0
 
     def begin(self) -> None:
@@ -66,7 +66,7 @@ class StepWatch:
         Args:
             now: reading of a monotonic clock, in seconds.
         """
-        passed_s, self._last_look = now - self._last_look, now
+        passed_s, self._last_check = now - self._last_check, now
         if self._is_seen_to_run:
             self._watched_s += min(passed_s, 2 * self.pause_s)
         else:

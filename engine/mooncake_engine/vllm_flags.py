@@ -22,10 +22,10 @@ _WITHOUT_EFFECT = {
     "--enable-auto-tool-choice": "tool calls are read where the chat template has them",
     "--language-model-only": "only text is served",
     "--disable-custom-all-reduce": "collectives are the backend's own",
-    "--disable-hybrid-kv-cache-manager": "KV has one form per model",
-    "--trust-request-chat-template": "requests bring no templates",
+    "--disable-hybrid-kv-cache-manager": "each model has one KV layout",
+    "--trust-request-chat-template": "requests can't set templates",
     "--disable-frontend-multiprocessing": "see --core-process",
-    "--enable-prompt-tokens-details": "usage has cached tokens",
+    "--enable-prompt-tokens-details": "usage always includes cached tokens",
     "--headless": "nodes other than the first have no API anyway",
     "--enable-server-load-tracking": "see /metrics",
 }
@@ -33,18 +33,18 @@ _WITHOUT_EFFECT = {
 _WITHOUT_EFFECT_OF_VALUE = {
     "--limit-mm-per-prompt": "only text is served",
     "--mm-processor-cache-gb": "only text is served",
-    "--max-logprobs": "up to 128 are served",
+    "--max-logprobs": "up to 128 are supported",
     "--max-seq-len-to-capture": "graphs are captured by batch size",
     "--uvicorn-log-level": "see --log-level",
     "--max-log-len": "requests are not logged",
     "--tokenizer-mode": "the fast tokenizer is used",
-    "--max-parallel-loading-workers": "ranks load side by side",
+    "--max-parallel-loading-workers": "ranks load in parallel",
     "--max-num-partial-prefills": "see --min-prefill-chunk",
     "--distributed-executor-backend": "see --executor",
     "--structured-outputs-config": "grammars are compiled by llguidance",
     "--guided-decoding-backend": "grammars are compiled by llguidance",
-    "--response-role": "answers are the assistant's",
-    "--chat-template-content-format": "text parts are joined",
+    "--response-role": "responses have the role assistant",
+    "--chat-template-content-format": "text parts are concatenated",
     "--compilation-config": "see --enforce-eager",
     "-O": "see --enforce-eager",
 }
@@ -54,14 +54,14 @@ _INSTEAD = {
     "--kv-connector MooncakeConnector (pull) or MooncakeLayerwiseConnector (push), "
     "--transport, --kv-host; vLLM itself takes our connectors: docs/vllm.md",
     "--revision": "--model ORG/NAME@REVISION",
-    "--tokenizer": "a directory with both, as --model",
+    "--tokenizer": "--model with a directory that contains both",
     "--hf-token": "the environment variable HF_TOKEN",
     "--download-dir": "the environment variable HF_HOME",
-    "--load-format": "nothing: safetensors and GGUF are told apart by their files",
-    "--trust-remote-code": "a model of docs/models.md: code of a checkpoint is not run",
-    "--api-key": "--api-key-file FILE, which no process list shows",
+    "--load-format": "no option: safetensors and GGUF are recognised by their files",
+    "--trust-remote-code": "a model of docs/models.md: a checkpoint's code is never run",
+    "--api-key": "--api-key-file FILE, which does not show the key in process lists",
     "--speculative-config": "--speculative-method, --num-speculative-tokens, --speculative-model",
-    "--enable-expert-parallel": "--ep-size, which for vLLM's division is --dp-size times --tp-size",
+    "--enable-expert-parallel": "--ep-size; vLLM's division is --dp-size times --tp-size",
     "--enable-eplb": "--eplb-step-interval 3000",
     "--eplb-config": "--eplb-step-interval (step_interval) and --redundant-experts "
     "(num_redundant_experts)",
@@ -70,10 +70,10 @@ _INSTEAD = {
     "--cpu-offload-gb": "more ranks (--tp-size, --pp-size)",
     "--kv-offloading-size": "--kv-pool dram=4GiB",
     "--override-generation-config": "--generation-config DIR",
-    "--task": "nothing: only generation is served",
-    "--runner": "nothing: only generation is served",
-    "--ssl-keyfile": "TLS in front, as docs/deployment.md has it",
-    "--ssl-certfile": "TLS in front, as docs/deployment.md has it",
+    "--task": "no option: only generation is served",
+    "--runner": "no option: only generation is served",
+    "--ssl-keyfile": "a TLS proxy in front: docs/deployment.md",
+    "--ssl-certfile": "a TLS proxy in front: docs/deployment.md",
     "--root-path": "a path in the reverse proxy",
 }
 """Flags to reject, and what to use instead."""
@@ -102,7 +102,7 @@ def without_vllm_flags(unknown: Sequence[str]) -> list[str]:
     for word in words:
         flag, _, value = word.partition("=")
         if flag in _INSTEAD:
-            raise ConfigError(f"{flag} is vLLM's; here it is {_INSTEAD[flag]}")
+            raise ConfigError(f"{flag} is an option of vLLM; use instead: {_INSTEAD[flag]}")
         if flag in _WITHOUT_EFFECT:
             logger.warning("%s has no effect: %s", flag, _WITHOUT_EFFECT[flag])
         elif flag in _WITHOUT_EFFECT_OF_VALUE:

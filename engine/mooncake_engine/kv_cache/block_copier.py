@@ -53,20 +53,20 @@ class BlockCopier:
         self._stream = stream
         self._planes = [plane for i in range(pool.shard.layers) for plane in pool.layer(i)]
         self._host = _host_planes(self._planes, num_host_blocks, device)
-        self._under_way: dict[int, Fence] = {}  # last copy of each block, which completes last
+        self._in_flight: dict[int, Fence] = {}  # last copy of each block, which completes last
 
     @property
     def is_copying(self) -> bool:
         """Whether copies from or to the host are still in flight."""
-        if self._under_way and self._last.query():
+        if self._in_flight and self._last.query():
             self.drain()
-        return bool(self._under_way)
+        return bool(self._in_flight)
 
     def copy(self, plan: StepPlan) -> None:
         """Convert received blocks, swap out, swap in, and copy on write, in this order, since each
         operation may reuse blocks of the one before. Returns when the plan's sequences may run;
         other copies to or from the host may still be in flight."""
-        touched = plan.touched_blocks() if self._under_way or plan.has_host_copies else set()
+        touched = plan.touched_blocks() if self._in_flight or plan.has_host_copies else set()
         self._wait_for(touched)
         if plan.received_blocks:
             self._convert_rows(index_tensor(self._device, plan.received_blocks))
@@ -83,9 +83,9 @@ class BlockCopier:
 
     def drain(self) -> None:
         """Wait for all copies. Re-raises the error of a copy that failed."""
-        for fence in dict.fromkeys(self._under_way.values()):
+        for fence in dict.fromkeys(self._in_flight.values()):
             fence.synchronize()
-        self._under_way.clear()
+        self._in_flight.clear()
 
     def close(self) -> None:
         """Close the stream, after the copies in flight. Idempotent."""
@@ -112,11 +112,11 @@ class BlockCopier:
             for start in range(0, len(part), _CHUNK_BLOCKS):
                 chunk = part[start : start + _CHUNK_BLOCKS]
                 self._last = self._stream.submit(partial(copy, *self._ids(chunk)))
-                self._under_way |= dict.fromkeys((pair[device_side] for pair in chunk), self._last)
+                self._in_flight |= dict.fromkeys((pair[device_side] for pair in chunk), self._last)
 
     def _wait_for(self, blocks: set[int]) -> None:
-        for block_id in blocks & self._under_way.keys():
-            self._under_way.pop(block_id).synchronize()
+        for block_id in blocks & self._in_flight.keys():
+            self._in_flight.pop(block_id).synchronize()
 
     def _convert_rows(self, block_ids: Tensor) -> None:
         ops = cast(NativeLatentOps, self._ops)

@@ -160,7 +160,7 @@ def choose_layout(config: EngineConfig, supported: tuple[str, ...]) -> str:
         return supported[0]
     if config.kv_layout not in supported:
         raise ConfigError(
-            f"KV layout {config.kv_layout!r} was asked for, but this backend's kernels run on "
+            f"KV layout {config.kv_layout!r} was asked for, but this backend's kernels support "
             f"{list(supported)}; choose one of them or 'auto'"
         )
     return config.kv_layout
@@ -193,7 +193,7 @@ def blocks_in(nbytes: int, block_bytes: int) -> int:
     """
     if nbytes < block_bytes:
         raise ConfigError(
-            f"there are {nbytes} bytes for KV, but one block takes {block_bytes} bytes; raise "
+            f"{nbytes} bytes are available for KV, but one block takes {block_bytes} bytes; raise "
             "kv_cache_bytes or lower block_size"
         )
     return nbytes // block_bytes

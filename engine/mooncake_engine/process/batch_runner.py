@@ -26,9 +26,9 @@ from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_engine.messages import BATCH_PRIORITY
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
-_REFUSALS = (429, 503)
+_RETRIED_STATUSES = (429, 503)
 """Statuses with which a server rejects requests for the time being; these are retried."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_MIN_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 """Bounds of the pause between two attempts, which doubles each time, in seconds."""
 
 
@@ -98,7 +98,7 @@ def run_batch(batch: Batch, on_progress: Callable[[str, float], None]) -> str:
         BatchFailed: some requests failed.
     """
     lines = _read_requests(batch.input_file)
-    answered = _continue_results(batch.output_file)
+    answered = _read_answered(batch.output_file)
     left = [line for line in lines if line.custom_id not in answered]
     num_done = num_failed = 0
     lock = threading.Lock()
@@ -116,13 +116,13 @@ def run_batch(batch: Batch, on_progress: Callable[[str, float], None]) -> str:
 
         for ended in [pool.submit(one, line) for line in left]:
             ended.result()
-    words = (
-        f"{len(left)} requests served, {num_failed} of them failed; "
-        f"{len(lines) - len(left)} were answered before: {batch.output_file}"
+    summary = (
+        f"{len(left)} requests sent, {num_failed} of them failed; "
+        f"{len(lines) - len(left)} had been answered before: {batch.output_file}"
     )
     if num_failed:
-        raise BatchFailed(f"{words}; run the command again to try those that failed")
-    return words
+        raise BatchFailed(f"{summary}; run the command again to try those that failed")
+    return summary
 
 
 def _is_answered(result: dict[str, Any]) -> bool:
@@ -149,25 +149,25 @@ def _read_requests(path: Path) -> list[_Line]:
         try:
             line = msgspec.json.decode(text, type=_Line)
         except msgspec.MsgspecError as exc:
-            raise ConfigError(f"{path}, line {number} is no request of a batch: {exc}") from exc
+            raise ConfigError(f"{path}, line {number} is no valid batch request: {exc}") from exc
         for problem in _problems(line, lines):
             raise ConfigError(f"{path}, line {number} ({line.custom_id}): {problem}")
         lines[line.custom_id] = line
     if not lines:
-        raise ConfigError(f"--input-file {path} holds no request")
+        raise ConfigError(f"--input-file {path} contains no requests")
     return list(lines.values())
 
 
 def _problems(line: _Line, known: dict[str, _Line]) -> Iterator[str]:
     if line.custom_id in known:
-        yield "its custom_id is another line's, too"
+        yield "its custom_id is not unique in the file"
     if line.method != "POST" or line.url not in ENDPOINTS:
         yield f"wanted POST to {' or '.join(ENDPOINTS)}, got {line.method} {line.url}"
     if line.body.get("stream"):
-        yield "a batch has no streams: leave stream out"
+        yield "streaming is not supported in a batch: leave stream out"
 
 
-def _continue_results(path: Path) -> set[str]:
+def _read_answered(path: Path) -> set[str]:
     """Returns the ids of requests that have an answer. Removes a last line that is incomplete
     because the run was interrupted.
 
@@ -183,7 +183,9 @@ def _continue_results(path: Path) -> set[str]:
     except OSError as exc:
         raise ConfigError(f"can't write --output-file {path}: {exc.strerror}") from exc
     except msgspec.MsgspecError as exc:
-        raise ConfigError(f"--output-file {path} holds what is no result: {exc}") from exc
+        raise ConfigError(
+            f"--output-file {path} has a line that is no result: {exc}; use another file"
+        ) from exc
     return {result.custom_id for result in found if result.is_answered}
 
 
@@ -194,28 +196,28 @@ def _serve(batch: Batch, line: _Line) -> dict[str, Any]:
     """Send a request, with retries; returns its line of the result file."""
     priority = max(line.body.get("priority") or 0, BATCH_PRIORITY)
     body = msgspec.json.encode({**line.body, "priority": priority})
-    num_failures, pause_s = 0, _FIRST_PAUSE_S
+    num_failures, pause_s = 0, _MIN_PAUSE_S
     while True:
-        answer = _ask(batch, line.url, body)
-        if answer.status is not None and answer.status < 500 and answer.status != 429:
+        got = _post(batch, line.url, body)
+        if got.status is not None and got.status < 500 and got.status != 429:
             break
-        num_failures += answer.status not in _REFUSALS
+        num_failures += got.status not in _RETRIED_STATUSES
         if num_failures >= batch.max_attempts:
             break
-        batch.pause(min(answer.retry_after_s or pause_s, _LONGEST_PAUSE_S))
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    response = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
-    error = {"code": "no_answer", "message": answer.error}
+        batch.pause(min(got.retry_after_s or pause_s, _MAX_PAUSE_S))
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+    response = {"status_code": got.status, "request_id": got.request_id, "body": got.body}
+    error = {"code": "no_answer", "message": got.error}
     return {
         "id": f"batch_req_{line.custom_id}",
         "custom_id": line.custom_id,
-        "response": None if answer.status is None else response,
-        "error": error if answer.status is None else None,
+        "response": None if got.status is None else response,
+        "error": error if got.status is None else None,
     }
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Response:
     status: int | None
     body: Any = None
     request_id: str = ""
@@ -223,7 +225,7 @@ class _Answer:
     error: str = ""
 
 
-def _ask(batch: Batch, path: str, body: bytes) -> _Answer:
+def _post(batch: Batch, path: str, body: bytes) -> _Response:
     url = batch.url.rstrip("/").removesuffix("/v1") + path
     headers = {"Content-Type": "application/json", **batch.headers}
     request = urllib.request.Request(url, body, headers)
@@ -231,15 +233,15 @@ def _ask(batch: Batch, path: str, body: bytes) -> _Answer:
     try:
         try:
             with opener.open(request) as response:
-                return _understood(response.status, response.headers, response.read())
+                return _parse_response(response.status, response.headers, response.read())
         except urllib.error.HTTPError as exc:
             with exc:
-                return _understood(exc.code, exc.headers, exc.read())
+                return _parse_response(exc.code, exc.headers, exc.read())
     except (OSError, http.client.HTTPException) as exc:
-        return _Answer(None, error=f"{url} does not answer: {exc}")
+        return _Response(None, error=f"{url} does not respond: {exc}")
 
 
-def _understood(status: int, headers: Any, content: bytes) -> _Answer:
+def _parse_response(status: int, headers: Any, content: bytes) -> _Response:
     try:
         body = json.loads(content)
     except ValueError:
@@ -248,7 +250,7 @@ def _understood(status: int, headers: Any, content: bytes) -> _Answer:
         retry_after_s = max(float(headers.get("retry-after", 0.0)), 0.0)
     except ValueError:  # a date
         retry_after_s = 0.0
-    return _Answer(status, body, headers.get("x-request-id", ""), retry_after_s)
+    return _Response(status, body, headers.get("x-request-id", ""), retry_after_s)
 
 
 def authorization() -> dict[str, str]:

@@ -29,9 +29,9 @@ from urllib.parse import urlsplit
 from mooncake_engine.errors import EngineError
 from mooncake_hal.command_line import describe_exit
 
-_FIRST_DELAY_S = 1.0
+_MIN_DELAY_S = 1.0
 """Delay before the first restart, in seconds; it doubles with each further one."""
-_LONGEST_DELAY_S = 30.0
+_MAX_DELAY_S = 30.0
 """Maximum delay before a restart, in seconds."""
 _STEADY_S = 60.0
 """Seconds after which a running program gets back its full number of restarts."""
@@ -41,12 +41,12 @@ class RestartPolicy:
     """Decides how often, and after which delay, one program is restarted; pure.
 
     Args:
-        most: maximum number of consecutive restarts; None for no limit.
+        max_restarts: maximum number of consecutive restarts; None for no limit.
     """
 
-    def __init__(self, most: int | None) -> None:
-        self.most = most
-        self.num_in_a_row = 0
+    def __init__(self, max_restarts: int | None) -> None:
+        self.max_restarts = max_restarts
+        self.num_consecutive = 0
 
     def next_delay_s(self, ran_s: float) -> float | None:
         """Returns the delay before the next restart of a program that has died, in seconds; None if
@@ -56,19 +56,20 @@ class RestartPolicy:
             ran_s: seconds that the program had been running.
         """
         if ran_s >= _STEADY_S:
-            self.num_in_a_row = 0
-        if self.most is not None and self.num_in_a_row >= self.most:
+            self.num_consecutive = 0
+        if self.max_restarts is not None and self.num_consecutive >= self.max_restarts:
             return None
-        doublings = min(self.num_in_a_row, _LONGEST_DELAY_S)
-        self.num_in_a_row += 1
-        return float(min(_FIRST_DELAY_S * 2.0**doublings, _LONGEST_DELAY_S))
+        doublings = min(self.num_consecutive, _MAX_DELAY_S)
+        self.num_consecutive += 1
+        return float(min(_MIN_DELAY_S * 2.0**doublings, _MAX_DELAY_S))
 
     def __str__(self) -> str:
         """Returns the number of the current restart, for log lines."""
-        return f"time {self.num_in_a_row}" + ("" if self.most is None else f" of {self.most}")
+        of_max = "" if self.max_restarts is None else f" of {self.max_restarts}"
+        return f"restart {self.num_consecutive}{of_max}"
 
 
-_SAME_STOP_S = 1.0
+_SAME_SIGNAL_S = 1.0
 """Signals within this many seconds count as a single one: terminals and service managers signal
 several processes, and some of these forward the signal."""
 
@@ -92,7 +93,7 @@ class StopSignals:
         if self.asked_at is None:
             self.asked_at = now
             return True
-        if now - self.asked_at > _SAME_STOP_S:
+        if now - self.asked_at > _SAME_SIGNAL_S:
             self.is_hurried = True
         return False
 
@@ -103,11 +104,11 @@ Result = TypeVar("Result")
 
 _URL = re.compile(r"(?:https?|tcp)://\S+")
 _PR_SET_PDEATHSIG = 1
-_HURRY_S = 5.0
+_KILL_DELAY_S = 5.0
 """Seconds from the second SIGTERM to SIGKILL."""
-_LONGEST_LINE = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
 """Maximum length of a child's line, in bytes."""
-_LAST_WORDS = 3
+_NUM_TAIL_LINES = 3
 """Number of last lines that are kept of a child's standard error."""
 _NAMES_ERROR = re.compile(r"\b(ERROR|CRITICAL)\b|\berror:|^[\w.]*(Error|Exception)\b")
 """Matches a log line of level ERROR or CRITICAL, a command's error message, or the last line of a
@@ -122,8 +123,8 @@ class StderrTail:
     """Keeps a program's last lines on standard error, and its last errors."""
 
     def __init__(self) -> None:
-        self._errors: deque[str] = deque(maxlen=_LAST_WORDS)
-        self._lines: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._errors: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
+        self._lines: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
         self._is_in_traceback = False
 
     def note(self, line: str) -> None:
@@ -140,8 +141,8 @@ class StderrTail:
         if self._errors:
             return "; ".join(self._errors)
         if self._lines:
-            return f"it named no error, its last lines are: {'; '.join(self._lines)}"
-        return "without a word"
+            return f"it logged no error; its last lines are: {'; '.join(self._lines)}"
+        return "it wrote nothing to standard error"
 
 
 class Child:
@@ -171,31 +172,31 @@ class Child:
         self.ended = asyncio.ensure_future(self._end())
         self._log = log
         self._layout = layout
-        self._last_words = StderrTail()
+        self._stderr_tail = StderrTail()
 
-    def death(self) -> ChildDied:
+    def error(self) -> ChildDied:
         """Returns the error to raise for a program that has died."""
         status = self.process.returncode
         assert status is not None
-        return ChildDied(f"{self.name} died, {describe_exit(status)}: {self._last_words}")
+        return ChildDied(f"{self.name} died, {describe_exit(status)}: {self._stderr_tail}")
 
-    async def stop(self, patience_s: float, hurried: asyncio.Event) -> None:
+    async def stop(self, stop_timeout_s: float, hurried: asyncio.Event) -> None:
         """Stop the program and all processes that it has started: by SIGTERM, a second SIGTERM, and
         SIGKILL.
 
         Args:
-            patience_s: seconds from the first to the second SIGTERM.
+            stop_timeout_s: seconds from the first to the second SIGTERM.
             hurried: set to send the second SIGTERM at once.
         """
         self._signal_group(signal.SIGTERM)
         hurry = asyncio.ensure_future(hurried.wait())
         await asyncio.wait(
-            {self.ended, hurry}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+            {self.ended, hurry}, timeout=stop_timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         hurry.cancel()
         if not self.ended.done():
             self._signal_group(signal.SIGTERM)  # the second: don't wait for running requests
-            await asyncio.wait({self.ended}, timeout=_HURRY_S)
+            await asyncio.wait({self.ended}, timeout=_KILL_DELAY_S)
         self.kill_group()
         await self.ended
         self._log.flush()
@@ -212,13 +213,13 @@ class Child:
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         relays = [self._relay(self.process.stdout, self._announce)]
-        relays.append(self._relay(self.process.stderr, self._last_words.note))
+        relays.append(self._relay(self.process.stderr, self._stderr_tail.note))
         await asyncio.gather(*relays, self.process.wait())
 
-    async def _relay(self, stream: asyncio.StreamReader, notice: Callable[[str], None]) -> None:
+    async def _relay(self, stream: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
         async for raw in stream:
             line = raw.decode(errors="replace").rstrip()
-            notice(line)
+            on_line(line)
             self._log.write(f"{self._layout(self.name, line)}\n")
             self._log.flush()
 
@@ -263,7 +264,7 @@ class ChildProcesses:
 
     Args:
         log_dir: directory for one log file per child; None relays all output to standard error.
-        patience_s: seconds that a child has to stop after SIGTERM.
+        stop_timeout_s: seconds that a child has to stop after SIGTERM.
         max_restarts: maximum number of consecutive restarts of a child.
         has_json_lines: whether the children's output is relayed as JSON.
     """
@@ -271,14 +272,14 @@ class ChildProcesses:
     def __init__(
         self,
         log_dir: Path | None = None,
-        patience_s: float = 15.0,
+        stop_timeout_s: float = 15.0,
         max_restarts: int = 0,
         *,
         has_json_lines: bool = False,
     ) -> None:
         self._layout = json_line if has_json_lines else text_line
         self._log_dir = log_dir
-        self._patience_s = patience_s
+        self._stop_timeout_s = stop_timeout_s
         self._max_restarts = max_restarts
         self._hurried = asyncio.Event()
         self._is_stopping = False
@@ -311,7 +312,7 @@ class ChildProcesses:
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
             preexec_fn=die_with_parent(),
-            limit=_LONGEST_LINE,
+            limit=_MAX_LINE_BYTES,
             env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},  # siblings share cores: don't spin
         )
         child = Child(supervised.name, process, self._open_log(supervised.name), self._layout)
@@ -353,8 +354,8 @@ class ChildProcesses:
         await asyncio.gather(*self._restarting, return_exceptions=True)
         children = [one.child for one in self._supervised if one.child is not None]
         for child in children[-1:]:
-            await child.stop(self._patience_s, self._hurried)
-        rest = (child.stop(self._patience_s, self._hurried) for child in children[:-1])
+            await child.stop(self._stop_timeout_s, self._hurried)
+        rest = (child.stop(self._stop_timeout_s, self._hurried) for child in children[:-1])
         await asyncio.gather(*rest)
         for file in self._logs.values():
             file.close()
@@ -371,11 +372,9 @@ class ChildProcesses:
         ran_s = asyncio.get_running_loop().time() - supervised.started_at
         delay_s = None if supervised.url is None else supervised.restarts.next_delay_s(ran_s)
         if delay_s is None:
-            self._fail(child.death())
+            self._fail(child.error())
             return
-        log.error(
-            "%s; it is started again in %g s, for %s", child.death(), delay_s, supervised.restarts
-        )
+        log.error("%s; restarting it in %g s (%s)", child.error(), delay_s, supervised.restarts)
         restarting = asyncio.ensure_future(self._run_again(supervised, child, delay_s))
         self._restarting.add(restarting)
         restarting.add_done_callback(self._restarting.discard)
@@ -386,7 +385,7 @@ class ChildProcesses:
         try:
             await self._run(supervised)
         except OSError as exc:
-            self._fail(ChildDied(f"{supervised.name} can't be started again: {exc}"))
+            self._fail(ChildDied(f"{supervised.name} can't be restarted: {exc}"))
 
     def _fail(self, cause: EngineError) -> None:
         if not self._failed.done():

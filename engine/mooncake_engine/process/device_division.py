@@ -55,7 +55,7 @@ def divide_devices(num_devices: int, num_ranks: Sequence[int]) -> list[DeviceSha
     for ranks in num_ranks:
         if ranks > num_devices:
             raise ConfigError(
-                f"an instance of {ranks} ranks needs {ranks} devices, and this host shows "
+                f"an instance of {ranks} ranks needs {ranks} devices, but this host has "
                 f"{num_devices}: lower --dp-size, --tp-size or --pp-size"
             )
         first = following if following + ranks <= num_devices else 0

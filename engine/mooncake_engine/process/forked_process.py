@@ -20,8 +20,8 @@ from contextlib import contextmanager
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
-_FIRST_PAUSE_S = 0.0005
-_LONGEST_PAUSE_S = 0.05
+_MIN_PAUSE_S = 0.0005
+_MAX_PAUSE_S = 0.05
 
 
 class ForkedProcess:
@@ -51,14 +51,14 @@ class ForkedProcess:
             subprocess.TimeoutExpired: the child is still running.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        pause_s = _FIRST_PAUSE_S
+        pause_s = _MIN_PAUSE_S
         while (status := self.poll()) is None:
             if deadline is not None:
                 if (left_s := deadline - time.monotonic()) <= 0:
                     raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s or 0.0)
                 pause_s = min(pause_s, left_s)
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         return status
 
     def kill(self) -> None:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _BEATS_PER_TIMEOUT = 20
 """Number of beats within the timeout."""
-_LONGEST_PAUSE_S = 1.0
+_MAX_PAUSE_S = 1.0
 """Maximum time between two beats, in seconds."""
 _DUMP_S = 5.0
 """Seconds to dump the stacks before SIGKILL; standard error may be a pipe that is not read."""
@@ -82,14 +82,14 @@ def _beat(beats: int, pause_s: float, closing: threading.Event) -> None:
             continue
         except BrokenPipeError:
             logger.warning(
-                "the process that watches this interpreter has ended: a thread that holds its lock "
-                "for ever will not be noticed"
+                "the process that watches this interpreter has exited: a thread that never "
+                "releases the GIL will not be detected"
             )
             return
 
 
 def _pause_s(timeout_s: float) -> float:
-    return min(timeout_s / _BEATS_PER_TIMEOUT, _LONGEST_PAUSE_S)
+    return min(timeout_s / _BEATS_PER_TIMEOUT, _MAX_PAUSE_S)
 
 
 def watch(pid: int, timeout_s: float) -> None:
@@ -112,9 +112,9 @@ def watch(pid: int, timeout_s: float) -> None:
             silent_s = 0.0
         elif not _is_stopped(pid):
             silent_s += passed_s
-    _say(
+    _report(
         f"mooncake-engine: error: no thread of process {pid} could run Python for {timeout_s:g} s "
-        "(--step-timeout-seconds): one of them holds the interpreter's lock; the process is ended\n"
+        "(--step-timeout-seconds): one of them holds the GIL; the process is killed\n"
     )
     for number, wait_s in ((signal.SIGABRT, _DUMP_S), (signal.SIGKILL, 0.0)):
         if os.getppid() != pid:
@@ -131,11 +131,11 @@ def _is_stopped(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in _STOPPED
 
 
-def _say(words: str) -> None:
+def _report(message: str) -> None:
     """Write to standard error, unless that would block."""
     with contextlib.suppress(OSError):
-        if select.select([], [2], [], _LONGEST_PAUSE_S)[1]:
-            os.write(2, words.encode())
+        if select.select([], [2], [], _MAX_PAUSE_S)[1]:
+            os.write(2, message.encode())
 
 
 def _await_end(seconds: float) -> None:

@@ -30,11 +30,11 @@ from mooncake_engine.server.server_options import ServerOptions
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.pool.pool_config import KVPoolConfig
 
-_LAST_WORDS_S = 10.0
+_SHUTDOWN_MARGIN_S = 10.0
 """Seconds that a child has to shut down, in addition to the time for running requests."""
-_HEALTHY_S = 60.0
+_HEALTHY_TIMEOUT_S = 60.0
 """Seconds that the proxy has to become healthy."""
-_ANSWER_S = 600.0
+_REQUEST_TIMEOUT_S = 600.0
 """Timeout of one HTTP request to the proxy, in seconds."""
 _POLL_S = 0.1
 """Seconds between two health checks."""
@@ -124,10 +124,10 @@ def up(deployment: LocalDeployment) -> None:
 
 
 async def _up(deployment: LocalDeployment) -> None:
-    patience_s = deployment.shutdown_timeout_s + _LAST_WORDS_S
+    stop_timeout_s = deployment.shutdown_timeout_s + _SHUTDOWN_MARGIN_S
     children = ChildProcesses(
         deployment.log_dir,
-        patience_s,
+        stop_timeout_s,
         deployment.max_restarts,
         has_json_lines=deployment.log_format == "json",
     )
@@ -152,7 +152,7 @@ async def _serve(deployment: LocalDeployment, children: ChildProcesses, secret_f
                 await child.ready  # no other may allocate while it measures the free memory
     urls = {role: [await child.ready for child in pool] for role, pool in pools.items()}
     proxy = await children.start("proxy", _proxy_argv(deployment, urls))
-    await _introduce(await proxy.ready, deployment.prompt)
+    await _send_prompt(await proxy.ready, deployment.prompt)
     await asyncio.Event().wait()
 
 
@@ -208,10 +208,10 @@ async def _start_store(
         return []
     rest = [f"chunk={pool.chunk_tokens}", f"load={'always' if pool.always_loads else 'faster'}"]
     if pool.mooncake_store:
-        theirs = [f"mooncake-store={pool.mooncake_store}", f"staging={pool.staging_bytes}"]
-        theirs += [f"protocol={pool.protocol}"]
-        theirs += [f"dram={pool.dram_bytes}"] if pool.dram_bytes else []
-        return ["--kv-pool", ",".join([*theirs, *rest])]
+        options = [f"mooncake-store={pool.mooncake_store}", f"staging={pool.staging_bytes}"]
+        options += [f"protocol={pool.protocol}"]
+        options += [f"dram={pool.dram_bytes}"] if pool.dram_bytes else []
+        return ["--kv-pool", ",".join([*options, *rest])]
     rest += [f"source-allow={host}" for host in pool.source_allow]
     connect = [f"connect={host}:{port}" for host, port in pool.connect]
     if pool.dram_bytes:
@@ -251,7 +251,7 @@ def _proxy_argv(deployment: LocalDeployment, urls: dict[str, list[str]]) -> list
     return argv
 
 
-async def _introduce(url: str, prompt: str) -> None:
+async def _send_prompt(url: str, prompt: str) -> None:
     """Send the prompt; print an equivalent curl command and the response.
 
     Raises:
@@ -276,13 +276,13 @@ async def _introduce(url: str, prompt: str) -> None:
 
 async def _until_healthy(url: str) -> None:
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + _HEALTHY_S
+    deadline = loop.time() + _HEALTHY_TIMEOUT_S
     while True:
         try:
             await _call(f"{url}/health")
         except LaunchFailed as exc:
             if loop.time() > deadline:
-                raise LaunchFailed(f"not healthy within {_HEALTHY_S:.0f} s: {exc}") from exc
+                raise LaunchFailed(f"not healthy within {_HEALTHY_TIMEOUT_S:.0f} s: {exc}") from exc
         else:
             return
         await asyncio.sleep(_POLL_S)
@@ -302,12 +302,12 @@ def _fetch(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignore http_proxy
     try:
-        with opener.open(request, timeout=_ANSWER_S) as response:
+        with opener.open(request, timeout=_REQUEST_TIMEOUT_S) as response:
             decoded: dict[str, Any] = json.loads(response.read() or b"{}")
     except urllib.error.HTTPError as exc:
         with exc:
-            words = exc.read().decode(errors="replace")
-        raise LaunchFailed(f"{url} answers {exc.code}: {words}") from exc
+            message = exc.read().decode(errors="replace")
+        raise LaunchFailed(f"{url} responds with {exc.code}: {message}") from exc
     except (OSError, ValueError) as exc:
-        raise LaunchFailed(f"{url} does not answer: {exc}") from exc
+        raise LaunchFailed(f"{url} does not respond: {exc}") from exc
     return decoded

@@ -74,8 +74,8 @@ def test_a_pool_shorter_than_the_models_sequences_is_told_once(
     config = EngineConfig(checkpoint, num_kv_blocks=1, tp_size=2, threads=1)
     assert info_of(config).max_model_len == 16
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    [told] = [line for line in said if "limits prompt and answer together to 16 tokens" in line]
-    assert "the model takes 512: give it more (--kv-cache-bytes, " in told
+    [told] = [line for line in said if "limits prompt and output together to 16 tokens" in line]
+    assert "the model supports 512: enlarge the pool (--kv-cache-bytes, " in told
     assert "limit" not in capfd.readouterr().err, "ranks say nothing of it"
 
 

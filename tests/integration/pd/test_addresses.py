@@ -73,8 +73,8 @@ def test_a_range_that_does_not_last_for_the_ranks_is_refused_with_the_count(mode
     ports = free_range(2)
     config = make_config(model, Role.PREFILL, tp_size=2, port_range=ports, **OVER_TCP)
     message = (
-        f"3 ports of --kv-port-range {ports} are wanted on 127.0.0.1, 2 are free: each of 2 ranks "
-        "takes 1 for its transports, the side channel 1"
+        f"3 ports of --kv-port-range {ports} are needed on 127.0.0.1, but only 2 are free: each of "
+        "2 ranks needs 1 for its transports, the side channel 1"
     )
     with pytest.raises(PortTaken, match=message):
         build_engine(config)

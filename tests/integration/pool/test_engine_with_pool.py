@@ -64,7 +64,7 @@ def test_a_prompt_of_whole_chunks_and_others(model, length):
 
 
 def test_chunks_that_are_no_whole_blocks_are_refused(model):
-    refused = pytest.raises(ConfigError, match="chunk has 24 tokens, which are no whole blocks")
+    refused = pytest.raises(ConfigError, match="chunk has 24 tokens, which is no multiple of")
     with refused, engine(model, f"{POOL.partition(',')[0]},chunk=24"):
         pass
 

@@ -93,7 +93,7 @@ def test_a_second_turn_loads_the_answer_and_a_dead_store_is_replaced() -> None:
         assert {prompt: complete(url, prompt) for prompt in said} == said
         assert up.end(signal.SIGINT) == 0
     assert "kv-store died, killed by SIGKILL" in up.error_text
-    assert "it is started again in 1 s, for time 1" in up.error_text
+    assert "restarting it in 1 s (restart 1)" in up.error_text
 
 
 def test_a_store_that_cannot_be_had_is_said_at_once() -> None:

@@ -27,7 +27,7 @@ def test_a_hurried_child_is_asked_a_second_time(tmp_path: Path) -> None:
     """Its patience would last for an hour."""
 
     async def main() -> int | None:
-        children = ChildProcesses(tmp_path, patience_s=3600)
+        children = ChildProcesses(tmp_path, stop_timeout_s=3600)
         child = await children.start("slow", [sys.executable, "-c", SLOW_TO_END])
         await child.ready
         leaving = asyncio.ensure_future(children.__aexit__(None, None, None))
@@ -43,7 +43,7 @@ def test_a_hurried_child_is_asked_a_second_time(tmp_path: Path) -> None:
 
 def test_patience_has_an_end(tmp_path: Path) -> None:
     async def main() -> int | None:
-        children = ChildProcesses(tmp_path, patience_s=0.1)
+        children = ChildProcesses(tmp_path, stop_timeout_s=0.1)
         child = await children.start("slow", [sys.executable, "-c", SLOW_TO_END])
         await child.ready
         await children.__aexit__(None, None, None)

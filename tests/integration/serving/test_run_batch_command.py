@@ -47,7 +47,7 @@ def test_a_file_of_requests_becomes_a_file_of_results(
     chat = {"url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "x"}]}}
     chat["body"]["model"] = "fake"
     said = run(line("tea"), line("milk", body={"priority": 2000}), {"custom_id": "c", **chat})
-    assert said.startswith("3 requests served, 0 of them failed; 0 were answered before")
+    assert said.startswith("3 requests sent, 0 of them failed; 0 had been answered before")
     found = results(tmp_path / "out.jsonl")
     assert found["tea"]["response"]["status_code"] == 200
     assert found["tea"]["response"]["body"]["choices"][0]["text"] == "TEA"
@@ -62,7 +62,7 @@ def test_a_run_that_was_ended_goes_on(run: Run, served: Any, tmp_path: Path) -> 
     with (tmp_path / "out.jsonl").open("a") as torn:
         torn.write('{"custom_id": "milk", "respo')
     said = run(line("tea"), line("milk"))
-    assert said.startswith("1 requests served, 0 of them failed; 1 were answered before")
+    assert said.startswith("1 requests sent, 0 of them failed; 1 had been answered before")
     assert [bytes(r.prompt_token_ids) for r in served.engine.seen] == [b"tea", b"milk"]
     assert set(results(tmp_path / "out.jsonl")) == {"tea", "milk"}
 
@@ -91,7 +91,7 @@ def test_what_fails_is_told_and_tried_again(run: Run, served: Any, tmp_path: Pat
     served.engine.script = fail_milk
     wrong = line("wrong", body={"temperature": "hot"})
     pauses: list[float] = []
-    with pytest.raises(BatchFailed, match="3 requests served, 2 of them failed"):
+    with pytest.raises(BatchFailed, match="3 requests sent, 2 of them failed"):
         run(line("tea"), line("milk"), wrong, max_attempts=3, pause=pauses.append)
     found = results(tmp_path / "out.jsonl")
     assert found["wrong"]["response"]["status_code"] == 400
@@ -115,12 +115,12 @@ def test_a_server_that_is_not_there_is_no_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([], "holds no request"),
-        ([{"custom_id": "a"}], r"line 1 is no request of a batch: .*missing required field"),
-        ([line("a"), line("a")], r"line 2 \(a\): its custom_id is another line's, too"),
+        ([], "contains no requests"),
+        ([{"custom_id": "a"}], r"line 1 is no valid batch request: .*missing required field"),
+        ([line("a"), line("a")], r"line 2 \(a\): its custom_id is not unique in the file"),
         ([line("a", method="GET")], "wanted POST to /v1/completions or"),
         ([line("a", url="/v1/embeddings")], "got POST /v1/embeddings"),
-        ([line("a", body={"stream": True})], "a batch has no streams"),
+        ([line("a", body={"stream": True})], "streaming is not supported in a batch"),
     ],
 )
 def test_a_file_that_can_not_be_served_is_refused_before_anything_is_sent(

@@ -89,7 +89,7 @@ def test_a_dead_part_is_started_again_while_the_others_go_on() -> None:
         children = descendants(up.process.pid)
         victim = next(pid for pid, command in children.items() if "--role decode" in command)
         os.kill(victim, signal.SIGKILL)
-        until(lambda: "is started again in 1 s, for time 1 of 1" in up.error_text)
+        until(lambda: "restarting it in 1 s (restart 1 of 1)" in up.error_text)
         until(lambda: is_answered(url))
         again = {
             pid: command

@@ -30,8 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "words"),
     [
         ({"method": NGRAM, "num_speculative_tokens": 0}, "at least 1, got 0"),
-        ({"method": DRAFT}, "name its directory"),
-        ({"method": NGRAM, "model": Path("x")}, "'ngram' runs no draft model, but x was named"),
+        ({"method": DRAFT}, "'draft' needs a draft model"),
+        ({"method": NGRAM, "model": Path("x")}, "'ngram' uses no draft model, but x was given"),
         ({"method": DRAFT, "model": Path("x"), "prompt_lookup_min": 2}, "are for .* 'ngram'"),
         ({"method": NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "got 4 and 3"),
         ({"method": NGRAM, "prompt_lookup_min": 0}, "got 0 and 0"),
@@ -85,7 +85,7 @@ def test_other_tokens_under_the_same_ids_are_refused(tmp_path: Path) -> None:
     )
     build_engine(config).core.close()
     config = replace(config, speculative_config=SpeculativeConfig(DRAFT, model=paths[2]))
-    with pytest.raises(ConfigError, match="are not those of the model"):
+    with pytest.raises(ConfigError, match="has another vocabulary than the model"):
         build_engine(config)
 
 

@@ -21,7 +21,7 @@ def test_an_instance_whose_kv_no_peer_can_read_keeps_none_for_one() -> None:
     wanted = KVTransferParams(keeps_kv=True)
     request = EngineRequest("r", (1, 2), SamplingParams(), kv_transfer_params=wanted)
     check_request(request, FACTS, TransferMode.PULL)
-    with pytest.raises(InvalidRequest, match="keeps KV in a form that only its own device reads"):
+    with pytest.raises(InvalidRequest, match="a layout that only its own device can read"):
         check_request(request, replace(FACTS, lends_kv=False), TransferMode.PULL)
 
 

@@ -65,7 +65,7 @@ def test_a_role_has_a_section(tmp_path: Path) -> None:
     ("content", "words"),
     [
         ("prefill: {tp-size: 2}", "prefill can't be {'tp-size': 2}"),
-        ("prefill-args: {port: 80}", "'port' is no option"),
+        ("prefill-args: {port: 80}", "'port' is not an option"),
         ("prefill-args: {tp-size: {a: 1}}", "tp-size can't be"),
     ],
 )
@@ -79,13 +79,13 @@ def test_what_is_no_section_is_refused(tmp_path: Path, content: str, words: str)
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.yaml", "model: a\nmodel: b\n", "'model' is there more than once"),
+        ("a.yaml", "model: a\nmodel: b\n", "'model' is given more than once"),
         (
             "a.yaml",
             "prefill-args:\n  tp-size: 1\n  tp-size: 2\n",
-            "'tp-size' is there more than once",
+            "'tp-size' is given more than once",
         ),
-        ("a.json", '{"model": "a", "model": "b"}', "'model' is there more than once"),
+        ("a.json", '{"model": "a", "model": "b"}', "'model' is given more than once"),
         (
             "a.yaml",
             "max-model-len: 1\nmax_model_len: 2\n",
@@ -122,9 +122,9 @@ def test_instances_of_up_get_them(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("modell: m", "'modell' is no option of this command"),
-        ("config: other", "'config' is no option of this command"),
-        ("enforce-eager: 1", "enforce-eager is true or false, got 1"),
+        ("modell: m", "'modell' is not an option of this command"),
+        ("config: other", "'config' is not an option of this command"),
+        ("enforce-eager: 1", "enforce-eager must be true or false, got 1"),
         ("model: {a: b}", "model can't be {'a': 'b'}"),
         ("- model", "can't read --config"),
         ("model: [", "can't read --config"),

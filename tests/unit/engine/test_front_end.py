@@ -66,13 +66,13 @@ def test_messages_beyond_the_bound_are_sent_to_whoever_reads(
 def test_a_second_large_message_may_wait_alone(peer: tuple[FrontEnd, Connection]) -> None:
     front, there = peer
     for _ in range(2):
-        assert front.has_room(len(LARGE))
+        assert front.can_queue(len(LARGE))
         front.send(UPDATES, LARGE)
-    assert not front.has_room(1)
+    assert not front.can_queue(1)
     for _ in range(2):
         assert there.recv_bytes()[1:] == LARGE
     wait_for_threads()
-    assert front.has_room(len(LARGE))
+    assert front.can_queue(len(LARGE))
 
 
 def test_what_nobody_reads_has_a_bound(peer: tuple[FrontEnd, Connection]) -> None:
@@ -80,7 +80,7 @@ def test_what_nobody_reads_has_a_bound(peer: tuple[FrontEnd, Connection]) -> Non
     message = bytes((64 << 10) - HEADER_BYTES)
     front.send(UPDATES, LARGE)
     num_sent = 0
-    while front.has_room(len(message)):
+    while front.can_queue(len(message)):
         front.send(UPDATES, message)
         num_sent += 1
     assert num_sent == MAX_BYTES // (64 << 10)
@@ -101,7 +101,7 @@ def test_a_front_end_that_is_gone_is_owed_nothing(peer: tuple[FrontEnd, Connecti
 class Core(CoreProcess):
     """In this process, without a parent that it takes orders from."""
 
-    def _take_orders(self) -> None:
+    def _handle_parent(self) -> None:
         pass
 
 
@@ -160,7 +160,7 @@ def test_requests_of_a_front_end_that_is_behind_end_and_no_others(
         ask(other, "read, too")
         assert read_answer(other)[0] == ANSWER
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["front 1 is more than 0 MiB of tokens behind: 1 of its requests end"]
+    assert said == ["front 1 is more than 0 MiB of tokens behind: ending 1 of its requests"]
     tokens, last = read_answer(slow)
     assert (last.finish, last.error) == (FinishReason.ERROR, core_process.BEHIND)
     assert tokens == ANSWER[: len(tokens)], "no gap"

@@ -197,7 +197,7 @@ def test_an_aborted_request_gets_no_more_updates(
 
 def test_an_id_belongs_to_one_live_request(engine: LLMEngine) -> None:
     engine.add_request("a", "tea")
-    with pytest.raises(InvalidRequest, match="a request 'a' runs already"):
+    with pytest.raises(InvalidRequest, match="a request 'a' is already running"):
         engine.add_request("a", "milk")
     assert finish(engine) == {("a", 0): "TEA"}
 

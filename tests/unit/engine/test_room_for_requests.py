@@ -21,10 +21,10 @@ def test_more_than_there_is_ever_room_for_is_no_overload() -> None:
 
     async def check(engine: AsyncEngine) -> None:
         engine.check_room(5)
-        with pytest.raises(InvalidRequest, match=r"6 answers at once.* more than the 5"):
+        with pytest.raises(InvalidRequest, match=r"6 choices were requested at once.* at most 5"):
             engine.check_room(6)
         name = await engine.submit(request, lambda _: None)
-        with pytest.raises(Overloaded, match="1 requests run or wait already"):
+        with pytest.raises(Overloaded, match="1 requests are running or waiting already"):
             engine.check_room(5)
         engine.leave(name)
 

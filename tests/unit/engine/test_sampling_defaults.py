@@ -62,7 +62,7 @@ def test_another_directorys_are_taken(tmp_path: Path) -> None:
     write(tmp_path, QWEN3)
     config = EngineConfig(model=Path("no/model"), generation_config=str(tmp_path))
     assert read_sampling_defaults(config).params().top_k == 20
-    with pytest.raises(CheckpointError, match="--generation-config is auto, none, or a directory"):
+    with pytest.raises(CheckpointError, match="--generation-config must be auto, none, or a dir"):
         read_sampling_defaults(EngineConfig(model=tmp_path, generation_config="no/such"))
 
 

@@ -61,7 +61,7 @@ def test_flags_without_effect_are_left_out_with_a_warning(
         assert without_vllm_flags(given) == ["-x"]
     assert [record.getMessage() for record in caplog.records] == [
         "--enable-chunked-prefill has no effect: long prompts run in chunks",
-        "--max-logprobs has no effect: up to 128 are served",
+        "--max-logprobs has no effect: up to 128 are supported",
         "--uvicorn-log-level has no effect: see --log-level",
     ]
 
@@ -69,9 +69,9 @@ def test_flags_without_effect_are_left_out_with_a_warning(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--kv-transfer-config", "{}"], "--kv-transfer-config is vLLM's; here it is --role pref"),
-        (["--revision=v1"], "here it is --model ORG/NAME@REVISION"),
-        (["--trust-remote-code"], "code of a checkpoint is not run"),
+        (["--kv-transfer-config", "{}"], "is an option of vLLM; use instead: --role pref"),
+        (["--revision=v1"], "--revision is an option of vLLM; use instead: --model ORG/NAME@"),
+        (["--trust-remote-code"], "a checkpoint's code is never run"),
     ],
 )
 def test_what_changes_answers_is_told_what_to_use(argv: list[str], said: str) -> None:
@@ -82,7 +82,8 @@ def test_what_changes_answers_is_told_what_to_use(argv: list[str], said: str) ->
 def test_the_answer_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", TINY, "--task", "generate"]) == 2
     assert capsys.readouterr().err == (
-        "mooncake-engine: error: --task is vLLM's; here it is nothing: only generation is served\n"
+        "mooncake-engine: error: --task is an option of vLLM; use instead: no option: only "
+        "generation is served\n"
     )
 
 
@@ -91,6 +92,6 @@ def test_quantization_is_an_option_here(flag: str, capsys: pytest.CaptureFixture
     """Which the CPU does not have."""
     assert main(["serve", TINY, flag, "fp8", "--backend", "cpu"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "mooncake-engine: error: quantization 'fp8' was asked for, backend 'cpu' multiplies no "
+        "mooncake-engine: error: quantization 'fp8' was requested, backend 'cpu' does not support "
         "linear layers in fp8 on this device: leave it out, or use another backend or device"
     )

@@ -52,7 +52,7 @@ def test_with_fewer_devices_instances_share_their_memory(
 
 
 def test_an_instance_that_has_too_few_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"4 ranks needs 4 devices, and this host shows 2"):
+    with pytest.raises(ConfigError, match=r"4 ranks needs 4 devices, but this host has 2"):
         divide_devices(2, [1, 4])
 
 

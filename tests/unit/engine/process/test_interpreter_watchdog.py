@@ -119,4 +119,4 @@ def test_a_watcher_that_was_killed_is_missed() -> None:
         time.sleep(LIMIT_S)
         output, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, output) == (0, "whole\n")
-    assert "will not be noticed" in errors
+    assert "will not be detected" in errors

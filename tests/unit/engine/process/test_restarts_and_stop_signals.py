@@ -46,4 +46,4 @@ def test_who_has_any_number_of_chances_never_waits_longer_than_half_a_minute() -
     delays = [restarts.next_delay_s(0.5) for _ in range(5000)]
     assert delays[:5] == [1.0, 2.0, 4.0, 8.0, 16.0]
     assert set(delays[5:]) == {30.0}
-    assert str(restarts) == "time 5000"
+    assert str(restarts) == "restart 5000"

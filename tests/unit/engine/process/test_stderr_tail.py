@@ -36,8 +36,8 @@ def test_the_last_errors_are_told_in_order() -> None:
 
 def test_ordinary_lines_are_called_what_they_are() -> None:
     told = after(*INFO, "")
-    assert told == f"it named no error, its last lines are: {'; '.join(INFO[-3:])}"
+    assert told == f"it logged no error; its last lines are: {'; '.join(INFO[-3:])}"
 
 
 def test_silence_is_told_too() -> None:
-    assert after() == "without a word"
+    assert after() == "it wrote nothing to standard error"
