@@ -8,7 +8,7 @@ import pytest
 
 from mooncake_kv.errors import KVConfigError, StoreIOError
 from mooncake_kv.store.chunk_store import Chunk
-from mooncake_kv.store.ssd_config import SsdBudget, SsdDirectoryConfig
+from mooncake_kv.store.ssd_config import SsdDirectoryConfig
 from mooncake_kv.store.ssd_directory import GROW_RETRY_S, SsdDirectory, aligned_buffer
 from mooncake_kv.store.ssd_records import (
     PAGE,
@@ -343,13 +343,3 @@ def test_a_segment_that_is_refused_does_not_end_direct_input_and_output(
     assert directory._is_direct is is_direct
     assert "direct I/O" not in caplog.text
     directory.close()
-
-
-def test_a_budget_fills_over_the_day():
-    budget = SsdBudget(86_400, full_s=10)
-    assert budget.take(10, now=0)
-    assert not budget.take(1, now=0.5)
-    assert budget.take(1, now=1)
-    assert budget.take(10, now=1000)
-    assert not budget.take(1, now=1000)
-    assert SsdBudget(0).take(1 << 50, now=0)

@@ -1,0 +1,105 @@
+"""Orders to the ranks of an instance, and the stores that the ranks know."""
+
+import asyncio
+
+from mooncake_kv.pool.pool_messages import (
+    CancelRuns,
+    ConnectStore,
+    ForgetStore,
+    LayersLoaded,
+    LoadRuns,
+    RunsEnded,
+    decode_to_rank,
+)
+from mooncake_kv.pool.rank_orders import RankOrders
+from mooncake_kv.store.chunk_store import ArenaInfo
+
+LOAD = LoadRuns("load", "request", (), (), 1.0, release_layers=1)
+
+
+def opened(num_ranks=2):
+    """Orders to so many ranks, and the messages that were sent to each rank."""
+    sent = []
+    orders = RankOrders(num_ranks, 256)
+    orders.open(lambda rank, message: sent.append((rank, decode_to_rank(message))))
+    return orders, sent
+
+
+def ended(name="load"):
+    return RunsEnded(name, None, 1, 0.0)
+
+
+def test_an_order_ends_once_all_ranks_have_reported():
+    orders, sent = opened()
+
+    async def run():
+        released = []
+        running = asyncio.ensure_future(orders.run("load", LOAD, lambda: released.append(True)))
+        await asyncio.sleep(0)
+        assert sent == [(0, LOAD), (1, LOAD)]
+        orders.take_release(LayersLoaded("load"))
+        orders.take_report(0, ended())
+        orders.take_report(0, ended())
+        assert not released
+        assert not running.done()
+        orders.take_release(LayersLoaded("load"))
+        assert released == [True]
+        orders.take_report(1, ended())
+        assert await running == [ended(), ended()]
+
+    asyncio.run(run())
+
+
+def test_messages_of_unknown_orders_are_ignored():
+    orders, sent = opened()
+    orders.take_report(0, ended("other"))
+    orders.take_release(LayersLoaded("other"))
+    orders.cancel("other")
+    assert sent == []
+
+
+def test_a_running_order_is_cancelled_on_all_ranks():
+    orders, sent = opened()
+
+    async def run():
+        running = asyncio.ensure_future(orders.run("load", LOAD))
+        await asyncio.sleep(0)
+        orders.cancel("load")
+        for rank in range(2):
+            orders.take_report(rank, ended())
+        await running
+        orders.cancel("load")
+
+    asyncio.run(run())
+    assert sent[2:] == [(0, CancelRuns("load")), (1, CancelRuns("load"))]
+
+
+def test_a_store_is_described_once_per_epoch():
+    orders, sent = opened(num_ranks=1)
+    for epoch in ("first", "first", "second"):
+        assert orders.introduce(0, ArenaInfo(epoch, 4096, 8192)) == epoch
+    assert [message for _, message in sent] == [
+        ConnectStore("first", 4096, 8192, {}, 256),
+        ForgetStore("first"),
+        ConnectStore("second", 4096, 8192, {}, 256),
+    ]
+
+
+def test_a_store_with_two_numbers_is_disconnected_with_the_last_one():
+    orders, sent = opened(num_ranks=1)
+    for number in (0, 1):
+        orders.introduce(number, ArenaInfo("epoch", 4096, 8192))
+    del sent[:]
+    orders.forget(0)
+    orders.forget(0)
+    assert sent == []
+    orders.forget(1)
+    assert sent == [(0, ForgetStore("epoch"))]
+
+
+def test_nothing_is_sent_after_close():
+    orders, sent = opened()
+    orders.close()
+    assert not orders.is_open
+    orders.introduce(0, ArenaInfo("epoch", 4096, 8192))
+    assert sent == []

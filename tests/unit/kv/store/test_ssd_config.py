@@ -1,0 +1,13 @@
+"""What an SSD tier may use: its write budget."""
+
+from mooncake_kv.store.ssd_config import SsdBudget
+
+
+def test_a_budget_fills_over_the_day():
+    budget = SsdBudget(86_400, full_s=10)
+    assert budget.take(10, now=0)
+    assert not budget.take(1, now=0.5)
+    assert budget.take(1, now=1)
+    assert budget.take(10, now=1000)
+    assert not budget.take(1, now=1000)
+    assert SsdBudget(0).take(1 << 50, now=0)
