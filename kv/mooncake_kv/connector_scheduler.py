@@ -302,8 +302,8 @@ def _common_transports(ranks: Sequence[RankReady]) -> dict[str, TransportConstra
     """The transports that every rank has open. Their constraints are the same on all ranks."""
     first, *others = ranks
     return {
-        name: asked
-        for name, asked in first.transports.items()
+        name: constraints
+        for name, constraints in first.transports.items()
         if all(name in other.transports for other in others)
     }
 

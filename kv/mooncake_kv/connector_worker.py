@@ -84,12 +84,12 @@ class SharedTransports:
     configuration, such as a connector and the KVCache pool, share one set. Any thread."""
 
     def __init__(self) -> None:
-        self._opened: list[_Opened] = []
+        self._opened: list[_SharedSet] = []
         self._lock = threading.Lock()
 
     def open(
         self, config: KVTransferConfig, memory: RankMemory, registry: Registry
-    ) -> TransportsUse:
+    ) -> TransportsHandle:
         """Open transports and register the memory, or share a set that is already open.
 
         Raises:
@@ -97,14 +97,14 @@ class SharedTransports:
         """
         with self._lock:
             for opened in self._opened:
-                if opened.moves(config, memory):
+                if opened.matches(config, memory):
                     opened.num_users += 1
-                    return TransportsUse(opened.transports, partial(self._leave, opened))
-            opened = _Opened(config, memory, _open_transports(config, memory, registry))
+                    return TransportsHandle(opened.transports, partial(self._release, opened))
+            opened = _SharedSet(config, memory, _open_transports(config, memory, registry))
             self._opened.append(opened)
-            return TransportsUse(opened.transports, partial(self._leave, opened))
+            return TransportsHandle(opened.transports, partial(self._release, opened))
 
-    def _leave(self, opened: _Opened) -> None:
+    def _release(self, opened: _SharedSet) -> None:
         with self._lock:
             opened.num_users -= 1
             if opened.num_users:
@@ -114,7 +114,7 @@ class SharedTransports:
 
 
 @dataclass(slots=True, eq=False)
-class _Opened:
+class _SharedSet:
     """A shared set of transports, what it was opened for, and how many users it has."""
 
     config: KVTransferConfig
@@ -122,7 +122,7 @@ class _Opened:
     transports: Transports
     num_users: int = 1
 
-    def moves(self, config: KVTransferConfig, memory: RankMemory) -> bool:
+    def matches(self, config: KVTransferConfig, memory: RankMemory) -> bool:
         """Whether this set moves the same memory with the same configuration."""
         own, other = self.memory, memory
         is_same = (own.regions, own.transports) == (other.regions, other.transports)
@@ -130,23 +130,23 @@ class _Opened:
 
 
 @dataclass(slots=True, eq=False)
-class TransportsUse:
+class TransportsHandle:
     """One user's handle on a shared set of transports.
 
     Args:
         transports: the shared transports, valid until ``close``.
-        leave: gives up this user's share.
+        release: gives up this user's share.
     """
 
     transports: Transports
-    leave: Callable[[], None]
+    release: Callable[[], None]
     has_ended: bool = False
 
     def close(self) -> None:
         """Release the handle; the last one to be released closes the transports. Idempotent."""
         if not self.has_ended:
             self.has_ended = True
-            self.leave()
+            self.release()
 
 
 def _open_transports(
@@ -318,13 +318,13 @@ class RankTransports:
         """Close the connections to all ranks of a peer: all of them, or those of one number.
         Idempotent."""
 
-        def is_meant(key: tuple[str, int, int]) -> bool:
+        def matches(key: tuple[str, int, int]) -> bool:
             return key[0] == engine_id and connection in (None, key[2])
 
         with self._lock:
-            peers = [self._peers.pop(key) for key in list(self._peers) if is_meant(key)]
+            peers = [self._peers.pop(key) for key in list(self._peers) if matches(key)]
             for key in list(self._connecting):
-                if is_meant(key):
+                if matches(key):
                     del self._connecting[key]
         for peer in peers:
             peer.close()

@@ -103,8 +103,8 @@ async def post_params(metaserver: Metaserver, params: KVTransferDict, rule: Meta
             f"the request to metaserver {url} failed: {exc or type(exc).__name__}"
         ) from exc
     if status not in ACCEPTED:
-        said = body.decode(errors="replace").strip()
-        raise KVTransferError(f"metaserver {url} answered {status}, not 202: {said}")
+        detail = body.decode(errors="replace").strip()
+        raise KVTransferError(f"metaserver {url} answered {status}, not 202: {detail}")
 
 
 async def _exchange(

@@ -476,9 +476,9 @@ def build_reservation_params(
         tokenizer: fingerprint of the tokenizer that made the prompt from text; empty if the client
             sent token ids.
     """
-    made = {"prompt_token_ids": list(prompt), "tokenizer_fingerprint": tokenizer}
+    tokenized = {"prompt_token_ids": list(prompt), "tokenizer_fingerprint": tokenizer}
     return {
-        **(made if tokenizer else {}),
+        **(tokenized if tokenizer else {}),
         "token_ids": [],
         "do_remote_prefill": False,
         "do_remote_decode": True,

@@ -341,9 +341,9 @@ class PushReceiver:
         """Ask one silent instance for the status of its pushes; if it is dead, release their
         blocks."""
         try:
-            asked = group[0][1]
+            first_writer = group[0][1]
             names = [writer.request_id for _, writer in group]
-            reply = await self._inquire(asked, names, self._is_local(asked))
+            reply = await self._inquire(first_writer, names, self._is_local(first_writer))
         except PeerGone as exc:
             for held, writer in group:
                 self._mark_dead(held, writer, str(exc), self._drain_s_of(writer))

@@ -345,8 +345,8 @@ class SchedulerLink:
             channel.close()
 
 
-def _decoding(rank: int, take: Callable[[int, RankMessage], None]) -> Callable[[bytes], None]:
-    return lambda data: take(rank, _decode_from_rank(data))
+def _decoding(rank: int, on_message: Callable[[int, RankMessage], None]) -> Callable[[bytes], None]:
+    return lambda data: on_message(rank, _decode_from_rank(data))
 
 
 def _connect(path: Path, deadline: float) -> socket.socket:
@@ -381,7 +381,7 @@ class Ranks:
     def __init__(self, paths: Sequence[Path], on_death: Callable[[str], None]) -> None:
         self._num_ranks, self._on_death = len(paths), on_death
         self._lock = threading.RLock()
-        self._take: Callable[[int, bytes], None] | None = None
+        self._on_payload: Callable[[int, bytes], None] | None = None
         self._early: list[tuple[int, bytes]] = []
         self._infos: dict[int, RankInfo] = {}
         self._all_known = threading.Event()
@@ -395,13 +395,13 @@ class Ranks:
     def __len__(self) -> int:
         return self._num_ranks
 
-    def listen(self, take: Callable[[int, bytes], None]) -> None:
-        """Pass the workers' messages, including those received so far, to ``take``, with their
-        rank."""
+    def listen(self, on_payload: Callable[[int, bytes], None]) -> None:
+        """Pass the workers' messages, including those received so far, to ``on_payload``, each with
+        its rank."""
         with self._lock:
-            self._take = take
+            self._on_payload = on_payload
             for rank, payload in self._early:
-                take(rank, payload)
+                on_payload(rank, payload)
             self._early.clear()
 
     def send(self, rank: int, payload: bytes) -> None:
@@ -434,10 +434,10 @@ class Ranks:
     def _on_message(self, rank: int, message: RankMessage) -> None:
         if isinstance(message, FromWorker):
             with self._lock:
-                if self._take is None:
+                if self._on_payload is None:
                     self._early.append((rank, message.payload))
                 else:
-                    self._take(rank, message.payload)
+                    self._on_payload(rank, message.payload)
         elif isinstance(message, RankInfo):
             self._infos[rank] = message
             if len(self._infos) == self._num_ranks:

@@ -40,11 +40,11 @@ class FirstStep:
 
     Args:
         num_preemptions: the request's number of preemptions before the step.
-        num_had: tokens whose KV existed at that step, or will exist when it has ended.
+        num_initial_tokens: tokens whose KV existed at that step, or will exist when it has ended.
     """
 
     num_preemptions: int
-    num_had: int
+    num_initial_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -225,12 +225,12 @@ class PoolSaves:
         if is_last:
             self._report(name)
 
-    def _begin(self, name: str, tables: Sequence[Sequence[int]], num_had: int) -> None:
+    def _begin(self, name: str, tables: Sequence[Sequence[int]], num_initial_tokens: int) -> None:
         """Record that a request runs for the first time, or restarts."""
         saved = self._current.get(name)
         if saved is None:
             return
-        saved.first_step = FirstStep(saved.request.num_preemptions, num_had)
+        saved.first_step = FirstStep(saved.request.num_preemptions, num_initial_tokens)
         saved.num_saved = saved.num_known  # copies from blocks that it has lost are discarded
         if is_plain(saved.request) and saved.num_saved < saved.num_prompt_chunks:
             saved.table = list(tables[0])
@@ -292,7 +292,7 @@ def num_computed_so_far(request: Request, first_step: FirstStep | None) -> int:
         return 0
     num_ended = request.num_computed_tokens - request.num_in_flight_tokens
     # Otherwise its first tokens' KV may not exist yet: their load, or their step, may be in flight.
-    has_run = num_ended > first_step.num_had
+    has_run = num_ended > first_step.num_initial_tokens
     if not has_run or request.num_preemptions != first_step.num_preemptions:
         return 0
     return min(num_ended, count_tokens(request) - 1)

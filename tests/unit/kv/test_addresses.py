@@ -35,7 +35,7 @@ def address_of_default_route() -> str | None:
         ("::", "[fd00::1]", ("::", "fd00::1")),
     ],
 )
-def test_peers_are_told_what_was_said_or_where_we_listen(
+def test_the_advertised_host_is_the_configured_or_the_listening_one(
     host: str, told: str, expected: tuple[str, str]
 ) -> None:
     settled = settle_addresses(KVTransferConfig(host=host, advertise_host=told, secret="s"))
@@ -49,7 +49,7 @@ def test_names_become_addresses() -> None:
         resolve("no such host", "--kv-host")
 
 
-def test_who_listens_on_all_addresses_tells_that_of_the_default_route_or_asks_for_one(
+def test_listening_on_all_addresses_advertises_the_default_route_or_fails(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = KVTransferConfig(host="0.0.0.0", secret="s")
@@ -79,7 +79,7 @@ def test_without_a_secret_only_this_host_may_reach_it(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", PUBLIC)
-def test_who_means_it_is_warned(host: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_allow_no_secret_warns(host: str, caplog: pytest.LogCaptureFixture) -> None:
     config = KVTransferConfig(host=host, advertise_host="192.0.2.9", allow_no_secret=True)
     settle_addresses(config)
     assert f"anyone who can reach {host} may read and write this instance's KV" in caplog.text
@@ -93,7 +93,7 @@ def test_on_loopback_the_users_of_the_host_are_named(
     assert "no --kv-secret-file: every user of this host may read" in caplog.text
 
 
-def test_with_a_secret_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_with_a_secret_there_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     settle_addresses(KVTransferConfig(host="192.0.2.7", secret="s"))
     assert not caplog.records
 

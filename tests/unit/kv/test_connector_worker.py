@@ -63,7 +63,7 @@ def opened(rank: Rank, worker: type[ConnectorWorker]) -> tuple[ConnectorWorker, 
 
 
 @BOTH
-def test_what_comes_behind_its_end_is_for_nobody(
+def test_messages_after_close_are_dropped(
     rank: Rank, worker: type[ConnectorWorker], order: msgspec.Struct
 ) -> None:
     running, connect = opened(rank, worker)
@@ -145,7 +145,7 @@ def test_a_load_that_gets_no_thread_fails_and_is_not_begun_later(
     assert (begun, reports(rank)[1:], rank.failures) == (["next"], [("next", None)], [])
 
 
-def test_what_ends_loads_and_peers_needs_no_thread_that_may_not_come(
+def test_cancelling_loads_and_peers_works_without_a_new_thread(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, connect = opened(rank, PullWorker)
@@ -175,7 +175,7 @@ class SlowToDrain:
         assert self.lets_go.wait(PATIENCE_S)
 
 
-def test_an_instance_whose_loads_are_slow_to_end_delays_no_other(
+def test_slow_cancellations_of_one_instance_delay_no_other(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, connect = opened(rank, PullWorker)
@@ -204,7 +204,7 @@ def test_an_instance_whose_loads_are_slow_to_end_delays_no_other(
     running.close()
 
 
-def test_an_end_waits_for_the_connections_of_all_that_were_given_up(
+def test_close_waits_for_the_connections_of_all_dropped_peers(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else they are closed while the transport under them is."""
@@ -440,7 +440,7 @@ def test_a_load_that_is_late_leaves_its_connection_to_the_others(
     running.close()
 
 
-def test_a_load_of_an_instance_that_is_given_up_meanwhile_leaves_no_connection(
+def test_a_load_of_an_instance_that_is_dropped_meanwhile_leaves_no_connection(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, connect = opened(rank, PullWorker)
@@ -466,7 +466,7 @@ def test_a_load_of_an_instance_that_is_given_up_meanwhile_leaves_no_connection(
     running.close()
 
 
-def test_who_moves_the_same_memory_in_the_same_way_shares_transports(rank: Rank) -> None:
+def test_users_of_the_same_memory_and_configuration_share_transports(rank: Rank) -> None:
     """A connector and the KVCache pool of one rank; whoever ends last closes them."""
     context = rank.context
 

@@ -301,7 +301,7 @@ def test_reads_begin_while_the_prompt_is_computed() -> None:
     talk(scenario)
 
 
-def test_what_was_read_before_a_preemption_counts_for_nothing() -> None:
+def test_what_was_read_before_a_preemption_is_discarded() -> None:
     """The blocks were somebody else's meanwhile, and are the same ones again."""
 
     async def scenario(between: Talk) -> None:
@@ -329,7 +329,7 @@ def test_a_cached_prefix_is_not_read() -> None:
     talk(scenario)
 
 
-def test_an_aborted_prefill_is_reported_at_once() -> None:
+def test_an_aborted_prefill_is_reported_immediately() -> None:
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
         between.load("r")
@@ -343,7 +343,7 @@ def test_an_aborted_prefill_is_reported_at_once() -> None:
     talk(scenario)
 
 
-def test_a_holder_that_dies_is_given_up_within_two_leases() -> None:
+def test_a_dead_holder_is_detected_within_two_leases() -> None:
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
         between.load("r")
@@ -357,7 +357,7 @@ def test_a_holder_that_dies_is_given_up_within_two_leases() -> None:
 
 
 @pytest.mark.parametrize("has_read", [False, True])
-def test_a_second_prefill_takes_the_place_of_one_that_died(*, has_read: bool) -> None:
+def test_a_second_prefill_replaces_a_dead_one(*, has_read: bool) -> None:
     """The proxy sees the first one's connection end, and asks another instance."""
 
     async def scenario(between: Talk) -> None:
@@ -378,7 +378,7 @@ def test_a_second_prefill_takes_the_place_of_one_that_died(*, has_read: bool) ->
     talk(scenario)
 
 
-def test_the_late_end_of_one_that_was_given_up_does_not_touch_its_successor() -> None:
+def test_the_late_end_of_a_replaced_prefill_does_not_affect_its_successor() -> None:
     """Its words were delayed, and the newest state is what is told: the first one is an error."""
 
     async def scenario(between: Talk) -> None:
@@ -416,7 +416,7 @@ def test_a_reader_that_leaves_ends_the_lease_of_a_prompt_that_is_computed() -> N
     talk(scenario)
 
 
-def test_nobody_who_comes_is_given_up_after_a_lease() -> None:
+def test_a_request_that_no_prefill_serves_fails_after_a_lease() -> None:
     async def scenario(between: Talk) -> None:
         between.load("r")
         await asyncio.sleep(LEASE_S + 0.1)
@@ -429,7 +429,7 @@ def test_nobody_who_comes_is_given_up_after_a_lease() -> None:
     talk(scenario)
 
 
-def test_a_prefill_that_comes_on_and_never_ends_is_given_up_at_its_deadline() -> None:
+def test_a_prefill_that_never_completes_times_out() -> None:
     """However alive who computes it is, and however lately it has come on."""
 
     async def scenario(between: Talk) -> None:

@@ -164,7 +164,7 @@ def test_a_layout_that_contradicts_itself_is_refused(change: dict[str, Any]) -> 
     assert "contradicts itself or the model" in words
 
 
-def test_a_refusal_is_said_once_per_incarnation(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_logged_once_per_epoch(caplog: pytest.LogCaptureFixture) -> None:
     refusals = IncompatiblePeers()
     for name in ("a", "b", "a", "a"):
         refusals.note(name, "model differs")
@@ -176,7 +176,7 @@ def test_a_refusal_is_said_once_per_incarnation(caplog: pytest.LogCaptureFixture
     assert refusals.num_peers == 2
 
 
-def test_only_what_a_refused_peer_comes_to_is_logged_quietly() -> None:
+def test_only_failures_of_refused_peers_are_logged_at_info() -> None:
     refusals = IncompatiblePeers()
     refusals.note("a", "model differs")
     assert refusals.level("a") == logging.INFO

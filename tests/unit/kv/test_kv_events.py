@@ -111,7 +111,7 @@ def test_a_lost_batch_is_replayed() -> None:
     assert index.match(KEYS, now=0.0).local[0] == 5
 
 
-def test_what_is_kept_for_a_replay_is_bounded_in_bytes() -> None:
+def test_the_replay_buffer_is_bounded_in_bytes() -> None:
     """Prompts' tokens are kilobytes; the oldest batches go first."""
     with published(buffer_bytes=64_000) as (publisher, subscriber):
         log = KVEventLog(publisher.publish, 1000)
@@ -125,7 +125,7 @@ def test_what_is_kept_for_a_replay_is_bounded_in_bytes() -> None:
     assert [sequence for sequence, _ in dropped] == kept, "from the first one that is there"
 
 
-def test_the_bound_is_on_what_batches_take() -> None:
+def test_the_bound_is_on_the_memory_of_batches() -> None:
     buffer = ReplayBuffer(max_batches=100_000, max_bytes=1 << 20)
     tracemalloc.start()
     try:
@@ -144,7 +144,7 @@ def ask_for_snapshot(publisher: KVEventPublisher) -> list:
     return ask_events(publisher.endpoints.replay_endpoint, SNAPSHOT_QUESTION)
 
 
-def test_a_latecomer_is_told_all_that_is_held_though_no_replay_reaches_back() -> None:
+def test_a_late_subscriber_gets_a_snapshot_when_no_replay_reaches_back() -> None:
     with published(buffer_steps=1) as (publisher, subscriber):
         index = ChunkIndex(1)
         stream = EventStream(index, 0, asks_snapshots=True)
@@ -193,7 +193,7 @@ def test_a_full_queue_drops_and_leaves_a_gap(monkeypatch) -> None:
     assert found > sequence
 
 
-def test_who_publishes_much_waits_until_little_is_unsent(monkeypatch) -> None:
+def test_await_sent_blocks_until_few_batches_are_queued(monkeypatch) -> None:
     taken, gate, encode = threading.Event(), threading.Event(), kv_event_publisher.encode_batch
 
     def gated(*batch):
@@ -213,7 +213,7 @@ def test_who_publishes_much_waits_until_little_is_unsent(monkeypatch) -> None:
         assert publisher.await_sent(0, timeout=20)
 
 
-def test_an_address_in_use_is_told_with_what_to_do() -> None:
+def test_an_address_in_use_is_refused_with_advice() -> None:
     with published() as (publisher, _):
         taken = publisher.endpoints.endpoint.replace("tcp://", "tcp://*:").rsplit(":", 1)[1]
         with pytest.raises(KVConfigError, match="give free addresses"):

@@ -20,7 +20,7 @@ def test_a_lease_ends_at_its_deadline_and_not_before() -> None:
     assert leases.end("a", LeaseStatus.RELEASED) is LeaseStatus.EXPIRED
 
 
-def test_a_renewal_starts_the_time_anew_and_names_what_is_lost() -> None:
+def test_a_renewal_extends_the_deadline_and_returns_lost_leases() -> None:
     leases = LeaseTable(DURATION_S)
     leases.grant("a", now=0.0)
     leases.grant("b", now=1.0)

@@ -81,7 +81,7 @@ def test_the_shortest_lease_decides(
     assert KeepaliveInterval(30.0, max_s).of(remotes) == pytest.approx(pause_s)
 
 
-def test_all_of_a_peer_is_told_in_one_message() -> None:
+def test_a_peer_gets_one_keepalive_for_all_of_its_items() -> None:
     async def main() -> None:
         told = Told(items={"a": item("p"), "b": item("q"), "c": item("p")})
         told.start()
@@ -125,7 +125,7 @@ def test_a_shorter_lease_cuts_the_pause_that_is_running() -> None:
     run_virtually(main())
 
 
-def test_however_many_come_the_pause_ends() -> None:
+def test_new_peers_do_not_postpone_keepalives() -> None:
     async def main() -> None:
         told = Told()
         told.start()
@@ -188,7 +188,9 @@ def ask(book: Book, host: str, port: int, *, is_local: bool) -> StatusReply:
 
 
 @pytest.mark.parametrize(("is_local", "error"), [(True, PeerGone), (False, PeerAbsent)])
-def test_who_is_refused(is_local: bool, error: type[KVTransferError]) -> None:
+def test_a_refused_connection_means_the_writer_is_gone(
+    is_local: bool, error: type[KVTransferError]
+) -> None:
     book = Book()
     with pytest.raises(error, match=r"p-1 is .*nothing listens"):
         ask(book, "127.0.0.1", free_range(1).first, is_local=is_local)
@@ -196,7 +198,7 @@ def test_who_is_refused(is_local: bool, error: type[KVTransferError]) -> None:
 
 
 @pytest.mark.parametrize(("is_local", "error"), [(True, PeerGone), (False, PeerAbsent)])
-def test_who_finds_somebody_else(
+def test_another_instance_at_the_address_means_the_writer_is_gone(
     is_local: bool, error: type[KVTransferError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StatusInquiry, "_connect", _is_let_in)
@@ -204,7 +206,7 @@ def test_who_finds_somebody_else(
         ask(Book("p-2"), "127.0.0.1", 1, is_local=is_local)
 
 
-def test_who_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_writer_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StatusInquiry, "_connect", _is_let_in)
     assert ask(Book(), "127.0.0.1", 1, is_local=False).running == ("a",)
 
@@ -213,7 +215,7 @@ def test_who_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     ("host", "is_ours"),
     [("127.0.0.1", True), ("localhost", True), ("192.0.2.1", False), ("host.invalid", False)],
 )
-def test_whose_address_it_is(host: str, is_ours: bool) -> None:
+def test_own_addresses_are_recognised(host: str, is_ours: bool) -> None:
     assert asyncio.run(is_own_address(host)) == is_ours
 
 
@@ -237,7 +239,7 @@ class Mute(Book):
         (errno.EMFILE, False, KVTransferError),
     ],
 )
-def test_whose_host_does_not_answer(
+def test_a_host_that_does_not_answer_is_unreachable(
     number: int, is_local: bool, error: type[KVTransferError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our own host does, whatever it says: a queue is full, or descriptors are short."""
@@ -269,7 +271,7 @@ def test_nothing_is_kept_of_connections_that_are_over() -> None:
     asyncio.run(asyncio.wait_for(main(), 10))
 
 
-def test_the_connection_to_one_that_is_stopped_is_held() -> None:
+def test_the_connection_to_a_stopped_process_is_kept() -> None:
     """However often it is looked for, it fills no queue; when it goes, it is found out."""
 
     async def main() -> None:

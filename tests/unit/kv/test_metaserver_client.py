@@ -55,7 +55,7 @@ OK = b"HTTP/1.1 202 Accepted\r\nContent-Length: 0\r\n\r\n"
     ],
     ids=["long head", "no end", "nothing", "no status", "no text", "half", "elsewhere", "long"],
 )
-def test_whatever_a_metaserver_answers_the_request_fails_with_words(answer: bytes) -> None:
+def test_any_bad_answer_of_a_metaserver_fails_the_request_with_a_reason(answer: bytes) -> None:
     with pytest.raises(KVTransferError) as found:
         post_to(answer)
     assert len(str(found.value)) < 2_000
@@ -72,19 +72,19 @@ def test_another_host_may_not() -> None:
 
 
 @pytest.mark.parametrize("allowed", ["127.0.0.1", "127.0.0.0/8", "*"])
-def test_what_the_operator_allows_may_be_posted_to(allowed: str) -> None:
+def test_allowed_hosts_are_posted_to(allowed: str) -> None:
     rule = MetaserverRule(["proxy.example", allowed])
     assert post_to(OK, rule, requester="198.51.100.7") == 1
 
 
 @pytest.mark.parametrize("allowed", ["10.0.0.0/8", "proxy.example", "::1"])
-def test_where_the_operator_says_what_is_allowed_nothing_else_is(allowed: str) -> None:
+def test_with_an_allow_list_other_hosts_are_refused(allowed: str) -> None:
     with pytest.raises(KVTransferError, match="is not allowed"):
         post_to(OK, MetaserverRule([allowed]), requester=LOOPBACK)
 
 
 @pytest.mark.parametrize("allowed", ["10.0.0.0/99", ""])
-def test_what_can_not_be_allowed_is_said_at_start(allowed: str) -> None:
+def test_invalid_allow_list_entries_fail_at_start(allowed: str) -> None:
     with pytest.raises(KVConfigError, match="--metaserver-allow wants"):
         MetaserverRule([allowed])
 

@@ -140,7 +140,7 @@ def test_a_file_that_the_index_does_not_name_does_not_matter(tmp_path: Path) -> 
     assert model_fingerprint(directory, "bfloat16") == first
 
 
-def test_without_an_index_what_lies_beside_model_safetensors_does_not_matter(
+def test_without_an_index_files_beside_model_safetensors_are_ignored(
     tmp_path: Path,
 ) -> None:
     directory = write_model(tmp_path / "model", some_tensors())
@@ -173,7 +173,7 @@ def test_the_type_that_weights_are_used_in_counts(tmp_path: Path) -> None:
     assert first.weights == other.weights
 
 
-def test_who_saved_a_checkpoint_does_not_matter(tmp_path: Path) -> None:
+def test_cosmetic_fields_do_not_change_the_fingerprint(tmp_path: Path) -> None:
     named = {**CONFIG, "_name_or_path": "/somewhere", "transformers_version": "5.1.0"}
     first = fingerprint(tmp_path / "a", some_tensors())
     assert fingerprint(tmp_path / "b", some_tensors(), config=named) == first
@@ -227,7 +227,7 @@ def test_reading_it_costs_megabytes_and_not_gigabytes(tmp_path: Path) -> None:
     assert read < 64e6
 
 
-def test_a_gguf_model_is_told_by_the_tensors_of_its_index(tmp_path: Path) -> None:
+def test_a_gguf_model_is_identified_by_the_tensors_of_its_index(tmp_path: Path) -> None:
     data = bytes(range(256)) * 64
     index = {
         name: {"file": "m.gguf", "kind": "Q4_1", "shape": [64, 64], "start": start, "stop": stop}
@@ -254,7 +254,7 @@ def test_a_gguf_model_is_told_by_the_tensors_of_its_index(tmp_path: Path) -> Non
     ("longest", "max_positions", "is_said"),
     [(4096, 131_072, True), (4097, 131_072, False), (4096, 4096, False)],
 )
-def test_short_factors_are_said_where_the_model_has_long_ones(
+def test_short_longrope_factors_are_a_setting_if_the_model_has_long_ones(
     longest: int, max_positions: int, is_said: bool
 ) -> None:
     """Our engine and our connector in vLLM say the same."""

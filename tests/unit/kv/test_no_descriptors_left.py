@@ -48,7 +48,7 @@ print("limit:", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 
 
-def test_without_descriptors_a_new_peer_fails_and_known_ones_go_on() -> None:
+def test_without_descriptors_a_new_peer_fails_and_known_ones_continue() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False
     )

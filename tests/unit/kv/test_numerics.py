@@ -65,7 +65,7 @@ def test_another_meaning_is_refused_with_both_values(name: str, theirs: str) -> 
     assert f"the prefill instance has {HALVES[name]}, the decode instance {theirs}" in words
 
 
-def test_what_an_older_or_other_engine_does_not_state_decides_nothing() -> None:
+def test_properties_that_a_peer_does_not_state_are_ignored() -> None:
     assert check_decode_peer(instance("p", HALVES, GPU), facts()) == ("tcp",)
 
 
@@ -80,7 +80,7 @@ def test_the_type_of_kv_is_named_before_the_geometry_that_has_it() -> None:
     assert "--kv-cache-dtype" in words
 
 
-def test_those_who_pair_instances_beforehand_see_the_meaning() -> None:
+def test_must_match_includes_the_meaning() -> None:
     assert instance("p", HALVES, GPU).must_match["KV's rope order"] == "halves"
 
 
@@ -95,7 +95,7 @@ def test_an_instance_that_turns_rope_rows_takes_both_orders() -> None:
     assert "softmax scale" in refusal(other, turning)
 
 
-def test_other_rounding_is_said_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_different_rounding_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     rounding = RoundingDifferences()
     check = rounding.noting(check_prefill_peer)
@@ -117,7 +117,7 @@ def test_equal_rounding_and_refused_peers_are_not_noted() -> None:
     assert rounding.num_peers == 0
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_the_number_of_remembered_peers_is_bounded() -> None:
     rounding = RoundingDifferences()
     own = instance("d", HALVES, CPU)
     for number in range(MAX_NOTED + 10):

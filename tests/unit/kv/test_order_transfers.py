@@ -41,7 +41,7 @@ def test_an_order_is_carried_out_or_reported_by_one() -> None:
     assert [order.claim() for _ in range(3)] == [True, False, False]
 
 
-def test_a_cancelled_order_ends_what_runs_and_what_is_started_later() -> None:
+def test_a_cancelled_order_cancels_running_and_later_transfers() -> None:
     order = OrderTransfers(FOR_EVER)
     early, late = EndlessTransfer(), EndlessTransfer()
     order.add(early, 10)
@@ -53,7 +53,7 @@ def test_a_cancelled_order_ends_what_runs_and_what_is_started_later() -> None:
         order.wait([early, late])
 
 
-def test_what_can_not_be_ended_ends_the_connector() -> None:
+def test_a_transfer_that_can_not_be_drained_ends_the_connector() -> None:
     order = OrderTransfers(FOR_EVER)
     order.add(EndlessTransfer(ends=False), 10)
     with pytest.raises(ConnectorDead):

@@ -40,7 +40,7 @@ def test_a_prefill_answers_with_the_fields_of_the_golden_file() -> None:
     assert json.loads(json.dumps(built)) == golden()
 
 
-def test_what_a_prefill_says_is_what_a_decode_reads() -> None:
+def test_decode_parses_the_parameters_that_prefill_built() -> None:
     kv_params = parse_kv_transfer_params(golden(), PROMPT)
     assert kv_params.first_token == FIRST
     assert not kv_params.keeps_kv
@@ -52,7 +52,7 @@ def test_what_a_prefill_says_is_what_a_decode_reads() -> None:
     assert remote.lease_s == 30.0
 
 
-def test_logprobs_are_left_out_if_nobody_asked() -> None:
+def test_logprobs_are_omitted_unless_requested() -> None:
     params = build_params(HOLDER, "cmpl-1-0", [4], (5, 6, 7), FirstToken(17))
     assert "last_token_logprobs" not in params
     first = parse_kv_transfer_params(params, (5, 6, 7)).first_token
@@ -173,11 +173,11 @@ def test_a_holder_is_found_in_parameters_that_are_wrong_otherwise() -> None:
     "params",
     [{}, {"do_remote_decode": True}, {"do_remote_prefill": True}, golden(remote_port="x")],
 )
-def test_who_names_no_holder_has_none(params: dict[str, Any]) -> None:
+def test_parameters_without_a_holder_have_none(params: dict[str, Any]) -> None:
     assert parse_remote_address(params) is None
 
 
-def test_a_salt_is_a_part_of_what_the_peer_was_given() -> None:
+def test_the_cache_salt_must_match_the_peers() -> None:
     params = golden(prompt_digest=prompt_digest(PROMPT, "tenant"))
     assert parse_kv_transfer_params(params, PROMPT, "tenant").remote is not None
     for other in ("", "another"):
@@ -195,7 +195,9 @@ PREFILLS = [{"do_remote_decode": True}, {}]
 
 
 @pytest.mark.parametrize("params", PREFILLS, ids=["prefill", "alone"])
-def test_stores_are_named_to_whoever_computes_the_prompt(params: dict[str, Any]) -> None:
+def test_prefix_sources_are_parsed_where_the_prompt_is_computed(
+    params: dict[str, Any],
+) -> None:
     found = parse_kv_transfer_params(params | {"prefix_sources": [SOURCE]}, range(600))
     assert found.prefix_sources == (PrefixSource("10.0.0.1", 7701, "abc", 512),)
     assert found.keeps_kv is bool(params)

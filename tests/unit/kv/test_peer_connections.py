@@ -64,7 +64,7 @@ def test_the_last_that_uses_one_which_failed_closes_it(connections: Connections)
     assert ("a", connections.number()) not in connections.closed
 
 
-def test_those_of_a_peer_that_is_gone_are_given_to_nobody(connections: Connections) -> None:
+def test_connections_of_a_forgotten_peer_are_not_reused(connections: Connections) -> None:
     with connections.all.used(["a"], SAVING) as saving:
         other, number = connections.number("b"), connections.number()
         connections.all.forget("a")

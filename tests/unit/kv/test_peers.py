@@ -69,7 +69,7 @@ def test_a_peer_is_one_incarnation_at_one_address() -> None:
     run(scenario)
 
 
-def test_a_wrong_address_that_is_given_up_leaves_the_right_one() -> None:
+def test_dropping_a_wrong_address_keeps_the_right_one() -> None:
     async def scenario(peers: PeerTable, ranks: Ranks) -> None:
         right, wrong = held_by("a"), held_by("a", port=5001)
         peer = peers.get(right)
@@ -117,7 +117,7 @@ def test_a_peer_that_is_not_needed_any_more_is_dropped() -> None:
     run(scenario)
 
 
-def test_who_waits_for_a_peer_that_is_given_up_is_told_why() -> None:
+def test_requests_to_a_dropped_peer_fail_with_the_reason() -> None:
     async def scenario(peers: PeerTable, ranks: Ranks) -> None:
         remote = held_by("a", port=1)
         waiting = asyncio.ensure_future(peers.get(remote).failed("request", "no use"))
@@ -194,7 +194,7 @@ def test_a_peer_that_holds_something_is_kept() -> None:
     asyncio.run(main())
 
 
-def test_more_peers_than_there_may_be_at_once_fail_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_peers_beyond_the_limit_fail_alone(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         peers, _ = small_table(2)
         for name in "ab":

@@ -251,7 +251,7 @@ def test_what_was_read_of_a_dead_instance_is_not_used() -> None:
     talk(scenario)
 
 
-def test_an_instance_that_does_not_fit_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_incompatible_instance_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     """Later requests end at once, without a word; its successor is asked anew."""
     decode_side = "mooncake_kv.kv_reader"
 
@@ -278,7 +278,7 @@ def test_an_instance_that_does_not_fit_is_asked_once(caplog: pytest.LogCaptureFi
     assert loud == []
 
 
-def test_a_release_that_is_lost_on_its_way_back_is_told_again() -> None:
+def test_a_release_whose_reply_is_lost_is_answered_again() -> None:
     async def scenario(between: Talk) -> None:
         between.line.fate = losing("LeaseReply")
         between.expect("r", between.prefill("r"))

@@ -66,7 +66,7 @@ def test_an_ending_that_is_lost_on_all_tries_is_asked_for(lost: tuple[str, ...])
     talk(scenario)
 
 
-def test_who_was_forgotten_says_hello_again() -> None:
+def test_a_forgotten_writer_sends_hello_again() -> None:
     """The reader has met too many others since, and the writer knows it from before."""
 
     async def scenario(between: Talk) -> None:
@@ -99,7 +99,7 @@ def test_a_failure_that_is_lost_on_all_tries_is_asked_for() -> None:
     talk(scenario)
 
 
-def test_what_the_writer_has_forgotten_is_over() -> None:
+def test_a_push_that_the_writer_has_forgotten_is_over() -> None:
     """Nothing comes through for longer than the writer keeps what became of its pushes."""
 
     async def scenario(between: Talk) -> None:
@@ -122,7 +122,7 @@ def test_what_the_writer_has_forgotten_is_over() -> None:
     talk(scenario)
 
 
-def test_a_push_that_is_under_way_is_waited_for() -> None:
+def test_a_push_in_flight_is_waited_for() -> None:
     """Its keepalives are lost, its replies are not."""
 
     async def scenario(between: Talk) -> None:
@@ -173,7 +173,7 @@ def test_an_entry_that_is_granted_after_its_writer_gave_up_is_given_back() -> No
     talk(scenario, lease_s=(6.0, 60.0))
 
 
-def test_a_writer_that_is_taken_for_dead_stops_before_its_blocks_are_free() -> None:
+def test_a_writer_that_is_considered_dead_stops_before_its_blocks_are_free() -> None:
     """What stands between refuses for it, and lets nothing through; it lives, and writes."""
 
     async def scenario(between: Talk) -> None:

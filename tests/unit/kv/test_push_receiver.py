@@ -186,7 +186,7 @@ def test_an_exact_push_ends_the_load_with_the_first_token(desk: Desk) -> None:
     assert desk.received.snapshot() == {"p-1": 10 * TOKEN_BYTES}
 
 
-def test_latents_of_another_order_are_turned_before_anybody_is_told() -> None:
+def test_latents_of_another_order_are_converted_before_the_load_ends() -> None:
     desk = Desk(rope_order=PAIRS)
     desk.load()
     desk.open()
@@ -262,7 +262,7 @@ def test_a_failure_ends_the_load_with_its_reason(desk: Desk) -> None:
     assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.EXPIRED
 
 
-def test_a_writer_that_fails_before_it_was_let_in_ends_the_wait(desk: Desk) -> None:
+def test_a_writer_that_fails_before_its_grant_ends_the_wait(desk: Desk) -> None:
     desk.load()
     desk.failed()
     assert desk.events == [LoadEnded("r", "the prefill instance gave up: broken")]
@@ -294,7 +294,7 @@ def test_a_writer_that_has_not_sent_hello_is_refused(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("sign", ["Hello", "PushOpen"])
-def test_who_is_met_often_is_not_forgotten_for_having_come_first(desk: Desk, sign: str) -> None:
+def test_writers_are_evicted_least_recently_used_first(desk: Desk, sign: str) -> None:
     others = count()
 
     def meet(how_many: int) -> None:
@@ -316,7 +316,7 @@ def test_who_is_met_often_is_not_forgotten_for_having_come_first(desk: Desk, sig
         desk.open()
 
 
-def test_a_cancelled_load_without_a_writer_is_free_at_once(desk: Desk) -> None:
+def test_a_cancelled_load_without_a_writer_is_free_immediately(desk: Desk) -> None:
     desk.load()
     desk.side.cancel("r")
     desk.side.cancel("r")
@@ -324,7 +324,7 @@ def test_a_cancelled_load_without_a_writer_is_free_at_once(desk: Desk) -> None:
     assert desk.open() is LeaseStatus.EXPIRED
 
 
-def test_a_cancelled_load_is_drained_when_its_writer_says_so(desk: Desk) -> None:
+def test_a_cancelled_load_is_drained_when_its_writer_reports_it(desk: Desk) -> None:
     desk.load()
     desk.open()
     desk.side.cancel("r")
@@ -344,7 +344,7 @@ def test_another_model_or_protocol_is_refused(desk: Desk) -> None:
     assert isinstance(answer, Welcome)
 
 
-def test_what_a_refused_instance_gives_up_is_counted(
+def test_failures_of_refused_instances_are_counted(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = msgspec.structs.replace(facts("p-3"), model_fingerprint="other")
@@ -360,13 +360,13 @@ def test_what_a_refused_instance_gives_up_is_counted(
     assert levels == ["ERROR", "WARNING"], "the refused peer once, the other one's failure"
 
 
-def test_what_belongs_to_pulling_is_rejected(desk: Desk) -> None:
+def test_messages_of_the_pull_connector_are_rejected(desk: Desk) -> None:
     answer = desk.side.handle(Done(9, "r", "reader"))
     assert isinstance(answer, Reject)
     assert answer.ticket == 9
 
 
-def test_nobody_is_waited_for_longer_than_a_lease(desk: Desk) -> None:
+def test_a_reservation_without_a_writer_ends_after_a_lease(desk: Desk) -> None:
     desk.load()
     assert desk.reap(5.9) == []
     assert desk.reap(6.0) == ["no prefill instance opened its push within 6 s"]
@@ -386,7 +386,7 @@ def drains(desk: Desk) -> list[bool]:
     return [event.is_drained for event in desk.events if isinstance(event, LoadEnded)]
 
 
-def test_what_a_failed_writer_had_sent_is_waited_for_where_nothing_stops_it() -> None:
+def test_data_in_flight_of_a_failed_writer_is_waited_for_unless_writes_end_with_it() -> None:
     desk = Desk(ends_writes=False)
     desk.load()
     desk.open()
@@ -402,7 +402,7 @@ def test_what_a_failed_writer_had_sent_is_waited_for_where_nothing_stops_it() ->
 
 
 @pytest.mark.parametrize(("ends_writes", "may_land"), [(True, True), (False, False)])
-def test_where_nothing_can_arrive_any_more_blocks_are_free_at_once(
+def test_blocks_are_free_immediately_if_nothing_can_arrive(
     ends_writes: bool, may_land: bool
 ) -> None:
     desk = Desk(ends_writes=ends_writes)
@@ -424,7 +424,7 @@ def test_a_cancelled_load_keeps_its_blocks_while_something_may_arrive() -> None:
 
 
 @pytest.mark.parametrize(("tp_size", "ends_writes"), [(1, False), (2, True)])
-def test_what_a_dead_writer_had_begun_is_waited_for(tp_size: int, ends_writes: bool) -> None:
+def test_writes_in_flight_of_a_dead_writer_are_waited_for(tp_size: int, ends_writes: bool) -> None:
     """Where nothing stops it; and where its ranks are processes that may not be dead yet."""
     desk = Desk(tp_size, ends_writes=ends_writes)
     desk.load()
@@ -438,7 +438,7 @@ def test_what_a_dead_writer_had_begun_is_waited_for(tp_size: int, ends_writes: b
 
 
 @pytest.mark.parametrize("hosts", [("there", "here"), ("", "")], ids=str)
-def test_who_refuses_on_another_host_need_not_be_the_writer(hosts: tuple[str, str]) -> None:
+def test_a_refusal_by_another_host_does_not_prove_the_writer_dead(hosts: tuple[str, str]) -> None:
     """A load balancer may refuse for one that lives: that stops when its lease is over."""
     desk = Desk(hosts=hosts)
     desk.is_writer_near = False
@@ -454,7 +454,7 @@ def test_who_refuses_on_another_host_need_not_be_the_writer(hosts: tuple[str, st
     assert desk.side.num_reserved == 0
 
 
-def test_what_was_written_whole_needs_no_waiting() -> None:
+def test_a_complete_push_needs_no_drain() -> None:
     desk = Desk(ends_writes=False)
     desk.load()
     desk.open()
@@ -477,7 +477,7 @@ def test_a_silent_writer_frees_the_request_and_not_the_blocks(desk: Desk) -> Non
     assert desk.side.counts.failures == 1
 
 
-def test_a_writer_whose_host_is_gone_for_good_is_not_waited_for_without_end() -> None:
+def test_a_writer_whose_host_is_unreachable_for_long_is_considered_dead() -> None:
     """Nothing refuses there, and nobody comes back: a live one would have stopped long ago."""
     desk = Desk(ends_writes=False)
     desk.load()
@@ -510,7 +510,7 @@ def test_a_writer_that_is_stopped_is_unreachable_from_when_its_host_went() -> No
     assert drains(desk) == [False, True]
 
 
-def test_a_writer_that_says_that_it_is_at_work_is_waited_for(desk: Desk) -> None:
+def test_a_writer_that_reports_progress_is_waited_for(desk: Desk) -> None:
     desk.load()
     desk.open()
     desk.reply = StatusReply(1, "p-1", ("a",), ())
@@ -549,7 +549,7 @@ def test_a_writer_that_lives_and_does_not_get_on_is_not_waited_for(desk: Desk) -
     assert desk.side.handle(Renew(7, ("r",))) == Renewed(7, ("r",))
 
 
-def test_who_was_given_another_prompt_is_not_let_in(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_writer_with_another_prompt_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk()
     params = {"num_prompt_tokens": 26, "remote_cached_tokens": 16, "prompt_digest": "ours"}
     desk.side.load("r", (3, 7), Metaserver("http://nowhere"), params)

@@ -19,7 +19,7 @@ def table() -> ReservationTable:
     return ReservationTable(open_s=30.0, silence_s=3.0)
 
 
-def test_the_first_writer_is_let_in_and_nobody_after_it(table: ReservationTable) -> None:
+def test_only_the_first_writer_is_granted(table: ReservationTable) -> None:
     table.reserve("r", (0, 10), now=0.0)
     assert table.open("r", ONE, 1.0) is LeaseStatus.HELD
     assert table.open("r", ONE, 1.5) is LeaseStatus.HELD
@@ -27,7 +27,7 @@ def test_the_first_writer_is_let_in_and_nobody_after_it(table: ReservationTable)
     assert table.open("r", SAME_INSTANCE, 2.0) is LeaseStatus.EXPIRED
 
 
-def test_who_comes_too_early_or_too_late_is_not_let_in(table: ReservationTable) -> None:
+def test_writers_that_come_too_early_or_too_late_are_refused(table: ReservationTable) -> None:
     assert table.open("r", ONE, 0.0) is LeaseStatus.UNKNOWN
     table.reserve("r", (0, 10), now=0.0)
     assert table.revoke("r", 1.0)
@@ -35,7 +35,7 @@ def test_who_comes_too_early_or_too_late_is_not_let_in(table: ReservationTable) 
     assert len(table) == 0
 
 
-def test_a_granted_reservation_is_not_free_before_its_writer_says_so(
+def test_a_granted_reservation_is_not_free_before_its_writer_reports_its_end(
     table: ReservationTable,
 ) -> None:
     table.reserve("r", (0, 10), now=0.0)
@@ -49,7 +49,7 @@ def test_a_granted_reservation_is_not_free_before_its_writer_says_so(
     assert len(table) == 0
 
 
-def test_the_same_ending_is_told_however_often_it_is_asked_for(table: ReservationTable) -> None:
+def test_repeated_questions_get_the_same_ending(table: ReservationTable) -> None:
     table.reserve("r", (0, 10), now=0.0)
     table.open("r", ONE, 1.0)
     assert table.end("r", ONE, LeaseStatus.RELEASED)

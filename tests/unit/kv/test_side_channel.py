@@ -113,7 +113,7 @@ def test_a_question_is_answered() -> None:
     asyncio.run(main())
 
 
-def test_questions_that_begin_together_share_one_connection() -> None:
+def test_concurrent_first_requests_share_one_connection() -> None:
     async def main() -> None:
         server = await SideChannelServer.listen(HOST, [0], SECRET, held)
         listener = server._listener
@@ -143,7 +143,7 @@ def test_ipv6() -> None:
     asyncio.run(main())
 
 
-def test_a_refusal_reaches_the_one_who_asked() -> None:
+def test_a_refusal_reaches_its_requester() -> None:
     async def main() -> None:
         async with serving(refusing) as port, asking(port) as client:
             with pytest.raises(HandshakeRefused, match="refused: model differs: m1, m2"):
@@ -179,7 +179,7 @@ def test_an_answer_that_is_no_message_is_an_error() -> None:
     asyncio.run(main())
 
 
-def test_a_handler_that_fails_ends_the_session_of_who_asked_and_no_other(
+def test_a_handler_that_fails_ends_only_the_requesters_session(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     is_broken = True
@@ -205,7 +205,7 @@ def test_a_handler_that_fails_ends_the_session_of_who_asked_and_no_other(
     asyncio.run(main())
 
 
-def test_another_secret_is_refused_at_once_and_says_what_to_do() -> None:
+def test_another_secret_fails_immediately_with_advice() -> None:
     async def main() -> None:
         async with serving() as port, asking(port, b"other") as client:
             began = time.monotonic()
@@ -216,7 +216,7 @@ def test_another_secret_is_refused_at_once_and_says_what_to_do() -> None:
     asyncio.run(main())
 
 
-def test_another_version_is_refused_at_once_and_says_what_to_do() -> None:
+def test_another_version_fails_immediately_with_advice() -> None:
     async def main() -> None:
         older = replace(credentials_of(SECRET), version=2)
         listener = await listen(HOST, [0], older, lambda session, payload: payload)
@@ -262,7 +262,7 @@ def test_no_answer_is_an_error_in_time() -> None:
     asyncio.run(main())
 
 
-def test_where_nobody_has_ever_listened_is_an_error_at_once() -> None:
+def test_a_refused_connection_to_a_new_peer_fails_immediately() -> None:
     async def main() -> None:
         async with serving() as absent:
             pass
@@ -320,7 +320,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("payload", MALFORMED, ids=range(len(MALFORMED)))
-def test_a_malformed_message_gets_a_typed_reject_and_hurts_nobody(payload: bytes) -> None:
+def test_a_malformed_message_gets_a_typed_reject(payload: bytes) -> None:
     async def main() -> None:
         async with serving() as port, asking(port) as client:
             member = await connect(HOST, port, credentials_of(SECRET), timeout=5.0)
@@ -346,7 +346,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("sent", STRANGE, ids=range(len(STRANGE)))
-def test_a_stranger_hurts_nobody(sent: bytes) -> None:
+def test_a_stranger_affects_no_session(sent: bytes) -> None:
     async def main() -> None:
         async with serving() as port, asking(port) as client:
             _, stranger = await asyncio.open_connection(HOST, port)
@@ -422,7 +422,7 @@ def test_names_and_addresses_are_hosts(host: str) -> None:
     SideChannelClient(host, 80, SECRET)
 
 
-def test_closing_tells_those_who_wait() -> None:
+def test_close_fails_requests_in_flight() -> None:
     async def main() -> None:
         async with serving() as port, relayed(port) as (between, client):
             between.fate = lambda kind: []
@@ -431,7 +431,7 @@ def test_closing_tells_those_who_wait() -> None:
     asyncio.run(main())
 
 
-def test_closing_tells_those_who_wait_for_a_connection() -> None:
+def test_close_fails_requests_that_wait_for_a_connection() -> None:
     async def main() -> None:
         async with mute() as (port, accepted), asking(port) as client:
             await check_closing(client, lambda: bool(accepted))

@@ -103,7 +103,7 @@ def test_a_task_that_fails_fails_its_request(owner: Owner) -> None:
     assert owner.failures == []
 
 
-def test_a_task_of_no_request_is_logged_and_harms_nobody(
+def test_a_failed_task_without_a_request_is_only_logged(
     owner: Owner, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner.call(lambda: owner.loop.spawn(fail_later()))
@@ -121,7 +121,7 @@ def test_housekeeping_that_ends_ends_the_engine(owner: Owner) -> None:
     assert "Oops('a bug')" in str(dead)
 
 
-def test_a_request_that_can_not_even_be_given_up_ends_the_engine(owner: Owner) -> None:
+def test_a_request_that_can_not_be_failed_ends_the_engine(owner: Owner) -> None:
     owner.loop.call("can't be given up", fail)
     owner.wait()
     assert [dead.fatal for dead in owner.failures] == [Fatal.HOUSEKEEPING_ENDED]
@@ -375,7 +375,7 @@ def pulling(send: Callable[[int, bytes], None], events: list[Any], loop: IoLoop)
     )
 
 
-def test_a_load_of_which_a_rank_may_have_heard_keeps_its_blocks_and_ends_the_engine(
+def test_a_load_that_may_have_reached_a_rank_keeps_its_blocks_and_ends_the_engine(
     owner: Owner,
 ) -> None:
     events: list[Any] = []
@@ -399,7 +399,7 @@ def test_a_load_of_which_a_rank_may_have_heard_keeps_its_blocks_and_ends_the_eng
     assert owner.errors == [], "what it waits for is not called free"
 
 
-def test_what_is_given_up_is_told_to_the_scheduler_once(owner: Owner) -> None:
+def test_an_abort_is_reported_to_the_scheduler_once(owner: Owner) -> None:
     """Known, unknown, and twice."""
     events: list[Any] = []
 

@@ -86,7 +86,7 @@ def refusal(layers: dict[str, Any], model: ModelKV = GQA, num_blocks: int = 8) -
     return str(refused.value)
 
 
-def test_what_is_no_such_memory_is_refused_by_name() -> None:
+def test_other_memory_is_refused_by_name() -> None:
     layers = make_ascend_caches(GQA, 8, 4).layers
     with_indexer = {name: (*planes, planes[0]) for name, planes in layers.items()}
     assert "sparse attention's indexers" in refusal(with_indexer)

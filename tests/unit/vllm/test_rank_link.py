@@ -92,7 +92,7 @@ def once(exc: Exception) -> Callable[..., None]:
 
 
 @WHATEVER
-def test_a_worker_that_hears_no_orders_any_more_says_why(
+def test_a_worker_that_can_not_receive_orders_reports_why(
     stack: ExitStack, pair: Pair, exc: Exception
 ) -> None:
     pair.obey = once(exc)
@@ -118,7 +118,7 @@ def test_the_scheduler_side_learns_why_a_receiving_thread_died(
 
 
 @pytest.mark.parametrize("who", ["worker", "scheduler"])
-def test_who_hangs_up_is_not_dead(pair: Pair, who: str) -> None:
+def test_hanging_up_is_not_a_failure(pair: Pair, who: str) -> None:
     ranks = pair.connect()
     first, second = (pair.worker, ranks) if who == "worker" else (ranks, pair.worker)
     first.close()
@@ -128,7 +128,7 @@ def test_who_hangs_up_is_not_dead(pair: Pair, who: str) -> None:
     assert pair.reasons == []
 
 
-def test_a_worker_that_can_let_nobody_in_has_no_scheduler_side(
+def test_a_worker_that_can_not_accept_has_no_scheduler_side(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody could be told: the instance does not start."""

@@ -58,7 +58,7 @@ def test_siblings_do_not_wait_for_one_that_left_or_failed() -> None:
         assert prompts.num_to_load("b", 0) == 0
 
 
-def test_a_last_token_alone_is_not_worth_a_load() -> None:
+def test_a_last_token_alone_is_not_loaded() -> None:
     prompts = RemotePrompts()
     prompts.expect("a", LEASE, 100)
     assert [prompts.num_to_load("a", have) for have in (0, 98, 99, 100)] == [100, 2, 0, 0]
@@ -67,7 +67,7 @@ def test_a_last_token_alone_is_not_worth_a_load() -> None:
     assert prompts.num_to_load("a", 0) == 0
 
 
-def test_what_nobody_knows_loads_nothing() -> None:
+def test_an_unknown_request_loads_nothing() -> None:
     prompts = RemotePrompts()
     assert (prompts.num_to_load("x", 0), prompts.begin("x"), prompts.skip("x")) == (0, None, None)
     assert (prompts.end("x"), prompts.leave("x")) == (None, None)
@@ -80,7 +80,7 @@ def test_a_lease_that_was_lost_in_the_queue_ends_no_load() -> None:
     assert prompts.begin("a") is None
 
 
-def test_the_last_to_leave_cancels_what_nobody_took() -> None:
+def test_the_last_sibling_cancels_a_prompt_that_none_loaded() -> None:
     prompts = RemotePrompts()
     for name in "ab":
         prompts.expect(name, LEASE, 100)
@@ -89,7 +89,7 @@ def test_the_last_to_leave_cancels_what_nobody_took() -> None:
     assert len(prompts) == 0
 
 
-def test_one_that_leaves_while_it_loads_is_still_reported_once() -> None:
+def test_a_request_that_ends_while_it_loads_is_still_reported_once() -> None:
     prompts = RemotePrompts()
     for name in "ab":
         prompts.expect(name, LEASE, 100)
@@ -101,7 +101,7 @@ def test_one_that_leaves_while_it_loads_is_still_reported_once() -> None:
     assert len(prompts) == 0
 
 
-def test_after_all_have_left_the_name_may_come_again() -> None:
+def test_a_name_can_be_reused_after_all_siblings_have_left() -> None:
     prompts = RemotePrompts()
     prompts.expect("a", LEASE, 100)
     prompts.begin("a")

@@ -55,7 +55,7 @@ def test_without_requests_no_step_begins_and_nothing_stalls(watch: StepWatch, cl
 
 
 @pytest.mark.parametrize("heard", [StepWatch.begin, StepWatch.end], ids=["begins", "ends"])
-def test_steps_that_go_on_are_none_that_hangs(
+def test_steps_that_make_progress_do_not_stall(
     watch: StepWatch, clock: Clock, heard: Callable[[StepWatch], None]
 ) -> None:
     """vLLM has several under way, and waits for the first."""
@@ -69,7 +69,7 @@ def test_steps_that_go_on_are_none_that_hangs(
     assert watch.has_stalled()
 
 
-def test_results_of_a_step_that_nobody_saw_begin_hide_no_later_one(
+def test_results_without_a_begun_step_do_not_hide_a_later_stall(
     watch: StepWatch, clock: Clock
 ) -> None:
     watch.end()

@@ -91,7 +91,7 @@ CALLS: list[tuple[str, tuple[Any, ...], Any]] = [
 
 
 @pytest.mark.parametrize(("device", "takes"), [("cpu", True), ("cuda", True), ("npu", False)])
-def test_who_takes_kv_cache_groups(
+def test_which_connectors_support_kv_cache_groups(
     monkeypatch: pytest.MonkeyPatch, device: str, takes: bool
 ) -> None:
     vllm_stub.install(monkeypatch, device)
@@ -183,7 +183,7 @@ def step_maker(**others: Any) -> SimpleNamespace:
     ],
     ids=["idle", "nothing to wait for", "others run", "others would wait, too"],
 )
-def test_a_step_that_computes_nothing_waits_a_little_for_what_is_to_be_told(
+def test_an_idle_step_waits_briefly_for_reports(
     connectors: ModuleType,
     scheduled: dict[str, int],
     is_waiting: bool,
@@ -200,7 +200,7 @@ def test_a_step_that_computes_nothing_waits_a_little_for_what_is_to_be_told(
     assert worker.told == [("release", ())]
 
 
-def test_the_step_behind_its_end_names_a_request_whose_blocks_are_kept(
+def test_the_step_after_its_end_names_a_request_whose_blocks_are_held(
     connectors: ModuleType,
 ) -> None:
     kept = {"kept": (True, None), "free": (False, None), "late": (True, {"a": 1})}
@@ -351,7 +351,7 @@ def test_metrics_are_vllms_kinds(connectors: ModuleType) -> None:
     ]
 
 
-def test_a_gauge_is_what_the_api_server_that_was_told_last_has(connectors: ModuleType) -> None:
+def test_a_gauge_is_that_of_the_most_recently_updated_api_server(connectors: ModuleType) -> None:
     """vLLM tells one of its API servers of a step, any of them: what another one was told before
     must not be added."""
     modes: dict[str, dict[str, str]] = {"counter": {}, "gauge": {}}

@@ -127,7 +127,7 @@ def model(**changes: Any) -> Any:
     ],
     ids=str,
 )
-def test_attention_with_and_without_windows_is_taken(specs: list[Any]) -> None:
+def test_attention_with_and_without_windows_is_supported(specs: list[Any]) -> None:
     check_supported(config(), caches(*specs))
 
 
@@ -173,7 +173,7 @@ def test_a_step_has_the_time_that_vllm_gives_it(monkeypatch: pytest.MonkeyPatch)
     assert describe_instance(config()).step_timeout_s == 7200.0
 
 
-def test_a_model_is_told_as_the_engine_tells_it() -> None:
+def test_the_fingerprint_equals_the_engines() -> None:
     assert fingerprint(model()) == model_fingerprint(EXAMPLE, "float32")
     settings = fingerprint(model(quantization="fp8")).settings
     assert settings["quantization by vLLM"] == "fp8"
@@ -182,7 +182,7 @@ def test_a_model_is_told_as_the_engine_tells_it() -> None:
 YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}
 
 
-def test_what_vllm_has_in_place_of_the_checkpoints_configuration_tells_models_apart() -> None:
+def test_overrides_by_vllm_change_the_fingerprint() -> None:
     """As --hf-overrides does, with which vLLM's users get a longer context."""
     plain, yarn, again = (fingerprint(model(hf_overrides=each)) for each in ({}, YARN, YARN))
     assert yarn == again != plain
@@ -217,7 +217,7 @@ def test_a_context_for_which_a_longrope_has_other_factors_tells_models_apart(
 @pytest.mark.parametrize(
     "changes", [{"hf_overrides": lambda config: config}, {"hf_config_path": "org/other"}]
 )
-def test_a_configuration_from_elsewhere_is_compared_whole(changes: dict[str, Any]) -> None:
+def test_another_configuration_is_compared_as_a_whole(changes: dict[str, Any]) -> None:
     def said(**fields: Any) -> dict[str, str]:
         loaded = SimpleNamespace(to_json_string=lambda: json.dumps(fields))
         return fingerprint(model(hf_config=loaded, **changes)).settings
@@ -262,11 +262,11 @@ def test_weights_are_looked_for_where_vllm_keeps_them(
 
 
 @pytest.mark.parametrize("name", ["org/repo:Q4_K_M", "s3://bucket/model", "org/none"])
-def test_what_is_in_no_cache_of_the_hub_is_told_by_its_name(name: str) -> None:
+def test_a_model_outside_the_hubs_cache_is_identified_by_its_name(name: str) -> None:
     assert fingerprint(model(model=name)).settings["told by"] == "its name"
 
 
-def test_what_a_token_keeps() -> None:
+def test_the_kv_per_token() -> None:
     plain = model_kv(model(), groups(spec()))
     assert (plain.kind, plain.kv_heads, plain.plane_dims) == (AttentionKind.GQA, 8, (64, 64))
     assert (plain.layers, plain.dtype) == (32, "bfloat16")
@@ -322,7 +322,7 @@ def test_devices() -> None:
         (2, 1, False, False),
     ],
 )
-def test_steps_wait_where_they_hold_up_nobody(
+def test_idle_steps_wait_only_where_they_delay_no_other(
     stages: int, data_parallel: int, is_moe: bool, may_wait: bool
 ) -> None:
     config = SimpleNamespace(

@@ -55,7 +55,7 @@ def test_any_order_reads_from_any_other(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_what_is_there_already_is_left_alone(order: str) -> None:
+def test_blocks_that_are_already_loaded_stay_unchanged(order: str) -> None:
     sources, targets = side(GQA, order, 1, 1), side(GQA, order, 1, 2)
     before = targets[0].stacked()
     pull(targets, sources, (8, NUM_TOKENS))

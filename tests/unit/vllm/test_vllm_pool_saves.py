@@ -73,7 +73,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("request_", "first_step", "wanted"), CASES.values(), ids=list(CASES))
-def test_what_is_surely_there_when(
+def test_which_tokens_are_certainly_computed(
     request_: Asked, first_step: FirstStep | None, wanted: int
 ) -> None:
     assert num_certain_tokens(request_, first_step) == wanted
@@ -112,9 +112,13 @@ class Saves:
         self.request = Asked("a", PROMPT)
         self.saves.add(self.request, IDENTITY)
 
-    def begin(self, num_had: int = 0) -> None:
+    def begin(self, num_initial_tokens: int = 0) -> None:
         self.step(
-            new=[SimpleNamespace(req_id="a", block_ids=(TABLE,), num_computed_tokens=num_had)]
+            new=[
+                SimpleNamespace(
+                    req_id="a", block_ids=(TABLE,), num_computed_tokens=num_initial_tokens
+                )
+            ]
         )
 
     def step(self, new: Sequence[Any] = ()) -> None:
@@ -169,7 +173,7 @@ def test_the_next_turn_of_a_session_is_saved_under_its_own_keys() -> None:
     it.request.prompt_token_ids = [*PROMPT, *[7] * 7, *range(50, 59)]
     it.request.output_token_ids = []
     it.request.num_computed_tokens = 47
-    it.begin(num_had=47)
+    it.begin(num_initial_tokens=47)
     it.compute(56)
     [save] = it.client.saves.values()
     assert save.keys == chunk_keys(IDENTITY, it.request.prompt_token_ids[:48])
@@ -178,7 +182,7 @@ def test_the_next_turn_of_a_session_is_saved_under_its_own_keys() -> None:
 def test_what_stores_have_is_not_saved_again() -> None:
     it = Saves()
     it.saves.note_known("a", 2)
-    it.begin(num_had=16)
+    it.begin(num_initial_tokens=16)
     it.compute(32)
     it.copy_all()
     assert it.client.judged == [(2, 4, True)]
@@ -207,7 +211,7 @@ def test_nothing_is_held_once_all_is_copied() -> None:
     assert it.reported == []
 
 
-def test_what_was_copied_of_a_preempted_request_is_dropped_and_saved_again() -> None:
+def test_copies_of_a_preempted_request_are_discarded_and_saved_again() -> None:
     it = Saves()
     it.begin()
     it.compute(16)
@@ -221,7 +225,7 @@ def test_what_was_copied_of_a_preempted_request_is_dropped_and_saved_again() -> 
 
 
 @pytest.mark.parametrize("ending", ["error", "reset"])
-def test_what_may_be_of_other_weights_or_tokens_is_dropped(ending: str) -> None:
+def test_copies_with_other_weights_or_tokens_are_discarded(ending: str) -> None:
     it = Saves()
     it.begin()
     it.compute(16)

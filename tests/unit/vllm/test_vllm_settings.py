@@ -89,7 +89,7 @@ def test_directories_of_a_drive_that_is_not_mounted_are_not_made(tmp_path: Path)
         ({"host": "0.0.0.0", "advertise_host": "127.0.0.1"}, "without a secret"),
     ],
 )
-def test_what_makes_no_sense_is_named(extra: dict[str, object], words: str) -> None:
+def test_invalid_settings_are_named(extra: dict[str, object], words: str) -> None:
     with pytest.raises(KVConfigError) as refused:
         read_settings(extra, "MooncakeConnector")
     assert words in str(refused.value)

@@ -29,7 +29,7 @@ def step(reports: Reports, wait_s: float = LONG_S, held: Sequence[str] = ()) -> 
     return reports.take()
 
 
-def test_what_is_there_is_taken_at_once_and_once() -> None:
+def test_reports_are_taken_immediately_and_once() -> None:
     reports = Reports()
     reports.add_load("a", is_failed=False)
     began = time.monotonic()
@@ -38,7 +38,7 @@ def test_what_is_there_is_taken_at_once_and_once() -> None:
     assert reports.take() == NOTHING
 
 
-def test_who_waits_is_told_of_a_load_when_it_ends() -> None:
+def test_a_waiting_step_reports_a_load_when_it_ends() -> None:
     reports, taken = Reports(), []
     waiting = threading.Thread(target=lambda: taken.append(step(reports)))
     waiting.start()
@@ -47,7 +47,7 @@ def test_who_waits_is_told_of_a_load_when_it_ends() -> None:
     assert taken == [Results(set(), {"a"}, {"a"})]
 
 
-def test_nobody_waits_longer_than_asked() -> None:
+def test_a_step_waits_no_longer_than_requested() -> None:
     began = time.monotonic()
     assert step(Reports(), wait_s=0.01) == NOTHING
     assert 0.01 <= time.monotonic() - began < LONG_S
@@ -65,7 +65,7 @@ def test_blocks_are_free_once_a_step_has_named_their_request() -> None:
     assert step(reports, held=["early"]) == Results({"early"}, set(), set())
 
 
-def test_a_step_does_not_hold_up_the_one_that_names_who_is_free() -> None:
+def test_a_step_does_not_delay_the_one_that_names_a_released_request() -> None:
     reports, taken = Reports(), []
     waiting = threading.Thread(target=lambda: taken.append(step(reports)))
     waiting.start()
@@ -85,7 +85,7 @@ def waits(reports: Reports) -> bool:
     return time.monotonic() - began >= 0.1
 
 
-def test_steps_that_were_scheduled_before_the_news_do_not_hold_up_what_follows_from_it() -> None:
+def test_steps_scheduled_before_a_report_do_not_wait() -> None:
     reports = Reports(StepWait(num_behind=2))
     reports.add_load("a", is_failed=False)
     step(reports)
@@ -129,7 +129,7 @@ def test_connectors_of_one_rank_wait_together_and_once() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_what_any_connector_of_a_rank_has_to_tell_ends_the_wait(at: int) -> None:
+def test_a_report_of_any_connector_of_a_rank_ends_the_wait(at: int) -> None:
     wait, taken = StepWait(num_behind=1), []
     both = Reports(wait), Reports(wait)
     waiting = threading.Thread(target=lambda: taken.append(step_of_both(*both, LONG_S)))
@@ -202,7 +202,7 @@ def orders_of(died: list[BaseException]) -> Iterator[Orders]:
 HOST = Stream(is_done=True)
 
 
-def test_what_is_ordered_of_a_load_that_waits_comes_behind_it(orders_of: Orders) -> None:
+def test_orders_about_a_held_load_are_held_too(orders_of: Orders) -> None:
     taken, loads = orders_of(HOST)
     for order in (b"load a", b"load b", b"more a", b"store", b"more b", b"more a"):
         loads.take(order)
@@ -215,7 +215,7 @@ def test_what_is_ordered_of_a_load_that_waits_comes_behind_it(orders_of: Orders)
     assert taken[5:] == [b"load b", b"more b"]
 
 
-def test_a_load_whose_step_is_here_before_it_begins_at_once(orders_of: Orders) -> None:
+def test_a_load_whose_step_came_first_begins_immediately(orders_of: Orders) -> None:
     taken, loads = orders_of(HOST)
     loads.release(["a"])
     loads.take(b"load a")
