@@ -15,7 +15,7 @@ from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
 from mooncake_proxy.pool.health_checks import HealthConfig
-from mooncake_proxy.pool.instances import InstanceSpec, names_given_twice
+from mooncake_proxy.pool.instances import InstanceSpec, duplicate_names
 from mooncake_proxy.routing.policies import POLICIES
 
 FLOWS = ("pull", "push", "sglang")
@@ -214,7 +214,7 @@ class ProxyConfig:
             )
         if not self.health.path.startswith("/"):
             raise ConfigError(f"--health-path {self.health.path!r}: wanted a path such as /health")
-        if twice := names_given_twice(self.instances):
+        if twice := duplicate_names(self.instances):
             raise ConfigError(
                 f"{twice} given twice: an instance has one role "
                 "(--backend-url for one that does both)"

@@ -42,7 +42,7 @@ INTERNAL_ERROR = "internal error of the proxy; its log has the details"
 NO_PREFILL = "no_live_prefill"
 # Raised by decoding untrusted JSON. msgspec's errors and invalid UTF-8 are ValueErrors; JSON that
 # is nested too deeply is a RecursionError.
-UNREADABLE = (ValueError, RecursionError)
+DECODE_ERRORS = (ValueError, RecursionError)
 
 
 class ProxyError(Exception):

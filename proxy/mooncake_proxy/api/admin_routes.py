@@ -16,7 +16,7 @@ from mooncake_proxy.api.error_responses import answer_error, respond_json
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
 from mooncake_proxy.api.proxied_request import forwarded_headers, request_id_of
 from mooncake_proxy.errors import (
-    UNREADABLE,
+    DECODE_ERRORS,
     BadRequest,
     ConfigError,
     Forbidden,
@@ -165,7 +165,7 @@ class AdminHandlers:
         try:
             change = msgspec.json.decode(request.body, type=MembershipChange)
             instance = self._process.change(change)
-        except (*UNREADABLE, ConfigError) as exc:
+        except (*DECODE_ERRORS, ConfigError) as exc:
             raise BadRequest(f"change of instances: {exc}") from exc
         respond_json(request, 200, {"instance": instance_info(instance) if instance else None})
 
@@ -312,9 +312,9 @@ class AdminHandlers:
     async def _cards_of(self, pool: InstancePool, request: HttpRequest) -> list[dict[str, Any]]:
         """The model cards of a live instance of `pool`; empty if none answers."""
         try:
-            answer = await self._ask_one(pool, request)
+            answer = await self._fetch_from_any(pool, request)
             return msgspec.json.decode(answer, type=ModelList).data
-        except (UpstreamError, NoInstance, *UNREADABLE):
+        except (UpstreamError, NoInstance, *DECODE_ERRORS):
             return []
 
     async def forward_to_instance(self, request: HttpRequest) -> None:
@@ -322,13 +322,13 @@ class AdminHandlers:
         check_key(request.headers, self._process.config.api_keys)
         pool = self._process.pools.pool_of(_model_of(request))
         try:
-            body = await self._ask_one(pool, request)
+            body = await self._fetch_from_any(pool, request)
         except UpstreamError as error:
             answer_error(request, error, b"")
             return
         request.respond(200, body, "application/json")
 
-    async def _ask_one(self, pool: InstancePool, request: HttpRequest) -> bytes:
+    async def _fetch_from_any(self, pool: InstancePool, request: HttpRequest) -> bytes:
         """The answer of the first live instance that has one."""
         last: UpstreamError | None = None
         for instance in pool.require(pool.undisaggregated_role() or Role.DECODE):
@@ -363,7 +363,7 @@ def _model_of(request: HttpRequest) -> str | None:
         return unquote(request.path[len(MODEL_PATH) :])
     try:
         return msgspec.json.decode(request.body, type=NamedModel).model if request.body else None
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return None  # the instance will reject it
 
 

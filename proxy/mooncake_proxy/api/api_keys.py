@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from mooncake_proxy.errors import UNREADABLE, ConfigError, Unauthorized
+from mooncake_proxy.errors import DECODE_ERRORS, ConfigError, Unauthorized
 
 STRUCTURED = (".json", ".yaml", ".yml")
 
@@ -89,7 +89,7 @@ def read_key_file(path: str | None) -> KeyFile:
             f"key file {path}: YAML needs PyYAML (pip install mooncake-proxy[yaml]); "
             "a file that ends in .json needs nothing"
         ) from exc
-    except UNREADABLE as exc:
+    except DECODE_ERRORS as exc:
         raise ConfigError(f"key file {path}: {exc}") from exc
     if not found.keys:
         raise ConfigError(f"key file {path} holds no key: nobody could send requests")

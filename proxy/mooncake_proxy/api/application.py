@@ -135,11 +135,11 @@ class ProxyApplication:
         for spec in self.config.instances:
             self.process.pools.add(spec)
         loop = asyncio.get_running_loop()
-        await self._follow_sources(loop)
+        await self._watch_sources(loop)
         if self._link is not None:
             self._link.open(self.routers, self.admission, self.process.tenants.limits)
             self._tasks.append(loop.create_task(self._link.run()))
-        self._meet_peers(loop)
+        self._start_peer_exchange(loop)
         if self.config.health.interval_s > 0:
             await self.checker.check_all()
             self._tasks.append(loop.create_task(self.checker.run()))
@@ -153,7 +153,7 @@ class ProxyApplication:
         if self._link is None or config.flow == "push":
             await self._open_metaserver()
 
-    def _meet_peers(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _start_peer_exchange(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start to exchange reservations with proxies on other hosts, if any are configured."""
         conductor = self.config.conductor
         sharing = self.routers.share_reservations() if conductor and conductor.peers else None
@@ -210,7 +210,7 @@ class ProxyApplication:
         except OSError as exc:
             raise cannot_listen(self.config.host, port, exc) from exc
 
-    async def _follow_sources(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _watch_sources(self, loop: asyncio.AbstractEventLoop) -> None:
         """Add the instances that the pool file or the cluster declares, and watch for changes."""
         if self.config.pool_file is not None:
             file_watch = PoolFileWatch(self.config.pool_file, self.process.pools)
@@ -489,7 +489,7 @@ class ProxyApplication:
         router.metrics.requests.add(path, str(request.status))
         router.metrics.request_seconds.observe(elapsed_s, path)
         if context is not None and context.parsed.stream and not 400 <= request.status < 500:
-            router.judge(context, is_whole=error is None)
+            router.count_objectives(context, is_whole=error is None)
         self._end(active, elapsed_s, error)
 
     def _end(self, active: _ActiveRequest, elapsed_s: float, error: ProxyError | None) -> None:
@@ -513,7 +513,7 @@ class ProxyApplication:
             await self.router.metaserver.receive(request)
             return
         if path == admin_routes.RESERVATIONS_PATH:
-            self._follow_peer(request)
+            self._receive_reservations(request)
             return
         methods = self.admin_routes.get(admin_routes.route_of(path))
         if methods is None:
@@ -523,7 +523,7 @@ class ProxyApplication:
             raise MethodNotAllowed(f"{request.method} {path}: wanted {', '.join(methods)}")
         await handler(request)
 
-    def _follow_peer(self, request: HttpRequest) -> None:
+    def _receive_reservations(self, request: HttpRequest) -> None:
         """POST /conductor/reservations: process the reservations of a proxy on another host."""
         if self.peers is None:
             raise NotFound("this proxy has no peers: start it with --peer-proxy")

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
-from mooncake_proxy.errors import UNREADABLE, BadRequest
+from mooncake_proxy.errors import DECODE_ERRORS, BadRequest
 
 Fields = dict[str, Raw]
 _LIST = re.compile(rb"\s*\[")
@@ -113,7 +113,7 @@ def parse_request(body: bytes) -> tuple[ParsedRequest, Fields]:
     except msgspec.ValidationError as exc:
         field = _FIELD.search(str(exc))
         raise BadRequest(f"request body: {exc}", param=field[1] if field else None) from exc
-    except UNREADABLE as exc:
+    except DECODE_ERRORS as exc:
         raise BadRequest(f"request body is not JSON: {exc}", code="invalid_json") from exc
 
 

@@ -121,7 +121,7 @@ class RequestContext(Struct, eq=False):
     # Instances that died or hung up while they worked on a request with this body.
     num_losses: int = 0
     # Instances on which the stream started but could not finish; avoided while there are others.
-    left: tuple[Instance, ...] = ()
+    avoided: tuple[Instance, ...] = ()
     # True once an instance's own stream events went to the client: no failover from then on.
     is_committed: bool = False
     # Id of the answer once the client has seen it; replaces D's id from then on.
@@ -305,7 +305,7 @@ def prefill_body(
     *,
     wants_token_ids: bool = False,
     is_single: bool = False,
-    wants_kv_alone: bool = False,
+    wants_kv_only: bool = False,
 ) -> bytes:
     """The body for P: one token, no stream.
 
@@ -316,11 +316,11 @@ def prefill_body(
         params: its `kv_transfer_params` for P.
         wants_token_ids: ask for the token ids of the prompt and of P's token.
         is_single: ask for the first choice only; D starts the others itself.
-        wants_kv_alone: P's token is discarded, because D samples the first token of every choice;
+        wants_kv_only: P's token is discarded, because D samples the first token of every choice;
             stop conditions are removed, so that P's token can't end the request.
     """
     fields = context.fields.copy()
-    if is_single or wants_kv_alone:
+    if is_single or wants_kv_only:
         fields.pop("n", None)
         fields.pop("best_of", None)
     fields["stream"] = FALSE
@@ -329,7 +329,7 @@ def prefill_body(
         fields["max_completion_tokens"] = _ONE
     if context.parsed.min_tokens is not None and context.parsed.min_tokens > 1:
         fields["min_tokens"] = _ONE
-    if wants_kv_alone:
+    if wants_kv_only:
         for name in ("stop", "stop_token_ids", "min_tokens"):
             fields.pop(name, None)
         fields["ignore_eos"] = TRUE

@@ -8,7 +8,7 @@ from msgspec.json import Decoder
 from mooncake_proxy.api.api_keys import ApiKey, bearer_token
 from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.api.rate_limits import RateLimits
-from mooncake_proxy.errors import UNREADABLE, ModelNotFound, RateLimited
+from mooncake_proxy.errors import DECODE_ERRORS, ModelNotFound, RateLimited
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.ops.proxy_metrics import ProxyMetrics
 
@@ -77,6 +77,6 @@ def used_tokens(body: bytes) -> int | None:
     """Tokens of prompt and answer, from the `usage` of a whole answer; None without one."""
     try:
         usage = _decoder.decode(body).usage
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return None
     return None if usage is None else usage.total_tokens

@@ -25,19 +25,19 @@ from mooncake_proxy.api.openai_bodies import (
     is_null,
 )
 from mooncake_proxy.api.proxied_request import TRUE, RequestContext, with_delivery
-from mooncake_proxy.errors import UNREADABLE, MalformedAnswer
+from mooncake_proxy.errors import DECODE_ERRORS, MalformedAnswer
 from mooncake_proxy.flows.stream_forwarder import StreamForwarder
-from mooncake_proxy.flows.token_record import HALF_A_CHARACTER, NO_ANSWER, only_begins
+from mooncake_proxy.flows.token_record import ANSWER_ERRORS, REPLACEMENT_CHARACTER, is_role_only
 from mooncake_proxy.http1.sse import split_events
 
-OBSTACLES = (
+UNSUPPORTED_FIELDS = (
     "stop", "bad_words", "response_format", "structured_outputs", "tools", "functions", "logprobs",
     "top_logprobs", "logits_processors", "vllm_xargs", "prompt_embeds", "suffix",
 )  # fmt: skip
 """Fields that depend on the answer so far, or whose format depends on where the answer starts."""
-COUNTED = ("presence_penalty", "frequency_penalty")
+PENALTY_FIELDS = ("presence_penalty", "frequency_penalty")
 """Penalties on generated tokens: D would count P's token as part of the prompt."""
-CUTS_PROMPT = ("truncate_prompt_tokens", "truncation_side")
+TRUNCATION_FIELDS = ("truncate_prompt_tokens", "truncation_side")
 """Truncation of the prompt. P has already applied it; applied again by D, it would cut off P's
 token or the prompt's first one."""
 
@@ -54,7 +54,7 @@ class ContinuedPrompt:
 
     def body(self, context: RequestContext, params: Raw) -> bytes:
         """The body for D, with all token limits reduced by P's token."""
-        fields = {n: raw for n, raw in context.fields.items() if n not in CUTS_PROMPT}
+        fields = {n: raw for n, raw in context.fields.items() if n not in TRUNCATION_FIELDS}
         parsed = context.parsed
         params = with_delivery(params, delivered=True)
         ids = encode(self.token_ids)
@@ -82,7 +82,10 @@ def can_continue(context: RequestContext) -> bool:
         return False
     if parsed.return_token_ids or parsed.includes_continuous_usage:
         return False
-    if any(name in fields and not _is_off(name, fields[name]) for name in (*OBSTACLES, *COUNTED)):
+    if any(
+        name in fields and not _is_off(name, fields[name])
+        for name in (*UNSUPPORTED_FIELDS, *PENALTY_FIELDS)
+    ):
         return False
     # vLLM's D ignores the token ids if a content part has a media field, even a null one.
     if _fills_context(fields) or has_media(parsed.messages):
@@ -109,7 +112,7 @@ def continued_prompt(
     # After an incomplete character D's detokenizer would repeat text of the prompt. Fields other
     # than `content` are the output of a parser, which can't be continued as text.
     is_plain = not any(value for name, value in message.items() if name not in ("role", "content"))
-    if not text or text.endswith(HALF_A_CHARACTER) or not is_plain:
+    if not text or text.endswith(REPLACEMENT_CHARACTER) or not is_plain:
         return None
     return ContinuedPrompt([*prompt, *choice.token_ids])
 
@@ -123,7 +126,7 @@ class ContinuedForwarder(StreamForwarder):
         if not self._context.is_committed or b'"prompt_tokens"' in block:
             try:
                 block = b"".join(_joined(*event) for event in split_events(block))
-            except NO_ANSWER as exc:
+            except ANSWER_ERRORS as exc:
                 raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
         if block:
             super()._forward(block)
@@ -135,7 +138,7 @@ def _joined(event: bytes, data: bytes) -> bytes:
         return event
     chunk = msgspec.json.decode(data)
     usage, choices = chunk.get("usage"), chunk.get("choices")
-    if not usage and not (choices and only_begins(choices[0])):
+    if not usage and not (choices and is_role_only(choices[0])):
         return event
     if not usage:
         return b""
@@ -152,7 +155,7 @@ def _value(raw: Raw) -> Any:
     """
     try:
         return msgspec.json.decode(raw)
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return math.inf
 
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from mooncake_proxy.api.openai_bodies import Fields, encode
-from mooncake_proxy.errors import UNREADABLE, BadRequest, NotFound
+from mooncake_proxy.errors import DECODE_ERRORS, BadRequest, NotFound
 from mooncake_proxy.http1.http_request import HttpRequest
 
 PATH = "/v1/metaserver/"
@@ -119,7 +119,7 @@ class Metaserver:
             raise NotFound("no such attempt: it is over, or this is not its metaserver address")
         try:
             fields = _decoder.decode(request.body)
-        except UNREADABLE as exc:
+        except DECODE_ERRORS as exc:
             raise BadRequest(f"metaserver wants the KV parameters as a JSON object: {exc}") from exc
         session.start(Raw(encode(fields)))
         request.respond(202, b'{"status":"accepted"}', "application/json")

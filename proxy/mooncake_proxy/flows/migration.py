@@ -21,7 +21,7 @@ from mooncake_proxy.api.openai_bodies import (
 )
 from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.errors import ConnectFailed, Recomputed, UpstreamError, is_leaving, is_loss
-from mooncake_proxy.flows.continued_prompt import CUTS_PROMPT, can_continue
+from mooncake_proxy.flows.continued_prompt import TRUNCATION_FIELDS, can_continue
 from mooncake_proxy.flows.token_record import TokenRecord
 from mooncake_proxy.pool.instances import Role
 from mooncake_proxy.routing.retries import MAX_LOSSES
@@ -33,13 +33,13 @@ MAX_PASSES = 8
 FIRST_PASS_FIELDS = {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens",
     "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
-    "top_logprobs", "reasoning_effort", *CUTS_PROMPT,
+    "top_logprobs", "reasoning_effort", *TRUNCATION_FIELDS,
 }  # fmt: skip
 """Fields that only the first pass has: those that shaped the prompt's token ids, and those of chat
 requests. Later passes are completions whose prompt is token ids."""
 
 
-def has_passes(router: RequestRouter) -> bool:
+def may_need_passes(router: RequestRouter) -> bool:
     """Whether requests may need more than one pass."""
     return router.pool.recomputes or router.config.migrates_streams
 
@@ -47,18 +47,18 @@ def has_passes(router: RequestRouter) -> bool:
 async def run_passes(
     router: RequestRouter,
     context: RequestContext,
-    one_pass: Callable[[RequestRouter, RequestContext], Awaitable[None]],
+    run_pass: Callable[[RequestRouter, RequestContext], Awaitable[None]],
 ) -> None:
     """Run passes until the answer is complete.
 
     Args:
         router: the router of the request's model.
         context: the request.
-        one_pass: runs one prefill and decode, by the rules of the flow.
+        run_pass: runs one prefill and decode, by the rules of the flow.
     """
     context.record = record = _start_record(router, context)
     try:
-        await _run_passes(router, context, record, one_pass)
+        await _run_passes(router, context, record, run_pass)
     except UpstreamError:
         # Events were held back for the next pass, but there is none: flush them.
         if record is not None and context.request.has_started and (events := record.release()):
@@ -70,16 +70,16 @@ async def _run_passes(
     router: RequestRouter,
     context: RequestContext,
     record: TokenRecord | None,
-    one_pass: Callable[[RequestRouter, RequestContext], Awaitable[None]],
+    run_pass: Callable[[RequestRouter, RequestContext], Awaitable[None]],
 ) -> None:
     while True:
         try:
-            await one_pass(router, context)
+            await run_pass(router, context)
         except UpstreamError as error:
-            is_given_back = isinstance(error, Recomputed)
+            is_recomputed = isinstance(error, Recomputed)
             if record is None or record.num_passes >= MAX_PASSES:
                 raise
-            if not is_given_back and not _may_migrate(router, context, record, error):
+            if not is_recomputed and not _may_migrate(router, context, record, error):
                 raise
             if record.has_finished:
                 includes_usage = context.parsed.includes_usage
@@ -87,11 +87,11 @@ async def _run_passes(
                 return
             if not _begin_next_pass(context, record):
                 raise
-            if is_given_back:
+            if is_recomputed:
                 router.metrics.recomputed.add()
             else:
                 router.metrics.migrated.add()
-                context.left += tuple(i for i in router.pool if i.name == error.instance)
+                context.avoided += tuple(i for i in router.pool if i.name == error.instance)
             logger.warning("request %s: goes on elsewhere: %s", context.request_id, error)
         else:
             return
@@ -137,7 +137,7 @@ def _may_migrate(
     if context.num_losses >= MAX_LOSSES or router.now() >= context.deadline:
         return False
     decoders = (*router.pool.live(Role.DECODE), *router.pool.live(Role.BOTH))
-    if all(each in context.left or each.name == error.instance for each in decoders):
+    if all(each in context.avoided or each.name == error.instance for each in decoders):
         return False
     if is_leaving(error):
         return True
@@ -154,7 +154,7 @@ def _begin_next_pass(context: RequestContext, record: TokenRecord) -> bool:
     if record.generated or context.is_committed or context.answer_id is not None:
         if not record.prompt:
             return False
-        _ask_for_rest(context, record)
+        _set_continuation_body(context, record)
     context.attempt += 1
     context.answer_id = None
     context.is_committed = False
@@ -164,7 +164,7 @@ def _begin_next_pass(context: RequestContext, record: TokenRecord) -> bool:
     return True
 
 
-def _ask_for_rest(context: RequestContext, record: TokenRecord) -> None:
+def _set_continuation_body(context: RequestContext, record: TokenRecord) -> None:
     """Make the request a completion whose prompt is the prompt so far and the generated tokens."""
     fields = {n: raw for n, raw in context.fields.items() if n not in FIRST_PASS_FIELDS}
     tokens, num_generated = record.prompt + record.generated, len(record.generated)

@@ -12,8 +12,8 @@ from mooncake_proxy.api.openai_bodies import CompletionResponse, answer_decoder
 from mooncake_proxy.api.proxied_request import RequestContext, plain_body
 from mooncake_proxy.api.tenants import used_tokens
 from mooncake_proxy.errors import (
+    DECODE_ERRORS,
     NO_PREFILL,
-    UNREADABLE,
     ConnectionLost,
     MalformedAnswer,
     NoInstance,
@@ -33,12 +33,14 @@ logger = logging.getLogger(__name__)
 async def plain(router: RequestRouter, context: RequestContext, role: Role) -> None:
     """Serve the request on one instance of `role`."""
     try:
-        await router.attempt(role, context, _ask)
+        await router.attempt(role, context, _run_plain_attempt)
     finally:
         router.end_short_prompt(context)
 
 
-async def _ask(router: RequestRouter, context: RequestContext, instance: Instance) -> None:
+async def _run_plain_attempt(
+    router: RequestRouter, context: RequestContext, instance: Instance
+) -> None:
     context.decoder = instance.name
     await generate(router, context, instance, plain_body(context, instance))
 
@@ -61,7 +63,7 @@ async def generate(
     with await instance.connections.exchange(payload, context.deadline, whole=True) as answer:
         whole = answer.body
     if context.record is not None:
-        whole = context.record.take_answer(whole, instance.name)
+        whole = context.record.record_answer(whole, instance.name)
     if context.tenant is not None:
         context.num_used_tokens = used_tokens(whole)
     _note_first(router, context, instance, started)
@@ -176,5 +178,5 @@ def decode_answer(instance: Instance, body: bytes) -> CompletionResponse:
     """Parse an OpenAI answer. Raises MalformedAnswer if it is none."""
     try:
         return answer_decoder.decode(body)
-    except UNREADABLE as exc:
+    except DECODE_ERRORS as exc:
         raise MalformedAnswer(instance.name, f"no OpenAI answer: {exc}") from exc

@@ -30,14 +30,14 @@ from mooncake_proxy.api.proxied_request import (
     pull_decode_body,
     with_prefix_sources,
 )
-from mooncake_proxy.errors import UNREADABLE, MalformedAnswer, UpstreamError
+from mooncake_proxy.errors import DECODE_ERRORS, MalformedAnswer, UpstreamError
 from mooncake_proxy.flows.continued_prompt import (
     ContinuedForwarder,
     ContinuedPrompt,
     can_continue,
     continued_prompt,
 )
-from mooncake_proxy.flows.migration import has_passes, run_passes
+from mooncake_proxy.flows.migration import may_need_passes, run_passes
 from mooncake_proxy.flows.plain_flow import (
     decode_answer,
     generate,
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 def pull(router: RequestRouter, context: RequestContext) -> Awaitable[None]:
     """Serve one request with a prefill and a decode instance, in several passes if needed."""
-    if has_passes(router):
+    if may_need_passes(router):
         return run_passes(router, context, _pass)
     return _pass(router, context)
 
@@ -122,7 +122,7 @@ class HeldKV:
     free the KV now, instead of when its lease expires.
     """
 
-    __slots__ = ("_context", "_is_taken", "_prefill", "_router")
+    __slots__ = ("_context", "_is_pulled", "_prefill", "_router")
 
     def __init__(
         self, router: RequestRouter, context: RequestContext, prefill: PrefillResult
@@ -130,7 +130,7 @@ class HeldKV:
         self._router = router
         self._context = context
         self._prefill = prefill
-        self._is_taken = False
+        self._is_pulled = False
 
     def __enter__(self) -> HeldKV:
         return self
@@ -141,7 +141,7 @@ class HeldKV:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._is_taken:
+        if self._is_pulled:
             return
         # Even a committed D may have fetched only some of several choices.
         kv_params = self._prefill.kv_params
@@ -176,7 +176,7 @@ class HeldKV:
         else:
             body = continued.body(context, params)
             await generate(router, context, instance, body, ContinuedForwarder)
-        self._is_taken = True
+        self._is_pulled = True
 
 
 # ---------------------------------------------------------------- prefill
@@ -189,16 +189,16 @@ async def _prefill(
     is_shared = _shares_lease(router, context, instance)
     if instance.bootstrap is not None:
         if is_shared:
-            return _for_decode_alone(instance)
+            return _without_kv(instance)
         return await _prefill_with_bootstrap(router, context, instance, instance.bootstrap)
     began = router.now()
     was_idle = router.short_prompts.is_learnt and instance.total_running == 1
     params = with_prefix_sources(context, instance, HOLD_KV_PARAMS)
-    body = await _send_prefill(router, context, instance, params, wants_kv_alone=is_shared)
+    body = await _send_prefill(router, context, instance, params, wants_kv_only=is_shared)
     prefill = parse_prefill_answer(instance, body)
-    if is_shared and not _is_for_all(router, instance, prefill):
+    if is_shared and not _serves_all_choices(router, instance, prefill):
         router.release(instance, prefill.kv_params)
-        return _for_decode_alone(instance)
+        return _without_kv(instance)
     prefill.began, prefill.is_shared = began, is_shared
     kv, metrics = prefill.kv_params, router.metrics
     if kv.decode_continues_prompt and can_continue(context):
@@ -224,7 +224,7 @@ def _shares_lease(router: RequestRouter, context: RequestContext, instance: Inst
     return (context.parsed.n or 1) > 1 and not (splits_choices and router.pool.splits_choices)
 
 
-def _is_for_all(router: RequestRouter, instance: Instance, prefill: PrefillResult) -> bool:
+def _serves_all_choices(router: RequestRouter, instance: Instance, prefill: PrefillResult) -> bool:
     """Whether D can start all choices from this lease.
 
     With foreign connectors every choice fetches the KV by itself, but P frees it after the first
@@ -234,7 +234,7 @@ def _is_for_all(router: RequestRouter, instance: Instance, prefill: PrefillResul
     return not prefill.is_final and (is_ours or not router.pool.emits_first_token)
 
 
-def _for_decode_alone(instance: Instance) -> PrefillResult:
+def _without_kv(instance: Instance) -> PrefillResult:
     """The result when P holds no KV that all choices could start from: D prefills itself."""
     nothing = CompletionResponse([])
     return PrefillResult(instance, b"", nothing, None, KVTransferParams(), is_final=False)
@@ -268,14 +268,14 @@ async def _send_prefill(
     instance: Instance,
     params: Raw,
     *,
-    wants_kv_alone: bool = False,
+    wants_kv_only: bool = False,
 ) -> bytes:
     """Send the prefill and return the body of P's answer."""
     context.prefiller = instance.name
     started = router.now()
     wants_token_ids = router.pool.emits_first_token and can_continue(context)
     body = prefill_body(
-        context, params, wants_token_ids=wants_token_ids, wants_kv_alone=wants_kv_alone
+        context, params, wants_token_ids=wants_token_ids, wants_kv_only=wants_kv_only
     )
     payload = instance.build_post(
         context.endpoint.path, context.attempt_id, context.forward_to(instance), body
@@ -322,7 +322,7 @@ def parse_prefill_answer(instance: Instance, body: bytes) -> PrefillResult:
     answer = decode_answer(instance, body)
     try:
         kv_params = kv_transfer_params_decoder.decode(answer.kv_transfer_params)
-    except UNREADABLE as exc:
+    except DECODE_ERRORS as exc:
         raise MalformedAnswer(instance.name, f"kv_transfer_params: {exc}") from exc
     has_ended = has_finished(answer)
     if kv_params is None:
@@ -348,7 +348,7 @@ def _answer_from_prefill(
     if not context.parsed.stream:
         body = prefill.body
         if record is not None:
-            body = record.take_answer(body, prefill.instance.name)
+            body = record.record_answer(body, prefill.instance.name)
         request.respond(200, body, "application/json", context.reply_headers)
         return
     shows_ids = record is not None or bool(context.parsed.return_token_ids)
@@ -356,7 +356,7 @@ def _answer_from_prefill(
         context.endpoint, prefill.answer, context.parsed, shows_ids=shows_ids
     )
     if record is not None:
-        events = record.take_final_answer(events)
+        events = record.record_final_answer(events)
     if request.has_started:  # a later pass
         request.write(events)
     else:
@@ -381,7 +381,7 @@ def _deliver_first_token(
         events = first_token_events(context.endpoint, answer, context.parsed)
         context.answer_id = answer.id
         if (record := context.record) is not None:
-            events = record.take_first_token(answer, events, is_prompt=continued is not None)
+            events = record.record_first_token(answer, events, is_prompt=continued is not None)
             context.answer_id = record.answer_id
         if context.request.has_started:  # a later pass
             context.request.write(events)

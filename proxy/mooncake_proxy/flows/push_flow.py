@@ -25,7 +25,7 @@ from mooncake_proxy.api.proxied_request import (
     with_prefix_sources,
 )
 from mooncake_proxy.errors import NO_PREFILL, NoInstance, UpstreamError
-from mooncake_proxy.flows.migration import has_passes, run_passes
+from mooncake_proxy.flows.migration import may_need_passes, run_passes
 from mooncake_proxy.flows.plain_flow import (
     decode_answer,
     generate,
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 def push(router: RequestRouter, context: RequestContext) -> Awaitable[None]:
     """Serve one request: D reserves blocks, then P prefills into them."""
-    if has_passes(router):
+    if may_need_passes(router):
         return run_passes(router, context, _pass)
     return _pass(router, context)
 

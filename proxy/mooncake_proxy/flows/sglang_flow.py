@@ -68,11 +68,11 @@ async def _choose_decode(
 ) -> None:
     """Run one attempt with this P, on another D if one fails. Each D gets a new prefill of P."""
     context.prefiller = prefiller.name
-    step = partial(_meet, prefiller)
+    step = partial(_run_pair, prefiller)
     await router.attempt(Role.DECODE, context, step, prefiller.is_compatible)
 
 
-async def _meet(
+async def _run_pair(
     prefiller: Instance, router: RequestRouter, context: RequestContext, decoder: Instance
 ) -> None:
     """Run one attempt of a pair in a new room.

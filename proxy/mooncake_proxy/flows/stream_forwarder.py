@@ -15,7 +15,7 @@ from msgspec import Raw, Struct
 from mooncake_proxy.api.openai_bodies import ABSENT, is_null
 from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.errors import (
-    UNREADABLE,
+    DECODE_ERRORS,
     ConnectionLost,
     FailedStream,
     MalformedAnswer,
@@ -122,10 +122,10 @@ class StreamForwarder:
             if problem is not None:
                 # While the client has seen nothing of this stream, another D can still take over,
                 # so events before an error are dropped.
-                is_given_back = isinstance(problem, Recomputed)
-                if good and (self._context.is_committed or is_given_back):
+                is_recomputed = isinstance(problem, Recomputed)
+                if good and (self._context.is_committed or is_recomputed):
                     self._forward(good)
-                if is_given_back:
+                if is_recomputed:
                     self._forward_last(data)
                 raise problem
             good += event
@@ -139,7 +139,7 @@ class StreamForwarder:
             return None
         try:
             facts = _event_decoder.decode(data)
-        except UNREADABLE:
+        except DECODE_ERRORS:
             return None  # forwarded unchanged
         if not is_null(facts.error):
             return FailedStream(self._instance, event, bytes(facts.error), _status_in(facts.error))
@@ -177,7 +177,7 @@ def _status_in(error: Raw) -> int:
     """The HTTP status in an error object's `code`, or 502."""
     try:
         code = msgspec.json.decode(error, type=ErrorFields).code
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return 502
     return code if isinstance(code, int) and 400 <= code <= 599 else 502
 

@@ -15,17 +15,17 @@ import msgspec
 
 from mooncake_proxy.api.openai_bodies import DONE, CompletionResponse, OpenAIEndpoint, encode
 from mooncake_proxy.api.proxied_request import RequestContext
-from mooncake_proxy.errors import UNREADABLE, MalformedAnswer, Recomputed
+from mooncake_proxy.errors import DECODE_ERRORS, MalformedAnswer, Recomputed
 from mooncake_proxy.flows.stream_forwarder import StreamForwarder
 from mooncake_proxy.http1.sse import split_events
 
-HALF_A_CHARACTER = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 # Limit of events held back until their text is whole characters. A character needs far less; more
 # means that the tokens have no text (special tokens), or that an instance withholds the text
 # because a stop string may have started.
 MAX_HELD_BYTES = 64 * 1024
 # Raised by code that reads an answer, if that is no OpenAI answer.
-NO_ANSWER = (*UNREADABLE, TypeError, AttributeError, LookupError)
+ANSWER_ERRORS = (*DECODE_ERRORS, TypeError, AttributeError, LookupError)
 
 
 class TokenRecord:
@@ -80,7 +80,7 @@ class TokenRecord:
         if not self.prompt and answer.choices:
             self.prompt = answer.prompt_token_ids or answer.choices[0].prompt_token_ids or []
 
-    def take_first_token(
+    def record_first_token(
         self, answer: CompletionResponse, events: bytes, *, is_prompt: bool
     ) -> bytes:
         """Record P's token, which goes to the client before D is asked.
@@ -97,9 +97,9 @@ class TokenRecord:
         self.generated += token_ids
         self._num_repeated = 0 if is_prompt else len(token_ids)
         self.is_joined |= is_prompt
-        return b"".join(self.take_event(data) for _, data in split_events(events))
+        return b"".join(self.record_event(data) for _, data in split_events(events))
 
-    def take_final_answer(self, events: bytes) -> bytes:
+    def record_final_answer(self, events: bytes) -> bytes:
         """Record P's answer if its token is the last one.
 
         Args:
@@ -109,11 +109,11 @@ class TokenRecord:
             The events for the client.
         """
         return b"".join(
-            event if data == b"[DONE]" else self.take_event(data)
+            event if data == b"[DONE]" else self.record_event(data)
             for event, data in split_events(events)
         )
 
-    def take_event(self, data: bytes, *, may_hold: bool = False) -> bytes:
+    def record_event(self, data: bytes, *, may_hold: bool = False) -> bytes:
         """Record the token ids of a chunk.
 
         Args:
@@ -125,7 +125,7 @@ class TokenRecord:
             The events for the client; empty if they are held back, or only repeat the role.
         """
         chunk = msgspec.json.decode(data)
-        if self.chunk_head and chunk.get("choices") and only_begins(chunk["choices"][0]):
+        if self.chunk_head and chunk.get("choices") and is_role_only(chunk["choices"][0]):
             return b""
         if not self.chunk_head:
             self.chunk_head = {
@@ -134,7 +134,7 @@ class TokenRecord:
         is_held = False
         may_hold &= len(self._held) < MAX_HELD_BYTES
         for choice in chunk.get("choices", ()):
-            is_held |= self._take_chunk_choice(chunk, choice) and may_hold
+            is_held |= self._record_chunk_choice(chunk, choice) and may_hold
             if not is_held and (self.shows_ids or choice.get("logprobs")):
                 self._note_shown()
         self._normalize(chunk, "chat.completion.chunk")
@@ -146,7 +146,7 @@ class TokenRecord:
         events, self._held = self._held, b""
         return events
 
-    def _take_chunk_choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> bool:
+    def _record_chunk_choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> bool:
         """Record a choice of a chunk.
 
         Returns:
@@ -154,21 +154,21 @@ class TokenRecord:
             be held back.
         """
         num_before = len(self.generated)
-        self._take_choice(chunk, choice)
+        self._record_choice(chunk, choice)
         delta = choice.get("delta") or {}
         is_whole = self._note_text(choice.get("text") or delta.get("content") or "")
         # The output of a parser (reasoning, tool calls) can't be continued from the text so far.
         is_parsed = any(v for k, v in delta.items() if k not in ("role", "content"))
         self.may_migrate &= not is_parsed
-        is_given_back = choice.get("stop_reason") == "recomputed"
-        if is_given_back:  # the answer continues elsewhere
+        is_recomputed = choice.get("stop_reason") == "recomputed"
+        if is_recomputed:  # the answer continues elsewhere
             choice["finish_reason"] = choice["stop_reason"] = None
         has_ended = choice.get("finish_reason") is not None
         self.has_finished |= has_ended
-        says_nothing = len(self.generated) == num_before and not is_given_back
-        return not (is_whole or is_parsed or has_ended or says_nothing)
+        is_empty = len(self.generated) == num_before and not is_recomputed
+        return not (is_whole or is_parsed or has_ended or is_empty)
 
-    def take_answer(self, body: bytes, instance: str) -> bytes:
+    def record_answer(self, body: bytes, instance: str) -> bytes:
         """Record a non-streamed answer.
 
         Returns:
@@ -184,11 +184,11 @@ class TokenRecord:
             piece = choice["message"].get("content") if is_chat_shaped else choice.get("text")
             answer.pop("kv_transfer_params", None)
             self.chunk_head = self.chunk_head or {"id": answer.get("id")}
-            is_given_back = choice.get("stop_reason") == "recomputed"
-            self._take_choice(answer, choice)
-        except NO_ANSWER as exc:
+            is_recomputed = choice.get("stop_reason") == "recomputed"
+            self._record_choice(answer, choice)
+        except ANSWER_ERRORS as exc:
             raise MalformedAnswer(instance, f"no answer with one choice: {exc}") from exc
-        if is_given_back:
+        if is_recomputed:
             if self._note_text(piece or ""):
                 self._text += piece
                 self._logprobs = choice.get("logprobs") or {}
@@ -224,7 +224,7 @@ class TokenRecord:
         self._count_usage(usage)
         return b"data: %b\n\n%b" % (encode(chunk), DONE)
 
-    def _take_choice(self, answer: dict[str, Any], choice: dict[str, Any]) -> None:
+    def _record_choice(self, answer: dict[str, Any], choice: dict[str, Any]) -> None:
         if not self.prompt:
             whole = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
             self.prompt = whole or []
@@ -244,7 +244,7 @@ class TokenRecord:
     def _note_text(self, piece: str) -> bool:
         """Whether `piece` ends with a whole character; if so, all tokens so far count as shown."""
         self._num_chars += len(piece)
-        is_whole = bool(piece) and not piece.endswith(HALF_A_CHARACTER)
+        is_whole = bool(piece) and not piece.endswith(REPLACEMENT_CHARACTER)
         if is_whole:
             self._note_shown()
         return is_whole
@@ -311,23 +311,23 @@ class RecordingForwarder(StreamForwarder):
             return event
         try:
             # The event that commits the request is never held back: another D could take over.
-            return self._record.take_event(data, may_hold=self._context.is_committed)
-        except NO_ANSWER as exc:
+            return self._record.record_event(data, may_hold=self._context.is_committed)
+        except ANSWER_ERRORS as exc:
             raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
 
     def _forward_last(self, data: bytes) -> None:
         """Forward the last event: it may still carry text and tokens."""
         try:
-            event = self._record.take_event(data, may_hold=True)
-        except NO_ANSWER as exc:
+            event = self._record.record_event(data, may_hold=True)
+        except ANSWER_ERRORS as exc:
             raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
         if event:
             super()._forward(event)
 
 
-def only_begins(choice: dict[str, Any]) -> bool:
+def is_role_only(choice: dict[str, Any]) -> bool:
     """Whether a chat chunk carries nothing but the role."""
     delta = choice.get("delta") or {}
-    says_more = any(value for name, value in delta.items() if name != "role")
-    is_more = says_more or choice.get("finish_reason") or choice.get("token_ids")
-    return "role" in delta and not is_more
+    has_content = any(value for name, value in delta.items() if name != "role")
+    has_more = has_content or choice.get("finish_reason") or choice.get("token_ids")
+    return "role" in delta and not has_more

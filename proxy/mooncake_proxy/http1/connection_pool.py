@@ -141,10 +141,10 @@ class ConnectionPool:
         try:
             return await task
         except asyncio.CancelledError:
-            task.add_done_callback(self._keep_unasked)
+            task.add_done_callback(self._keep_unused)
             raise
 
-    def _keep_unasked(self, task: asyncio.Task[UpstreamConnection]) -> None:
+    def _keep_unused(self, task: asyncio.Task[UpstreamConnection]) -> None:
         """Keep a connection whose request was cancelled while it was being established."""
         if not task.cancelled() and task.exception() is None:
             self.give_back(task.result())

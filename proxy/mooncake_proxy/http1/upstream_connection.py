@@ -94,7 +94,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_owner",
         "_parser",
         "_parts",
-        "_patience_s",
+        "_silence_limit_s",
         "_sink",
         "_time",
         "_transport",
@@ -131,10 +131,10 @@ class UpstreamConnection(asyncio.Protocol):
         self.was_sent = False
         self.reusable = True
         # Loop times: the deadline of the exchange, and the latest bytes received, after which the
-        # instance may be silent for `_patience_s`.
+        # instance may be silent for `_silence_limit_s`.
         self.deadline = 0.0
         self.since = 0.0
-        self._patience_s = 0.0
+        self._silence_limit_s = 0.0
         self.name = home.name
 
     def __enter__(self) -> UpstreamConnection:
@@ -170,7 +170,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.num_received = 0
         self.deadline = deadline
         self.since = self._time()
-        self._patience_s = self._context.limits.first_byte_timeout_s
+        self._silence_limit_s = self._context.limits.first_byte_timeout_s
         # uvloop raises on writes to a closing transport; other loops silently drop them.
         if self._transport is None or self._transport.is_closing():
             self._failure = ConnectionLost(self.name, "closed before the request was sent")
@@ -233,14 +233,14 @@ class UpstreamConnection(asyncio.Protocol):
         # After a complete response there is nothing to pause, and the next exchange must read.
         if self._transport is not None and not self._is_complete:
             self._transport.pause_reading()
-            self._patience_s = math.inf
+            self._silence_limit_s = math.inf
 
     def resume(self) -> None:
         """Continue to read."""
         if self._transport is not None:
             self._transport.resume_reading()
             self.since = self._time()
-            self._patience_s = self._context.limits.stall_timeout_s
+            self._silence_limit_s = self._context.limits.stall_timeout_s
 
     def finish(self) -> None:
         """End the exchange: return the connection to its pool, or close it.
@@ -301,7 +301,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Whether the exchange has passed its deadline, or been silent for too long."""
         if not self.is_busy:
             return False
-        return now > self.deadline or now - self.since > self._patience_s
+        return now > self.deadline or now - self.since > self._silence_limit_s
 
     # ------------------------------------------------ transport events
 
@@ -379,7 +379,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self.status = status
         self._has_head = True
-        self._patience_s = self._context.limits.stall_timeout_s
+        self._silence_limit_s = self._context.limits.stall_timeout_s
 
     def on_body(self, data: bytes) -> None:
         """Store a piece of the body."""

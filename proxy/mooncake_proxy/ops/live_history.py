@@ -132,7 +132,7 @@ class LiveHistory:
                 "sender": pair[0],
                 "receiver": pair[1],
                 "bytes": nbytes,
-                "rate": _grown(first.kv.get(pair, 0), nbytes) / seconds,
+                "rate": _growth(first.kv.get(pair, 0), nbytes) / seconds,
             }
             for pair, nbytes in sorted(last.kv.items())
         ]
@@ -143,7 +143,7 @@ def _compare(before: Totals, now: Totals) -> Sample:
     prompt_tokens = now.prompt_tokens - before.prompt_tokens
     ttft = [b - a for a, b in zip(before.first_token, now.first_token, strict=True)]
     tbt = [b - a for a, b in zip(before.between_tokens, now.between_tokens, strict=True)]
-    moved = sum(_grown(before.kv.get(pair, 0), nbytes) for pair, nbytes in now.kv.items())
+    moved = sum(_growth(before.kv.get(pair, 0), nbytes) for pair, nbytes in now.kv.items())
     refused, failed = now.refused - before.refused, now.failed - before.failed
     return Sample(
         time=now.time,
@@ -165,7 +165,7 @@ def _compare(before: Totals, now: Totals) -> Sample:
     )
 
 
-def _grown(before: int, now: int) -> int:
+def _growth(before: int, now: int) -> int:
     """Growth of a counter, which restarts from zero with its receiver."""
     return now - before if now >= before else now
 

@@ -234,9 +234,9 @@ class ProxyMetrics:
             "Streams by class, objective and whether it was met.",
             ("class", "objective", "met"),
         )
-        self._time(prefix)
+        self._add_histograms(prefix)
 
-    def _time(self, prefix: str) -> None:
+    def _add_histograms(self, prefix: str) -> None:
         """Create the histograms of times."""
         self.stage_seconds = Histogram(
             f"{prefix}stage_seconds",

@@ -121,7 +121,7 @@ class ProxyProcess:
 
 # Signals within this time count as one: terminals and service managers signal several processes,
 # and the workers' parent forwards what it gets.
-SAME_STOP_S = 1.0
+SIGNAL_WINDOW_S = 1.0
 
 
 class ShutdownSignals:
@@ -137,7 +137,7 @@ class ShutdownSignals:
         if not self.asked.is_set():
             self.asked.set()
             self._first_at = now
-        elif now - self._first_at > SAME_STOP_S:
+        elif now - self._first_at > SIGNAL_WINDOW_S:
             self.is_hurried = True
 
 

@@ -284,26 +284,28 @@ class WorkerLink:
                 return
             if not data:
                 return
-            self._take(decode_message(data))
+            self._process(decode_message(data))
 
-    def _take(self, message: WorkerMessage) -> None:
+    def _process(self, message: WorkerMessage) -> None:
         """Process a message of another worker or of the parent."""
         if isinstance(message, WorkerCounts):
-            self._take_counts(message)
+            self._receive_counts(message)
         elif isinstance(message, ChangeMessage):
-            self._follow(message.change)
+            self._apply_change(message.change)
         elif isinstance(message, ChangeHistory):
             for change in message.changes:
-                self._follow(change)
+                self._apply_change(change)
         elif isinstance(message, WorkerLoads):
             self._loads[message.worker] = message
-            self._sum_up()
+            self._update_loads()
         elif isinstance(message, WorkerGone):
             self._forget(message.worker)
         else:
-            self._share(message)
+            self._apply_shared(message)
 
-    def _share(self, message: LossMessage | UsageMessage | ReservationMessage | PeerNews) -> None:
+    def _apply_shared(
+        self, message: LossMessage | UsageMessage | ReservationMessage | PeerNews
+    ) -> None:
         """Apply losses, usage and reservations of another worker."""
         if isinstance(message, LossMessage):
             assert self._suspects is not None
@@ -320,12 +322,12 @@ class WorkerLink:
     def _forget(self, worker: int) -> None:
         """Drop the load and the reservations of an ended worker. Its counters are kept."""
         self._loads.pop(worker, None)
-        self._sum_up()
+        self._update_loads()
         owner = self._owners.pop(worker, None)
         if owner is not None and self._sharing is not None:
             self._sharing.forget(owner)
 
-    def _take_counts(self, message: WorkerCounts) -> None:
+    def _receive_counts(self, message: WorkerCounts) -> None:
         found, num_parts = self._partial_counts.pop(message.worker, ({}, 0))
         if message.part == 0:
             found = {}
@@ -338,7 +340,7 @@ class WorkerLink:
         else:
             self._partial_counts[message.worker] = (found, message.part + 1)
 
-    def _follow(self, change: MembershipChange) -> None:
+    def _apply_change(self, change: MembershipChange) -> None:
         assert self._pools is not None
         try:
             if change.lease_s:
@@ -348,7 +350,7 @@ class WorkerLink:
         except (Refusal, ConfigError) as exc:
             logger.warning("cannot repeat another worker's change: %s", exc)
 
-    def _sum_up(self) -> None:
+    def _update_loads(self) -> None:
         assert self._pools is not None
         for instance in self._pools:
             instance.num_elsewhere = self._load_of(instance.name)

@@ -51,9 +51,9 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 # Pause before a worker that has died is restarted.
 RESTART_PAUSE_S = 1.0
-STOPS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Exit statuses of a worker that can't serve as configured -> the proxy's own exit status.
-UNUSABLE = {os.EX_CONFIG: 2, os.EX_UNAVAILABLE: 1}
+CONFIG_EXIT_STATUSES = {os.EX_CONFIG: 2, os.EX_UNAVAILABLE: 1}
 BUFFER_BYTES = 4 * 1024 * 1024
 
 # Runs one worker to its end.
@@ -84,7 +84,7 @@ class WorkerSupervisor:
         # Changes of the pool, for workers that start later or missed some.
         self._changes = ChangeLog()
         # Workers that missed messages, and for each the workers that have ended since.
-        self._behind: dict[int, set[int]] = {}
+        self._missed: dict[int, set[int]] = {}
         self._is_stopping = False
         self._status = 0
         self._selector = selectors.DefaultSelector()
@@ -97,7 +97,7 @@ class WorkerSupervisor:
         Returns:
             The exit status: 0 after a signal, 1 if a port is taken, 2 for another bad setting.
         """
-        for number in STOPS:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._stop)
         for _ in range(self.config.workers):
             self._start()
@@ -105,7 +105,7 @@ class WorkerSupervisor:
             for key, _ in self._selector.select(POLL_S):
                 self._relay(key.data)
             self._reap_workers()
-            self._catch_up()
+            self._resend_missed()
         self._reserved.close()
         return self._status
 
@@ -114,7 +114,7 @@ class WorkerSupervisor:
 
         Stop signals are blocked until its pid is known, so that they are forwarded to it.
         """
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             if not self._is_stopping:
                 self._fork()
@@ -145,9 +145,9 @@ class WorkerSupervisor:
         """Run the forked child process; never returns."""
         status = 1
         try:
-            for number in STOPS:
+            for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             parents.close()
             for other in self._links.values():
                 other.close()
@@ -180,7 +180,7 @@ class WorkerSupervisor:
         if isinstance(message, ChangeMessage):
             self._changes.note(message.change)
             for worker in missed_by:
-                self._behind.setdefault(worker, set())
+                self._missed.setdefault(worker, set())
 
     def _send_to_others(self, sender: int, data: bytes) -> list[int]:
         """Send a message to all other workers. Returns those that missed it."""
@@ -195,20 +195,20 @@ class WorkerSupervisor:
                 missed_by.append(worker)
         return missed_by
 
-    def _tell_gone(self, ended: int) -> None:
+    def _publish_gone(self, ended: int) -> None:
         for worker in self._send_to_others(ended, encode_message(WorkerGone(ended))):
-            self._behind.setdefault(worker, set()).add(ended)
+            self._missed.setdefault(worker, set()).add(ended)
 
-    def _catch_up(self) -> None:
+    def _resend_missed(self) -> None:
         """Resend pool changes and ended workers to those that missed them: nobody else would."""
-        for worker, ended in tuple(self._behind.items()):
+        for worker, ended in tuple(self._missed.items()):
             messages = [*self._changes.messages(), *map(WorkerGone, ended)]
             try:
                 for message in messages:
                     self._links[worker].send(encode_message(message))
             except OSError:
                 continue  # its socket buffer is still full
-            del self._behind[worker]
+            del self._missed[worker]
 
     def _reap_workers(self) -> None:
         """Reap ended workers, and start new ones unless the proxy is stopping."""
@@ -220,13 +220,13 @@ class WorkerSupervisor:
             link = self._links.pop(worker)
             self._selector.unregister(link)
             link.close()
-            self._behind.pop(worker, None)
-            self._tell_gone(worker)
+            self._missed.pop(worker, None)
+            self._publish_gone(worker)
             code = os.waitstatus_to_exitcode(status)
             # A later worker may fail because a file is missing for a while: keep restarting it.
             is_first = worker < self.config.workers
-            if is_first and code in UNUSABLE and not self._is_stopping:
-                self._status = UNUSABLE[code]
+            if is_first and code in CONFIG_EXIT_STATUSES and not self._is_stopping:
+                self._status = CONFIG_EXIT_STATUSES[code]
                 self._stop(signal.SIGTERM, None)
             if not self._is_stopping:
                 how = describe_exit(code)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from mooncake_proxy.api.openai_bodies import encode
-from mooncake_proxy.errors import UNREADABLE, MalformedAnswer
+from mooncake_proxy.errors import DECODE_ERRORS, MalformedAnswer
 from mooncake_proxy.http1.connection_pool import ConnectionPool
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
@@ -47,7 +47,7 @@ class BootstrapServer:
     def _only_one(self, body: bytes) -> str:
         try:
             [rank] = _ranks_decoder.decode(body).values()
-        except UNREADABLE as exc:
+        except DECODE_ERRORS as exc:
             detail = f"bootstrap server {self._origin}: wanted one data-parallel rank: {exc}"
             raise MalformedAnswer(self._connections.name, detail) from exc
         return rank.engine_id

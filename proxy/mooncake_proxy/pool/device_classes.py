@@ -21,7 +21,7 @@ CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("ascend", "A2"): ("910B",),
     ("ascend", "A3"): ("910C",),
 }
-_USUAL = "A100"
+_REFERENCE = "A100"
 
 
 def device_of(topology: PairTopology | None, named: str = "") -> str | None:
@@ -53,7 +53,7 @@ def relative_speed(topology: PairTopology | None) -> float:
     device = device_of(topology)
     if device is None or topology is None:
         return 1.0
-    return topology.num_devices * _products(device) / _products(_USUAL)
+    return topology.num_devices * _products(device) / _products(_REFERENCE)
 
 
 def _products(name: str) -> float:

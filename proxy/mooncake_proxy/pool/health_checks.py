@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from mooncake_proxy.errors import (
-    UNREADABLE,
+    DECODE_ERRORS,
     ConnectFailed,
     ConnectionLost,
     MalformedAnswer,
@@ -154,7 +154,7 @@ class HealthChecker:
     async def check(self, instance: Instance) -> None:
         """Check one instance, and apply the verdict."""
         try:
-            error = await self._ask(instance)
+            error = await self._fetch_health(instance)
         except Exception as exc:  # a bad report of one instance must not end the loop or the proxy
             logger.exception("the health check of %s has failed", instance.name)
             error = MalformedAnswer(instance.name, f"{self._config.path}: {exc!r}")
@@ -172,7 +172,7 @@ class HealthChecker:
             if was_up is not verdict:
                 self._on_verdict(instance)
 
-    async def _ask(self, instance: Instance) -> UpstreamError | None:
+    async def _fetch_health(self, instance: Instance) -> UpstreamError | None:
         """Request an instance's health and process its reports. Returns the error, None if good."""
         connections = instance.connections
         deadline = connections.context.loop.time() + self._config.timeout_s
@@ -187,18 +187,18 @@ class HealthChecker:
         if compatibility.engine_id and (
             instance.topology is None or instance.topology.engine_id != compatibility.engine_id
         ):
-            await self._ask_topology(instance, compatibility.engine_id, deadline)
+            await self._fetch_topology(instance, compatibility.engine_id, deadline)
         self._pools.note_compatibility(instance, compatibility)
         if instance.dp_ranks is not None:
             queues = _decoded(_queues_decoder, reports.data_parallel_ranks, [])
             instance.dp_ranks.note_queues(queues)
         return None
 
-    async def _ask_topology(self, instance: Instance, engine_id: str, deadline: float) -> None:
+    async def _fetch_topology(self, instance: Instance, engine_id: str, deadline: float) -> None:
         """Fetch an instance's topology, once per epoch, so that incompatible pairs are known before
         any request uses them."""
         topology = PairTopology(engine_id)  # for an instance that publishes none
-        with suppress(UpstreamError, *UNREADABLE):
+        with suppress(UpstreamError, *DECODE_ERRORS):
             body = await instance.connections.fetch(instance.build_get(TOPOLOGY_PATH), deadline)
             published = _topology_decoder.decode(body)
             if published.engine_id == engine_id:
@@ -219,5 +219,5 @@ def _decoded(decoder: msgspec.json.Decoder[T], part: bytes | msgspec.Raw, otherw
     """
     try:
         return decoder.decode(part)
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return otherwise

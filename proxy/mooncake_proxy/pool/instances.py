@@ -90,7 +90,7 @@ class InstanceSpec:
         return self.models[0] if self.models else ""
 
 
-def names_given_twice(specs: Iterable[InstanceSpec]) -> str:
+def duplicate_names(specs: Iterable[InstanceSpec]) -> str:
     """Comma-separated names of instances that are declared more than once.
 
     That is an error, because an instance has one role and one model.
@@ -109,13 +109,13 @@ class KVEventEndpoints(Struct, frozen=True):
     # For a node store: the namespace of the events that belong to the instance's model.
     namespace: str | None = None
 
-    def seen_from(self, host: str) -> KVEventEndpoints:
+    def with_host(self, host: str) -> KVEventEndpoints:
         """These endpoints with `host` in place of wildcard addresses."""
         replay = self.replay_endpoint
         return KVEventEndpoints(
             _WILDCARD.sub(host, self.endpoint),
             None if replay is None else _WILDCARD.sub(host, replay),
-            tuple(rank.seen_from(host) for rank in self.other_dp_ranks),
+            tuple(rank.with_host(host) for rank in self.other_dp_ranks),
             self.namespace,
         )
 
@@ -177,6 +177,7 @@ class Instance(RequestLoad):
         "declared",
         "dp_ranks",
         "error",
+        "incompatible_peers",
         "is_draining",
         "is_up",
         "kv_pool",
@@ -184,7 +185,6 @@ class Instance(RequestLoad):
         "relative_speed",
         "spec",
         "topology",
-        "unfit_peers",
         "warned",
     )
 
@@ -192,7 +192,7 @@ class Instance(RequestLoad):
         super().__init__()
         self._context = context
         self.bootstrap: BootstrapServer | None = None
-        self.become(spec)
+        self.set_spec(spec)
         # The spec as declared by its source, whatever role it has switched to since.
         self.declared = spec
         self.name = spec.name
@@ -213,11 +213,11 @@ class Instance(RequestLoad):
         # Speed of all its devices relative to one A100; policies divide loads by it.
         self.relative_speed = 1.0
         # Engine ids of peers whose topology is incompatible with its own.
-        self.unfit_peers: frozenset[str] = frozenset()
+        self.incompatible_peers: frozenset[str] = frozenset()
         self.warned: set[str] = set()
         self._heads: dict[str, bytes] = {}
 
-    def become(self, spec: InstanceSpec) -> None:
+    def set_spec(self, spec: InstanceSpec) -> None:
         """Apply a new spec."""
         self.spec = spec
         if self.bootstrap is not None:
@@ -244,7 +244,7 @@ class Instance(RequestLoad):
                 None if replay is None else f"tcp://{host}:{replay}",
             )
         published = self.compatibility.kv_events
-        return None if published is None else published.seen_from(host)
+        return None if published is None else published.with_host(host)
 
     @property
     def store_kv_events(self) -> KVEventEndpoints | None:
@@ -253,7 +253,7 @@ class Instance(RequestLoad):
         if use is None or use.kv_events is None:
             return None
         host = self.spec.origin.host if use.store is None else use.store.host
-        return use.kv_events.seen_from(_in_url(host))
+        return use.kv_events.with_host(_in_url(host))
 
     def is_compatible(self, peer: Instance) -> bool:
         """Whether the two instances can exchange KV, by their refusals and their topologies."""
@@ -261,8 +261,8 @@ class Instance(RequestLoad):
         return (
             own.engine_id not in other.refused_peers
             and other.engine_id not in own.refused_peers
-            and other.engine_id not in self.unfit_peers
-            and own.engine_id not in peer.unfit_peers
+            and other.engine_id not in self.incompatible_peers
+            and own.engine_id not in peer.incompatible_peers
         )
 
     @property
@@ -318,9 +318,9 @@ class InstancePool:
         self._instances: dict[str, Instance] = {}
         # By Role.index.
         self._live: list[tuple[Instance, ...]] = [()] * len(Role)
-        self._leaving: set[str] = set()
+        self._removed_when_idle: set[str] = set()
         # New specs of instances that are draining in order to switch their role.
-        self._becoming: dict[str, InstanceSpec] = {}
+        self._pending_specs: dict[str, InstanceSpec] = {}
         self.version = 0
         # Whether there are a live P and a live D that can exchange KV.
         self.can_disaggregate = False
@@ -395,7 +395,7 @@ class InstancePool:
             known.declared = spec
             if known.spec.role is not spec.role:
                 return self._change_role(known, spec)
-            known.become(spec)
+            known.set_spec(spec)
             return self.resume(spec.name)
         instance = self._instances[spec.name] = Instance(spec, self._context)
         logger.info("instance added: %s (%s)", spec.name, spec.role.value)
@@ -404,15 +404,15 @@ class InstancePool:
 
     def _change_role(self, instance: Instance, spec: InstanceSpec) -> Instance:
         if instance.total_running:
-            if self._becoming.get(spec.name) != spec:
+            if self._pending_specs.get(spec.name) != spec:
                 self.drain(spec.name)
-                self._becoming[spec.name] = spec
-                message = "instance %s is drained, as it shall become %s"
+                self._pending_specs[spec.name] = spec
+                message = "instance %s is draining before it switches its role to %s"
                 logger.info(message, spec.name, spec.role.value)
             return instance
-        self._becoming.pop(spec.name, None)
+        self._pending_specs.pop(spec.name, None)
         self.switch_role(spec.name, spec.role)
-        instance.become(spec)
+        instance.set_spec(spec)
         return self.resume(spec.name)
 
     def finish_drains(self) -> None:
@@ -429,7 +429,7 @@ class InstancePool:
         instance = self.get(name)
         instance.is_draining = True
         if then_remove:
-            self._leaving.add(name)
+            self._removed_when_idle.add(name)
         self._refresh()
         self.finish_drain(instance)
         return instance
@@ -438,8 +438,8 @@ class InstancePool:
         """Undo a drain or an ejection: the instance gets requests until a health check fails."""
         instance = self.get(name)
         instance.is_draining = False
-        self._leaving.discard(name)
-        self._becoming.pop(name, None)
+        self._removed_when_idle.discard(name)
+        self._pending_specs.pop(name, None)
         self.set_up(instance, up=True)
         self._refresh()
         return instance
@@ -448,8 +448,8 @@ class InstancePool:
         """Remove an instance immediately. Running requests keep their connections to the end."""
         instance = self.get(name)
         del self._instances[name]
-        self._leaving.discard(name)
-        self._becoming.pop(name, None)
+        self._removed_when_idle.discard(name)
+        self._pending_specs.pop(name, None)
         instance.connections.close()
         logger.info("instance removed: %s", name)
         self._refresh()
@@ -462,7 +462,7 @@ class InstancePool:
                 f"{name} runs {instance.total_running} requests and only an idle instance can "
                 "switch its role: drain it first"
             )
-        instance.become(replace(instance.spec, role=role))
+        instance.set_spec(replace(instance.spec, role=role))
         instance.warned.clear()
         self._refresh()
         logger.info("instance %s is now %s", name, role.value)
@@ -507,10 +507,10 @@ class InstancePool:
         name = instance.name
         if instance.num_running or name not in self._instances:
             return
-        if name in self._leaving:
+        if name in self._removed_when_idle:
             self.remove(name)
-        elif name in self._becoming and not instance.total_running:
-            self._change_role(instance, self._becoming[name])
+        elif name in self._pending_specs and not instance.total_running:
+            self._change_role(instance, self._pending_specs[name])
 
     def _refresh(self) -> None:
         self.version += 1
@@ -537,7 +537,7 @@ class InstancePool:
             i.topology is not None and i.topology.splits_choices for i in decodes
         )
         self.pulls_early = all(i.topology is not None and i.topology.pulls_early for i in instances)
-        if not any(i.compatibility.refused_peers or i.unfit_peers for i in instances):
+        if not any(i.compatibility.refused_peers or i.incompatible_peers for i in instances):
             return
         paired: set[Instance] = set()
         for prefill, decode in product(prefills, decodes):
@@ -565,7 +565,7 @@ class InstancePool:
                     unfit.add(theirs.engine_id)
                     key = f"unfit {mine.engine_id} {theirs.engine_id}"
                     prefill.warn_once(key, f"does not go together with {decode.name}: {reason}")
-            prefill.unfit_peers = frozenset(unfit)
+            prefill.incompatible_peers = frozenset(unfit)
 
     def _explain(self, role: Role) -> str:
         wanted = [i for i in self._instances.values() if i.spec.role is role]

@@ -68,23 +68,23 @@ class KVEventDelivery:
     snapshots: tuple[Snapshot, ...] = ()
 
 
-class _Question(Enum):
+class _Request(Enum):
     REPLAY = auto()
     SNAPSHOT = auto()
 
 
 @dataclass(slots=True)
-class _Followed:
+class _Subscription:
     name: str
     live: zmq.Socket[bytes]
     replay: zmq.Socket[bytes] | None
     replay_endpoint: str
     # Requests in flight. A publisher answers them in order.
-    asked: deque[_Question] = field(default_factory=deque)
+    in_flight: deque[_Request] = field(default_factory=deque)
     # Batches received so far of the snapshot that is being answered.
     snapshot: list[tuple[int, EventBatch]] = field(default_factory=list)
     # Monotonic time at which the requests in flight time out.
-    replay_until: float = 0.0
+    requests_deadline: float = 0.0
     num_malformed: int = 0
 
 
@@ -101,10 +101,10 @@ class KVEventFeed:
         self._loop = asyncio.get_running_loop()
         self._deliver = deliver
         # On the loop: deliveries that are not completely applied yet, oldest first.
-        self._arrived: deque[Iterator[None]] = deque()
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._followed: dict[str, _Followed] = {}
-        self._has_other_sockets = False
+        self._deliveries: deque[Iterator[None]] = deque()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._subscriptions: dict[str, _Subscription] = {}
+        self._has_new_sockets = False
         self._stop = threading.Event()
         self._failure: Exception | None = None
         self._context = zmq.Context()
@@ -113,20 +113,20 @@ class KVEventFeed:
 
     def follow(self, name: str, endpoints: KVEventEndpoints) -> None:
         """Subscribe to a publisher, and request a snapshot of what it holds."""
-        self._orders.put(lambda: self._begin(name, endpoints))
+        self._commands.put(lambda: self._subscribe(name, endpoints))
 
     def leave(self, name: str) -> None:
         """Unsubscribe from a publisher."""
-        self._orders.put(lambda: self._end(name))
+        self._commands.put(lambda: self._unsubscribe(name))
 
     def replay(self, name: str, start: int) -> None:
         """Request a replay of all batches from sequence number `start` on."""
         number = start.to_bytes(8, "big")
-        self._orders.put(lambda: self._ask(name, _Question.REPLAY, number))
+        self._commands.put(lambda: self._ask(name, _Request.REPLAY, number))
 
     def snapshot(self, name: str) -> None:
         """Request a snapshot of everything that a publisher holds."""
-        self._orders.put(lambda: self._ask(name, _Question.SNAPSHOT, SNAPSHOT_QUESTION))
+        self._commands.put(lambda: self._ask(name, _Request.SNAPSHOT, SNAPSHOT_QUESTION))
 
     def poll(self) -> None:
         """Re-raise the exception that ended the thread, so that a stale index is noticed."""
@@ -144,41 +144,43 @@ class KVEventFeed:
         poller = zmq.Poller()
         try:
             while not self._stop.is_set():
-                self._obey(poller)
+                self._run_commands(poller)
                 ready = dict(poller.poll(POLL_MS))
-                for followed in tuple(self._followed.values()):
-                    if followed.live in ready:
-                        self._receive(followed)
-                    if followed.replay is not None and followed.replay in ready:
-                        self._receive_replay(followed)
-                    elif followed.asked and followed.replay_until < time.monotonic():
-                        self._give_up(followed)
+                for subscription in tuple(self._subscriptions.values()):
+                    if subscription.live in ready:
+                        self._receive(subscription)
+                    if subscription.replay is not None and subscription.replay in ready:
+                        self._receive_replay(subscription)
+                    elif (
+                        subscription.in_flight and subscription.requests_deadline < time.monotonic()
+                    ):
+                        self._give_up(subscription)
         except (zmq.ZMQError, OSError) as exc:
-            logger.exception("the thread that follows KV events has died")
+            logger.exception("the KV event thread has failed")
             self._failure = exc
         finally:
             self._context.destroy(linger=0)
 
-    def _obey(self, poller: zmq.Poller) -> None:
+    def _run_commands(self, poller: zmq.Poller) -> None:
         """Execute queued commands, and register the current sockets with the poller."""
-        if self._orders.empty() and not self._has_other_sockets:
+        if self._commands.empty() and not self._has_new_sockets:
             return
         while True:
             try:
-                order = self._orders.get_nowait()
+                command = self._commands.get_nowait()
             except queue.Empty:
                 break
-            order()
-        self._has_other_sockets = False
+            command()
+        self._has_new_sockets = False
         for socket, _ in tuple(poller.sockets):
             poller.unregister(socket)
-        for followed in self._followed.values():
-            poller.register(followed.live, zmq.POLLIN)
-            if followed.replay is not None:
-                poller.register(followed.replay, zmq.POLLIN)
+        for subscription in self._subscriptions.values():
+            poller.register(subscription.live, zmq.POLLIN)
+            if subscription.replay is not None:
+                poller.register(subscription.replay, zmq.POLLIN)
 
-    def _begin(self, name: str, endpoints: KVEventEndpoints) -> None:
-        self._end(name)
+    def _subscribe(self, name: str, endpoints: KVEventEndpoints) -> None:
+        self._unsubscribe(name)
         try:
             live = self._context.socket(zmq.SUB)
             live.set_hwm(RECEIVE_HWM)
@@ -187,11 +189,11 @@ class KVEventFeed:
             where = endpoints.replay_endpoint or ""
             replay = self._open_replay(where) if where else None
         except (zmq.ZMQError, ValueError, TypeError) as exc:
-            logger.warning("KV events of %s are not followed: %s: %s", name, endpoints, exc)
+            logger.warning("can't subscribe to the KV events of %s at %s: %s", name, endpoints, exc)
             return
-        self._followed[name] = _Followed(name, live, replay, where)
+        self._subscriptions[name] = _Subscription(name, live, replay, where)
         if replay is not None:
-            self._ask(name, _Question.SNAPSHOT, SNAPSHOT_QUESTION)
+            self._ask(name, _Request.SNAPSHOT, SNAPSHOT_QUESTION)
 
     def _open_replay(self, endpoint: str) -> zmq.Socket[bytes]:
         replay: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
@@ -199,113 +201,119 @@ class KVEventFeed:
         replay.connect(endpoint)
         return replay
 
-    def _end(self, name: str) -> None:
-        followed = self._followed.pop(name, None)
-        if followed is not None:
-            followed.live.close(linger=0)
-            if followed.replay is not None:
-                followed.replay.close(linger=0)
+    def _unsubscribe(self, name: str) -> None:
+        subscription = self._subscriptions.pop(name, None)
+        if subscription is not None:
+            subscription.live.close(linger=0)
+            if subscription.replay is not None:
+                subscription.replay.close(linger=0)
 
-    def _ask(self, name: str, question: _Question, text: bytes) -> None:
-        followed = self._followed.get(name)
-        if followed is None:
+    def _ask(self, name: str, request: _Request, text: bytes) -> None:
+        subscription = self._subscriptions.get(name)
+        if subscription is None:
             return
-        followed.asked.append(question)
-        if followed.replay is None:
-            self._give_up(followed)
+        subscription.in_flight.append(request)
+        if subscription.replay is None:
+            self._give_up(subscription)
             return
-        followed.replay_until = time.monotonic() + REPLAY_TIMEOUT_S
-        followed.replay.send_multipart((b"", text), zmq.DONTWAIT)
+        subscription.requests_deadline = time.monotonic() + REPLAY_TIMEOUT_S
+        subscription.replay.send_multipart((b"", text), zmq.DONTWAIT)
 
-    def _receive(self, followed: _Followed) -> None:
+    def _receive(self, subscription: _Subscription) -> None:
         """Receive live batches. Frames: topic, sequence number, payload."""
         batches = []
         for _ in range(BATCHES_PER_TURN):
             try:
-                frames = followed.live.recv_multipart(zmq.DONTWAIT)
+                frames = subscription.live.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 break
-            batches += self._decoded(followed, frames[-2:])
+            batches += self._decoded(subscription, frames[-2:])
         if batches:
-            self._send(KVEventDelivery(followed.name, batches))
+            self._send(KVEventDelivery(subscription.name, batches))
 
-    def _receive_replay(self, followed: _Followed) -> None:
+    def _receive_replay(self, subscription: _Subscription) -> None:
         """Receive answers. Frames: empty, topic (missing before vLLM 0.26), number, payload."""
-        assert followed.replay is not None
+        assert subscription.replay is not None
         batches: list[tuple[int, EventBatch]] = []
         for _ in range(BATCHES_PER_TURN):
             try:
-                frames = followed.replay.recv_multipart(zmq.DONTWAIT)
+                frames = subscription.replay.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 break
-            if not followed.asked:
+            if not subscription.in_flight:
                 continue  # no request is in flight
-            followed.replay_until = time.monotonic() + REPLAY_TIMEOUT_S
+            subscription.requests_deadline = time.monotonic() + REPLAY_TIMEOUT_S
             if len(frames) >= 2 and frames[-2][:8] == REPLAY_END:
-                self._end_answer(followed, batches)
+                self._end_answer(subscription, batches)
                 return
-            answer = followed.snapshot if followed.asked[0] is _Question.SNAPSHOT else batches
-            answer += self._decoded(followed, frames[-2:])
+            answer = (
+                subscription.snapshot if subscription.in_flight[0] is _Request.SNAPSHOT else batches
+            )
+            answer += self._decoded(subscription, frames[-2:])
         if batches:
-            self._send(KVEventDelivery(followed.name, batches, is_replayed=True))
+            self._send(KVEventDelivery(subscription.name, batches, is_replayed=True))
 
-    def _end_answer(self, followed: _Followed, batches: list[tuple[int, EventBatch]]) -> None:
+    def _end_answer(
+        self, subscription: _Subscription, batches: list[tuple[int, EventBatch]]
+    ) -> None:
         """Deliver the complete answer to the oldest request."""
-        if followed.asked.popleft() is _Question.REPLAY:
-            self._send(KVEventDelivery(followed.name, batches, True, num_replays_ended=1))
+        if subscription.in_flight.popleft() is _Request.REPLAY:
+            self._send(KVEventDelivery(subscription.name, batches, True, num_replays_ended=1))
             return
-        held, followed.snapshot = followed.snapshot, []
+        held, subscription.snapshot = subscription.snapshot, []
         next_sequence = held[0][0] if held else 0
         snapshot = Snapshot(next_sequence, tuple(batch for _, batch in held))
-        self._send(KVEventDelivery(followed.name, [], snapshots=(snapshot,)))
+        self._send(KVEventDelivery(subscription.name, [], snapshots=(snapshot,)))
 
-    def _give_up(self, followed: _Followed) -> None:
+    def _give_up(self, subscription: _Subscription) -> None:
         """Give up all requests in flight.
 
         The socket is replaced, so that a late answer can't be mistaken for that of a later request.
         """
-        if followed.replay is not None:
-            followed.replay.close(linger=0)
-            followed.replay = self._open_replay(followed.replay_endpoint)
-            self._has_other_sockets = True
-        num_snapshots = followed.asked.count(_Question.SNAPSHOT)
-        num_replays = len(followed.asked) - num_snapshots
-        followed.asked.clear()
-        followed.snapshot.clear()
+        if subscription.replay is not None:
+            subscription.replay.close(linger=0)
+            subscription.replay = self._open_replay(subscription.replay_endpoint)
+            self._has_new_sockets = True
+        num_snapshots = subscription.in_flight.count(_Request.SNAPSHOT)
+        num_replays = len(subscription.in_flight) - num_snapshots
+        subscription.in_flight.clear()
+        subscription.snapshot.clear()
         snapshots = (Snapshot(),) * num_snapshots
-        self._send(KVEventDelivery(followed.name, [], True, num_replays, snapshots))
+        self._send(KVEventDelivery(subscription.name, [], True, num_replays, snapshots))
 
-    def _decoded(self, followed: _Followed, frames: list[bytes]) -> list[tuple[int, EventBatch]]:
+    def _decoded(
+        self, subscription: _Subscription, frames: list[bytes]
+    ) -> list[tuple[int, EventBatch]]:
         """Decode a batch. A malformed one counts as lost: its sequence number is missing."""
         try:
             sequence, payload = frames
             return [(decode_sequence(sequence), decode_batch(payload))]
         except (MalformedEvent, ValueError) as exc:
-            followed.num_malformed += 1
-            if followed.num_malformed == 1:
-                logger.warning("KV events of %s can't be read: %s", followed.name, exc)
+            subscription.num_malformed += 1
+            if subscription.num_malformed == 1:
+                logger.warning("KV events of %s can't be read: %s", subscription.name, exc)
             return []
 
     def _send(self, delivery: KVEventDelivery) -> None:
         if not self._stop.is_set() and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._arrive, delivery)
+            self._loop.call_soon_threadsafe(self._enqueue, delivery)
 
     # ------------------------------------------------ on the loop
 
-    def _arrive(self, delivery: KVEventDelivery) -> None:
-        self._arrived.append(self._deliver(delivery))
-        if len(self._arrived) == 1:
-            self._take_portion()
+    def _enqueue(self, delivery: KVEventDelivery) -> None:
+        self._deliveries.append(self._deliver(delivery))
+        if len(self._deliveries) == 1:
+            self._apply_portion()
 
-    def _take_portion(self) -> None:
+    def _apply_portion(self) -> None:
         """Apply a portion of the oldest delivery; the loop runs other work before the next one."""
         if self._stop.is_set():
             return
-        is_taken = True
+        is_applied = True
         try:
-            is_taken = next(self._arrived[0], True) is True
+            is_applied = next(self._deliveries[0], True) is True
         finally:  # a delivery that fails must not block the others
-            if is_taken:
-                self._arrived.popleft()
-            if self._arrived:
-                self._loop.call_soon(self._take_portion)
+            if is_applied:
+                self._deliveries.popleft()
+            if self._deliveries:
+                self._loop.call_soon(self._apply_portion)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from mooncake_proxy.errors import UNREADABLE, ConfigError
-from mooncake_proxy.pool.instances import InstanceSpec, names_given_twice
+from mooncake_proxy.errors import DECODE_ERRORS, ConfigError
+from mooncake_proxy.pool.instances import InstanceSpec, duplicate_names
 from mooncake_proxy.pool.membership import PoolFile, apply_plan, plan_membership, specs_of
 from mooncake_proxy.pool.model_pools import ModelPools
 
@@ -39,9 +39,10 @@ def parse_pool_file(data: bytes, path: str) -> list[InstanceSpec]:
             f"pool file {path}: YAML needs PyYAML (pip install mooncake-proxy[yaml]); "
             "a file that ends in .json needs nothing"
         ) from exc
-    except (*UNREADABLE, AttributeError) as exc:  # PyYAML raises the latter for bad `!!timestamp`
+    except (*DECODE_ERRORS, AttributeError) as exc:
+        # PyYAML raises AttributeError for a bad `!!timestamp`.
         raise ConfigError(f"pool file {path}: {exc}") from exc
-    if twice := names_given_twice(specs):
+    if twice := duplicate_names(specs):
         raise ConfigError(
             f"pool file {path}: {twice} given twice: an instance has one role "
             "(`both` for one that does both) and one model"

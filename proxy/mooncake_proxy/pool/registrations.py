@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import Struct
 
-from mooncake_proxy.errors import UNREADABLE, BadRequest, Conflict, Forbidden, Refusal
+from mooncake_proxy.errors import DECODE_ERRORS, BadRequest, Conflict, Forbidden, Refusal
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.signed_head import is_signed, signed_digest
 from mooncake_proxy.pool.instances import Instance, Role
@@ -93,25 +93,25 @@ class Registrations:
         if not is_signed(self.secret, headers.get(HEADER, b""), body):
             raise Forbidden("not signed with this proxy's --register-secret-file")
         try:
-            said = _decode(body)
-        except UNREADABLE as exc:
+            message = _decode(body)
+        except DECODE_ERRORS as exc:
             raise BadRequest(f"registration: {exc}") from exc
-        if not 0 < said.lease_s <= MAX_LEASE_S:
-            raise BadRequest(f"registration: lease_s {said.lease_s}: wanted up to {MAX_LEASE_S}")
-        url = str(Origin.parse(said.url))
-        if (said.started_at, said.number) <= self._seen.get(url, (0.0, -1)):
+        if not 0 < message.lease_s <= MAX_LEASE_S:
+            raise BadRequest(f"registration: lease_s {message.lease_s}: wanted up to {MAX_LEASE_S}")
+        url = str(Origin.parse(message.url))
+        if (message.started_at, message.number) <= self._seen.get(url, (0.0, -1)):
             raise Conflict(f"{url}: this registration is older than what is known of it")
         change = MembershipChange(
-            ChangeOperation.DRAIN if said.is_leaving else ChangeOperation.ADD,
+            ChangeOperation.DRAIN if message.is_leaving else ChangeOperation.ADD,
             url,
-            said.role,
-            remove=said.is_leaving,
+            message.role,
+            remove=message.is_leaving,
             source=SOURCE,
-            lease_s=said.lease_s,
+            lease_s=message.lease_s,
         )
         instance = self.follow(change)
         self._seen.pop(url, None)
-        self._seen[url] = (said.started_at, said.number)
+        self._seen[url] = (message.started_at, message.number)
         if len(self._seen) > MAX_KNOWN:
             del self._seen[next(iter(self._seen))]
         self.forward(change)

@@ -164,7 +164,7 @@ class ConductorFleet:
             is_live = (entry.instance.name, entry.role) in live
             self.conductor.fleet.set_away(slot, not is_live)
             if not entry.instance.is_up:
-                self.holdings.doubt(slot)
+                self.holdings.discard_estimate(slot)
         for (name, role), instance in live.items():
             if name not in self._slots:
                 self._join(instance, role)
@@ -240,14 +240,14 @@ class ConductorFleet:
         if slot is not None:
             routed.decode_slot = slot
         routed.outcome["prefilled_at"] = now
-        self.holdings.remember(routed.decision.prefill.slot, routed.request.keys)
+        self.holdings.note_processed(routed.decision.prefill.slot, routed.request.keys)
         return verdict
 
     def pushed(self, routed: RoutedRequest, now: float) -> None:
         """Report the completed prefill of a request whose decode instance was fixed before."""
         self.conductor.book.prefilled(routed.request.request_id, now)
         routed.outcome["prefilled_at"] = now
-        self.holdings.remember(routed.decision.prefill.slot, routed.request.keys)
+        self.holdings.note_processed(routed.decision.prefill.slot, routed.request.keys)
 
     def measure_prefill(
         self, instance: Instance, num_tokens: int, num_cached: int, began: float, now: float
@@ -265,7 +265,7 @@ class ConductorFleet:
         """Report that a request decodes."""
         self.conductor.joined(routed.request.request_id, now)
         routed.outcome.setdefault("decoding_at", now)
-        self.holdings.remember(routed.decode_slot, routed.request.keys)
+        self.holdings.note_processed(routed.decode_slot, routed.request.keys)
 
     def finished(
         self, routed: RoutedRequest, num_tokens: int, seconds_per_token: float | None, now: float
@@ -293,9 +293,9 @@ class ConductorFleet:
         self.follow_pool(now)
         for made, event in self.exchange.follow(owner, changes, now, is_snapshot=is_snapshot):
             if event is ReservationEvent.PREFILLED:
-                self.holdings.remember(made.choice.slot, made.request.keys)
+                self.holdings.note_processed(made.choice.slot, made.request.keys)
             elif event is ReservationEvent.JOINED:
-                self.holdings.remember(made.decode_slot, made.request.keys)
+                self.holdings.note_processed(made.decode_slot, made.request.keys)
 
     def sweep(self, now: float) -> None:
         """Release overdue reservations, and forget chunks that no instance holds."""

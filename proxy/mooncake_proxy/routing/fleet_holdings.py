@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # After this many seconds a store is asked for another snapshot, once, if it still has orphans:
 # chunks whose predecessors are unknown. There may have been more of them than are kept.
-ASK_AGAIN_S = 30.0
+SNAPSHOT_RETRY_S = 30.0
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _SlotHoldings:
     instance: Instance
     # Estimate of its device memory until it publishes: the chunks it has processed, within its
     # capacity. None once it publishes.
-    believed: ChunkCache | None
+    estimated: ChunkCache | None
     # Where the estimate is applied.
     on_devices: ChunkHoldings
     # Event endpoints of its data-parallel ranks and of its store.
@@ -50,7 +50,7 @@ class _SlotHoldings:
     # Holdings of each publisher, if there are several.
     by_publisher: PublisherHoldings | None = None
     # Loop time at which its store is asked for another snapshot; None: not any more.
-    ask_again_at: float | None = None
+    retry_snapshot_at: float | None = None
 
     @property
     def store_name(self) -> str:
@@ -85,16 +85,16 @@ class FleetHoldings:
 
     def leave(self, slot: int) -> None:
         """Remove the instance that has lost its slot."""
-        self._unfollow(self._slots.pop(slot))
+        self._unsubscribe(self._slots.pop(slot))
 
-    def doubt(self, slot: int) -> None:
+    def discard_estimate(self, slot: int) -> None:
         """Discard the estimate of an instance that is down: it may restart with empty caches.
 
         Publishers report that themselves.
         """
         held = self._slots[slot]
-        if held.believed is not None:
-            held.believed = ChunkCache(self._num_chunks)
+        if held.estimated is not None:
+            held.estimated = ChunkCache(self._num_chunks)
             held.on_devices.cleared(slot)
 
     def follow(self, slot: int, now: float) -> None:
@@ -104,10 +104,10 @@ class FleetHoldings:
         ranks = () if own is None else (own, *own.other_dp_ranks)
         if (ranks, store) == (held.ranks, held.store):
             return
-        self._unfollow(held)
+        self._unsubscribe(held)
         self._index.cleared(slot)
         held.ranks, held.store = ranks, store
-        held.believed = ChunkCache(self._num_chunks)
+        held.estimated = ChunkCache(self._num_chunks)
         held.by_publisher = None
         publishers: Sequence[ChunkHoldings] = (self._index,)
         num_ranks = max(1, len(ranks))
@@ -117,11 +117,11 @@ class FleetHoldings:
         held.on_devices = publishers[0]
         for number, endpoints in enumerate(ranks):
             name = f"{held.instance.name}#{number}" if number else held.instance.name
-            self._begin(slot, name, endpoints, publishers[number], self._new_blocks())
+            self._subscribe(slot, name, endpoints, publishers[number], self._new_blocks())
         if store is not None:
             blocks = self._new_blocks(self._store_blocks)
-            self._begin(slot, held.store_name, store, publishers[-1], blocks)
-            held.ask_again_at = now + ASK_AGAIN_S
+            self._subscribe(slot, held.store_name, store, publishers[-1], blocks)
+            held.retry_snapshot_at = now + SNAPSHOT_RETRY_S
 
     def take(self, delivery: KVEventDelivery) -> Iterator[None]:
         """Apply a delivery of events.
@@ -133,27 +133,27 @@ class FleetHoldings:
             return  # the publisher has left in the meantime
         held = self._slots[slot]
         stream = held.streams[delivery.name]
-        says_something = delivery.batches or any(each.batches for each in delivery.snapshots)
-        if says_something and held.believed is not None and delivery.name != held.store_name:
-            held.believed = None  # holdings are known from now on
+        has_batches = delivery.batches or any(each.batches for each in delivery.snapshots)
+        if has_batches and held.estimated is not None and delivery.name != held.store_name:
+            held.estimated = None  # holdings are known from now on
             held.on_devices.cleared(slot)
         for sequence, batch in delivery.batches:
-            self._ask(delivery.name, stream.receive(sequence, batch, delivery.is_replayed))
+            self._send_request(delivery.name, stream.receive(sequence, batch, delivery.is_replayed))
         for _ in range(delivery.num_replays_ended):
-            self._ask(delivery.name, stream.replay_ended())
+            self._send_request(delivery.name, stream.replay_ended())
         for snapshot in delivery.snapshots:
             question = yield from stream.take_snapshot(snapshot.next_sequence, snapshot.batches)
             if stream.has_ended:
                 return  # the publisher left while its snapshot was applied
-            self._ask(delivery.name, question)
+            self._send_request(delivery.name, question)
         yield from self._store_blocks.tell()
 
-    def remember(self, slot: int, keys: Sequence[int]) -> None:
+    def note_processed(self, slot: int, keys: Sequence[int]) -> None:
         """Add the chunks of a processed prompt to the estimate of an instance without events."""
         held = self._slots.get(slot)
-        if held is None or held.believed is None:
+        if held is None or held.estimated is None:
             return
-        new, evicted = held.believed.insert(keys)
+        new, evicted = held.estimated.insert(keys)
         held.on_devices.stored(slot, Tier.DEVICE, new)
         held.on_devices.removed(slot, Tier.DEVICE, evicted)
 
@@ -174,16 +174,16 @@ class FleetHoldings:
     def sweep(self, now: float) -> None:
         """Ask stores that still have orphans for another snapshot, once."""
         for held in self._slots.values():
-            if held.ask_again_at is not None and held.ask_again_at <= now:
-                held.ask_again_at = None
+            if held.retry_snapshot_at is not None and held.retry_snapshot_at <= now:
+                held.retry_snapshot_at = None
                 stream = held.streams[held.store_name]
                 if stream.num_orphans:
-                    self._ask(held.store_name, stream.ask_snapshot())
+                    self._send_request(held.store_name, stream.ask_snapshot())
 
     def _new_blocks(self, names: BlockNames | None = None) -> PublishedBlocks:
         return PublishedBlocks(names, self.adapters)
 
-    def _begin(
+    def _subscribe(
         self,
         slot: int,
         name: str,
@@ -201,15 +201,15 @@ class FleetHoldings:
         self._publishers[name] = slot
         self._feed().follow(name, endpoints)
 
-    def _unfollow(self, held: _SlotHoldings) -> None:
+    def _unsubscribe(self, held: _SlotHoldings) -> None:
         for name, stream in held.streams.items():
             self._feed().leave(name)
             stream.end()
             del self._publishers[name]
         held.streams.clear()
-        held.ask_again_at = None
+        held.retry_snapshot_at = None
 
-    def _ask(self, name: str, question: Question | None) -> None:
+    def _send_request(self, name: str, question: Question | None) -> None:
         if isinstance(question, ReplayRequest):
             self._feed().replay(name, question.start)
         elif question is not None:

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from mooncake_proxy.api.admin_routes import RESERVATIONS_PATH
-from mooncake_proxy.errors import UNREADABLE, BadRequest, Forbidden, UpstreamError
+from mooncake_proxy.errors import DECODE_ERRORS, BadRequest, Forbidden, UpstreamError
 from mooncake_proxy.http1.connection_pool import ConnectionPool
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.signed_head import is_signed, signed_digest, signed_head
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.routing.conductor_fleet import OWNER
 from mooncake_proxy.routing.reservation_sharing import (
-    HeardReports,
+    ReceivedReports,
     ReservationNews,
     ReservationReport,
     ReservationSharing,
@@ -50,10 +50,10 @@ _decoder = msgspec.json.Decoder(ReservationReport)
 
 
 @dataclass(slots=True)
-class _Owner(HeardReports):
+class _Owner(ReceivedReports):
     """State of the reports received from one process of another proxy."""
 
-    heard_at: float = 0.0
+    received_at: float = 0.0
     is_gone: bool = False
 
 
@@ -68,7 +68,7 @@ class _Peer:
     wakes: asyncio.Event = field(default_factory=asyncio.Event)
     wants_snapshot: bool = True
     is_reached: bool = True
-    told_at: float = 0.0
+    snapshot_at: float = 0.0
     number: int = 0
 
 
@@ -96,11 +96,11 @@ class PeerProxies:
 
     async def run(self) -> None:
         """Send to all peers, and expire silent processes, until cancelled."""
-        telling = [asyncio.ensure_future(self._tell(peer)) for peer in self._peers]
+        senders = [asyncio.ensure_future(self._send_to(peer)) for peer in self._peers]
         try:
-            await asyncio.gather(self._expire(), *telling)
+            await asyncio.gather(self._expire(), *senders)
         finally:
-            for task in telling:
+            for task in senders:
                 task.cancel()
             for peer in self._peers:
                 peer.connections.close()
@@ -113,7 +113,7 @@ class PeerProxies:
             peer.pending.append(news)
             peer.wakes.set()
 
-    async def _tell(self, peer: _Peer) -> None:
+    async def _send_to(self, peer: _Peer) -> None:
         while True:
             with suppress(asyncio.TimeoutError):  # then send a heartbeat
                 await asyncio.wait_for(peer.wakes.wait(), HEARTBEAT_S)
@@ -126,9 +126,9 @@ class PeerProxies:
 
     def _messages(self, peer: _Peer) -> Iterator[ReservationReport]:
         pending, peer.pending = peer.pending, []
-        is_snapshot = peer.wants_snapshot or self._now() - peer.told_at > SNAPSHOT_S
+        is_snapshot = peer.wants_snapshot or self._now() - peer.snapshot_at > SNAPSHOT_S
         if is_snapshot:  # it includes the pending changes
-            peer.wants_snapshot, peer.told_at = False, self._now()
+            peer.wants_snapshot, peer.snapshot_at = False, self._now()
             pending = self._sharing.snapshot()
         parts = list(_in_parts(pending))
         for position, part in enumerate(parts):
@@ -183,12 +183,12 @@ class PeerProxies:
         """Apply a message whose signature this or another worker has checked."""
         try:
             message = _decoder.decode(body)
-        except UNREADABLE as exc:
+        except DECODE_ERRORS as exc:
             raise BadRequest(f"reservations: {exc}") from exc
         owner = self._owners.setdefault(message.owner, _Owner())
         if message.owner == OWNER or not owner.take(message, self._sharing):
             return  # this process's own message, or one that was received before
-        owner.heard_at, owner.is_gone = self._now(), False
+        owner.received_at, owner.is_gone = self._now(), False
         self._owners.move_to_end(message.owner)
         while len(self._owners) > MAX_OWNERS:
             self._sharing.forget(self._owners.popitem(last=False)[0])
@@ -197,7 +197,7 @@ class PeerProxies:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             for name, owner in self._owners.items():
-                if not owner.is_gone and self._now() - owner.heard_at > EXPIRE_S:
+                if not owner.is_gone and self._now() - owner.received_at > EXPIRE_S:
                     owner.is_gone, owner.named = True, None
                     logger.warning("a process of another proxy is silent: what it reserved is free")
                     self._sharing.forget(name)

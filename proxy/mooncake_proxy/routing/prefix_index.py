@@ -20,7 +20,7 @@ from zlib import crc32
 import msgspec
 
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, ParsedRequest
-from mooncake_proxy.errors import UNREADABLE, ConfigError
+from mooncake_proxy.errors import DECODE_ERRORS, ConfigError
 
 # Size of a block in tokens, of a token in bytes of text, and the most blocks hashed per prompt.
 TOKENS_PER_BLOCK = 64
@@ -145,7 +145,7 @@ def given_token_ids(parsed: ParsedRequest) -> list[int] | None:
         return None
     try:
         return msgspec.json.decode(raw, type=list[int])
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return None  # several prompts, or malformed: the instance will reject it
 
 
@@ -155,7 +155,7 @@ def prompt_text(endpoint: OpenAIEndpoint, parsed: ParsedRequest) -> str | None:
         if endpoint is OpenAIEndpoint.COMPLETION:
             return msgspec.json.decode(parsed.prompt, type=str)
         messages = msgspec.json.decode(parsed.messages, type=list[dict[str, msgspec.Raw]])
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return None
     pieces = (f"{_text(message, 'role')}\n{_text(message, 'content')}\n" for message in messages)
     return "".join(pieces)[:MAX_CHARACTERS]

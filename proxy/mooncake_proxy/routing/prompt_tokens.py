@@ -18,7 +18,7 @@ from msgspec import Raw, Struct
 
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, encode, is_null
 from mooncake_proxy.api.proxied_request import RequestContext
-from mooncake_proxy.errors import UNREADABLE, UpstreamError
+from mooncake_proxy.errors import DECODE_ERRORS, UpstreamError
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.instances import Instance, InstancePool
 from mooncake_proxy.routing.prefix_index import Tokenizer
@@ -26,7 +26,7 @@ from mooncake_proxy.routing.prefix_index import Tokenizer
 logger = logging.getLogger(__name__)
 PROBE = " Two  spaces, 3.14, naïve 東京 \U0001f600\n\tif x:\r\n</s><|endoftext|> end"
 """A text that tokenizers treat differently: its ends, spaces, digits, scripts, special tokens."""
-ASK_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 5.0
 # Fields that refer to the prompt's text, or make the answer repeat it.
 TEXT_FIELDS = ("echo", "suffix", "truncate_prompt_tokens")
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
@@ -52,11 +52,11 @@ class PromptTokens:
         self._agrees: dict[Instance, bool | None] = {}
 
     @property
-    def are_taken(self) -> bool:
+    def are_accepted(self) -> bool:
         """Whether every live instance tokenizes as the proxy does. Probes new instances."""
         if self._version != self._pool.version:
             self._version = self._pool.version
-            self._look_around()
+            self._probe_new_instances()
         return bool(self._agrees) and all(self._agrees.values())
 
     def put(self, context: RequestContext, ids: list[int]) -> None:
@@ -77,30 +77,30 @@ class PromptTokens:
         )
         return self._tokenizer.encode(text, add_special_tokens=adds_special)
 
-    def can_put(self, context: RequestContext) -> bool:
+    def can_replace(self, context: RequestContext) -> bool:
         """Whether token ids can replace the prompt's text without changing the answer."""
-        if context.endpoint is not OpenAIEndpoint.COMPLETION or not self.are_taken:
+        if context.endpoint is not OpenAIEndpoint.COMPLETION or not self.are_accepted:
             return False
         fields = context.fields
         return all(name not in fields or is_null(fields[name]) for name in TEXT_FIELDS)
 
-    def _look_around(self) -> None:
+    def _probe_new_instances(self) -> None:
         live = {i for i in self._pool if i.is_up and not i.is_draining}
         self._agrees = {i: agrees for i, agrees in self._agrees.items() if i in live}
         for instance in live - self._agrees.keys():
             self._agrees[instance] = None
-            self._spawn(self._ask(instance))
+            self._spawn(self._probe(instance))
 
-    async def _ask(self, instance: Instance) -> None:
+    async def _probe(self, instance: Instance) -> None:
         """Probe an instance: compare its token ids of the probe text with the proxy's."""
         body = encode({"prompt": PROBE, "add_special_tokens": True})
         payload = instance.build_post("/tokenize", "tokenizer-probe", b"", body)
-        deadline = self._client.loop.time() + ASK_TIMEOUT_S
+        deadline = self._client.loop.time() + PROBE_TIMEOUT_S
         theirs: list[int] | None = None
         try:
             answer = await instance.connections.fetch(payload, deadline)
             theirs = msgspec.json.decode(answer, type=_Tokens).tokens
-        except (UpstreamError, *UNREADABLE) as exc:
+        except (UpstreamError, *DECODE_ERRORS) as exc:
             instance.warn_once("tokenizer", f"is sent text, not token ids: /tokenize: {exc}")
         ours = self._tokenizer.encode(PROBE, add_special_tokens=True)
         if theirs is not None and theirs != ours:

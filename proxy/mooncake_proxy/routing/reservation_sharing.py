@@ -57,7 +57,7 @@ class ReservationReport(Struct):
 
 
 @dataclass(slots=True)
-class HeardReports:
+class ReceivedReports:
     """State of the reports received from one other process."""
 
     number: int = -1
@@ -101,7 +101,7 @@ class ReservationSharing:
         self._listeners: list[Callable[[ReservationNews], None]] = []
         self._pending: dict[tuple[str, bool], list[ReservationChange]] = {}
         # Reports received from the other workers of this proxy, by owner.
-        self._heard: dict[str, HeardReports] = {}
+        self._received: dict[str, ReceivedReports] = {}
         routers.on_router(self._join)
 
     def tell(self, send: Callable[[ReservationNews], None]) -> None:
@@ -115,7 +115,7 @@ class ReservationSharing:
     def take(self, message: Raw) -> None:
         """Receive a report of another worker."""
         report = _report_decoder.decode(message)
-        self._heard.setdefault(report.owner, HeardReports()).take(report, self)
+        self._received.setdefault(report.owner, ReceivedReports()).take(report, self)
 
     def follow(self, news: ReservationNews, *, is_snapshot: bool = False) -> set[str]:
         """Apply another process's changes. Those of a model without instances here are ignored.
@@ -158,7 +158,7 @@ class ReservationSharing:
 
     def forget(self, owner: str) -> None:
         """Release all reservations of another process: it is gone."""
-        self._heard.pop(owner, None)
+        self._received.pop(owner, None)
         for router in self._routers:
             if router.conductor is not None:
                 router.conductor.forget(owner)
@@ -195,13 +195,13 @@ class WorkerReports:
         sharing.tell(self._add)
 
     @property
-    def is_telling(self) -> bool:
+    def is_sending_snapshot(self) -> bool:
         """Whether a snapshot is in progress."""
         return self._portions is not None
 
     def begin_snapshot(self) -> None:
         """Begin a snapshot, unless one is in progress."""
-        if not self.is_telling:
+        if not self.is_sending_snapshot:
             self._portions = self._sharing.portions()
             self._report(begins_snapshot=True)
 

@@ -23,7 +23,7 @@ from mooncake_proxy.routing.conductor_fleet import ConductorFleet
 
 logger = logging.getLogger(__name__)
 # Seconds to wait for an instance that should switch to become idle; then the switch is given up.
-PATIENCE_S = 60.0
+DRAIN_TIMEOUT_S = 60.0
 
 
 class RoleWatch:
@@ -48,7 +48,7 @@ class RoleWatch:
         self._balancer = RoleBalancer(rule)
         self._changes = RoleChanges(conductor.fleet, conductor.book, conductor.ledger, rule, ttft_s)
         # The switch that waits for its instance to become idle, and since which loop time.
-        self._due: tuple[RoleChange, float] | None = None
+        self._pending: tuple[RoleChange, float] | None = None
 
     @property
     def balance(self) -> Balance:
@@ -65,9 +65,9 @@ class RoleWatch:
         if self._mode == "propose":
             self._propose(now)
         elif self._mode == "allow":
-            if self._due is None and (change := self._changes.tick(now)) is not None:
-                self._due = change, now
-            return self._make_due(now)
+            if self._pending is None and (change := self._changes.tick(now)) is not None:
+                self._pending = change, now
+            return self._make_pending(now)
         return None
 
     def _propose(self, now: float) -> None:
@@ -78,18 +78,18 @@ class RoleWatch:
             name, role = fleet.names[change.slot], change.role.value
             logger.warning("%s should become a %s instance: %s", name, role, self.balance.value)
 
-    def _make_due(self, now: float) -> tuple[Instance, Role] | None:
-        if self._due is None:
+    def _make_pending(self, now: float) -> tuple[Instance, Role] | None:
+        if self._pending is None:
             return None
-        change, since = self._due
+        change, since = self._pending
         instance = self._fleet.instance(change.slot)
         fleet = self._fleet.conductor.fleet
-        if instance is None or fleet.is_away[change.slot] or now - since > PATIENCE_S:
-            self._due = None
+        if instance is None or fleet.is_away[change.slot] or now - since > DRAIN_TIMEOUT_S:
+            self._pending = None
             if instance is not None:
                 fleet.drain(change.slot, False)
             return None
         if instance.total_running:
             return None
-        self._due = None
+        self._pending = None
         return instance, Role(change.role.value)

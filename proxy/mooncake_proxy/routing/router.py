@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 ABORT_TIMEOUT_S = 5.0
-_NO_SUCH_PATH = (404, 405)
+_NOT_SUPPORTED = (404, 405)
 
 IsCompatible = Callable[[Instance], bool]
 """Whether an instance can exchange KV with the other side of the request."""
@@ -145,7 +145,7 @@ class RequestRouter:
         self._tokenizers = {
             model: load_tokenizer(folder) for model, folder in config.tokenizers.items()
         }
-        self._serve("", pool)
+        self._init_model_state("", pool)
 
     def for_model(self, model: str, pool: InstancePool) -> RequestRouter:
         """Create a router for another model's pool.
@@ -154,10 +154,10 @@ class RequestRouter:
         metaserver, tracing, background tasks.
         """
         router = copy.copy(self)
-        router._serve(model, pool)
+        router._init_model_state(model, pool)
         return router
 
-    def _serve(self, model: str, pool: InstancePool) -> None:
+    def _init_model_state(self, model: str, pool: InstancePool) -> None:
         """Initialise the state that belongs to one model (empty name: instances without one)."""
         config = self.config
         self.model = model
@@ -193,11 +193,11 @@ class RequestRouter:
         if self._wants_prefix:
             ids, root = given_token_ids(context.parsed), prompt_root(context.parsed, self.model)
             if ids is not None:
-                self._expect_hits(context, token_hashes(ids, root))
+                self._set_expected_hits(context, token_hashes(ids, root))
             elif self.prompt_tokens is None:
                 is_chat = context.endpoint is OpenAIEndpoint.CHAT
                 prompt = context.parsed.messages if is_chat else context.parsed.prompt
-                self._expect_hits(context, text_hashes(bytes(prompt), root))
+                self._set_expected_hits(context, text_hashes(bytes(prompt), root))
 
     async def tokenize_prompt(self, context: RequestContext, tokens: PromptTokens) -> None:
         """Complete `prepare` if there is a tokenizer: tokenize the prompt.
@@ -207,23 +207,23 @@ class RequestRouter:
         text = prompt_text(context.endpoint, context.parsed)
         if text is None:
             return
-        is_put = tokens.can_put(context)
-        if not is_put:
+        replaces_text = tokens.can_replace(context)
+        if not replaces_text:
             text = text[:MAX_CHARACTERS]
         encode = partial(tokens.encode, context, text)
         if len(text) < INLINE_CHARACTERS:
             ids = encode()
         else:
             ids = await self.client.loop.run_in_executor(None, encode)
-        if is_put and ids:
+        if replaces_text and ids:
             tokens.put(context, ids)
-        if is_put or len(text) < MAX_CHARACTERS:
+        if replaces_text or len(text) < MAX_CHARACTERS:
             context.prompt_tokens = max(1, len(ids))
         context.token_ids = ids
         root = prompt_root(context.parsed, self.model)
-        self._expect_hits(context, token_hashes(ids, root))
+        self._set_expected_hits(context, token_hashes(ids, root))
 
-    def _expect_hits(self, context: RequestContext, hashes: tuple[int, ...]) -> None:
+    def _set_expected_hits(self, context: RequestContext, hashes: tuple[int, ...]) -> None:
         context.prefix_blocks = hashes
         context.cached_tokens = self.prefixes.cached_tokens(hashes)
 
@@ -294,7 +294,7 @@ class RequestRouter:
 
         return note_tokens
 
-    def judge(self, context: RequestContext, *, is_whole: bool) -> None:
+    def count_objectives(self, context: RequestContext, *, is_whole: bool) -> None:
         """Count whether a finished stream has met each SLO."""
         config, timing = self.config, context.timing
         met = timing.verdicts(
@@ -372,7 +372,9 @@ class RequestRouter:
             self.prefixes.record(context.prefix_blocks, chosen.name)
         return chosen
 
-    def _take_rank(self, role: Role, context: RequestContext, instance: Instance) -> DPRank | None:
+    def _choose_rank(
+        self, role: Role, context: RequestContext, instance: Instance
+    ) -> DPRank | None:
         """Choose the data-parallel rank for the request, and count the request as in flight there.
 
         Returns:
@@ -449,12 +451,12 @@ class RequestRouter:
         step: AttemptStep[T],
         is_compatible: IsCompatible | None,
     ) -> T:
-        tried = list(context.left)
+        tried = list(context.avoided)
         while True:
             instance = self.choose(role, context, tried, is_compatible)
             instance.num_running += 1
             instance.num_prompt_tokens += context.prompt_tokens
-            rank = None if instance.dp_ranks is None else self._take_rank(role, context, instance)
+            rank = None if instance.dp_ranks is None else self._choose_rank(role, context, instance)
             began = self.now()
             try:
                 result = await step(self, context, instance)
@@ -467,7 +469,7 @@ class RequestRouter:
                 if is_loss(error):
                     self._note_loss(context, error, began)
                 tried.append(instance)
-                if not self._may_try_again(role, context, tried, error):
+                if not self._may_retry(role, context, tried, error):
                     raise
                 self._note_retry(role, context, error)
             else:
@@ -490,7 +492,7 @@ class RequestRouter:
             "request %s: %s failed, trying another: %s", context.request_id, role.label, error
         )
 
-    def _may_try_again(
+    def _may_retry(
         self, role: Role, context: RequestContext, tried: Sequence[Instance], error: UpstreamError
     ) -> bool:
         if context.is_committed or (isinstance(error, Rejected) and error.is_client_fault):
@@ -551,7 +553,7 @@ class RequestRouter:
             outcome = "200"
         except UpstreamError as error:
             outcome = error.reason
-            if isinstance(error, Rejected) and error.status in _NO_SUCH_PATH:
+            if isinstance(error, Rejected) and error.status in _NOT_SUPPORTED:
                 instance.warn_once(
                     "no_abort",
                     "has no /abort, as vLLM: KV that no decode instance fetches stays there until "

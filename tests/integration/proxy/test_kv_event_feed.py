@@ -153,7 +153,7 @@ def test_what_its_store_holds_is_the_instances_whatever_its_devices_forget(tmp_p
                 put(store, ids)
                 held = set(token_keys(ids))
                 await until(lambda: claimed(fleet, url, held) == held)
-                fleet.holdings.remember(slot, tuple(device))
+                fleet.holdings.note_processed(slot, tuple(device))
                 assert claimed(fleet, url, held | device) == held | device
                 for _ in range(4):
                     assert (await post(s, BODY | {"prompt": ids})).status_code == 200
@@ -325,9 +325,9 @@ def test_ports_that_are_given_go_before_what_is_published() -> None:
         async with stand(1, 1) as s:
             instance = s.app.router.pool.get(s.prefill.url)
             assert instance.kv_events is None
-            instance.become(replace_field(instance.spec, kv_events_port=5557))
+            instance.set_spec(replace_field(instance.spec, kv_events_port=5557))
             assert instance.kv_events == KVEventEndpoints("tcp://127.0.0.1:5557")
-            instance.become(replace_field(instance.spec, kv_events_replay_port=5558))
+            instance.set_spec(replace_field(instance.spec, kv_events_replay_port=5558))
             assert instance.kv_events is not None
             assert instance.kv_events.replay_endpoint == "tcp://127.0.0.1:5558"
 

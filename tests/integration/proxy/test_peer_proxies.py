@@ -275,7 +275,7 @@ def test_workers_pass_on_what_one_of_them_was_told() -> None:
             stack.callback(link.close)
             s.app._link = link
             stack.callback(setattr, s.app, "_link", None)
-            s.app._meet_peers(asyncio.get_running_loop())
+            s.app._start_peer_exchange(asyncio.get_running_loop())
             s.prefill.behaviour.hangs = True
             own = asyncio.ensure_future(post(s, STREAM))
             book = conductor_of(s).pairs.conductor.book

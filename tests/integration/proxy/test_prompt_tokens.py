@@ -29,7 +29,7 @@ async def agree(s: Stand) -> None:
     tokens = s.app.router.prompt_tokens
     assert tokens is not None
     for _ in range(200):
-        if tokens.are_taken or None not in tokens._agrees.values():
+        if tokens.are_accepted or None not in tokens._agrees.values():
             return
         await asyncio.sleep(0.01)
 

@@ -17,7 +17,7 @@ from mooncake_proxy.flows.token_record import (
     MAX_HELD_BYTES,
     RecordingForwarder,
     TokenRecord,
-    only_begins,
+    is_role_only,
 )
 
 
@@ -49,14 +49,14 @@ def test_tokens_whose_text_is_not_out_are_made_again(
 ) -> None:
     found = record()
     for text, ids in pieces:
-        found.take_event(chunk(text, ids))
+        found.record_event(chunk(text, ids))
     found.begin_next_pass()
     assert (found.prompt, found.generated) == ([1, 2], kept)
 
 
 def test_a_client_that_sees_ids_keeps_them_all() -> None:
     found = record(shows_ids=True)
-    found.take_event(chunk("", [10]))
+    found.record_event(chunk("", [10]))
     found.begin_next_pass()
     assert found.generated == [10]
 
@@ -71,11 +71,11 @@ def test_a_whole_answer_says_nothing_twice(
     """Nothing of it is out before it is whole: its text goes with its tokens."""
     found = record(shows_ids=shows_ids)
     with pytest.raises(Recomputed):
-        found.take_answer(chunk(piece, [10], stop_reason="recomputed"), "d")
+        found.record_answer(chunk(piece, [10], stop_reason="recomputed"), "d")
     found.begin_next_pass()
     assert found.generated == kept
     more = {"prompt_token_ids": [1, 2, *kept], "finish_reason": "stop"}
-    [choice] = json.loads(found.take_answer(chunk(last, [11], **more), "d"))["choices"]
+    [choice] = json.loads(found.record_answer(chunk(last, [11], **more), "d"))["choices"]
     assert choice["text"] == ("ab" if kept else last)
     shown = {"token_ids": [*kept, 11], "prompt_token_ids": [1, 2]}
     assert {name: choice[name] for name in shown if name in choice} == (shown if shows_ids else {})
@@ -100,10 +100,10 @@ def test_logprobs_of_a_whole_answer_are_those_of_all_passes(is_torn: bool) -> No
     for text, tokens, num in passes:
         more = {"stop_reason": "recomputed", "logprobs": logprobs_of(*tokens)}
         with pytest.raises(Recomputed):
-            found.take_answer(chunk(text, [10] * num, **more), "d")
+            found.record_answer(chunk(text, [10] * num, **more), "d")
         found.begin_next_pass()
     last = chunk("ef", [11, 12], finish_reason="stop", logprobs=logprobs_of("e", "f"))
-    [choice] = json.loads(found.take_answer(last, "d"))["choices"]
+    [choice] = json.loads(found.record_answer(last, "d"))["choices"]
     assert choice["text"] == "abcdef"
     assert choice["logprobs"] == logprobs_of("a", "b", "cd", "e", "f")
 
@@ -112,10 +112,10 @@ def test_logprobs_of_a_whole_answer_stay_where_the_last_pass_says_nothing() -> N
     found = record()
     more = {"stop_reason": "recomputed", "logprobs": logprobs_of("a")}
     with pytest.raises(Recomputed):
-        found.take_answer(chunk("a", [10], **more), "d")
+        found.record_answer(chunk("a", [10], **more), "d")
     found.begin_next_pass()
     last = chunk("", [11], finish_reason="stop", logprobs=None)
-    [choice] = json.loads(found.take_answer(last, "d"))["choices"]
+    [choice] = json.loads(found.record_answer(last, "d"))["choices"]
     assert (choice["text"], choice["logprobs"]) == ("a", logprobs_of("a"))
 
 
@@ -127,11 +127,11 @@ def test_logprobs_that_can_t_be_joined_are_malformed(logprobs: object) -> None:
     found = record()
     more = {"stop_reason": "recomputed", "logprobs": logprobs_of("a")}
     with pytest.raises(Recomputed):
-        found.take_answer(chunk("a", [10], **more), "d")
+        found.record_answer(chunk("a", [10], **more), "d")
     found.begin_next_pass()
     last = chunk("b", [11], finish_reason="stop", logprobs=logprobs)
     with pytest.raises(MalformedAnswer, match="d: no answer with one choice"):
-        found.take_answer(last, "d")
+        found.record_answer(last, "d")
 
 
 class Client:
@@ -211,14 +211,14 @@ def test_what_is_kept_goes_out_before_an_error_that_ends_the_answer(
     found, client = record(), Client()
     monkeypatch.setattr(migration, "_start_record", lambda router, context: found)
 
-    async def one_pass(router: Any, context: Any) -> None:
+    async def run_pass(router: Any, context: Any) -> None:
         feed_pass(context, found, chunk("a", [10]), chunk("b\ufffd", [11]))
         raise ConnectionLost("d", "closed")
 
     router: Any = None
     context: Any = client
     with pytest.raises(ConnectionLost):
-        asyncio.run(migration.run_passes(router, context, one_pass))
+        asyncio.run(migration.run_passes(router, context, run_pass))
     assert "".join(each["text"] for each in client.choices()) == "ab\ufffd"
 
 
@@ -248,24 +248,24 @@ def test_tokens_without_text_are_not_kept_for_ever(shows_ids: bool) -> None:
 @pytest.mark.parametrize("stop_reason", [None, "recomputed"])
 def test_what_is_given_back_has_not_finished(stop_reason: str | None) -> None:
     found = record()
-    found.take_event(chunk("a", [10], finish_reason="stop", stop_reason=stop_reason))
+    found.record_event(chunk("a", [10], finish_reason="stop", stop_reason=stop_reason))
     assert found.has_finished == (stop_reason is None)
 
 
 def test_what_a_parser_has_made_of_the_text_stays_where_it_is() -> None:
     found = record(may_migrate=True)
-    found.take_event(chunk("a", [10]))
+    found.record_event(chunk("a", [10]))
     assert found.may_migrate
     data = json.loads(chunk("", [11]))
     data["choices"][0]["delta"] = {"role": "assistant", "reasoning_content": "hm"}
-    found.take_event(json.dumps(data).encode())
+    found.record_event(json.dumps(data).encode())
     assert not found.may_migrate
 
 
 @pytest.mark.parametrize("includes_usage", [True, False])
 def test_a_stream_that_lacks_only_its_end_gets_one(includes_usage: bool) -> None:
     found = record()
-    found.take_event(chunk("a", [10], finish_reason="length"))
+    found.record_event(chunk("a", [10], finish_reason="length"))
     *usage, done = found.closing_events(includes_usage=includes_usage).strip().split(b"\n\n")
     assert done == b"data: [DONE]"
     assert len(usage) == includes_usage
@@ -278,9 +278,9 @@ def test_a_stream_that_lacks_only_its_end_gets_one(includes_usage: bool) -> None
 def test_a_token_that_a_lost_decoder_never_repeated_is_not_expected_of_the_next_pass() -> None:
     answer = answer_decoder.decode(chunk("a", [10]))
     found = record()
-    found.take_first_token(answer, b"data: %b\n\n" % chunk("a", []), is_prompt=False)
+    found.record_first_token(answer, b"data: %b\n\n" % chunk("a", []), is_prompt=False)
     found.begin_next_pass()
-    found.take_event(chunk("b", [11]))
+    found.record_event(chunk("b", [11]))
     assert found.generated == [10, 11]
 
 
@@ -288,8 +288,8 @@ def test_a_token_that_a_lost_decoder_never_repeated_is_not_expected_of_the_next_
 def test_the_first_token_counts_once(is_prompt: bool, ids: list[int]) -> None:
     answer = answer_decoder.decode(chunk("a", [10]))
     found = record()
-    found.take_first_token(answer, b"data: %b\n\n" % chunk("a", []), is_prompt=is_prompt)
-    found.take_event(chunk("b", ids))
+    found.record_first_token(answer, b"data: %b\n\n" % chunk("a", []), is_prompt=is_prompt)
+    found.record_event(chunk("b", ids))
     assert found.generated == [10, 11]
 
 
@@ -303,7 +303,7 @@ NO_DELTA = b'{"choices": [{"delta": "recomputed", "stop_reason": "recomputed"}]}
 )
 def test_a_whole_answer_that_is_none_is_malformed(data: bytes) -> None:
     with pytest.raises(MalformedAnswer, match="d: no answer with one choice"):
-        record().take_answer(data, "d")
+        record().record_answer(data, "d")
 
 
 @pytest.mark.parametrize(
@@ -335,4 +335,4 @@ def test_a_chunk_that_is_none_is_malformed(data: bytes, is_recorded: bool) -> No
 def test_a_chunk_that_says_more_than_who_speaks_is_no_beginning(
     delta: dict[str, str], begins: bool
 ) -> None:
-    assert only_begins({"delta": delta}) is begins
+    assert is_role_only({"delta": delta}) is begins

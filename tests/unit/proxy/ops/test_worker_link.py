@@ -82,7 +82,7 @@ def test_counters_of_which_a_message_is_lost_stay_as_they_were(lost: set[int]) -
         for part in range(3):
             if part not in without:
                 counts = {"total": [[[f"i{part}"], round_]]}
-                link._take(WorkerCounts(1, counts, part, part == 2))
+                link._process(WorkerCounts(1, counts, part, part == 2))
 
     def rows(round_: int) -> list[object]:
         return [{"total": [[[f"i{part}"], round_] for part in range(3)]}]

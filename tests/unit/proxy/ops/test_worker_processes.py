@@ -63,14 +63,14 @@ def test_a_worker_that_reads_late_is_told_all_that_it_missed(
     for change in (ADDED, DRAINED):
         firsts.send(encode_message(ChangeMessage(change)))
         supervisor._relay(0)
-    supervisor._tell_gone(7)
-    supervisor._catch_up()
+    supervisor._publish_gone(7)
+    supervisor._resend_missed()
     assert read_all(seconds) == []
-    supervisor._catch_up()
+    supervisor._resend_missed()
     [history, gone] = read_all(seconds)
     assert history.changes == [ADDED, DRAINED]
     assert gone == WorkerGone(7)
-    supervisor._catch_up()
+    supervisor._resend_missed()
     assert read_all(seconds) == [], "it is told once"
     for each in (first, firsts, supervisor._reserved):
         each.close()

@@ -95,7 +95,7 @@ class TwoWorkers:
     def snapshot(self) -> None:
         """A whole one, with nothing between its reports."""
         self.reports.begin_snapshot()
-        while self.reports.is_telling:
+        while self.reports.is_sending_snapshot:
             self.reports.send_portion()
 
     def what_is_reserved(self, member: Member) -> dict[str, tuple[object, str, str]]:
@@ -133,7 +133,7 @@ def test_what_changes_during_a_snapshot_is_right_after_it(seed: int) -> None:
     pair.loop.run_until_complete(asyncio.sleep(0))
     pair.reports.begin_snapshot()
     number = 0
-    while pair.reports.is_telling:
+    while pair.reports.is_sending_snapshot:
         for _ in range(40):
             pair.step(number)
             number += 1
@@ -151,7 +151,7 @@ def test_a_snapshot_with_a_hole_ends_nothing() -> None:
     pair.loss = 1.0
     pair.reports.send_portion()
     pair.loss = 0.0
-    while pair.reports.is_telling:
+    while pair.reports.is_sending_snapshot:
         pair.reports.send_portion()
     assert pair.agree()
     assert len(pair.hearer.conductor.book) == PORTION + 1
