@@ -77,7 +77,7 @@ def why_reserved(what: str, wanted: PortRange, reserved: Sequence[ReservedPorts]
         if wanted.first <= each.ports.last and each.ports.first <= wanted.last:
             name = f"ports {wanted}" if len(wanted) > 1 else f"port {wanted.first}"
             return (
-                f"{name}, wanted for {what}, is in {each.ports}, from which {each.what} may take "
+                f"{name}, wanted for {what}, lies in {each.ports}, from which {each.what} may take "
                 f"any port at any time; choose one outside, or move that range ({each.setting})"
             )
     return None

@@ -44,8 +44,8 @@ def listen_on_first(host: str, ports: Iterable[int], backlog: int, protocol: str
             if exc.errno != errno.EADDRINUSE:
                 raise
     raise PortsExhausted(
-        f"{protocol}: all ports of {ports} are taken on {host}; every rank wants one for each "
-        "transport that listens: widen the range, or free some"
+        f"{protocol}: all ports of {ports} are taken on {host}; every rank needs one for each "
+        "listening transport: widen the range, or free some ports"
     )
 
 
@@ -59,11 +59,11 @@ def advertised_host(options: EndpointOptions, listener: socket.socket) -> str:
     host = str(listener.getsockname()[0])
     if not (options.secret or options.allow_no_secret or is_loopback(host)):
         raise ValueError(
-            f"listening on {host} without a secret, any host that connects would be let in: give "
-            "one, or say with allow_no_secret that this is meant"
+            f"listening on {host} without a secret would accept every host that connects: set a "
+            "secret, or set allow_no_secret if this is intended"
         )
     if options.advertise_host is None and ipaddress.ip_address(host).is_unspecified:
-        raise ValueError(f"listening on {host}: say with advertise_host what peers connect to")
+        raise ValueError(f"listening on {host}: set advertise_host to the address for peers")
     return options.advertise_host or host
 
 

@@ -56,7 +56,7 @@ message is sent back as a refusal."""
 
 
 def _refuse(session: AsyncSession, payload: bytes) -> bytes:
-    raise RequestRefused("the side that connected takes no requests")
+    raise RequestRefused("the connecting side accepts no requests")
 
 
 class AsyncSession(asyncio.Protocol):
@@ -214,7 +214,8 @@ class AsyncSession(asyncio.Protocol):
         elif isinstance(message, Ping):
             self._send(SessionResponse(message.number))
         else:
-            raise PeerLost(f"the peer broke the session's protocol: {type(message).__name__} here")
+            name = type(message).__name__
+            raise PeerLost(f"the peer broke the session's protocol: unexpected {name}")
 
     def _settle(self, response: SessionResponse) -> None:
         reply = self._waiting.get(response.number)
@@ -237,7 +238,7 @@ class AsyncSession(asyncio.Protocol):
         self._write(data)
         waiting = self._transport.get_write_buffer_size()
         if waiting > self._limits.frame_bytes + self._limits.send_buffer_bytes:
-            self.abort(PeerLost(f"the peer does not read: {waiting} bytes wait to be sent"))
+            self.abort(PeerLost(f"the peer does not read: {waiting} bytes are unsent"))
 
     def _write(self, data: bytes) -> None:
         assert self._transport is not None
@@ -251,7 +252,8 @@ class AsyncSession(asyncio.Protocol):
         assert self._transport is not None
         num_sent = self._num_written - self._transport.get_write_buffer_size()
         if num_sent == num_sent_before:
-            self.abort(PeerLost(f"the peer takes no bytes for {self._limits.send_s:g} s"))
+            seconds = self._limits.send_s
+            self.abort(PeerLost(f"the peer has accepted no bytes for {seconds:g} s"))
             return
         self._call_later("sending", self._limits.send_s, lambda: self._watch_sending(num_sent))
 
@@ -259,7 +261,7 @@ class AsyncSession(asyncio.Protocol):
         every = self._limits.keepalive_s
         silent = self._loop.time() - self._last_received
         if silent > MISSED_KEEPALIVES * every:
-            self.abort(PeerLost(f"the peer is silent for {silent:.0f} s"))
+            self.abort(PeerLost(f"the peer has been silent for {silent:.0f} s"))
             return
         if silent >= every / 2:
             self._send(Ping(_KEEPALIVE_NUMBER))
@@ -340,7 +342,7 @@ class AsyncListener:
         self.sessions.discard(session)
         if self._strangers.leave(session):
             level = logging.DEBUG if isinstance(error, PeerLost) else logging.WARNING
-            logger.log(level, "refused a peer at %s: %s", session.peer_host, error)
+            logger.log(level, "rejected a peer at %s: %s", session.peer_host, error)
 
 
 async def listen(
@@ -412,7 +414,7 @@ async def connect(
     except BaseException:
         # Before the cancellation: otherwise a handshake that is about to succeed would complete a
         # session without an owner.
-        session.abort(PeerLost("connecting was given up"))
+        session.abort(PeerLost("connecting was cancelled"))
         opening.cancel()
         raise
     return session
@@ -425,5 +427,5 @@ async def _open(session: AsyncSession, host: str, port: int) -> None:
     except (OSError, ValueError) as exc:  # ValueError: an invalid host name, such as "a..b"
         raise PeerLost(f"can't connect to {host!r} port {port}: {exc}") from exc
     except asyncio.CancelledError:
-        session.abort(PeerLost("connecting was given up"))
+        session.abort(PeerLost("connecting was cancelled"))
         raise

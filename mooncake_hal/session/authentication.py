@@ -189,7 +189,7 @@ class Credentials:
             AccessDenied: the server does not know the secret, or it rejected us.
         """
         if welcome.refusal:
-            raise AccessDenied(f"{self.protocol}: the peer refused us: {welcome.refusal}")
+            raise AccessDenied(f"{self.protocol}: the peer rejected us: {welcome.refusal}")
         wanted = self._derive(b"server proof", challenge, hello.nonce)
         if not hmac.compare_digest(wanted, welcome.proof):
             raise AccessDenied(self._denied("the server"))
@@ -246,7 +246,7 @@ def decode_address(data: bytes, kind: type[Message], transport: str) -> Message:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except UNREADABLE as exc:
-        raise TransferError(f"these {len(data)} bytes are no {transport} address: {exc}") from exc
+        raise TransferError(f"{len(data)} bytes are not a {transport} address: {exc}") from exc
 
 
 def _versions(transport: str, ours: int, theirs: int) -> str:

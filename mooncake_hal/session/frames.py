@@ -104,7 +104,7 @@ def check_length(head: bytes, limit: int) -> int:
     size = int.from_bytes(head, "big")
     if size > limit:
         raise PeerLost(
-            f"the peer broke the session's protocol: a frame of {size} bytes, not {limit}"
+            f"the peer broke the session's protocol: a frame of {size} bytes exceeds {limit}"
         )
     return size
 
@@ -164,7 +164,7 @@ class Seal:
         """
         mac, data = body[:SEAL_BYTES], body[SEAL_BYTES:]
         if not hmac.compare_digest(mac, self._mac(data)):
-            raise PeerLost("the peer broke the session's protocol: a frame whose seal does not fit")
+            raise PeerLost("the peer broke the session's protocol: a frame's seal does not match")
         return decode_any(data)
 
     def _mac(self, data: bytes) -> bytes:

@@ -179,7 +179,7 @@ class Listener:
         except (PeerLost, TransferTimeout) as exc:
             logger.debug("%s: a peer left: %s", protocol, exc)
         except HalError as exc:
-            logger.warning("%s: refused a peer: %s", protocol, exc)
+            logger.warning("%s: rejected a peer: %s", protocol, exc)
         except Exception:  # thread top: a failed connection must not end the listener
             logger.exception("%s: a connection failed", protocol)
         finally:
@@ -198,7 +198,7 @@ class Listener:
                     visitor.sock, server_side=True, do_handshake_on_connect=False
                 )
         except OSError as exc:
-            raise PeerLost(f"the peer is gone already: {exc}") from exc
+            raise PeerLost(f"the peer has already left: {exc}") from exc
         if isinstance(visitor.sock, ssl.SSLSocket):
             shake_hands_tls(visitor.sock)
         handshake = self._credentials.accept(self._epoch, foreign_user(visitor.sock))
@@ -239,7 +239,7 @@ def shake_hands_tls(sock: ssl.SSLSocket) -> None:
     try:
         sock.do_handshake()
     except TimeoutError as exc:
-        raise TransferTimeout("the peer does not end the TLS handshake in time") from exc
+        raise TransferTimeout("the peer did not finish the TLS handshake in time") from exc
     except ssl.SSLError as exc:
         raise AccessDenied(f"TLS refused: {exc}") from exc
     except OSError as exc:
@@ -276,7 +276,7 @@ def shake_hands(
         proven: Proven = end.value
         return proven
     except TimeoutError as exc:
-        raise TransferTimeout("the peer did not end the handshake in time") from exc
+        raise TransferTimeout("the peer did not finish the handshake in time") from exc
     except OSError as exc:
         raise PeerLost(f"the connection broke during the handshake: {exc}") from exc
 

@@ -161,7 +161,7 @@ class RegionTable:
         if at >= 0 and address < index.ends[at]:
             return OutOfBounds(
                 f"[{address:#x}, {end:#x}) begins in {self._whose}'s region "
-                f"[{index.starts[at]:#x}, {index.ends[at]:#x}) and leaves it"
+                f"[{index.starts[at]:#x}, {index.ends[at]:#x}) and ends outside it"
             )
         if any(low < end and address < high for low, high in self.revoked_ranges()):
             return RegionRevoked(f"[{address:#x}, {end:#x}) of {self._whose} has been revoked")

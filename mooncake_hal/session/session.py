@@ -69,7 +69,7 @@ class RegionWatcher(Protocol):
 
 def refuse_requests(session: Session, payload: bytes) -> bytes:
     """Reject every request: the handler of an end that only sends requests."""
-    raise RequestRefused("the side that connected takes no requests")
+    raise RequestRefused("the connecting side accepts no requests")
 
 
 class Session:
@@ -172,7 +172,7 @@ class Session:
                     data = data[sent:]
                 self._sock.sendall(data)
             except OSError as exc:
-                raise PeerLost(f"the session broke while sending: {exc}") from exc
+                raise PeerLost(f"the connection broke while sending: {exc}") from exc
 
     def start_request(self, payload: bytes) -> Future[bytes]:
         """Send a request; returns a future of the reply, or of the TransferError."""
@@ -261,7 +261,7 @@ class Session:
             try:
                 part = self._receive_some(min(size, 1 << 20), fds)
             except OSError as exc:
-                raise PeerLost(f"the session broke: {exc}") from exc
+                raise PeerLost(f"the connection broke: {exc}") from exc
             if not part:
                 raise PeerLost("the peer closed the session")
             parts.append(part)
@@ -363,4 +363,4 @@ def _result(future: Future[bytes], timeout: float) -> bytes:
     try:
         return future.result(timeout)
     except FutureTimeout:
-        raise TransferTimeout(f"the peer's session is silent for {timeout:g} s") from None
+        raise TransferTimeout(f"the peer did not reply within {timeout:g} s") from None

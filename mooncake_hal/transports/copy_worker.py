@@ -178,7 +178,7 @@ class CopyWorker(Generic[C]):
     def submit(self, job: CopyJob[C]) -> None:
         """Queue a job; raises TransferError if the thread has no copier."""
         if self._error is not None:
-            raise TransferError("there is nothing to copy with") from self._error
+            raise TransferError("no copier could be created") from self._error
         self._jobs.put(job)
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class CopyWorker(Generic[C]):
         try:
             copier = self._make_copier()
         except Exception as exc:  # thread top: queued transfers must fail with it
-            logger.exception("there is nothing to copy with")
+            logger.exception("no copier could be created")
             self._error = exc
             self._refuse_all(exc)
             return
@@ -199,7 +199,7 @@ class CopyWorker(Generic[C]):
         try:
             copier.close()
         except Exception:  # thread top: the copier is not used any more
-            logger.exception("a copier can't be given back")
+            logger.exception("a copier can't be closed")
 
     def _end(self, job: CopyJob[C], copier: C) -> None:
         if not job.enter():
@@ -228,7 +228,7 @@ class CopyWorker(Generic[C]):
     def _refuse_all(self, exc: Exception) -> None:
         while (job := self._jobs.get()) is not None:
             if job.enter():
-                job.transfer.part_ended(TransferError(f"there is nothing to copy with: {exc!r}"))
+                job.transfer.part_ended(TransferError(f"no copier could be created: {exc!r}"))
 
 
 def split_parts(nbytes: NDArray[np.uint64], most_bytes: int) -> list[tuple[int, int]]:

@@ -255,9 +255,9 @@ class SessionEndpoint:
         late = missed + _await_all(guests, self._confirm_s or REVOKE_SECONDS)
         if late and self._confirm_s is not None:
             raise TransferTimeout(
-                f"{self.transport}: a client did not give up region {key} within "
+                f"{self.transport}: a peer did not confirm the revocation of region {key} within "
                 f"{self._confirm_s:g} s; its process may be stopped. End it before the memory is "
-                "used for something else"
+                "reused"
             )
 
     def connect(self, address: bytes, *, timeout: float) -> Peer:
@@ -321,7 +321,7 @@ class SessionEndpoint:
                     self._send(session, message)
             session.run()
         except PeerLost as exc:
-            logger.debug("a peer left while it was sent what is registered: %s", exc)
+            logger.debug("a peer left while it was sent the registered regions: %s", exc)
         finally:
             with self._lock:
                 self._guests.discard(session)
@@ -463,7 +463,7 @@ def open_socket(address: SessionAddress, seconds: float) -> socket.socket:
             raise  # the host is or may be reachable: another transport would not help
         except OSError as exc:
             where = f"{address.host}:{address.port}"
-            raise TransportUnavailable(address.transport, f"no way to {where}: {exc}") from exc
+            raise TransportUnavailable(address.transport, f"can't reach {where}: {exc}") from exc
     deadline = time.monotonic() + seconds
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.settimeout(seconds)

@@ -63,7 +63,7 @@ def decode_info(data: bytes) -> AdapterInfo:
     try:
         return msgspec.msgpack.decode(data, type=AdapterInfo)
     except UNREADABLE as exc:
-        raise TransferError(f"these are no facts of an engine's endpoint: {exc}") from exc
+        raise TransferError(f"this is not the info of an adapter's endpoint: {exc}") from exc
 
 
 def decode_message(data: bytes, kind: type[Struct]) -> Struct:

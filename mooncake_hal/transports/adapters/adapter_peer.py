@@ -245,7 +245,7 @@ class AdapterPeer:
             works = [*self._waiting, *([self._moving] if self._moving else [])]
         for work in works:
             if key in work.local_keys:
-                work.transfer.abort(RegionRevoked("its local region was revoked under it"))
+                work.transfer.abort(RegionRevoked("the local region was revoked in mid-transfer"))
         self._link.forget(key)
 
     # -- starting and stopping --------------------------------------------------------------------

@@ -99,11 +99,11 @@ class MooncakeAgent:
     def register(self, key: int, region: MemoryRegion) -> bytes:
         if region.device != "cpu" and not self._takes_devices:
             raise TransportUnavailable(
-                NAME, f"this build takes host memory only, not {region.device}"
+                NAME, f"this build supports host memory only, not {region.device}"
             )
         if self._engine.register_memory(region.address, region.nbytes):
             raise TransportUnavailable(
-                NAME, f"the engine refuses {region.nbytes} bytes of {region.device} memory"
+                NAME, f"the engine can't register {region.nbytes} bytes of {region.device} memory"
             )
         self._addresses[key] = region.address
         return region.device.encode()

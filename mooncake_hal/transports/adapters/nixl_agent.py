@@ -185,7 +185,7 @@ class NixlAgent:
             now = time.monotonic()
             if now >= give_up_at:
                 raise TransferError(
-                    "nixl: the transfer is not waited for any more, and does not end"
+                    f"nixl: the transfer did not end within {GRACE_SECONDS:g} s of being stopped"
                 )
             if must_stop():
                 give_up_at = min(give_up_at, now + GRACE_SECONDS)

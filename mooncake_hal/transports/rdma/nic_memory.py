@@ -90,7 +90,7 @@ def register_memory(pd: int, region: MemoryRegion, nic: str) -> int:
                 f"{exc}{hint}",
             ) from exc
         logger.info(
-            "%s does not take %s memory by its address (%s); trying dma-buf",
+            "%s can't register %s memory by its address (%s); trying dma-buf",
             nic,
             region.device,
             peer_memory_reason(),
@@ -112,8 +112,9 @@ def _register_dmabuf(pd: int, region: MemoryRegion, nic: str) -> int:
     if not hasattr(library, "ibv_reg_dmabuf_mr"):
         raise TransportUnavailable(
             "rdma",
-            f"{nic} takes {region.device} memory not by its address ({peer_memory_reason()}), "
-            "and libibverbs registers no dma-buf; install rdma-core 34 or newer",
+            f"{nic} can't register {region.device} memory by its address "
+            f"({peer_memory_reason()}), and this libibverbs does not support dma-buf; install "
+            "rdma-core 34 or newer",
         )
     page = os.sysconf("SC_PAGE_SIZE")
     start = region.address // page * page
@@ -127,7 +128,7 @@ def _register_dmabuf(pd: int, region: MemoryRegion, nic: str) -> int:
     except OSError as exc:
         raise TransportUnavailable(
             "rdma",
-            f"{nic} takes {region.device} memory neither by its address "
+            f"{nic} can register {region.device} memory neither by its address "
             f"({peer_memory_reason()}) nor as a dma-buf ({exc})",
         ) from exc
     finally:
@@ -140,7 +141,8 @@ def _export_dmabuf(device: str, address: int, nbytes: int) -> int:
     """Export a page-aligned range as a dma-buf with the accelerator's driver; returns its fd."""
     if not device.startswith("cuda"):
         raise TransportUnavailable(
-            "rdma", f"{device} memory is not taken by its address, and has no known dma-buf export"
+            "rdma",
+            f"{device} memory can't be registered by its address, and has no known dma-buf export",
         )
     try:
         driver = ctypes.CDLL("libcuda.so.1")

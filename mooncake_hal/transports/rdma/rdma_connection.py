@@ -43,7 +43,7 @@ STATUS_NAMES = {
     2: "the NIC could not send",  # soft-RoCE without a route, when its port has gone down
     WC_FLUSHED: "flushed",
     11: "remote operation",
-    12: "no answer from the other side",
+    12: "no response from the other side",
     13: "receiver not ready",
 }
 
@@ -249,7 +249,7 @@ class RdmaConnection:
                 return _status_text(completion.status)
             left = deadline - time.monotonic()
             if left <= 0:
-                return "no answer in time"
+                return "no response in time"
             if is_readable(pair.fd, left):
                 pair.take_event()
 

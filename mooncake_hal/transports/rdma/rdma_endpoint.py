@@ -213,9 +213,9 @@ def _probe_connections(connections: list[RdmaConnection], deadline: float) -> No
         if reason is not None:
             connection.mark_down(time.monotonic())
             reasons.append(f"{connection.nic.name}: {reason}")
-            logger.warning("rdma connection %d carries nothing: %s", connection.number, reasons[-1])
+            logger.warning("rdma connection %d does not work: %s", connection.number, reasons[-1])
     if len(reasons) == len(connections):
-        raise TransportUnavailable(NAME, f"the peer answers, but no queue pair works: {reasons}")
+        raise TransportUnavailable(NAME, f"the peer replies, but no queue pair works: {reasons}")
 
 
 class RdmaTransport:

@@ -151,7 +151,7 @@ class RdmaPeer:
                 if key in transfer.local_keys.touched(transfer.local_at)
             ]
         for transfer in touched:
-            transfer.handle.abort(RegionRevoked("its local region was revoked under the transfer"))
+            transfer.handle.abort(RegionRevoked("the local region was revoked in mid-transfer"))
 
     def tick(self, now: float) -> float | None:
         """Stop transfers whose deadline has passed, and break connections that do not drain;
@@ -352,7 +352,7 @@ class RdmaPeer:
 
     def _reopen_failed(self, connection: RdmaConnection, error: Exception) -> None:
         connection.mark_down(time.monotonic())
-        logger.warning("rdma connection %d does not open again: %s", connection.number, error)
+        logger.warning("rdma connection %d can't be reopened: %s", connection.number, error)
         self._resume(connection.take_unfinished())
 
     def _watch(self, connection: RdmaConnection) -> None:
@@ -372,7 +372,7 @@ class RdmaPeer:
             return
         transfer.unfinished += 1  # keeps it from ending until the reason is known
         transfer.awaits_reason = True
-        self._stop(transfer, TransferError(f"the peer's NIC refused the transfer: {reason}"))
+        self._stop(transfer, TransferError(f"the peer's NIC rejected the transfer: {reason}"))
         self._session.ping().add_done_callback(lambda _: self._end_refused(transfer))
 
     def _end_refused(self, transfer: RdmaTransfer) -> None:
@@ -393,7 +393,7 @@ class RdmaPeer:
         except TransferError as exc:
             return exc
         if index.touched(positions) != transfer.remote_keys.touched(transfer.remote_at):
-            return RegionRevoked("the region was revoked under the transfer, and another came")
+            return RegionRevoked("the region was revoked in mid-transfer, and registered again")
         return None
 
     def _look_up_remote_keys(self, regions: list[int]) -> list[RegionKeys | None]:

@@ -35,7 +35,7 @@ def describe_ptrace_scope() -> str:
         return "shared mappings; process_vm_readv between processes that allow it (ptrace_scope 1)"
     return (
         f"shared mappings only: {PTRACE_SCOPE} is {scope}, which forbids process_vm_readv; "
-        "memory without a descriptor goes by tcp"
+        "memory without a descriptor is moved by tcp"
     )
 
 

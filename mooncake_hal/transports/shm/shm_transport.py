@@ -178,7 +178,7 @@ def decode_info(data: bytes) -> ShmInfo:
     try:
         return msgspec.msgpack.decode(data, type=ShmInfo)
     except UNREADABLE as exc:
-        raise TransferError(f"this is no address of an shm endpoint: {exc}") from exc
+        raise TransferError(f"this is not the info of an shm endpoint: {exc}") from exc
 
 
 def unreachable_reason(ours: ShmInfo, theirs: ShmInfo) -> str | None:

@@ -129,7 +129,7 @@ class StagedTransport:
                 except TransportUnavailable as exc:
                     if is_needed:
                         raise
-                    logger.info("%s goes without %s: %s", NAME, name, exc.reason)
+                    logger.info("%s does not use %s: %s", NAME, name, exc.reason)
                     continue
                 undo.callback(endpoint.close)
                 opened.append(OpenedTransport(inner.transport, endpoint, inner.priority))
@@ -144,7 +144,7 @@ def load() -> StagedTransport:
         try:
             inner[RDMA] = InnerTransport(rdma_plugin.load(), rdma_plugin.PRIORITY)
         except TransportUnavailable as exc:
-            logger.warning("%s goes over tcp: %s", NAME, exc)
+            logger.warning("%s uses tcp instead of rdma: %s", NAME, exc)
     return StagedTransport(lambda device: _installed().host_copies(device), inner)
 
 
@@ -158,10 +158,10 @@ class NothingToCopy:
     """The copier of a side without a device, whose memory the inner transport accesses directly."""
 
     def gather(self, addresses: Addresses, nbytes: Addresses, host: int) -> None:
-        raise DeviceError("memory of the host is not copied by a device")
+        raise DeviceError("host memory is not copied by a device")
 
     def scatter(self, host: int, addresses: Addresses, nbytes: Addresses) -> None:
-        raise DeviceError("memory of the host is not copied by a device")
+        raise DeviceError("host memory is not copied by a device")
 
     def drain(self) -> None:
         pass
@@ -284,7 +284,7 @@ class StagedDataPath:
             if isinstance(call, OpenStaging):
                 return self._open(session)
             if session not in self._served:
-                raise TransferError(f"{NAME}: staging is opened first")
+                raise TransferError(f"{NAME}: the staging buffer must be opened first")
             served = self._served[session]
             addresses, nbytes = LIMITS.read_pieces(call.slot, call.pieces)
             self._local.locate(addresses, nbytes)
@@ -322,7 +322,7 @@ class StagedDataPath:
 
     def _open(self, session: Session) -> bytes:
         if session in self._served:
-            raise TransferError(f"{NAME}: staging is open")
+            raise TransferError(f"{NAME}: the staging buffer is already open")
         if (staging := self._prepare()) is None or self._copies is None:
             return encode(StagingOpened(None, self._inner.addresses))
         with ExitStack() as undo:

@@ -271,10 +271,10 @@ def _refusal(operation: Operation) -> TransferError | None:
     kinds: dict[int, tuple[type[TransferError], str]] = {
         ReplyStatus.UNKNOWN: (RegionUnknown, "lies in no region that the peer registered"),
         ReplyStatus.REVOKED: (RegionRevoked, "has been revoked by the peer"),
-        ReplyStatus.OUT_OF_BOUNDS: (OutOfBounds, "begins in a region of the peer and leaves it"),
+        ReplyStatus.OUT_OF_BOUNDS: (OutOfBounds, "begins in a peer's region and ends outside it"),
         ReplyStatus.FAULT: (RegionUnknown, "is registered, but no longer mapped by the peer"),
     }
-    kind, what = kinds.get(operation.status, (PeerLost, "was called malformed by the peer"))
+    kind, what = kinds.get(operation.status, (PeerLost, "was rejected as malformed by the peer"))
     start, nbytes = operation.remote_span(operation.index)
     return kind(f"tcp: remote [{start:#x}, {start + nbytes:#x}) {what}")
 

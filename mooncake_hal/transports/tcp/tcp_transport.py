@@ -258,7 +258,8 @@ def out_of_reach(address: TcpAddress, *, tls: bool) -> str | None:
         )
     if is_loopback(address.host) and address.machine != host_identity():
         return (
-            f"the peer listens on {address.host} of another host; let it listen on a real address"
+            f"the peer listens on {address.host} of another host; configure it to listen on an "
+            "address that other hosts can reach"
         )
     if address.tls != tls:
         return "one side uses TLS, the other does not; give both the tls_* settings"

@@ -111,7 +111,7 @@ def test_our_ports_stay_out_of_them() -> None:
     ranges = engine_ports("mooncake", {}, [0])
     assert why_reserved("HTTP", PortRange(19999, 19999), ranges) is None
     assert why_reserved("HTTP", PortRange(20000, 20000), ranges) == (
-        "port 20000, wanted for HTTP, is in 20000-21000, from which the mooncake engine's "
+        "port 20000, wanted for HTTP, lies in 20000-21000, from which the mooncake engine's "
         "links may take any port at any time; choose one outside, or move that range "
         "(ASCEND_BASE_PORT)"
     )

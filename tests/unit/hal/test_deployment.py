@@ -158,7 +158,7 @@ def test_ports_that_a_transport_may_take_below_are_left_to_it() -> None:
     ports = (Port("HTTP", "127.0.0.1", 20_500), Port("KV side channel", "127.0.0.1", 0))
     plan = replace(PREFILL, ports=ports, reserved=(engine,))
     assert DeploymentPlan((plan, DECODE)).problems() == [
-        "p0: port 20500, wanted for HTTP, is in 20000-21000, from which an engine may take any "
+        "p0: port 20500, wanted for HTTP, lies in 20000-21000, from which an engine may take any "
         "port at any time; choose one outside, or move that range (ITS_PORT)"
     ]
 

@@ -98,7 +98,7 @@ def test_every_endpoint_listens_and_is_told_of_as_asked(
 def test_whoever_listens_on_all_addresses_must_say_which_is_told(
     load: Loader, kind: type[tcp_sockets.TcpAddress]
 ) -> None:
-    with pytest.raises(ValueError, match="say with advertise_host"):
+    with pytest.raises(ValueError, match="set advertise_host"):
         load().open(replace(OPTIONS, host="0.0.0.0"))
 
 

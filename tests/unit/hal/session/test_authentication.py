@@ -88,7 +88,7 @@ def test_another_version_is_named_on_both_sides() -> None:
 def test_a_refusal_is_passed_on() -> None:
     challenge = OURS.challenge(EPOCH)
     hello = OURS.respond(challenge, EPOCH)
-    with pytest.raises(AccessDenied, match="refused us: because"):
+    with pytest.raises(AccessDenied, match="rejected us: because"):
         OURS.check_server(challenge, hello, ServerWelcome(refusal="because"))
 
 
@@ -97,7 +97,7 @@ def test_garbage_is_a_typed_error(data: bytes) -> None:
     for kind in (Challenge, ClientHello):
         with pytest.raises(PeerLost, match="broke the protocol"):
             decode(data, kind)
-    with pytest.raises(TransferError, match="no tcp address"):
+    with pytest.raises(TransferError, match="not a tcp address"):
         decode_address(data, TcpAddress, "tcp")
     challenge = OURS.challenge(EPOCH)
     with pytest.raises((PeerLost, AccessDenied)):

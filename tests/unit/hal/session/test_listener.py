@@ -111,7 +111,7 @@ def test_members_are_served_and_strangers_are_refused(
 ) -> None:
     target = echo(family)
     target.check()
-    with pytest.raises(AccessDenied, match="refused us: any: the client does not know"):
+    with pytest.raises(AccessDenied, match="rejected us: any: the client does not know"):
         target.dial(replace(OURS, secret=b"another"))
     with pytest.raises(PeerLost, match="has restarted"):
         dial(target.connect, "there", OURS, fresh_epoch(), 5.0)
@@ -159,7 +159,7 @@ def test_a_server_that_drips_is_given_up_at_the_deadline() -> None:
         dripping = threading.Thread(target=drip)
         dripping.start()
         address, started = server.getsockname(), time.monotonic()
-        with pytest.raises(TransferTimeout, match="did not end the handshake in time"):
+        with pytest.raises(TransferTimeout, match="did not finish the handshake in time"):
             dial(lambda left: socket.create_connection(address, left), "x", OURS, EPOCH, 0.3)
         assert time.monotonic() - started < 2.0
         dripping.join()
@@ -264,7 +264,7 @@ def test_refusals_regions_and_descriptors(echo: Callable[..., Echo]) -> None:
     session.start("ours")
     session.barrier(5.0)
     [far] = target.sessions
-    with pytest.raises(RequestRefused, match="takes no requests"):
+    with pytest.raises(RequestRefused, match="accepts no requests"):
         far.request(b"to the end that connected", 5.0)
     assert session.peer_process() > 0
     far.send(Registered(1, 4096, 64, "cpu", b"how"))

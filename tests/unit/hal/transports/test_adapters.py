@@ -104,7 +104,7 @@ def test_slices_hold_every_byte_in_order_within_bounds() -> None:
 
 
 def test_what_peers_say_is_read_with_care() -> None:
-    with pytest.raises(TransferError, match="no facts of an engine's endpoint"):
+    with pytest.raises(TransferError, match="not the info of an adapter's endpoint"):
         decode_info(b"\xc1")
     with pytest.raises(PeerLost, match="wanted AgentDescription"):
         decode_message(b"\x93\x01\x02\x03", AgentDescription)

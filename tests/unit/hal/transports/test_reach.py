@@ -90,7 +90,7 @@ def test_a_taken_port_is_named() -> None:
 
 
 def test_every_interface_needs_an_advertised_address() -> None:
-    with pytest.raises(ValueError, match="say with advertise_host what peers connect to"):
+    with pytest.raises(ValueError, match="set advertise_host to the address for peers"):
         load_tcp().open(EndpointOptions(host="0.0.0.0", secret=b"x"))
 
 
