@@ -1,4 +1,4 @@
-"""Chat streams as streams of other forms: their events in order, however the bytes are cut."""
+"""Chat streams as streams of other formats: events in order, however the bytes are split."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ STREAM = b"".join(map(chunk, DELTAS)) + ending("tool_calls")
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_the_events_are_the_same_however_the_stream_is_cut(path: str) -> None:
+def test_the_events_do_not_depend_on_the_split(path: str) -> None:
     whole = translation_of(path).events(STREAM)
     drawn = random.Random(3)
     for _ in range(200):
@@ -153,7 +153,7 @@ def test_events_of_a_message() -> None:
         ("tool_calls", None, "completed", "tool_use"),
     ],
 )
-def test_why_an_answer_ends(finish: str, stop: Any, of_response: str, of_message: str) -> None:
+def test_finish_reasons(finish: str, stop: Any, of_response: str, of_message: str) -> None:
     stream = chunk({"content": "tea"}) + ending(finish, stop)
     name, payload = read(translation_of("/v1/responses").events(stream))[-1]
     assert name == f"response.{of_response}"
@@ -188,7 +188,7 @@ def test_an_error_ends_a_stream(before: bytes) -> None:
         (DELTAS[5:7], {"type": "function_call", "arguments": '{"cups":'}),
     ],
 )
-def test_a_response_that_fails_says_what_there_was(deltas: list[Json], item: Json) -> None:
+def test_a_failed_response_has_the_output_so_far(deltas: list[Json], item: Json) -> None:
     data = b"".join(map(chunk, deltas)) + b'data: {"error": {"message": "gone", "code": 503}}\n\n'
     [*_, (kind, payload)] = read(translation_of("/v1/responses").events(data))
     assert kind == "response.failed"
@@ -198,7 +198,7 @@ def test_a_response_that_fails_says_what_there_was(deltas: list[Json], item: Jso
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_whole_answer_says_what_the_stream_says(path: str) -> None:
+def test_a_complete_answer_equals_the_stream(path: str) -> None:
     calls = [
         {"id": "c1", "type": "function", "function": {"name": "brew", "arguments": '{"cups":2}'}},
         {"id": "c2", "type": "function", "function": {"name": "pour", "arguments": ""}},
@@ -225,13 +225,13 @@ def test_a_whole_answer_says_what_the_stream_says(path: str) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"choices":[]}', b'{"choices":[{"index":0}]}'])
-def test_what_is_no_answer_is_an_error(path: str, body: bytes) -> None:
+def test_a_body_that_is_no_answer_is_an_error(path: str, body: bytes) -> None:
     status, found = translation_of(path).whole(200, body)
     assert status == 502
     assert "did not return a chat completion" in json.loads(found)["error"]["message"]
 
 
-def test_errors_have_their_forms() -> None:
+def test_errors_are_translated() -> None:
     refused = b'{"error":{"message":"no","type":"invalid_request_error","param":"x","code":null}}'
     assert translation_of("/v1/responses").whole(400, refused) == (400, refused)
     status, body = translation_of("/v1/messages").whole(429, refused)
@@ -244,7 +244,7 @@ def test_errors_have_their_forms() -> None:
     assert "bad gateway" in json.loads(body)["error"]["message"]
 
 
-def test_log_probabilities_are_shown_where_they_were_asked_for() -> None:
+def test_log_probabilities_are_shown_if_requested() -> None:
     entry = {"token": "te", "bytes": [116, 101], "logprob": -0.5, "top_logprobs": []}
     choice = {"index": 0, "delta": {"content": "te"}, "logprobs": {"content": [entry]}}
     stream = b"data: " + json.dumps(HEAD | {"choices": [choice]}).encode() + b"\n\n"

@@ -1,4 +1,4 @@
-"""Whatever a request holds in any place: it is refused, or it is a chat request."""
+"""Whatever a request holds anywhere, it is rejected or becomes a chat request."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ODD: list[Any] = [None, True, 0, -1.5, 10**30, "", "x", "\ud83c", [], [[]], [1],
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place within a value, but the whole of it."""
+    """Every position within a value, except the value itself."""
     children = value.items() if isinstance(value, dict) else enumerate(value)
     found = []
     for key, child in children:
@@ -103,7 +103,7 @@ def test_any_value_in_any_place(path: str) -> None:
     assert num_taken > 50
 
 
-def test_any_value_in_what_is_counted() -> None:
+def test_any_value_in_a_count_request() -> None:
     body = {name: BODIES["/v1/messages"][name] for name in ("messages", "system", "tools")}
     for place in places(body):
         for value in ODD:
@@ -116,7 +116,7 @@ def test_any_value_in_what_is_counted() -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("depth", [100, 400, 900, 990, 1000, 5000])
-def test_depth_is_refused_and_ends_nothing(path: str, depth: int) -> None:
+def test_deep_nesting_is_rejected(path: str, depth: int) -> None:
     body = json.dumps(BODIES[path] | {"tools": []})
     deep = "[" * depth + "]" * depth
     tool = '{"type":"function","name":"a","parameters":{"a":%s}}' % deep  # noqa: UP031
@@ -133,7 +133,7 @@ def test_depth_is_refused_and_ends_nothing(path: str, depth: int) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_any_chunk_of_a_stream(path: str) -> None:
-    """An instance may send what it likes: an error event, or nothing, but no exception."""
+    """Whatever an instance sends becomes events, an error event or nothing, but no exception."""
     call = {"index": 0, "id": "c", "function": {"name": "a", "arguments": "{"}}
     delta = {"content": "te", "reasoning": "Hm", "tool_calls": [call]}
     chunk: Json = {"id": "x", "choices": [{"delta": delta, "finish_reason": "stop"}]}

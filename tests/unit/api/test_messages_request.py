@@ -28,7 +28,7 @@ def test_a_text() -> None:
     assert chat_of() == {"model": "m", "max_tokens": 9, "messages": [ASK]}
 
 
-def test_fields_have_their_other_names() -> None:
+def test_fields_are_renamed() -> None:
     chat = chat_of(
         stop_sequences=["er"],
         stream=True,
@@ -134,8 +134,8 @@ BEGUN: Json = {"role": "assistant", "content": "{"}
 
 
 @pytest.mark.parametrize("content", ["{", "", [{"type": "text", "text": "{"}]])
-def test_an_answer_goes_on_with_the_text_that_messages_end_with(content: Any) -> None:
-    """Clients put the two together, mostly to get JSON."""
+def test_a_final_text_of_the_model_is_continued(content: Any) -> None:
+    """Clients combine the two, mostly to get JSON."""
     messages = [ASK, {"role": "assistant", "content": content}]
     chat = chat_of(messages=messages)
     assert {name: chat[name] for name in CONTINUED} == CONTINUED
@@ -160,12 +160,12 @@ def test_an_answer_goes_on_with_the_text_that_messages_end_with(content: Any) ->
         },
     ],
 )
-def test_an_answer_goes_on_with_nothing_else(last: Json) -> None:
+def test_nothing_else_is_continued(last: Json) -> None:
     assert not CONTINUED.keys() & chat_of(messages=[BEGUN, last]).keys()
     assert not CONTINUED.keys() & chat_of(messages=[BEGUN, ASK]).keys()
 
 
-def test_what_is_counted_is_the_same_conversation() -> None:
+def test_count_tokens_renders_the_same_conversation() -> None:
     body = {"model": "m", "messages": [ASK], "system": "Be brief.", "tools": [BREW]}
     counted = json.loads(count_tokens_request(json.dumps(body).encode()))
     chat = chat_of(**body)
@@ -208,7 +208,7 @@ def test_what_is_counted_is_the_same_conversation() -> None:
         ),
     ],
 )
-def test_what_cannot_be_said_is_refused_by_name(body: Json, param: str, words: str) -> None:
+def test_unsupported_fields_are_rejected_by_name(body: Json, param: str, words: str) -> None:
     with pytest.raises(RequestRefused, match=words) as info:
         chat_of(**body)
     assert info.value.param == param

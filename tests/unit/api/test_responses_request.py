@@ -25,7 +25,7 @@ def test_a_text() -> None:
     assert chat_of() == {"model": "m", "messages": [{"role": "user", "content": "tea?"}]}
 
 
-def test_fields_have_their_other_names() -> None:
+def test_fields_are_renamed() -> None:
     chat = chat_of(
         max_output_tokens=5,
         temperature=0.5,
@@ -114,13 +114,13 @@ ALLOWED = {"type": "allowed_tools", "tools": [{"name": "pour"}]}
 
 @pytest.mark.parametrize("tools", [None, [], [{"type": "web_search"}]])
 @pytest.mark.parametrize("choice", ["auto", "none", ALLOWED, ALLOWED | {"mode": "auto"}])
-def test_a_choice_that_forces_nothing_is_left_out_with_the_tools(tools: Any, choice: Any) -> None:
-    """As an agent sends it that sums its conversation up, or has nothing but a search."""
+def test_tool_choice_auto_is_dropped_without_tools(tools: Any, choice: Any) -> None:
+    """As sent by an agent that summarises its conversation, or offers only web search."""
     chat = chat_of(tools=tools, tool_choice=choice, parallel_tool_calls=False)
     assert not {"tools", "tool_choice"} & set(chat)
 
 
-def test_a_call_that_has_to_be_made_without_tools_is_left_to_chat_to_refuse() -> None:
+def test_a_forced_call_without_tools_is_left_to_the_chat_endpoint() -> None:
     for choice in ("required", ALLOWED | {"mode": "required"}):
         assert chat_of(tools=[], tool_choice=choice)["tool_choice"] == "required"
     named = {"type": "function", "name": "pour"}
@@ -158,14 +158,14 @@ def test_a_call_that_has_to_be_made_without_tools_is_left_to_chat_to_refuse() ->
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
     ],
 )
-def test_what_cannot_be_said_is_refused_by_name(body: Json, param: str, words: str) -> None:
+def test_unsupported_fields_are_rejected_by_name(body: Json, param: str, words: str) -> None:
     with pytest.raises(RequestRefused, match=words) as info:
         chat_of(**body)
     assert info.value.param == param
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": "\xff"}', b"[" * 2000])
-def test_what_is_no_object_is_refused(body: bytes) -> None:
+def test_a_body_that_is_not_an_object_is_rejected(body: bytes) -> None:
     with pytest.raises(RequestRefused, match="JSON object"):
         read_responses_request(body)
 
@@ -174,7 +174,7 @@ def test_null_is_the_default() -> None:
     assert chat_of(previous_response_id=None, n=None, tools=None, store=None) == chat_of()
 
 
-def test_functions_in_a_namespace_and_a_search_that_may_be_left_out() -> None:
+def test_namespaces_are_flattened_and_web_search_is_dropped() -> None:
     spawn = {"type": "function", "name": "spawn"}
     agents = {"type": "namespace", "name": "agents", "description": "", "tools": [spawn]}
     call = {"type": "function_call", "call_id": "c", "arguments": "{}", "name": "spawn"}

@@ -1,4 +1,4 @@
-"""From records to figures, table, JSON and page."""
+"""From records to statistics, table, JSON and page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RECORDS = [
 REFUSED = Record(3, 13.0, 13.0, 13.0, error="status 429: too many", is_refused=True)
 
 
-def test_figures() -> None:
+def test_statistics() -> None:
     summary = summarise(RECORDS, LatencyTargets(ttft_s=0.5, tbt_s=0.2))
     assert (summary.num_requests, summary.num_refused, summary.num_failed) == (3, 0, 1)
     assert summary.duration_s == pytest.approx(4.0)
@@ -54,7 +54,7 @@ def test_figures() -> None:
     assert summary.cached_share == pytest.approx(0.4)
 
 
-def test_refusals_are_no_failures_and_no_goodput() -> None:
+def test_rejections_are_neither_failures_nor_goodput() -> None:
     summary = summarise([*RECORDS, REFUSED], LatencyTargets(ttft_s=0.5))
     assert (summary.num_requests, summary.num_refused, summary.num_failed) == (4, 1, 1)
     assert summary.good_share == pytest.approx(1 / 4)
@@ -152,7 +152,7 @@ def test_json(report: Report) -> None:
     }
 
 
-def test_a_run_is_read_again(report: Report, tmp_path: Path) -> None:
+def test_a_report_can_be_read_back(report: Report, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     file.write_bytes(report.json())
     again = Report.read(file)
@@ -161,7 +161,7 @@ def test_a_run_is_read_again(report: Report, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"setting": {}, "objective": {}, "requests": []}'])
-def test_what_is_no_run_is_refused(text: str, tmp_path: Path) -> None:
+def test_an_invalid_report_is_rejected(text: str, tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"other\.json (is not a result of|contains no requests)"):
@@ -182,7 +182,7 @@ def classes(root: ElementTree.Element) -> Counter[str]:
     return Counter(mark.get("class", "") for mark in root.iter())
 
 
-def test_the_page_stands_by_itself(report: Report) -> None:
+def test_the_page_is_self_contained(report: Report) -> None:
     text = page(report)
     assert "&lt;tiny&gt;" in text
     assert "<tiny>" not in text

@@ -26,7 +26,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 
 @pytest.fixture(scope="module")
 def merging() -> PromptTokenizer:
-    """One that reads a text otherwise than it was written."""
+    """A tokenizer that encodes a decoded text to different tokens."""
     return PromptTokenizer.load(str(TINY_LLAMA))
 
 
@@ -41,7 +41,7 @@ def test_random_prompts_have_the_length_and_differ(merging: PromptTokenizer) -> 
     assert len({request.text for request in found}) == 20
 
 
-def test_random_lengths_lie_around_theirs(merging: PromptTokenizer) -> None:
+def test_random_lengths_are_within_the_range(merging: PromptTokenizer) -> None:
     found = of_random(num_prompts=200, range_ratio=0.5).requests(merging)
     lengths = [request.num_input for request in found]
     assert 32 <= min(lengths) < 36
@@ -66,7 +66,7 @@ def conversation(*texts: str) -> dict[str, object]:
     return {"conversations": [{"from": "human", "value": text} for text in texts]}
 
 
-def test_conversations_that_are_short_long_or_have_no_answer_are_left_out(
+def test_short_long_and_unanswered_conversations_are_skipped(
     tokenizer: PromptTokenizer, tmp_path: Path
 ) -> None:
     path = tmp_path / "sharegpt.json"
@@ -88,7 +88,9 @@ def test_conversations_that_are_short_long_or_have_no_answer_are_left_out(
     assert [r.num_output for r in asked] == [5] * 3, "their own answers' lengths don't count then"
 
 
-def test_poems_fill_the_prompt_and_begin_alike(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
+def test_sonnet_prompts_fill_the_length_and_share_a_prefix(
+    tokenizer: PromptTokenizer, tmp_path: Path
+) -> None:
     path = tmp_path / "sonnet.txt"
     path.write_text("".join(LINES))
     dataset = Dataset("sonnet", path, 5, 400, 7, num_prefix=150)
@@ -105,9 +107,7 @@ def test_poems_fill_the_prompt_and_begin_alike(tokenizer: PromptTokenizer, tmp_p
         replace(dataset, num_input=40).requests(tokenizer)
 
 
-def test_custom_prompts_are_laid_out_unless_told_otherwise(
-    tokenizer: PromptTokenizer, tmp_path: Path
-) -> None:
+def test_custom_prompts_are_rendered_by_default(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "custom.jsonl"
     path.write_text('{"prompt": "one", "output_tokens": 3}\n\n{"prompt": "two", "more": 1}\n')
     dataset = Dataset("custom", path, 2, 0, 9, is_shuffled=False)
@@ -133,7 +133,7 @@ def test_custom_prompts_are_laid_out_unless_told_otherwise(
         ("sonnet", "", "contains no lines"),
     ],
 )
-def test_files_of_another_form_are_refused(
+def test_files_in_another_format_are_rejected(
     tokenizer: PromptTokenizer, tmp_path: Path, name: str, content: str, words: str
 ) -> None:
     path = tmp_path / "file"
@@ -142,9 +142,7 @@ def test_files_of_another_form_are_refused(
         Dataset(name, path, 1, 100, 4).requests(tokenizer)
 
 
-def test_options_that_contradict_each_other_are_refused(
-    tokenizer: PromptTokenizer, tmp_path: Path
-) -> None:
+def test_contradictory_options_are_rejected(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
     for dataset, words in (
         (of_random(range_ratio=1.0), "--random-range-ratio must be at least 0 and below 1"),
         (of_random(num_input=0), "--random-input-len 0 leaves no token"),
@@ -157,7 +155,7 @@ def test_options_that_contradict_each_other_are_refused(
             dataset.requests(tokenizer)
 
 
-def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no readable tokenizer\.json in"):
         PromptTokenizer.load(str(tmp_path))
     with pytest.raises(ConfigError, match="must be a model directory or ORG/NAME"):
@@ -170,7 +168,7 @@ def test_a_prompt_without_a_template_says_what_to_do(tmp_path: Path) -> None:
         bare.as_chat("hello")
 
 
-def test_lengths_survive_a_reading(merging: PromptTokenizer) -> None:
+def test_texts_keep_their_length_when_encoded_again(merging: PromptTokenizer) -> None:
     numbers = random.Random(1)
     for length in (1, 7, 100):
         ids = numbers.choices(merging.ordinary_ids, k=length)

@@ -1,4 +1,4 @@
-"""The figures of ``bench serve``, beside vLLM's definitions worked out by hand."""
+"""The statistics of ``bench serve``, compared with vLLM's definitions computed by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAILED = Record(2, 10.0, 10.0, 10.1, error="status 500: no")
 SETTING = {"request_rate": "inf", "max_concurrency": None}
 
 
-def test_figures_are_vllms() -> None:
+def test_statistics_are_vllms() -> None:
     found = serving_result([FIRST, SECOND, FAILED], 2.0, TARGETS)
     assert (found["completed"], found["failed"]) == (2, 1)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (12, 5)
@@ -35,7 +35,7 @@ def test_figures_are_vllms() -> None:
     assert (found["max_output_tokens_per_s"], found["max_concurrent_requests"]) == (4.0, 2)
 
 
-def test_goodput_counts_what_keeps_every_limit() -> None:
+def test_goodput_counts_requests_that_meet_every_limit() -> None:
     for limits, good in (({"ttft": 150}, 0.5), ({"ttft": 250}, 1.0), ({"tpot": 60}, 0.5)):
         targets = ServingTargets(("ttft",), (99.0,), {name: ms for name, ms in limits.items()})
         assert serving_result([FIRST, SECOND], 2.0, targets)["request_goodput"] == good
@@ -43,7 +43,7 @@ def test_goodput_counts_what_keeps_every_limit() -> None:
     assert serving_result([FIRST], 2.0, none)["request_goodput"] is None
 
 
-def test_the_table_has_the_lines_that_scripts_look_for() -> None:
+def test_the_table_has_the_lines_that_scripts_parse() -> None:
     table = serving_table(serving_result([FIRST, SECOND], 2.0, TARGETS), TARGETS, SETTING)
     lines = table.splitlines()
     assert lines[0] == "============ Serving Benchmark Result ============"
@@ -68,13 +68,13 @@ def test_the_table_has_the_lines_that_scripts_look_for() -> None:
         ({"goodput": {"ttft": -1.0}}, "got ttft:-1"),
     ],
 )
-def test_what_can_not_be_reported_is_refused(changes: dict[str, object], words: str) -> None:
+def test_unknown_metrics_are_rejected(changes: dict[str, object], words: str) -> None:
     values = {"metrics": ("ttft",), "percentiles": (99.0,), "goodput": {}} | changes
     with pytest.raises(ConfigError, match=words):
         ServingTargets(**values)  # type: ignore[arg-type]
 
 
-def test_times_end_where_the_rate_says() -> None:
+def test_the_last_time_matches_the_rate() -> None:
     assert Traffic().times_s(3) == [0.0, 0.0, 0.0]
     for burstiness in (0.3, 1.0, 20.0):
         times = Traffic(rate=4.0, burstiness=burstiness).times_s(200)
@@ -84,7 +84,7 @@ def test_times_end_where_the_rate_says() -> None:
     assert even == pytest.approx([0.25, 0.5, 0.75])
 
 
-def test_bursts_are_less_even() -> None:
+def test_burstiness_makes_intervals_less_even() -> None:
     def spread(burstiness: float) -> float:
         times = Traffic(rate=1.0, burstiness=burstiness).times_s(2000)
         gaps = [b - a for a, b in pairwise(times)]
@@ -96,7 +96,7 @@ def test_bursts_are_less_even() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["linear", "exponential"])
-def test_a_growing_rate_shortens_pauses(strategy: str) -> None:
+def test_a_ramp_up_shortens_intervals(strategy: str) -> None:
     traffic = Traffic(burstiness=float("inf"), ramp_up=strategy, start_rate=1, end_rate=10)
     times = traffic.times_s(10)
     assert times[0] == pytest.approx(1.0)
@@ -114,6 +114,6 @@ def test_a_growing_rate_shortens_pauses(strategy: str) -> None:
         ({"ramp_up": "exponential", "start_rate": 0, "end_rate": 5}, "can't start from 0"),
     ],
 )
-def test_traffic_that_can_not_be_is_refused(changes: dict[str, object], words: str) -> None:
+def test_invalid_traffic_is_rejected(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Traffic(**changes)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Traces read, prompts written for them, and the times at which they are sent."""
+"""Traces: reading them, generating prompts, and the times at which requests are sent."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_arxiv_summarization(tmp_path: Path) -> None:
         ('{"timestamp": 0}', "is not a trace"),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, content: str, words: str) -> None:
+def test_an_invalid_trace_is_rejected(tmp_path: Path, content: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_trace(written(tmp_path, content))
 
@@ -97,7 +97,7 @@ def test_the_example_has_what_a_replay_needs() -> None:
     second=st.lists(st.integers(0, 3), min_size=1, max_size=4),
     missing=st.integers(0, 9),
 )
-def test_equal_blocks_make_equal_beginnings(
+def test_equal_blocks_give_equal_prefixes(
     first: list[int], second: list[int], missing: int
 ) -> None:
     writer = PromptWriter(tokens_per_word=2.0, block_tokens=20)
@@ -118,7 +118,7 @@ def test_equal_blocks_make_equal_beginnings(
         assert prompts[0][whole : whole + 10] != prompts[1][whole : whole + 10]
 
 
-def test_prompts_without_names_are_all_different() -> None:
+def test_prompts_without_block_ids_are_unique() -> None:
     request = TraceRequest(0.0, 50, 1)
     assert PromptWriter().write(request, 0) != PromptWriter().write(request, 1)
     assert PromptWriter().write(request, 1) == PromptWriter().write(request, 1)

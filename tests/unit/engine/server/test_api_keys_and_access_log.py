@@ -1,4 +1,4 @@
-"""Who may ask an instance, and by which names its model."""
+"""API keys, model aliases, and the access log."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_without_a_key_nothing_is_generated(
     assert counted in guarded.get("/metrics").text
 
 
-def test_one_of_the_keys_is_enough(guarded: AsgiClient) -> None:
+def test_any_of_the_keys_is_accepted(guarded: AsgiClient) -> None:
     guarded.headers = {"Authorization": "bearer  secret "}
     assert guarded.post("/v1/completions", prompt="tea").status_code == 200
     assert guarded.stream("/v1/completions", prompt="tea")
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/version"])
-def test_who_watches_needs_no_key(guarded: AsgiClient, path: str) -> None:
+def test_monitoring_needs_no_key(guarded: AsgiClient, path: str) -> None:
     assert guarded.get(path).status_code == 200
 
 
@@ -79,7 +79,7 @@ def test_a_model_may_have_several_names(engine: FakeEngine, byte_tokenizer: Toke
 @pytest.mark.parametrize(
     ("level", "statuses"), [("off", []), ("errors", [400]), ("all", [200, 400])]
 )
-def test_requests_are_written_down(
+def test_requests_are_logged(
     engine: FakeEngine,
     byte_tokenizer: Tokenizer,
     level: str,
@@ -100,7 +100,7 @@ def test_requests_are_written_down(
         assert line["ms"] >= 0
 
 
-def test_a_client_that_leaves_before_its_answer_is_written_down(
+def test_a_client_disconnect_before_the_response_is_logged(
     engine: FakeEngine, byte_tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app = create_app(engine, byte_tokenizer, ServerOptions(access_log="errors"))

@@ -1,4 +1,4 @@
-"""What is settled before an instance loads."""
+"""The checks before an instance loads its model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mooncake_kv.config import KVTransferConfig
 TINY_LLAMA = Path(__file__).parents[4] / "examples" / "tiny-llama"
 
 
-def test_the_engine_is_told_the_port_of_its_api() -> None:
-    """So that it can be held against the ports that transports leave to others."""
+def test_the_engine_knows_the_port_of_its_api() -> None:
+    """The engine needs it to keep transports from using that port."""
     told: list[EngineConfig] = []
 
     def start(config: EngineConfig) -> None:

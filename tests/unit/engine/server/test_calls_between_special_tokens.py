@@ -1,4 +1,4 @@
-"""DeepSeek's and Mistral's tool calls at the API: what is forced, what is read, which ids."""
+"""DeepSeek's and Mistral's tool calls at the API: forced, parsed, and their ids."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def client_of(engine: FakeEngine, directory: Path, form: str) -> AsgiClient:
 
 
 @pytest.mark.parametrize("form", FORCED)
-def test_what_is_forced_is_what_is_read(form: str, engine: FakeEngine, tmp_path: Path) -> None:
+def test_a_forced_call_is_parsed(form: str, engine: FakeEngine, tmp_path: Path) -> None:
     engine.script = saying(FORCED[form])
     client = client_of(engine, tmp_path, form)
     answer = client.post(PATH, messages=[ASK], tools=[BREW], tool_choice="required").json()
@@ -71,7 +71,7 @@ def test_what_is_forced_is_what_is_read(form: str, engine: FakeEngine, tmp_path:
         assert not fits or matcher.is_accepting()
 
 
-def test_mistrals_ids_are_short_and_the_same_everywhere(engine: FakeEngine, tmp_path: Path) -> None:
+def test_mistrals_call_ids_are_short_and_deterministic(engine: FakeEngine, tmp_path: Path) -> None:
     engine.script = saying(FORCED["mistral"])
     client = client_of(engine, tmp_path, "mistral")
     message = client.post(PATH, messages=[ASK], tools=[BREW]).json()["choices"][0]["message"]
@@ -84,7 +84,7 @@ def test_mistrals_ids_are_short_and_the_same_everywhere(engine: FakeEngine, tmp_
 
 
 @pytest.mark.parametrize("offers_tools", [True, False])
-def test_special_tokens_of_a_form_are_seen_where_tools_are_offered(
+def test_special_tokens_are_kept_where_tools_are_offered(
     engine: FakeEngine, tmp_path: Path, *, offers_tools: bool
 ) -> None:
     directory = write_byte_tokenizer(tmp_path)
@@ -104,7 +104,7 @@ def test_special_tokens_of_a_form_are_seen_where_tools_are_offered(
         assert json.loads(call["function"]["arguments"]) == {"cups": 2}
 
 
-def test_every_form_can_be_forced(engine: FakeEngine, tmp_path: Path) -> None:
+def test_every_format_can_be_forced(engine: FakeEngine, tmp_path: Path) -> None:
     for form in PARSERS:
         client = client_of(engine, tmp_path / form, form)
         asked = client.post(PATH, messages=[ASK], tools=[BREW], tool_choice="required")

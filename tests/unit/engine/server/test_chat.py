@@ -52,7 +52,9 @@ def test_streams_the_role_first(client: AsgiClient) -> None:
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 5 + ["stop"]
 
 
-def test_goes_on_to_the_contexts_end(client: AsgiClient, engine: FakeEngine) -> None:
+def test_generates_up_to_the_contexts_end_by_default(
+    client: AsgiClient, engine: FakeEngine
+) -> None:
     client.post(PATH, messages=[USER])
     assert engine.seen[0].sampling.max_tokens == 256 - 24
 
@@ -92,7 +94,7 @@ def test_developer_is_system(client: AsgiClient, engine: FakeEngine) -> None:
     assert bytes(engine.seen[0].prompt_token_ids).startswith(b"<|system|>be\n<|user|>hi\n")
 
 
-def test_an_earlier_answer_can_be_sent_back_as_it_came(client: AsgiClient) -> None:
+def test_an_earlier_answer_can_be_sent_back_unchanged(client: AsgiClient) -> None:
     earlier = {
         "role": "assistant",
         "content": "tea?",
@@ -111,7 +113,7 @@ def test_continues_the_final_message(client: AsgiClient, engine: FakeEngine) -> 
     assert bytes(engine.seen[0].prompt_token_ids).endswith(b"<|assistant|>I would like ")
 
 
-def test_token_ids_on_demand(client: AsgiClient) -> None:
+def test_token_ids_if_requested(client: AsgiClient) -> None:
     prompt = list(b"<|user|>hi\n<|assistant|>")
     choice = client.post(PATH, messages=[USER], return_token_ids=True).json()["choices"][0]
     assert choice["prompt_token_ids"] == prompt
@@ -128,26 +130,26 @@ def test_a_stop_string_is_the_stop_reason(client: AsgiClient) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "a")
 
 
-def test_what_a_service_with_accounts_is_told_changes_nothing(client: AsgiClient) -> None:
+def test_fields_for_accounts_have_no_effect(client: AsgiClient) -> None:
     hints = {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k"}
     defaults = {"metadata": {"a": "b"}, "service_tier": "auto", "modalities": ["text"]}
     assert client.post(PATH, messages=[USER], store=False, **hints, **defaults).status_code == 200
 
 
-def test_what_it_would_do_otherwise_is_refused(client: AsgiClient) -> None:
+def test_unsupported_behaviour_is_rejected(client: AsgiClient) -> None:
     for name, value in (("store", True), ("modalities", ["audio"])):
         answer = client.post(PATH, messages=[USER], **{name: value})
         assert answer.status_code == 400
         assert name in answer.json()["error"]["param"]
 
 
-def test_a_limit_is_refused_by_the_name_it_was_given_by(client: AsgiClient) -> None:
+def test_an_invalid_limit_is_rejected_under_the_name_it_was_sent_with(client: AsgiClient) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         answer = client.post(PATH, messages=[USER], **{name: 0})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
-def test_what_is_nested_too_deeply_for_the_template_is_a_400(client: AsgiClient) -> None:
+def test_nesting_too_deep_for_the_template_is_a_400(client: AsgiClient) -> None:
     nested: dict[str, Any] = {}
     for _ in range(450):
         nested = {"a": nested}

@@ -48,7 +48,7 @@ def test_answers_in_openais_form(client: AsgiClient) -> None:
         ([list(b"tea"), list(b"no")], ["TEA", "NO"]),
     ],
 )
-def test_takes_every_form_of_prompt(client: AsgiClient, prompt: Any, texts: list[str]) -> None:
+def test_accepts_every_form_of_prompt(client: AsgiClient, prompt: Any, texts: list[str]) -> None:
     answer = client.post(PATH, prompt=prompt).json()
     assert [choice["text"] for choice in answer["choices"]] == texts
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(texts)))
@@ -77,7 +77,7 @@ def test_streams_every_token(client: AsgiClient) -> None:
     assert "usage" not in chunks[0]
 
 
-def test_streams_usage_on_demand(client: AsgiClient, engine: FakeEngine) -> None:
+def test_streams_usage_if_requested(client: AsgiClient, engine: FakeEngine) -> None:
     engine.num_cached_tokens = 2
     chunks = client.stream(PATH, prompt="tea", stream_options={"include_usage": True})
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 4
@@ -90,7 +90,7 @@ def test_streams_usage_on_demand(client: AsgiClient, engine: FakeEngine) -> None
     }
 
 
-def test_every_chunk_may_say_how_many_tokens_there_are(client: AsgiClient) -> None:
+def test_every_chunk_may_have_usage(client: AsgiClient) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = client.stream(PATH, prompt="tea", stream_options=options)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == "TEA"
@@ -158,14 +158,14 @@ def test_streamed_logprobs_come_with_their_tokens(client: AsgiClient) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["tea ", list(b"tea ")])
-def test_echo_puts_the_prompt_first(client: AsgiClient, prompt: Any) -> None:
+def test_echo_prepends_the_prompt(client: AsgiClient, prompt: Any) -> None:
     answer = client.post(PATH, prompt=prompt, echo=True).json()
     assert answer["choices"][0]["text"] == "tea TEA "
     chunks = client.stream(PATH, prompt=prompt, echo=True)
     assert chunks[0]["choices"][0]["text"] == "tea T"
 
 
-def test_token_ids_on_demand(client: AsgiClient) -> None:
+def test_token_ids_if_requested(client: AsgiClient) -> None:
     choice = client.post(PATH, prompt="tea", return_token_ids=True).json()["choices"][0]
     assert choice["prompt_token_ids"] == list(b"tea")
     assert choice["token_ids"] == [*b"TEA", EOS]
@@ -216,13 +216,13 @@ def test_null_means_the_default(client: AsgiClient) -> None:
     assert response.json()["choices"][0]["text"] == "TEA"
 
 
-def test_a_long_text_is_encoded_aside(client: AsgiClient) -> None:
+def test_a_long_text_is_tokenised_in_a_thread(client: AsgiClient) -> None:
     response = client.post(PATH, prompt="x" * 30_000)
     assert response.status_code == 400
     assert "30000 tokens" in response.json()["error"]["message"]
 
 
-def test_request_ids_are_sane(engine: FakeEngine, client: AsgiClient) -> None:
+def test_only_safe_request_ids_are_echoed(engine: FakeEngine, client: AsgiClient) -> None:
     client.headers = {"X-Request-Id": "evil id\\x00"}
     answer = client.post(PATH, prompt="tea")
     assert len(answer.headers["x-request-id"]) == 32
@@ -230,7 +230,7 @@ def test_request_ids_are_sane(engine: FakeEngine, client: AsgiClient) -> None:
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-def test_the_most_probable_of_several_answers_are_shown(
+def test_best_of_returns_the_most_probable_choices(
     client: AsgiClient, engine: FakeEngine, logprobs: int | None
 ) -> None:
     body = {"prompt": ["x", "y"], "n": 2, "best_of": 3, "logprobs": logprobs}
@@ -250,6 +250,6 @@ def test_the_most_probable_of_several_answers_are_shown(
     assert groups[0] is not None
 
 
-def test_a_single_answer_is_in_no_group(client: AsgiClient, engine: FakeEngine) -> None:
+def test_a_single_choice_has_no_group(client: AsgiClient, engine: FakeEngine) -> None:
     client.post(PATH, prompt="x")
     assert engine.seen[0].group is None

@@ -1,4 +1,4 @@
-"""An instance that was told to stop: whom it still answers, and when it may end."""
+"""Draining: which requests an instance still serves after a signal, and when it stops."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def client(engine: FakeEngine, byte_tokenizer: Tokenizer, live: LiveRequests) ->
     return AsgiClient(create_app(engine, byte_tokenizer, live=live))
 
 
-def test_nobody_asked() -> None:
+def test_no_drain_without_a_signal() -> None:
     assert not Draining(5.0, LiveRequests(), lambda: 0).is_over(1e9)
 
 
-def test_who_is_idle_ends_at_the_second_look(live: LiveRequests) -> None:
-    """What a finished prefill holds is known a moment after its answer."""
+def test_an_idle_instance_stops_after_two_checks(live: LiveRequests) -> None:
+    """The KV that a finished prefill holds is counted a moment after its response."""
     draining = Draining(5.0, live, lambda: 0)
     draining.stop(100.0)
     assert [draining.is_over(now) for now in (100.0, 100.1)] == [False, True]
 
 
-def test_kv_that_a_peer_will_fetch_is_waited_for(live: LiveRequests) -> None:
+def test_draining_waits_for_kv_that_a_peer_will_fetch(live: LiveRequests) -> None:
     held = [0, 2, 1, 0, 0]
     draining = Draining(5.0, live, lambda: held.pop(0))
     draining.stop(100.0)
@@ -47,7 +47,7 @@ def test_kv_that_a_peer_will_fetch_is_waited_for(live: LiveRequests) -> None:
     ("signals", "over_at"),
     [((100.0,), 105.0), ((100.0, 100.5), 105.0), ((100.0, 102.0), 102.0)],
 )
-def test_answers_have_their_time_unless_it_is_cut_short(
+def test_requests_may_finish_until_timeout_or_second_signal(
     live: LiveRequests, signals: tuple[float, ...], over_at: float
 ) -> None:
     async def run() -> None:
@@ -67,7 +67,7 @@ def test_answers_have_their_time_unless_it_is_cut_short(
     asyncio.run(run())
 
 
-def test_new_requests_are_refused_and_health_says_so(
+def test_new_requests_are_rejected_and_health_is_503(
     client: AsgiClient, live: LiveRequests
 ) -> None:
     assert client.get("/ready").status_code == client.get("/health").status_code == 200
@@ -86,7 +86,7 @@ def test_new_requests_are_refused_and_health_says_so(
 
 
 @pytest.mark.parametrize(("stream", "status"), [("true", 200), ("false", 503)])
-def test_what_is_cut_off_is_told(
+def test_failed_requests_receive_an_error(
     client: AsgiClient, engine: FakeEngine, live: LiveRequests, stream: str, status: int
 ) -> None:
     async def run() -> ManualClient:

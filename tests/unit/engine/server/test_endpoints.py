@@ -1,4 +1,4 @@
-"""The endpoints that do not generate, and clients that go away."""
+"""The endpoints that do not generate, and client disconnects."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_version(client: AsgiClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
-def test_adapters_are_refused_in_words(client: AsgiClient, path: str) -> None:
+def test_adapters_are_rejected_with_a_reason(client: AsgiClient, path: str) -> None:
     response = client.post(path, lora_name="a", lora_path="b")
     assert response.status_code == 501
     assert "merge the adapter" in response.json()["error"]["message"]
 
 
-def test_health_names_the_peers_that_do_not_fit(client: AsgiClient, engine: FakeEngine) -> None:
+def test_health_lists_incompatible_peers(client: AsgiClient, engine: FakeEngine) -> None:
     alone = {"status": "ok", "role": "both", "data_parallel_size": 1}
     assert client.get("/health").json() == alone
     engine.known_pairing = CompatibilityReport("me", ("her", "him"), {"them": 4096})
@@ -56,15 +56,13 @@ def test_health_names_the_peers_that_do_not_fit(client: AsgiClient, engine: Fake
     assert client.get("/health").json() == alone | peers
 
 
-def test_health_says_what_the_pool_had(client: AsgiClient, engine: FakeEngine) -> None:
+def test_health_reports_pool_hits(client: AsgiClient, engine: FakeEngine) -> None:
     engine.kv_pool = PoolStats(num_saved_chunks=7, num_found_chunks={"dram": 3, "remote_ssd": 1})
     found = client.get("/health").json()["kv_pool"]
     assert found == {"saved": 7, "found": {"dram": 3, "remote_ssd": 1}}
 
 
-def test_the_store_in_an_instance_is_counted_as_one_of_its_own(
-    client: AsgiClient, engine: FakeEngine
-) -> None:
+def test_an_embedded_store_exports_store_metrics(client: AsgiClient, engine: FakeEngine) -> None:
     assert "mooncake_store" not in client.get("/metrics").text
     store = StoreStats(capacity_bytes=9, ssd_bytes=4, num_puts=3, num_evicted={"room": 2})
     engine.pool_store = store
@@ -82,7 +80,7 @@ def test_the_store_in_an_instance_is_counted_as_one_of_its_own(
         assert mine[(kind, name, *sorted(labels + engine_labels))] == value
 
 
-def test_expert_load_is_what_experts_got(client: AsgiClient, engine: FakeEngine) -> None:
+def test_expert_load_is_the_tokens_per_expert(client: AsgiClient, engine: FakeEngine) -> None:
     assert client.get("/expert_load").status_code == 404
     engine.experts = ExpertLoad({1: (3, 0, 9)}, 1.5, 4, num_placements=2, num_moved=7)
     assert client.get("/expert_load").json()["tokens"] == {"1": [3, 0, 9]}
@@ -123,7 +121,9 @@ def test_metrics_have_one_engine_per_data_parallel_rank() -> None:
         assert (name, "1") not in found
 
 
-def test_a_request_may_name_its_data_parallel_rank(client: AsgiClient, engine: FakeEngine) -> None:
+def test_a_request_may_select_its_data_parallel_rank(
+    client: AsgiClient, engine: FakeEngine
+) -> None:
     def ask(rank: str) -> httpx.Response:
         named = replace(client, headers={"X-data-parallel-rank": rank})
         return named.post("/v1/completions", prompt="hi", max_tokens=1)
@@ -158,7 +158,7 @@ def test_tokenize_messages(client: AsgiClient) -> None:
     assert bytes(tokens) == b"<|user|>hi\n<|assistant|>"
 
 
-def test_tokenize_counts_what_a_chat_request_would(client: AsgiClient) -> None:
+def test_tokenize_counts_like_a_chat_request(client: AsgiClient) -> None:
     body: dict[str, object] = {
         "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "He"}],
         "continue_final_message": True,
@@ -186,7 +186,7 @@ def test_refusals(client: AsgiClient, path: str, body: dict[str, object], words:
     assert words in response.json()["error"]["message"]
 
 
-def test_the_prefix_cache_is_reset_unless_it_is_in_use(
+def test_the_prefix_cache_can_be_reset_unless_in_use(
     client: AsgiClient, engine: FakeEngine
 ) -> None:
     assert client.post("/reset_prefix_cache").status_code == 200
@@ -197,7 +197,7 @@ def test_the_prefix_cache_is_reset_unless_it_is_in_use(
     assert engine.num_resets == 2
 
 
-def test_abort_releases_what_a_peer_left(client: AsgiClient, engine: FakeEngine) -> None:
+def test_abort_releases_kv_held_for_a_peer(client: AsgiClient, engine: FakeEngine) -> None:
     assert client.post("/abort", request_id="req-9-a1b2").status_code == 200
     assert engine.aborted == ["req-9-a1b2"]
 
@@ -229,7 +229,7 @@ def test_metrics_count_requests(client: AsgiClient, engine: FakeEngine) -> None:
     assert found["vllm:request_generation_tokens_sum"] == 6
 
 
-def test_metrics_tell_what_was_asked(client: AsgiClient, engine: FakeEngine) -> None:
+def test_metrics_show_request_parameters(client: AsgiClient, engine: FakeEngine) -> None:
     engine.num_cached_tokens = 2
     client.post("/v1/completions", prompt=["tea", "coffee"], n=2, max_tokens=4)
     client.post("/v1/completions", prompt="tea", max_tokens=2)
@@ -244,7 +244,7 @@ def test_metrics_tell_what_was_asked(client: AsgiClient, engine: FakeEngine) -> 
     assert found["process_resident_memory_bytes"] > 0
 
 
-def test_answers_are_counted_by_class_of_status(client: AsgiClient, engine: FakeEngine) -> None:
+def test_responses_are_counted_by_status_class(client: AsgiClient, engine: FakeEngine) -> None:
     client.post("/v1/completions", prompt="tea")
     client.stream("/v1/completions", prompt="tea")
     client.post("/v1/completions", prompt="tea", temprature=1)
@@ -266,8 +266,8 @@ def test_answers_are_counted_by_class_of_status(client: AsgiClient, engine: Fake
     }
 
 
-def test_what_only_grows_is_a_counter(client: AsgiClient) -> None:
-    """By its type and its name: rates of gauges are wrong after a restart."""
+def test_monotonic_values_are_counters(client: AsgiClient) -> None:
+    """By type and name: a gauge's rate would be wrong after a restart."""
     families = list(text_string_to_metric_families(client.get("/metrics").text))
     kinds = {family.name: family.type for family in families}
     assert kinds["mooncake:kv_transfer_bytes_received"] == "counter"
@@ -290,7 +290,7 @@ def test_metrics_show_the_engine(client: AsgiClient) -> None:
     assert found["mooncake:kv_transfer_bytes_received_total"] == 9
 
 
-def test_kv_is_counted_by_what_it_was_held_for(client: AsgiClient) -> None:
+def test_kv_byte_seconds_are_counted_by_purpose(client: AsgiClient) -> None:
     families = text_string_to_metric_families(client.get("/metrics").text)
     [family] = [family for family in families if family.name == "mooncake:kv_byte_seconds"]
     found = {sample.labels["held_for"]: sample.value for sample in family.samples}
@@ -306,7 +306,9 @@ def slo_requests(client: AsgiClient) -> dict[tuple[str, str, str], float]:
     }
 
 
-def test_answers_are_judged_by_class(engine: FakeEngine, byte_tokenizer: Tokenizer) -> None:
+def test_objectives_are_counted_by_request_class(
+    engine: FakeEngine, byte_tokenizer: Tokenizer
+) -> None:
     options = ServerOptions(slo_ttft_ms=1e9, slo_tbt_ms=1e-6)  # always met, never met
     client = AsgiClient(create_app(engine, byte_tokenizer, options))
     client.post("/v1/completions", prompt="tea")
@@ -324,12 +326,12 @@ def test_answers_are_judged_by_class(engine: FakeEngine, byte_tokenizer: Tokeniz
     }
 
 
-def test_without_objectives_nothing_is_judged(client: AsgiClient) -> None:
+def test_without_objectives_nothing_is_counted(client: AsgiClient) -> None:
     client.post("/v1/completions", prompt="tea")
     assert slo_requests(client) == {}
 
 
-def test_metrics_tell_what_is_waited_for_and_how_large_steps_are(client: AsgiClient) -> None:
+def test_metrics_show_waits_and_step_sizes(client: AsgiClient) -> None:
     families = text_string_to_metric_families(client.get("/metrics").text)
     found = {
         (sample.name, sample.labels.get("reason") or sample.labels.get("le")): sample.value
@@ -345,7 +347,7 @@ def test_metrics_tell_what_is_waited_for_and_how_large_steps_are(client: AsgiCli
 
 
 @pytest.mark.parametrize(("stream", "hold_at"), [("true", 0), ("true", 1), ("false", 1)])
-def test_a_client_that_goes_away_ends_its_request(
+def test_a_client_disconnect_aborts_its_request(
     client: AsgiClient, engine: FakeEngine, stream: str, hold_at: int
 ) -> None:
     async def leave() -> ManualClient:
@@ -362,7 +364,7 @@ def test_a_client_that_goes_away_ends_its_request(
     assert not any(message.get("body") == b"data: [DONE]\n\n" for message in leaving.sent)
 
 
-def test_abort_by_the_clients_id_ends_the_request(client: AsgiClient, engine: FakeEngine) -> None:
+def test_abort_by_client_request_id(client: AsgiClient, engine: FakeEngine) -> None:
     async def abort() -> ManualClient:
         engine.hold_at, engine.held, engine.release = 1, asyncio.Event(), asyncio.Event()
         waiting = ManualClient(b'{"prompt":"tea"}', headers=[(b"x-request-id", b"mine")])

@@ -1,4 +1,4 @@
-"""Work that takes long is done aside: meanwhile the server answers others."""
+"""Long work runs in threads, so that the server answers other requests meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = "tea " * 10_000
 
 
 class Held:
-    """Stands before a method: it does not go on until others have been answered."""
+    """Wraps a method that blocks until other requests have been answered."""
 
     def __init__(self, method: Any) -> None:
         self._method = method
@@ -57,7 +57,7 @@ def check_others_are_answered(app: Any, held: Held, path: str, body: dict[str, A
     ],
     ids=["one prompt", "messages", "many prompts", "tokenize"],
 )
-def test_long_texts_are_tokenised_aside(
+def test_long_texts_are_tokenised_in_a_thread(
     byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     encode = byte_tokenizer.encode
@@ -70,7 +70,7 @@ def test_long_texts_are_tokenised_aside(
     check_others_are_answered(create_app(FakeEngine(), byte_tokenizer), held, path, body)
 
 
-def test_grammars_are_compiled_aside(
+def test_grammars_are_compiled_in_a_thread(
     byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(Vocabulary.matcher)

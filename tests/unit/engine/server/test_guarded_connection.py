@@ -1,4 +1,4 @@
-"""Bounds of an instance's HTTP connections: heads, fields, time, pipelines, and their number."""
+"""Limits of an instance's HTTP connections: heads, fields, times, pipelining, and their number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAIT_S = 60.0
 
 
 async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """Says how many bytes the body has; or sends many, to ``/large``."""
+    """Responds with the size of the body; at ``/large``, with a large body."""
     num_bytes = 0
     while True:
         message = await receive()
@@ -58,7 +58,7 @@ NUM_EVENTS = 1500
 
 
 async def send_events(scope: dict[str, Any], send: Any) -> None:
-    """More than sockets hold, and without waiting for who reads them."""
+    """Sends more than socket buffers hold, without waiting for the reader."""
     sender = ResponseSender(send, "r", StepWrites(), scope["extensions"][WRITE_CHUNK])
     for index in range(NUM_EVENTS):
         write = sender.write if index % 3 else sender.write_with_step
@@ -94,7 +94,7 @@ def connect(address: Address) -> socket.socket:
 
 
 def is_ended(connection: socket.socket) -> bool:
-    """Whether the server has closed it, with whatever last words."""
+    """Whether the server has closed the connection, after any last response."""
     try:
         while connection.recv(1 << 16):
             pass
@@ -114,7 +114,7 @@ def ask(connection: socket.socket, request: bytes = REQUEST) -> bytes:
 
 
 def send_all(connection: socket.socket, *pieces: bytes) -> None:
-    """Send as much as is taken."""
+    """Send as much as the server accepts."""
     try:
         for piece in pieces:
             connection.sendall(piece)
@@ -122,7 +122,7 @@ def send_all(connection: socket.socket, *pieces: bytes) -> None:
         pass
 
 
-def test_requests_are_served_one_after_the_other() -> None:
+def test_pipelined_requests_are_served_in_order() -> None:
     with served(PATIENT) as (address, _), connect(address) as connection:
         for _ in range(3):
             assert b"200 OK" in ask(connection)
@@ -130,7 +130,7 @@ def test_requests_are_served_one_after_the_other() -> None:
         assert b"300000" in ask(connection, body)
 
 
-def test_events_come_in_order_however_slowly_they_are_read() -> None:
+def test_events_arrive_in_order_at_a_slow_reader() -> None:
     with served(PATIENT) as (address, _), connect(address) as connection:
         head, _, body = ask(connection, REQUEST.replace(b"/", b"/events", 1)).partition(b"\r\n\r\n")
         assert b"text/event-stream" in head
@@ -168,7 +168,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_what_is_too_long_or_too_many_ends_the_connection(name: str) -> None:
+def test_exceeding_a_limit_closes_the_connection(name: str) -> None:
     with served(PATIENT) as (address, _), connect(address) as other:
         with connect(address) as connection:
             send_all(connection, *HEADS[name])
@@ -185,7 +185,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_who_is_late_is_cut_off(name: str) -> None:
+def test_a_slow_sender_is_disconnected(name: str) -> None:
     limits = replace(PATIENT, head_s=SHORT_S, body_s=SHORT_S)
     with served(limits) as (address, server), connect(address) as connection:
         send_all(connection, SLOW[name])
@@ -193,7 +193,7 @@ def test_who_is_late_is_cut_off(name: str) -> None:
         assert not server.server_state.connections
 
 
-def test_a_head_that_drips_has_one_deadline() -> None:
+def test_a_slowly_sent_head_has_one_deadline() -> None:
     with served(replace(PATIENT, head_s=SHORT_S)) as (address, _), connect(address) as connection:
         connection.settimeout(0.02)
         for _ in range(3000):
@@ -209,7 +209,7 @@ def test_a_head_that_drips_has_one_deadline() -> None:
             pytest.fail("it was never cut off")
 
 
-def test_the_time_of_a_head_does_not_count_for_a_response() -> None:
+def test_the_head_timeout_does_not_apply_to_the_response() -> None:
     limits = replace(PATIENT, head_s=SHORT_S, body_s=SHORT_S)
     with served(limits) as (address, _), connect(address) as connection:
         assert b"200 OK" in ask(connection)
@@ -218,7 +218,7 @@ def test_the_time_of_a_head_does_not_count_for_a_response() -> None:
         assert b"200 OK" in ask(connection)
 
 
-def test_who_takes_nothing_of_its_response_is_dropped() -> None:
+def test_a_client_that_does_not_read_is_disconnected() -> None:
     with (
         served(replace(PATIENT, stalled_s=SHORT_S)) as (address, server),
         connect(address) as connection,
@@ -242,7 +242,7 @@ def test_the_longest_idle_connection_is_closed_for_a_new_one() -> None:
         assert len(server.server_state.connections) == 3
 
 
-def test_where_all_are_busy_a_new_one_is_refused() -> None:
+def test_a_new_connection_is_refused_if_none_is_idle() -> None:
     with served(replace(PATIENT, connections=2)) as (address, _), ExitStack() as stack:
         busy = [stack.enter_context(connect(address)) for _ in range(2)]
         for connection in busy:
@@ -254,7 +254,7 @@ def test_where_all_are_busy_a_new_one_is_refused() -> None:
             assert b"3" in ask(connection, b"abc")
 
 
-def test_half_of_the_descriptors_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_use_half_of_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     assert ConnectionLimits.for_process().connections == 512
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request is refused by name, with the right status, in OpenAI's form."""
+"""An invalid request is rejected by field name, with the right status, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
     [(COMPLETIONS, *case) for case in COMPLETION_REFUSALS]
     + [(CHAT, *case) for case in CHAT_REFUSALS],
 )
-def test_refuses_by_name(
+def test_an_invalid_field_is_named(
     client: AsgiClient, engine: FakeEngine, path: str, body: Any, param: str, words: str
 ) -> None:
     response = client.post(path, **body)
@@ -153,7 +153,7 @@ def test_refuses_by_name(
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"prompt":"\xff"}', b'{"prompt": NaN}'])
-def test_refuses_what_is_no_json_object(client: AsgiClient, body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_rejected(client: AsgiClient, body: bytes) -> None:
     response = client.request("POST", COMPLETIONS, content=body)
     assert response.status_code == 400
     assert "the body must be a JSON object" in response.json()["error"]["message"]
@@ -166,7 +166,7 @@ def test_a_deeply_nested_body_is_refused(client: AsgiClient) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/abort"])
 def test_a_body_too_large_is_413(client: AsgiClient, path: str) -> None:
-    """How large goes by the context's length: 256 tokens here."""
+    """The limit depends on the context's length: 256 tokens here."""
     limit = (8 << 20) + 6 * 65536
     response = client.request("POST", path, content=b" " * (limit + 1))
     assert response.status_code == 413
@@ -229,7 +229,9 @@ def test_overload_is_429_with_retry_after(client: AsgiClient, engine: FakeEngine
         assert response.json()["error"]["message"] == "1024 requests wait already"
 
 
-def test_what_has_no_room_whole_takes_none(client: AsgiClient, engine: FakeEngine) -> None:
+def test_a_request_without_capacity_for_all_choices_is_rejected_whole(
+    client: AsgiClient, engine: FakeEngine
+) -> None:
     engine.room = 3
     response = client.post(COMPLETIONS, prompt=["x", "y"], n=2)
     assert response.status_code == 429
@@ -244,7 +246,7 @@ def test_a_dead_engine_is_503(client: AsgiClient, engine: FakeEngine) -> None:
     assert response.json()["error"]["code"] == "engine_dead"
 
 
-def test_a_surprise_is_500_and_logged(
+def test_an_unexpected_error_is_500_and_logged(
     client: AsgiClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.refusal = ZeroDivisionError("surprise")
@@ -265,10 +267,10 @@ def test_a_failure_before_the_first_token_has_its_status(
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2])
-def test_a_grammar_that_fails_later_is_its_requests_fault(
+def test_a_grammar_that_fails_during_generation_is_a_client_error(
     client: AsgiClient, engine: FakeEngine, fail_at: int
 ) -> None:
-    """Behind the first token, too: the status of a whole answer, the last event of a stream."""
+    """Also after the first token: a status if the answer is complete, else a last event."""
     engine.fail_at, engine.fail_as = fail_at, FinishReason.GRAMMAR
     expected = {
         "message": "bad luck",
@@ -301,7 +303,7 @@ def test_a_failure_after_the_first_token_ends_the_stream_without_done(
     )
 
 
-def test_one_failed_answer_ends_its_siblings(client: AsgiClient, engine: FakeEngine) -> None:
+def test_one_failed_choice_aborts_its_siblings(client: AsgiClient, engine: FakeEngine) -> None:
     engine.die_at = 1
     assert client.post(COMPLETIONS, prompt="tea", n=3).status_code == 503
     assert sorted(engine.left_early) == ["req-1-0", "req-1-1", "req-1-2"]

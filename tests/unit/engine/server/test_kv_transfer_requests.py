@@ -38,7 +38,7 @@ def serve(engine: FakeEngine, tokenizer: Tokenizer) -> AsgiClient:
 
 
 def prefill(client: AsgiClient, path: str, body: Json) -> Json:
-    """As the proxy asks P."""
+    """The parameters that the proxy sends to P."""
     body = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL}
     response = client.post(path, **body)
     assert response.status_code == 200, response.text
@@ -47,7 +47,7 @@ def prefill(client: AsgiClient, path: str, body: Json) -> Json:
 
 
 def decode_params(answer: Json, tokens: list[int], *, delivered: bool) -> Json:
-    """As the proxy passes them on, with what the core adds."""
+    """The parameters as the proxy forwards them, with what the core adds."""
     params: Json = answer["kv_transfer_params"] | {"first_token_delivered": delivered}
     params["last_token_id"] = tokens[0]
     for choice, token in zip(params.get("choices", []), tokens, strict=False):
@@ -61,7 +61,7 @@ def text(choice: Json) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
-def test_prefill_answers_the_first_token_and_params(tokenizer: Tokenizer) -> None:
+def test_prefill_returns_the_first_token_and_params(tokenizer: Tokenizer) -> None:
     client = serve(FakeEngine(saying("tea"), num_cached_tokens=1), tokenizer)
     answer = prefill(client, "/v1/completions", {"prompt": "hi"})
     choice = answer["choices"][0]
@@ -85,7 +85,7 @@ def test_prefill_answers_the_first_token_and_params(tokenizer: Tokenizer) -> Non
 
 @pytest.mark.parametrize(("path", "body"), FORMS)
 @pytest.mark.parametrize("said", ["tea", "é!", "ENDLESS"])
-def test_a_stream_goes_on_where_the_first_half_ended(
+def test_a_stream_continues_where_the_prefill_ended(
     tokenizer: Tokenizer, path: str, body: Json, said: str
 ) -> None:
     body = body | {"stop": ["ENDE"], "max_tokens": 99}
@@ -129,7 +129,7 @@ def test_usage_counts_both_halves(tokenizer: Tokenizer, path: str, body: Json) -
 
 
 @pytest.mark.parametrize(("path", "body"), FORMS)
-def test_a_whole_answer_holds_the_first_token(tokenizer: Tokenizer, path: str, body: Json) -> None:
+def test_a_complete_answer_has_the_first_token(tokenizer: Tokenizer, path: str, body: Json) -> None:
     answer = prefill(serve(FakeEngine(saying("tea")), tokenizer), path, body)
     params = decode_params(answer, [ord("t")], delivered=False)
     whole = serve(FakeEngine(saying("tea")), tokenizer).post(
@@ -139,13 +139,13 @@ def test_a_whole_answer_holds_the_first_token(tokenizer: Tokenizer, path: str, b
     assert "kv_transfer_params" not in whole.json()
 
 
-def test_the_end_token_first_ends_the_request(tokenizer: Tokenizer) -> None:
+def test_a_first_token_of_eos_ends_the_request(tokenizer: Tokenizer) -> None:
     answer = prefill(serve(FakeEngine(saying("")), tokenizer), "/v1/completions", {"prompt": "hi"})
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["kv_transfer_params"] is None
 
 
-def test_a_stop_string_first_ends_the_request_and_the_lease(tokenizer: Tokenizer) -> None:
+def test_a_stop_string_in_the_first_token_ends_request_and_lease(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(saying("tea"))
     answer = prefill(serve(engine, tokenizer), "/v1/completions", {"prompt": "hi", "stop": ["t"]})
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -155,10 +155,10 @@ def test_a_stop_string_first_ends_the_request_and_the_lease(tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["client leaves", "third answer fails"])
-def test_leases_that_no_answer_will_name_are_given_up(
+def test_leases_of_an_unfinished_prefill_are_released(
     tokenizer: Tokenizer, *, is_gone: bool
 ) -> None:
-    """Of three answers two are prefilled, and kept for a peer, when the request ends."""
+    """Two of three choices are prefilled and held for a peer when the request ends."""
     engine = FakeEngine(saying("tea", "tea", "tea"), hold_at=0, held_ids="-2")
     engine.die_at = None if is_gone else 0
     body = b'{"prompt":"hi","n":3,"max_tokens":2,"kv_transfer_params":{"do_remote_decode":true}}'
@@ -177,7 +177,7 @@ def test_leases_that_no_answer_will_name_are_given_up(
     assert sorted(engine.aborted) == ["req-1-0", "req-1-1"]
 
 
-def test_another_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
+def test_a_different_tokenizer_is_rejected(tokenizer: Tokenizer) -> None:
     params = {"do_remote_prefill": True, "tokenizer_fingerprint": "another"}
     client = serve(FakeEngine(), tokenizer)
     response = client.post("/v1/completions", prompt="hi", kv_transfer_params=params)
@@ -186,7 +186,7 @@ def test_another_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("params", [{}, None, {"do_remote_decode": False}, {"unknown": 1}])
-def test_params_that_ask_for_nothing(tokenizer: Tokenizer, params: Any) -> None:
+def test_params_without_a_transfer(tokenizer: Tokenizer, params: Any) -> None:
     engine = FakeEngine()
     client = serve(engine, tokenizer)
     answer = client.post("/v1/completions", prompt="hi", kv_transfer_params=params).json()
@@ -197,10 +197,10 @@ def test_params_that_ask_for_nothing(tokenizer: Tokenizer, params: Any) -> None:
 
 @pytest.mark.parametrize("delivered", [False, True])
 @pytest.mark.parametrize("said", [("one", "two"), ("", "two"), ("one", "")])
-def test_several_answers_cross_one_by_one(
+def test_several_choices_are_transferred_one_by_one(
     tokenizer: Tokenizer, said: tuple[str, str], delivered: bool
 ) -> None:
-    """Also where one of them is complete with its first token."""
+    """Also if one of them finishes with its first token."""
     body: Json = {"prompt": "hi", "n": 2, "logprobs": 0, "return_token_ids": True}
     answer = prefill(serve(FakeEngine(saying(*said)), tokenizer), "/v1/completions", body)
     tokens = [[*each.encode(), EOS][0] for each in said]
@@ -220,14 +220,14 @@ def test_several_answers_cross_one_by_one(
     assert ids == {i: [*each.encode(), EOS] for i, each in enumerate(said)}
 
 
-def test_all_answers_complete_with_their_first_token(tokenizer: Tokenizer) -> None:
+def test_all_choices_finish_with_their_first_token(tokenizer: Tokenizer) -> None:
     body = {"prompt": "hi", "n": 2}
     answer = prefill(serve(FakeEngine(saying("", "")), tokenizer), "/v1/completions", body)
     assert answer["kv_transfer_params"] is None
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
 
 
-def test_a_wrong_finished_update_is_refused(tokenizer: Tokenizer) -> None:
+def test_an_invalid_finished_update_is_rejected(tokenizer: Tokenizer) -> None:
     entry = {"do_remote_prefill": False, "finished_update": {"token_ids": "x"}}
     params = {"do_remote_prefill": True, "choices": [entry, entry]}
     client = serve(FakeEngine(), tokenizer)
@@ -237,7 +237,7 @@ def test_a_wrong_finished_update_is_refused(tokenizer: Tokenizer) -> None:
 
 
 def vllm_params(**more: Any) -> Json:
-    """What vLLM's P answers, for a prompt of two tokens: one lease, a token and nothing of it."""
+    """What vLLM's P returns for a prompt of two tokens: one lease, and a token without details."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -256,7 +256,7 @@ def vllm_params(**more: Any) -> Json:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("path", [path for path, _ in FORMS])
-def test_several_answers_sample_their_own_tokens_from_one_prefill(
+def test_several_choices_sample_their_own_tokens_from_one_prefill(
     tokenizer: Tokenizer, path: str, *, is_streamed: bool
 ) -> None:
     engine = FakeEngine(saying("one", "two"))
@@ -283,10 +283,10 @@ def test_several_answers_sample_their_own_tokens_from_one_prefill(
 @pytest.mark.parametrize("has_logprobs", [False, True])
 @pytest.mark.parametrize("delivered", [False, True])
 @pytest.mark.parametrize("asks", [False, True])
-def test_a_token_without_log_probabilities_is_not_taken_by_who_asks_for_them(
+def test_a_first_token_without_log_probabilities_is_sampled_again_if_they_are_wanted(
     tokenizer: Tokenizer, *, asks: bool, delivered: bool, has_logprobs: bool
 ) -> None:
-    """Unless the client has it already, and them."""
+    """Unless the client has already received the token with its log probabilities."""
     engine = FakeEngine(saying("xyz"))
     params = vllm_params(first_token_delivered=delivered)
     if has_logprobs:
@@ -321,7 +321,7 @@ def test_lists_of_log_probabilities_are_as_long_as_the_answer(
 
 
 class CountingTokenizer:
-    """A tokenizer that counts how often it is asked to encode."""
+    """A tokenizer that counts the calls of ``encode``."""
 
     def __init__(self, inner: Tokenizer) -> None:
         self._inner = inner
@@ -351,14 +351,14 @@ def test_a_prompt_is_tokenised_once(path: str, body: Json, tokenizer: Tokenizer)
     assert list(engine.seen[-1].prompt_token_ids) == made
 
 
-def test_a_prompt_that_came_as_ids_is_not_sent_back(tokenizer: Tokenizer) -> None:
+def test_a_prompt_of_token_ids_is_not_sent_back(tokenizer: Tokenizer) -> None:
     client = serve(FakeEngine(saying("abc")), tokenizer)
     answer = prefill(client, "/v1/completions", {"prompt": [104, 105]})
     assert "prompt_token_ids" not in answer["kv_transfer_params"]
 
 
 @pytest.mark.parametrize("ids", ["no list", [1, "x"], [10**9]])
-def test_a_peers_ids_that_are_none_are_refused(ids: Any, tokenizer: Tokenizer) -> None:
+def test_invalid_token_ids_of_a_peer_are_rejected(ids: Any, tokenizer: Tokenizer) -> None:
     client = serve(FakeEngine(saying("abc")), tokenizer)
     answer = prefill(client, "/v1/completions", {"prompt": "hi"})
     params = decode_params(answer, [ord("a")], delivered=True) | {"prompt_token_ids": ids}
@@ -366,7 +366,7 @@ def test_a_peers_ids_that_are_none_are_refused(ids: Any, tokenizer: Tokenizer) -
     assert response.status_code == 400, response.text
 
 
-def test_stores_that_are_named_go_to_every_answer_of_a_request_that_stays_here() -> None:
+def test_prefix_sources_go_to_every_choice_of_a_local_request() -> None:
     sources = [{"host": "10.0.0.1", "port": 7701, "epoch": "abc", "num_tokens": 512}]
     given = {"prefix_sources": sources, "finished_update": {"anything": 1}}
     found = read_kv_transfer_request(given, 2, stream=True)
@@ -380,7 +380,7 @@ RESERVE = {"do_remote_prefill": True, "metaserver": "http://127.0.0.1:1/v1/metas
 
 
 @pytest.mark.parametrize(("path", "body"), FORMS)
-def test_whoever_is_asked_for_a_prefill_gets_the_prompt_that_the_decode_instance_made(
+def test_the_prefill_instance_receives_the_decode_instances_token_ids(
     tokenizer: Tokenizer, path: str, body: Json
 ) -> None:
     engine = FakeEngine(saying("abc"))
@@ -405,7 +405,7 @@ def test_whoever_is_asked_for_a_prefill_gets_the_prompt_that_the_decode_instance
     assert prefill_engine.seen[-1].prompt_token_ids == asked.prompt_token_ids
 
 
-def test_ids_of_a_client_are_not_sent_on(tokenizer: Tokenizer) -> None:
+def test_token_ids_of_a_client_are_not_forwarded(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(saying("abc"))
     body = {"prompt": [104, 105]}
     serve(engine, tokenizer).post("/v1/completions", **body, kv_transfer_params=RESERVE)

@@ -1,4 +1,4 @@
-"""No body, however odd, is the server's fault."""
+"""No body, however malformed, causes a server error."""
 
 from __future__ import annotations
 

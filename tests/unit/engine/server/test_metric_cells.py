@@ -1,4 +1,4 @@
-"""Counters and histograms in shared memory: what one worker counts, every worker shows."""
+"""Counters and histograms in shared memory: every worker exports the counts of all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def counter(cells: MetricCells) -> Counter:
 
 
 def shown(metric: Metric) -> dict[tuple[str, str], float]:
-    """Samples by their name and the labels that are not the model."""
+    """The samples by name and labels, without the model's label."""
     found = {}
     for sample in metric.samples:
         kinds = [value for name, value in sample.labels.items() if name != "model"]
@@ -44,7 +44,7 @@ def test_a_value_counts_in_the_first_bucket_that_holds_it() -> None:
     }
 
 
-def test_values_that_come_together_count_as_if_one_by_one() -> None:
+def test_observe_all_counts_like_single_observations() -> None:
     values = [0.25, 0.5, 0.75, 2.5, 40.0, 0.25]
     single, together = histogram(MetricCells()), histogram(MetricCells())
     for value in values:
@@ -54,7 +54,7 @@ def test_values_that_come_together_count_as_if_one_by_one() -> None:
     assert shown(together.collect()) == shown(single.collect())
 
 
-def test_counts_are_shown_by_their_labels_once_there_are_any() -> None:
+def test_counts_are_exported_once_they_are_not_zero() -> None:
     calls = counter(MetricCells())
     assert not calls.collect().samples
     calls.inc("POST", "2xx")
@@ -62,7 +62,7 @@ def test_counts_are_shown_by_their_labels_once_there_are_any() -> None:
     assert shown(calls.collect()) == {("c_total", "POST,2xx"): 2.0}
 
 
-def test_workers_count_apart_and_show_the_sum() -> None:
+def test_workers_count_separately_and_export_the_sum() -> None:
     memory = mmap(-1, cells_bytes(2))
     first, second = (
         (histogram(cells), counter(cells))

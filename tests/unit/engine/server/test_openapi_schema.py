@@ -1,4 +1,4 @@
-"""``GET /openapi.json`` says what the application serves."""
+"""``GET /openapi.json`` describes what the application serves."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def schema(client: AsgiClient) -> Json:
     return found
 
 
-def test_a_well_kept_reader_takes_it(schema: Json) -> None:
+def test_a_standard_reader_accepts_the_schema(schema: Json) -> None:
     loaded = schemathesis.openapi.from_dict(schema)
     loaded.validate()
     assert len(list(loaded.get_all_operations())) == sum(map(len, schema["paths"].values()))
 
 
-def test_every_route_is_there_and_every_posted_body_has_a_type(schema: Json) -> None:
+def test_the_schema_has_every_route_and_body(schema: Json) -> None:
     posts = {path: item["post"] for path, item in schema["paths"].items() if "post" in item}
     assert {path for path, post in posts.items() if "requestBody" not in post} == BODYLESS
     assert "/v1/models/{model}" in schema["paths"]
@@ -56,7 +56,7 @@ def test_every_route_is_there_and_every_posted_body_has_a_type(schema: Json) -> 
         ({"prompt": "a", "response_format": {"type": "json"}}, False),
     ],
 )
-def test_it_says_what_the_server_does(
+def test_the_schema_matches_the_server(
     client: AsgiClient, schema: Json, body: Json, is_good: bool
 ) -> None:
     components = schema["components"]

@@ -1,4 +1,4 @@
-"""What the API says of a prompt: echo, its log probabilities, and nothing but it."""
+"""What the API returns about a prompt: echo, log probabilities, and the prompt alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def test_offsets_count_characters_of_the_prompt(client: AsgiClient) -> None:
 
 @pytest.mark.parametrize("prompt", ["t", "tea", ["tea", "no"]])
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_a_stream_says_the_same(client: AsgiClient, prompt: Any, logprobs: int | None) -> None:
+def test_a_stream_has_the_same_log_probabilities(
+    client: AsgiClient, prompt: Any, logprobs: int | None
+) -> None:
     body = {"prompt": prompt, "echo": True, "logprobs": logprobs}
     whole = client.post(COMPLETIONS, **body).json()["choices"]
     for expected in whole:
@@ -71,7 +73,7 @@ def test_prompt_logprobs_of_a_conversation(client: AsgiClient) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_prompt_alone(client: AsgiClient, *, stream: bool) -> None:
+def test_max_tokens_0_returns_only_the_prompt(client: AsgiClient, *, stream: bool) -> None:
     body = {"prompt": "tea", "echo": True, "logprobs": 0, "max_tokens": 0}
     if stream:
         chunks = client.stream(COMPLETIONS, **body, stream_options={"include_usage": True})

@@ -1,4 +1,4 @@
-"""Reasoning at the API: in fields of its own, whole and streamed, and left out on demand."""
+"""Reasoning at the API: in its own fields, complete and streamed, and omitted if requested."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def message_of(client: AsgiClient, **more: Any) -> dict[str, Any]:
     return message
 
 
-def test_it_has_fields_of_its_own(client: AsgiClient) -> None:
+def test_reasoning_has_its_own_fields(client: AsgiClient) -> None:
     message = message_of(client)
     assert message["content"] == "It is 4."
     assert message["reasoning"] == message["reasoning_content"] == "Hm, 4."
 
 
-def test_it_is_streamed_before_the_answer(client: AsgiClient) -> None:
+def test_reasoning_is_streamed_before_the_answer(client: AsgiClient) -> None:
     answer = client.post(PATH, messages=[ASK], stream=True)
     events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
     assert events.pop() == "[DONE]"
@@ -67,7 +67,7 @@ def test_it_is_streamed_before_the_answer(client: AsgiClient) -> None:
     assert all("content" not in delta for delta in deltas if "reasoning" in delta)
 
 
-def test_it_is_left_out_on_demand(client: AsgiClient) -> None:
+def test_reasoning_can_be_omitted(client: AsgiClient) -> None:
     message = message_of(client, include_reasoning=False)
     assert message["content"] == "It is 4."
     assert "reasoning" not in message
@@ -76,13 +76,13 @@ def test_it_is_left_out_on_demand(client: AsgiClient) -> None:
     assert "Hm" not in answer.text
 
 
-def test_an_output_that_ends_within_has_no_content(tokenizer: Tokenizer) -> None:
+def test_an_output_that_ends_inside_the_reasoning_has_no_content(tokenizer: Tokenizer) -> None:
     client = AsgiClient(create_app(FakeEngine(saying("<think>Hm")), tokenizer))
     message = message_of(client)
     assert (message["reasoning"], message["content"]) == ("Hm", None)
 
 
-def test_an_open_prompt_begins_within(tokenizer: Tokenizer) -> None:
+def test_an_open_prompt_starts_inside_the_reasoning(tokenizer: Tokenizer) -> None:
     client = AsgiClient(create_app(FakeEngine(saying("Hm</think>4")), tokenizer))
     message = message_of(client, chat_template_kwargs={"is_open": True})
     assert (message["reasoning"], message["content"]) == ("Hm", "4")
@@ -96,7 +96,9 @@ def test_earlier_reasoning_goes_to_the_template(client: AsgiClient, engine: Fake
         assert "<think>Hm</think>4" in prompt
 
 
-def test_a_structured_answer_comes_behind_it(client: AsgiClient, engine: FakeEngine) -> None:
+def test_a_grammar_constrains_the_answer_after_the_reasoning(
+    client: AsgiClient, engine: FakeEngine
+) -> None:
     format_ = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
     message_of(client, response_format=format_)
     grammar = engine.seen[0].sampling.grammar
@@ -106,7 +108,7 @@ def test_a_structured_answer_comes_behind_it(client: AsgiClient, engine: FakeEng
 
 
 @pytest.mark.parametrize(("choice", "is_split"), [("none", False), ("qwen3", True)])
-def test_the_option_decides(choice: str, is_split: bool, tmp_path: Path) -> None:
+def test_the_option_overrides_the_template(choice: str, is_split: bool, tmp_path: Path) -> None:
     plain = Tokenizer.load(write_byte_tokenizer(tmp_path))
     engine = FakeEngine(saying("<think>Hm</think>4"))
     options = ServerOptions(reasoning_parser=choice)

@@ -1,4 +1,4 @@
-"""Requests that are too large or too extreme are refused before they cost time or memory."""
+"""Requests that are too large or extreme are rejected before they cost time or memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refusal(client: AsgiClient, path: str, **body: Any) -> dict[str, Any]:
         ("/tokenize", {"messages": [{"role": "user", "content": HUGE}]}, "messages"),
     ],
 )
-def test_texts_that_fit_in_no_context_are_not_tokenised(
+def test_texts_longer_than_any_context_are_not_tokenised(
     client: AsgiClient,
     byte_tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
@@ -109,7 +109,7 @@ def test_extreme_values_are_refused(
         {"min_tokens": 2, "stop_token_ids": list(range(200)), "max_tokens": 3},
     ],
 )
-def test_the_ends_of_each_range_are_served(client: AsgiClient, fields: dict[str, Any]) -> None:
+def test_the_limits_of_each_range_are_accepted(client: AsgiClient, fields: dict[str, Any]) -> None:
     assert client.post(COMPLETIONS, prompt="tea", **fields).status_code == 200
 
 

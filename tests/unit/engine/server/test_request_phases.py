@@ -1,4 +1,4 @@
-"""How an answer's time is told apart, for metrics and traces."""
+"""The phases of a request, for metrics and traces."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_gaps_begin_with_the_second_token() -> None:
 
 
 class TimedEngine(FakeEngine):
-    """Tells with the last update how the request came on."""
+    """An engine whose last update has the timestamps of the request."""
 
     def _updates(self, request: Any) -> list[Any]:
         *updates, last = super()._updates(request)
@@ -75,7 +75,9 @@ class TimedEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("traceparent", [None, f"00-{TRACE_ID}-{PARENT_ID}-01"])
-def test_spans_stand_under_the_callers(byte_tokenizer: Tokenizer, traceparent: str | None) -> None:
+def test_spans_are_children_of_the_callers_span(
+    byte_tokenizer: Tokenizer, traceparent: str | None
+) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     app = create_app(TimedEngine(), byte_tokenizer, tracing=Tracing(provider))
@@ -104,7 +106,7 @@ def test_spans_stand_under_the_callers(byte_tokenizer: Tokenizer, traceparent: s
     provider.shutdown()
 
 
-def test_stages_are_counted(byte_tokenizer: Tokenizer) -> None:
+def test_phases_are_counted(byte_tokenizer: Tokenizer) -> None:
     client = AsgiClient(create_app(TimedEngine(), byte_tokenizer))
     client.post("/v1/completions", prompt="tea")
     lines = client.get("/metrics").text.splitlines()
@@ -118,7 +120,7 @@ def test_stages_are_counted(byte_tokenizer: Tokenizer) -> None:
     assert figures[f"vllm:cache_config_info{{{pool}}}"] == "1.0"
 
 
-def test_a_failure_is_marked(byte_tokenizer: Tokenizer) -> None:
+def test_a_failure_sets_the_span_status(byte_tokenizer: Tokenizer) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     engine = FakeEngine(fail_at=1)

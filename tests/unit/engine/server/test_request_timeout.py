@@ -1,4 +1,4 @@
-"""A request's own time limit, from body and header to the typed error."""
+"""A request's timeout, from body and header to the typed error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATH = "/v1/completions"
     ("in_header", "in_body", "seconds"),
     [(None, None, None), ("2.5", None, 2.5), (None, 3.0, 3.0), ("2", 3.0, 2.0), ("4", 3.0, 3.0)],
 )
-def test_the_shorter_limit_counts(
+def test_the_shorter_timeout_applies(
     client: AsgiClient,
     engine: FakeEngine,
     in_header: str | None,
@@ -30,13 +30,13 @@ def test_the_shorter_limit_counts(
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "0", "nan", "inf"])
-def test_a_limit_that_is_no_time_is_refused(client: AsgiClient, value: str) -> None:
+def test_an_invalid_timeout_is_rejected(client: AsgiClient, value: str) -> None:
     response = replace(client, headers={"X-Request-Timeout": value}).post(PATH, prompt="tea")
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "X-Request-Timeout"
 
 
-def test_a_late_answer_is_a_typed_error(client: AsgiClient, engine: FakeEngine) -> None:
+def test_a_timeout_is_a_typed_error(client: AsgiClient, engine: FakeEngine) -> None:
     engine.late_at = 1
     response = client.post(PATH, prompt="tea")
     assert response.status_code == 504

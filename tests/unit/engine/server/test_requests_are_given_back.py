@@ -1,4 +1,4 @@
-"""What a request took is free as soon as it is answered, not when the garbage collector comes."""
+"""A finished request's memory is freed at once, without the garbage collector."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def num_bodies() -> int:
         ("/detokenize", {"tokens": [65] * 2_000_000}, 400),
     ],
 )
-def test_nothing_is_left_of_a_request(
+def test_a_finished_request_leaves_no_garbage(
     client: AsgiClient, path: str, body: dict[str, Any], status: int
 ) -> None:
     before = num_bodies()

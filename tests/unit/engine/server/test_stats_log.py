@@ -1,4 +1,4 @@
-"""A line about what the engine does, every few seconds."""
+"""The periodic log line with the engine's statistics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_line() -> None:
     assert stats_line(BUSY, BUSY, 10.0).endswith("prefix cache hit rate: -")
 
 
-def test_lines_come_while_there_is_work_and_once_after(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_are_logged_while_busy_and_once_after(caplog: pytest.LogCaptureFixture) -> None:
     done = EngineStats(prompt_tokens=1000, generation_tokens=80)
     seen = [EngineStats(), EngineStats(), BUSY, BUSY, done, done, done]
     stats_log = StatsLog(lambda: seen.pop(0), 10.0)
@@ -44,7 +44,7 @@ def test_lines_come_while_there_is_work_and_once_after(caplog: pytest.LogCapture
     assert not seen
 
 
-def test_an_interval_of_zero_is_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_interval_of_zero_disables_the_log(caplog: pytest.LogCaptureFixture) -> None:
     stats_log = StatsLog(lambda: BUSY, 0.0)
     with caplog.at_level(logging.INFO):
         stats_log.tick(0.0)
@@ -60,6 +60,6 @@ def test_an_interval_of_zero_is_none(caplog: pytest.LogCaptureFixture) -> None:
         ({"log_stats_interval_s": -1.0}, "--log-stats-interval must be a number of seconds"),
     ],
 )
-def test_what_can_not_be_is_refused(options: dict[str, float], words: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ServerOptions(**options)  # type: ignore[arg-type]

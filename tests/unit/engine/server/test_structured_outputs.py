@@ -1,4 +1,4 @@
-"""Structured outputs at the API: what reaches the engine, and what is refused."""
+"""Structured outputs at the API: what reaches the engine, and what is rejected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ COMPLETION = ("/v1/completions", {"prompt": "tea?"})
         ),
     ],
 )
-def test_becomes_a_grammar(
+def test_a_field_becomes_a_grammar(
     client: AsgiClient,
     engine: FakeEngine,
     path: str,
@@ -114,7 +114,9 @@ def test_a_missing_library_is_named_with_its_command(
 
 
 @pytest.mark.timeout(300)
-def test_a_schema_that_compiles_for_ever_is_refused(client: AsgiClient, engine: FakeEngine) -> None:
+def test_a_schema_that_never_finishes_compiling_is_rejected(
+    client: AsgiClient, engine: FakeEngine
+) -> None:
     endless = {"allOf": [{"type": "integer", "multipleOf": p} for p in (9973, 9967, 9949, 9941)]}
     for _ in range(2):
         response = client.post(CHAT[0], **CHAT[1], **as_schema(endless))
@@ -125,7 +127,7 @@ def test_a_schema_that_compiles_for_ever_is_refused(client: AsgiClient, engine: 
 
 
 @pytest.mark.parametrize("depth", [200, 900, 5000])
-def test_a_deep_schema_is_refused_or_served(client: AsgiClient, depth: int) -> None:
+def test_a_deep_schema_is_rejected_or_accepted(client: AsgiClient, depth: int) -> None:
     schema = '{"type":"array","items":' * depth + "true" + "}" * depth
     wanted = f'{{"prompt": "tea", "structured_outputs": {{"json": {schema}}}}}'
     response = client.request("POST", "/v1/completions", content=wanted)
@@ -136,7 +138,7 @@ def allowed_ids(allowed: bytes, size: int = 258) -> set[int]:
     return {i for i in range(size) if allowed[i // 8] >> i % 8 & 1}
 
 
-def test_a_matcher_knows_what_may_come_next(byte_tokenizer: Tokenizer) -> None:
+def test_a_matcher_returns_the_allowed_tokens(byte_tokenizer: Tokenizer) -> None:
     vocabulary = Vocabulary(byte_tokenizer, 258, (256, 7))
     matcher = vocabulary.matcher(Grammar(GrammarKind.REGEX, "a[bc]d?"))
     assert allowed_ids(matcher.allowed()) == {ord("a")}
@@ -148,7 +150,7 @@ def test_a_matcher_knows_what_may_come_next(byte_tokenizer: Tokenizer) -> None:
     assert allowed_ids(matcher.allowed()) == {256, 7}
 
 
-def test_requests_do_not_share_a_place(byte_tokenizer: Tokenizer) -> None:
+def test_requests_have_independent_matchers(byte_tokenizer: Tokenizer) -> None:
     vocabulary = Vocabulary(byte_tokenizer, 258, (256,))
     grammar = Grammar(GrammarKind.REGEX, "ab")
     first, second = vocabulary.matcher(grammar), vocabulary.matcher(grammar)
@@ -167,7 +169,7 @@ def test_requests_do_not_share_a_place(byte_tokenizer: Tokenizer) -> None:
         ),
     ],
 )
-def test_a_refused_grammar_names_the_field_that_asked(
+def test_a_rejected_grammar_names_its_field(
     client: AsgiClient, asked: dict[str, Any], field: str
 ) -> None:
     response = client.post("/v1/completions", prompt="tea?", **asked)

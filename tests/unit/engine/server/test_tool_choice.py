@@ -1,4 +1,4 @@
-"""Tools at the API: what the model is shown, what it has to say, and how its calls look."""
+"""Tools at the API: what the model receives, what it is forced to write, and its calls."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def ask(client: AsgiClient, **more: Any) -> Any:
     return client.post(PATH, messages=[ASK], tools=[BREW, POUR], **more)
 
 
-def test_the_template_is_shown_the_tools(client: AsgiClient, engine: FakeEngine) -> None:
+def test_the_template_receives_the_tools(client: AsgiClient, engine: FakeEngine) -> None:
     assert ask(client).status_code == 200
     prompt = bytes(engine.seen[0].prompt_token_ids).decode()
     shown = [json.loads(line) for line in prompt.splitlines() if line.startswith("{")]
@@ -74,7 +74,7 @@ def test_the_template_is_shown_the_tools(client: AsgiClient, engine: FakeEngine)
     assert engine.seen[0].sampling.grammar is None
 
 
-def test_a_whole_answer_calls(client: AsgiClient) -> None:
+def test_calls_of_a_complete_answer(client: AsgiClient) -> None:
     choice = ask(client).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     function = {"name": "brew", "arguments": '{"cups": 2}'}
@@ -91,7 +91,7 @@ def test_an_answer_of_calls_alone_has_no_content(client: AsgiClient, engine: Fak
     assert ask(client).json()["choices"][0]["message"]["content"] is None
 
 
-def test_a_streamed_answer_calls_piece_by_piece(client: AsgiClient) -> None:
+def test_calls_of_a_streamed_answer(client: AsgiClient) -> None:
     chunks = client.stream(PATH, messages=[ASK], tools=[BREW], return_token_ids=True)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("content") or "" for delta in deltas) == "At once.\n"
@@ -108,10 +108,10 @@ POURING = '<tool_call>\n{"name": "pour", "arguments": {}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(("is_parallel", "names"), [(False, ["brew"]), (True, ["brew", "pour"])])
-def test_an_answer_calls_one_tool_where_calls_may_not_be_parallel(
+def test_without_parallel_calls_only_one_is_returned(
     client: AsgiClient, engine: FakeEngine, is_parallel: bool, names: list[str]
 ) -> None:
-    """Whole and streamed: its client would run the first call of several, or all at once."""
+    """Complete and streamed: the client would otherwise run several calls."""
     engine.script = saying(f"At once.\n{CALL}\n{POURING}\nDone.")
     body = {"messages": [ASK], "tools": [BREW, POUR], "parallel_tool_calls": is_parallel}
     choice = client.post(PATH, **body).json()["choices"][0]
@@ -130,7 +130,7 @@ def test_an_answer_calls_one_tool_where_calls_may_not_be_parallel(
 
 
 @pytest.mark.parametrize("more", [{"tool_choice": "none"}, {"tools": None}])
-def test_without_tools_the_text_is_text(
+def test_without_tools_calls_stay_text(
     client: AsgiClient, engine: FakeEngine, more: dict[str, Any]
 ) -> None:
     body = {"messages": [ASK], "tools": [BREW], **more}
@@ -159,7 +159,7 @@ def test_earlier_calls_and_results_go_back_to_the_model(
         ({"type": "function", "function": {"name": "pour"}}, ["call: call_0\n", "calls: one\n"]),
     ],
 )
-def test_a_wanted_call_becomes_a_grammar(
+def test_a_forced_call_becomes_a_grammar(
     client: AsgiClient, engine: FakeEngine, choice: Any, rules: list[str]
 ) -> None:
     response = ask(client, tool_choice=choice)
@@ -170,7 +170,7 @@ def test_a_wanted_call_becomes_a_grammar(
     assert all(rule in grammar.source for rule in rules), grammar.source
 
 
-def test_an_answer_calls_or_keeps_to_its_schema(client: AsgiClient, engine: FakeEngine) -> None:
+def test_an_answer_is_a_call_or_follows_its_schema(client: AsgiClient, engine: FakeEngine) -> None:
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
     assert ask(client, response_format=schema).status_code == 200
     grammar = engine.seen[0].sampling.grammar
@@ -222,7 +222,7 @@ def test_a_model_without_tools_says_so(engine: FakeEngine, byte_tokenizer: Token
     assert ask(client).json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_an_unknown_form_is_refused() -> None:
+def test_an_unknown_format_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"one of auto, none, hermes, .*deepseek_v31, mistral, got 'x'"
     ):
@@ -243,12 +243,12 @@ green "A"
 
 @pytest.fixture
 def coder(engine: FakeEngine, tokenizer: Tokenizer) -> AsgiClient:
-    """A model that calls as Qwen3-Coder does."""
+    """A model that calls tools in Qwen3-Coder's format."""
     engine.script = saying(f"At once.\n{CODER_CALL}")
     return AsgiClient(create_app(engine, tokenizer, ServerOptions("qwen3_coder")))
 
 
-def test_untyped_arguments_get_the_types_of_their_tool(coder: AsgiClient) -> None:
+def test_untyped_arguments_get_the_types_of_the_schema(coder: AsgiClient) -> None:
     message = ask(coder).json()["choices"][0]["message"]
     assert message["content"] == "At once.\n"
     [call] = message["tool_calls"]
@@ -297,18 +297,18 @@ FORCED: dict[str, Any] = {
     ],
 )
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_odd_schemas_of_tools_fail_no_answer(
+def test_odd_tool_schemas_fail_no_request(
     coder: AsgiClient, parameters: dict[str, Any], choice: str
 ) -> None:
-    """Keywords without a value, as clients write that set none, say nothing."""
+    """Keywords without a value, as some clients write them, are ignored."""
     tool = {"type": "function", "function": {"name": "brew", "parameters": parameters}}
     response = coder.post(PATH, messages=[ASK], tools=[tool], tool_choice=choice)
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["message"]["tool_calls"]
 
 
-def test_a_grammar_is_given_up_as_soon_as_it_is_too_long(coder: AsgiClient) -> None:
-    """Definitions go to each argument: tools of 60 KB would have a grammar of 36 MB."""
+def test_building_a_grammar_stops_once_it_is_too_long(coder: AsgiClient) -> None:
+    """Definitions are repeated per argument: tools of 60 KB would have a grammar of 36 MB."""
     parameters = {
         "properties": {f"a{i}": {"$ref": "#/$defs/a"} for i in range(1200)},
         "$defs": {"a": {"type": "integer", "description": "x" * 30_000}},
@@ -336,7 +336,7 @@ def test_a_grammar_is_given_up_as_soon_as_it_is_too_long(coder: AsgiClient) -> N
         ({"kind": "x", "sugar": "1"}, False),
     ],
 )
-def test_a_forced_call_in_tags_keeps_to_its_schema(
+def test_a_forced_call_in_tags_follows_its_schema(
     coder: AsgiClient, engine: FakeEngine, arguments: dict[str, str], *, fits: bool
 ) -> None:
     assert coder.post(PATH, messages=[ASK], tools=[FORCED], tool_choice="required").is_success
@@ -349,8 +349,8 @@ def test_a_forced_call_in_tags_keeps_to_its_schema(
     assert not fits or matcher.is_accepting()
 
 
-def test_prefill_and_decode_apart_cut_nowhere(client: AsgiClient, engine: FakeEngine) -> None:
-    """What the first token shows and what comes after it are the whole, with a tag in between."""
+def test_calls_are_parsed_across_prefill_and_decode(client: AsgiClient, engine: FakeEngine) -> None:
+    """The first token's output and the rest add up to the whole, even with a tag in between."""
     engine.script = saying(CALL)
     ordered = {"do_remote_decode": True}
     prefilled = ask(client, max_tokens=1, kv_transfer_params=ordered).json()

@@ -1,4 +1,4 @@
-"""Unknown fields of requests: ignored with one warning, refused where they change the answer."""
+"""Unknown request fields: ignored with one warning, or rejected if they change the answer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ AGENTS_BODY = {
 }
 
 
-def test_what_agents_send_is_served(caplog: pytest.LogCaptureFixture) -> None:
+def test_fields_that_agents_send_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found = decode_request(json.dumps(AGENTS_BODY).encode(), ChatRequest)
         decode_request(json.dumps(AGENTS_BODY).encode(), ChatRequest)
@@ -81,7 +81,7 @@ def test_the_number_of_warnings_is_bounded(caplog: pytest.LogCaptureFixture) -> 
         ("mirostat", "mirostat is not supported; remove it"),
     ],
 )
-def test_what_changes_the_answer_is_refused(field: str, said: str) -> None:
+def test_fields_that_change_the_answer_are_rejected(field: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as caught:
         decode_request(json.dumps({"prompt": "x", "abc": 1, field: 1}).encode(), CompletionRequest)
     assert caught.value.param == field
@@ -105,10 +105,10 @@ CHANGED_ANSWERS = [
 
 
 @pytest.mark.parametrize(("field", "value", "said", "neutral"), CHANGED_ANSWERS)
-def test_chat_is_asked_for_what_is_done_anyway_or_refuses(
+def test_fields_are_rejected_unless_they_have_no_effect(
     field: str, value: Any, said: str, neutral: Any
 ) -> None:
-    """Clients that name every parameter say what they don't want, too."""
+    """Clients that send every parameter send values without effect, too."""
     body = {"messages": [{"role": "user", "content": "x"}]}
     with pytest.raises(InvalidRequest, match=f"{field} is not supported.*{said}") as caught:
         decode_request(json.dumps(body | {field: value}).encode(), ChatRequest)
@@ -117,13 +117,13 @@ def test_chat_is_asked_for_what_is_done_anyway_or_refuses(
         decode_request(json.dumps(body | {field: harmless}).encode(), ChatRequest)
 
 
-def test_objects_that_ask_for_something_stay_strict() -> None:
+def test_other_objects_stay_strict() -> None:
     body = b'{"prompt": "x", "structured_outputs": {"jsn": {}}}'
     with pytest.raises(InvalidRequest, match=r"unknown field structured_outputs\.jsn; remove it"):
         decode_request(body, CompletionRequest)
 
 
-def test_other_errors_are_found_behind_unknown_fields() -> None:
+def test_other_errors_are_found_beside_unknown_fields() -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[0\].role: "):
         decode_request(b'{"abc": 1, "messages": [{"role": "x", "abc": 1}]}', ChatRequest)
 

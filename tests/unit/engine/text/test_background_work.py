@@ -1,4 +1,4 @@
-"""Lines of work: bounded, and what is short does not wait behind what is long."""
+"""Background work: queues are bounded, and short work does not wait for long work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def waiting_for(event: threading.Event) -> Callable[[], str]:
     return work
 
 
-def test_a_short_text_is_done_at_once_and_here() -> None:
+def test_a_short_text_runs_on_the_event_loop() -> None:
     async def scenario() -> None:
         name = await BackgroundWork().on_text(LONG_TEXT, lambda: threading.current_thread().name)
         assert name == threading.current_thread().name
@@ -33,7 +33,7 @@ def test_a_short_text_is_done_at_once_and_here() -> None:
     asyncio.run(scenario())
 
 
-def test_each_size_has_its_own_line() -> None:
+def test_each_size_has_its_own_executor() -> None:
     async def scenario() -> None:
         work, event = BackgroundWork(), threading.Event()
         longest = asyncio.create_task(work.on_text(LONGEST_TEXTS + 1, waiting_for(event)))
@@ -48,7 +48,7 @@ def test_each_size_has_its_own_line() -> None:
     asyncio.run(scenario())
 
 
-def test_a_full_line_refuses_until_something_has_left_it() -> None:
+def test_a_full_queue_rejects_until_a_call_has_finished() -> None:
     async def scenario() -> None:
         executor, event = BoundedExecutor("long texts", 1, 2), threading.Event()
         tasks = [asyncio.create_task(executor.run(waiting_for(event))) for _ in range(3)]
@@ -62,7 +62,7 @@ def test_a_full_line_refuses_until_something_has_left_it() -> None:
     asyncio.run(scenario())
 
 
-def test_who_leaves_before_its_turn_makes_room_and_costs_nothing() -> None:
+def test_a_cancelled_call_leaves_the_queue_and_never_runs() -> None:
     async def scenario() -> None:
         executor, event = BoundedExecutor("long texts", 1, 1), threading.Event()
         done: list[int] = []
@@ -81,7 +81,7 @@ def test_who_leaves_before_its_turn_makes_room_and_costs_nothing() -> None:
     asyncio.run(scenario())
 
 
-def test_errors_come_through() -> None:
+def test_errors_are_raised_to_the_caller() -> None:
     def refuse() -> None:
         raise InvalidRequest("no")
 

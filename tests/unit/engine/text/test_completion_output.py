@@ -1,4 +1,4 @@
-"""The text of one answer: what is shown, what is left out, and what the engine is told."""
+"""The text of one choice: what is shown, what is omitted, and what is reported to the engine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_stop_token_counts_and_is_not_shown(byte_tokenizer: Tokenizer) -> No
     assert updates[-1].stop_reason is None
 
 
-def test_the_stop_token_is_shown_on_demand(byte_tokenizer: Tokenizer) -> None:
+def test_the_stop_token_is_shown_if_requested(byte_tokenizer: Tokenizer) -> None:
     sampling = SamplingParams(include_stop_str_in_output=True, skip_special_tokens=False)
     assert text_of(run(FakeEngine(saying("tea")), byte_tokenizer, sampling)) == "tea<|eos|>"
 
@@ -87,7 +87,7 @@ def test_a_stop_string_ends_the_request(byte_tokenizer: Tokenizer) -> None:
     assert engine.left_early == ["r"]
 
 
-def test_held_back_text_comes_out_at_the_length_limit(byte_tokenizer: Tokenizer) -> None:
+def test_held_back_text_is_released_at_the_length_limit(byte_tokenizer: Tokenizer) -> None:
     sampling = SamplingParams(stop=("ten",), max_tokens=2)
     updates = run(FakeEngine(saying("tea")), byte_tokenizer, sampling)
     assert [update.text for update in updates] == ["", "te"]
@@ -100,13 +100,13 @@ def test_offsets_count_decoded_characters(byte_tokenizer: Tokenizer) -> None:
     assert [entry.token_id for u in updates for entry in u.logprobs] == [*"é!".encode(), EOS]
 
 
-def test_a_failed_request_says_why(byte_tokenizer: Tokenizer) -> None:
+def test_a_failed_request_has_a_reason(byte_tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestFailed, match="bad luck"):
         run(FakeEngine(saying("tea"), fail_at=1), byte_tokenizer, SamplingParams())
 
 
-def test_a_handed_over_answer_keeps_held_back_text(byte_tokenizer: Tokenizer) -> None:
-    """The decode instance shows it, once it is certain."""
+def test_held_back_text_is_kept_for_the_peer(byte_tokenizer: Tokenizer) -> None:
+    """The decode instance shows the text once it is final."""
     updates = run(
         FakeEngine(saying("é")), byte_tokenizer, SamplingParams(), KVTransferParams(keeps_kv=True)
     )
@@ -126,7 +126,9 @@ def test_a_stop_string_in_the_first_token_releases_the_kv(byte_tokenizer: Tokeni
 
 
 @pytest.mark.parametrize("answer", ["tea", "é!", "END of"])
-def test_two_halves_are_one_whole(byte_tokenizer: Tokenizer, answer: str) -> None:
+def test_prefill_and_decode_give_the_same_text_as_one_instance(
+    byte_tokenizer: Tokenizer, answer: str
+) -> None:
     sampling = SamplingParams(stop=("ENDE",), logprobs=1)
     whole = run(FakeEngine(saying(answer)), byte_tokenizer, sampling)
     first = run(
@@ -143,7 +145,7 @@ def test_two_halves_are_one_whole(byte_tokenizer: Tokenizer, answer: str) -> Non
     assert [i for update in rest for i in update.token_ids] == [*answer.encode(), EOS]
 
 
-def test_leaving_early_ends_the_request(byte_tokenizer: Tokenizer) -> None:
+def test_closing_early_aborts_the_request(byte_tokenizer: Tokenizer) -> None:
     engine = FakeEngine(saying("tea"), hold_at=1)
     texts: list[TextUpdate] = []
 
@@ -167,8 +169,8 @@ def test_leaving_early_ends_the_request(byte_tokenizer: Tokenizer) -> None:
     assert text_of(texts) == "t"
 
 
-def test_an_error_behind_the_engine_ends_this_choice_alone(byte_tokenizer: Tokenizer) -> None:
-    """What takes the text fails: the error comes out, and the engine stops the request."""
+def test_an_error_in_a_callback_ends_only_its_choice(byte_tokenizer: Tokenizer) -> None:
+    """If the callback fails, the error is reported and the engine aborts the request."""
     engine = FakeEngine(saying("tea"))
 
     def take(_: TextUpdate) -> None:
@@ -195,10 +197,10 @@ def test_an_error_behind_the_engine_ends_this_choice_alone(byte_tokenizer: Token
     ],
     ids=["text alone", "log probabilities", "a length"],
 )
-def test_tokens_that_say_nothing_else_take_the_short_way(
+def test_plain_tokens_take_the_fast_path(
     byte_tokenizer: Tokenizer, sampling: SamplingParams, plain: str
 ) -> None:
-    """In order with what takes the long one, and with the same text."""
+    """In order with updates on the slow path, and with the same text."""
     engine = FakeEngine(saying("teapot"))
     processor = TextOutputProcessor(byte_tokenizer, sampling)
     seen: list[str] = []
@@ -233,6 +235,6 @@ def test_tokens_that_say_nothing_else_take_the_short_way(
     assert bytes(short).decode() == plain
 
 
-def test_what_is_looked_for_in_the_text_has_no_short_way(byte_tokenizer: Tokenizer) -> None:
+def test_searched_text_takes_no_fast_path(byte_tokenizer: Tokenizer) -> None:
     assert TextOutputProcessor(byte_tokenizer, SamplingParams()).is_plain
     assert not TextOutputProcessor(byte_tokenizer, SamplingParams(stop=("pot",))).is_plain

@@ -1,4 +1,4 @@
-"""The incremental detokenizer: nothing lost, nothing early, whatever the bytes and the grouping."""
+"""The incremental detokenizer loses nothing and shows nothing early, whatever the grouping."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def grouped(ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 
 @given(ids=BYTE_LEVEL_IDS, cuts=st.lists(st.integers(0, 100)), skips=st.booleans())
-def test_deltas_are_the_full_decode(
+def test_deltas_add_up_to_the_full_decode(
     byte_tokenizer: Tokenizer, ids: list[int], cuts: list[int], skips: bool
 ) -> None:
     sampling = SamplingParams(skip_special_tokens=skips)
@@ -38,7 +38,9 @@ def test_deltas_are_the_full_decode(
 
 
 @given(text=st.text(alphabet="abc é→🍵", max_size=20))
-def test_deltas_of_fallback_bytes_are_the_text(fallback_tokenizer: Tokenizer, text: str) -> None:
+def test_deltas_of_fallback_bytes_add_up_to_the_text(
+    fallback_tokenizer: Tokenizer, text: str
+) -> None:
     ids = fallback_tokenizer.encode(text)
     deltas, _ = stream(fallback_tokenizer, SamplingParams(), [[i] for i in ids])
     assert "".join(deltas) == fallback_tokenizer.decode(ids) == text
@@ -101,14 +103,14 @@ def test_ends_at_a_stop_string(byte_tokenizer: Tokenizer, keeps: bool, expected:
     assert detokenizer.num_tokens == len("tea END")
 
 
-def test_a_stop_string_within_min_tokens_is_passed_over(byte_tokenizer: Tokenizer) -> None:
+def test_a_stop_string_within_min_tokens_is_ignored(byte_tokenizer: Tokenizer) -> None:
     sampling = SamplingParams(stop=("b",), min_tokens=2)
     deltas, detokenizer = stream(byte_tokenizer, sampling, [[i] for i in b"abab"])
     assert "".join(deltas) == "aba"
     assert detokenizer.num_tokens == 4
 
 
-def test_special_tokens_are_shown_on_demand(byte_tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_shown_if_requested(byte_tokenizer: Tokenizer) -> None:
     ids = [*b"a", EOS, *b"b"]
     assert stream(byte_tokenizer, SamplingParams(), [ids])[0][0] == "ab"
     shown = SamplingParams(skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Grammars that would take for ever, or the process with them, end their own process only."""
+"""Grammars that never finish compiling, or crash the compiler, kill only their own process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mooncake_engine.text.tokenizer import Tokenizer
 
 TABLE = TokenTable((*(bytes([i]) for i in range(256)), b""), (256,), (256,))
 PATIENT = CompileLimits(wall_s=120.0, start_s=120.0)
-"""Of wall time: other work on the machine must not end a test."""
+"""Seconds of wall-clock time, generous because the machine may be busy."""
 FINE = Grammar(GrammarKind.REGEX, "[a-c]+")
 NESTED = 20_000
 
@@ -75,7 +75,7 @@ def child_of(process: GrammarProcess) -> int:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_ends_its_own_process_and_the_next_grammar_compiles(
+def test_a_bomb_kills_only_its_process_and_the_next_grammar_compiles(
     process: GrammarProcess, name: str
 ) -> None:
     before = child_of(process)
@@ -88,7 +88,7 @@ def test_a_bomb_ends_its_own_process_and_the_next_grammar_compiles(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_looks_like_a_bomb_ends_nothing(process: GrammarProcess, name: str) -> None:
+def test_a_large_but_cheap_grammar_kills_nothing(process: GrammarProcess, name: str) -> None:
     before = child_of(process)
     with suppress(InvalidRequest):
         process.check(HARMLESS[name])
@@ -96,7 +96,7 @@ def test_what_looks_like_a_bomb_ends_nothing(process: GrammarProcess, name: str)
 
 
 @pytest.mark.timeout(300)
-def test_a_child_that_says_nothing_is_ended() -> None:
+def test_a_child_that_does_not_reply_is_killed() -> None:
     process = GrammarProcess(TABLE, CompileLimits(cpu_s=600, wall_s=0.5, start_s=120.0))
     with pytest.raises(InvalidRequest, match="SIGKILL"):
         process.check(ENDLESS)
@@ -104,7 +104,7 @@ def test_a_child_that_says_nothing_is_ended() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_who_sends_a_bomb_again_costs_nothing(process: GrammarProcess) -> None:
+def test_a_bomb_sent_again_is_not_compiled(process: GrammarProcess) -> None:
     with pytest.raises(InvalidRequest) as first:
         process.check(ENDLESS)
     before = child_of(process)
@@ -124,7 +124,7 @@ def test_a_child_that_was_killed_is_replaced(process: GrammarProcess) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_wrong_grammar_is_refused_with_the_librarys_words(process: GrammarProcess) -> None:
+def test_an_invalid_grammar_is_rejected_with_the_librarys_message(process: GrammarProcess) -> None:
     before = child_of(process)
     with pytest.raises(InvalidRequest, match="regular expression is rejected"):
         process.check(Grammar(GrammarKind.REGEX, "("))
@@ -140,7 +140,7 @@ def test_a_wrong_grammar_is_refused_with_the_librarys_words(process: GrammarProc
     ],
     ids=["expressions", "recursion"],
 )
-def test_what_would_fail_at_the_first_token_is_refused(
+def test_a_grammar_that_fails_at_the_first_token_is_rejected(
     process: GrammarProcess, grammar: Grammar
 ) -> None:
     with pytest.raises(InvalidRequest, match="is rejected"):
@@ -148,7 +148,7 @@ def test_what_would_fail_at_the_first_token_is_refused(
 
 
 @pytest.mark.timeout(300)
-def test_a_child_ends_with_its_owner() -> None:
+def test_the_child_exits_with_its_parent() -> None:
     process = GrammarProcess(TABLE, PATIENT)
     process.check(FINE)
     child = process._child
@@ -158,7 +158,7 @@ def test_a_child_ends_with_its_owner() -> None:
     process.close()
 
 
-def test_what_is_kept_is_bounded_by_its_size(byte_tokenizer: Tokenizer) -> None:
+def test_the_cache_of_grammars_is_bounded_by_size(byte_tokenizer: Tokenizer) -> None:
     vocabulary = Vocabulary(byte_tokenizer, 258, (256,))
     large = [Grammar(GrammarKind.REGEX, f"{i}" + "a" * 400_000) for i in range(6)]
     for grammar in [FINE, *large]:

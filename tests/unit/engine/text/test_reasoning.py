@@ -1,4 +1,4 @@
-"""Reasoning told from the answer: the same however the text is cut, and grammars bind behind it."""
+"""Reasoning is separated however the text is split, and grammars apply after it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read(is_open: bool, pieces: list[str]) -> tuple[str, str, list[CallDelta]]:
 
 
 @pytest.mark.parametrize(("is_open", "text", "reasoning", "content", "calls"), OUTPUTS)
-def test_the_message_does_not_depend_on_the_pieces(
+def test_the_message_does_not_depend_on_the_split(
     is_open: bool, text: str, reasoning: str, content: str, calls: int
 ) -> None:
     whole = read(is_open, [text])
@@ -62,7 +62,7 @@ def test_the_message_does_not_depend_on_the_pieces(
         assert "".join(c.arguments for c in found[2]) == "".join(c.arguments for c in whole[2])
 
 
-def test_reasoning_is_streamed_and_only_a_tags_beginning_is_held_back() -> None:
+def test_only_the_start_of_a_tag_is_held_back() -> None:
     parser = ReasoningParser(is_open=False)
     assert [parser.push(piece).reasoning for piece in ("<think>", "a", " b", " <", "c", "</")] == [
         *("", "a", " b", " ", "<c", "")
@@ -85,11 +85,13 @@ def tokenizer() -> Tokenizer:
         ("", UNDECIDED),
     ],
 )
-def test_where_a_prompt_ends(tokenizer: Tokenizer, prompt: str, state: ReasoningState) -> None:
+def test_reasoning_state_of_a_prompt(
+    tokenizer: Tokenizer, prompt: str, state: ReasoningState
+) -> None:
     assert reasoning_state(tokenizer, tokenizer.encode(prompt)) is state
 
 
-def test_templates_that_know_the_tags() -> None:
+def test_reasoning_is_detected_from_the_template() -> None:
     assert detect_reasoning("{{ content.split('</think>')[-1] }}")
     assert not detect_reasoning("{{ content }}")
     assert not detect_reasoning(None)
@@ -112,7 +114,7 @@ GRAMMARS = {
 
 
 def is_allowed(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
-    """Whether an output may be that text, and end there."""
+    """Whether the grammar allows the text as a complete output."""
     matcher = vocabulary_of(tokenizer, 272, (257,)).matcher(grammar)
     for token_id in (*tokenizer.encode(text), 257):
         if not matcher.allowed()[token_id // 8] >> token_id % 8 & 1:
@@ -122,7 +124,7 @@ def is_allowed(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_a_grammar_binds_behind_the_reasoning(tokenizer: Tokenizer, name: str) -> None:
+def test_a_grammar_constrains_the_text_after_the_reasoning(tokenizer: Tokenizer, name: str) -> None:
     grammar, answer = GRAMMARS[name]
     thought = 'I could say {"b": [ or no.'
     opened = after_reasoning(grammar, OPEN)
@@ -137,7 +139,7 @@ def test_a_grammar_binds_behind_the_reasoning(tokenizer: Tokenizer, name: str) -
     assert is_allowed(tokenizer, grammar, answer)
 
 
-def test_a_grammar_that_refers_to_its_start_has_no_reasoning_within(tokenizer: Tokenizer) -> None:
+def test_a_recursive_grammar_has_no_reasoning_inside(tokenizer: Tokenizer) -> None:
     grammar, _ = GRAMMARS["recursive start"]
     behind = after_reasoning(grammar, UNDECIDED)
     assert is_allowed(tokenizer, behind, "<think>a</think>(x)")
@@ -145,7 +147,7 @@ def test_a_grammar_that_refers_to_its_start_has_no_reasoning_within(tokenizer: T
 
 
 @pytest.mark.parametrize("name", ["regex", "lark", "json"])
-def test_space_behind_the_reasoning_has_an_end(tokenizer: Tokenizer, name: str) -> None:
+def test_white_space_after_the_reasoning_is_bounded(tokenizer: Tokenizer, name: str) -> None:
     grammar, answer = GRAMMARS[name]
     behind = after_reasoning(grammar, OPEN)
     assert is_allowed(tokenizer, behind, f"a</think>{20 * ' '}{answer}")

@@ -1,4 +1,4 @@
-"""Stop strings: the automata against a plain search, however the text is cut."""
+"""Stop strings: the automata against a plain search, however the text is split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max
 
 
 def first_match(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """The first stop string to be complete; the longest of those that end together."""
+    """The stop string that is complete first; the longest of those that end together."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -22,7 +22,7 @@ def first_match(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 
 def held_back(text: str, stops: list[str]) -> int:
-    """The longest end of the text that begins a stop string and is not all of it."""
+    """The longest suffix of the text that is a proper prefix of a stop string."""
     lengths = [n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])]
     return max(lengths)
 
@@ -33,7 +33,7 @@ def cut(text: str, positions: list[int]) -> list[str]:
 
 
 @given(SMALL_ALPHABET, STOPS, st.lists(st.integers(0, 100)))
-def test_finds_what_a_plain_search_finds(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_finds_the_same_as_a_plain_search(text: str, stops: list[str], cuts: list[int]) -> None:
     finder = StopStringFinder(stops)
     seen = 0
     for piece in cut(text, cuts):
@@ -46,7 +46,7 @@ def test_finds_what_a_plain_search_finds(text: str, stops: list[str], cuts: list
     assert first_match(text, stops) is None
 
 
-def test_reads_on_after_a_match_that_is_passed_over() -> None:
+def test_continues_after_an_ignored_match() -> None:
     finder = StopStringFinder(["aba"])
     assert finder.feed("xabab") == StopMatch("aba", 4)
     assert finder.num_held == 2  # the "ab" of the match may begin the next one

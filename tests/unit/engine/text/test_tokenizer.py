@@ -1,4 +1,4 @@
-"""Tokenizer: text to ids and back, chat templates, fingerprints, and what it refuses."""
+"""Tokenizer: text to ids and back, chat templates, fingerprints, and what it rejects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_message_that_its_template_changes_is_not_continued(tmp_path: Path) ->
     assert info.value.param == "messages"
 
 
-def test_a_templates_refusal_is_the_clients_error(byte_tokenizer: Tokenizer) -> None:
+def test_an_error_of_the_template_is_a_client_error(byte_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="rejects these messages: no tools here") as info:
         byte_tokenizer.render_chat([{"role": "tool", "content": "42"}])
     assert info.value.param == "messages"

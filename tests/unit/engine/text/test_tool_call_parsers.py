@@ -28,7 +28,7 @@ Calls = list[tuple[str, str]]
 
 
 def parse(parser: ToolCallParser, *pieces: str) -> tuple[str, Calls]:
-    """All content, and name and arguments of every call."""
+    """The whole content, and the name and arguments of every call."""
     content, calls = "", []  # type: ignore[var-annotated]
     for parsed in [*(parser.push(piece) for piece in pieces), parser.finish()]:
         content += parsed.content
@@ -194,14 +194,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "text", "content", "calls"), CASES)
-def test_tells_calls_from_text(
+def test_separates_calls_from_text(
     kind: type[ToolCallParser], text: str, content: str, calls: Calls
 ) -> None:
     assert parse(kind(), text) == (content, calls)
     assert parse(kind(), *text) == (content, calls)
 
 
-def test_arguments_arrive_as_they_are_written() -> None:
+def test_arguments_are_streamed() -> None:
     parser = HermesParser()
     assert parser.push("So: <tool_").content == "So: "
     assert parser.push('call>{"name": "brew", "argu').calls == ()
@@ -222,7 +222,7 @@ FRAGMENTS = [
 
 @st.composite
 def texts(draw: st.DrawFn) -> str:
-    """Pieces of calls in any order, with words that can be told apart among them."""
+    """Parts of calls in any order, with distinguishable words between them."""
     fragments = draw(st.lists(st.sampled_from([*FRAGMENTS, "word"]), max_size=30))
     return "".join(
         f"w{i}." if fragment == "word" else fragment for i, fragment in enumerate(fragments)
@@ -231,7 +231,7 @@ def texts(draw: st.DrawFn) -> str:
 
 @settings(max_examples=400)
 @given(kind=st.sampled_from(list(PARSERS.values())), text=texts(), data=st.data())
-def test_no_word_is_lost_and_cuts_do_not_matter(
+def test_no_text_is_lost_however_it_is_split(
     kind: type[ToolCallParser], text: str, data: st.DataObject
 ) -> None:
     content, calls = parse(kind(), text)
@@ -247,7 +247,7 @@ def test_no_word_is_lost_and_cuts_do_not_matter(
 
 
 @pytest.mark.parametrize(("kind", "text", "content", "calls"), CASES)
-def test_200_random_cuttings_give_the_same_message(
+def test_200_random_splits_give_the_same_message(
     kind: type[ToolCallParser], text: str, content: str, calls: Calls
 ) -> None:
     numbers = random.Random(text)
@@ -280,16 +280,16 @@ UNSET: list[tuple[dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("schema", "value"), UNSET)
-def test_keywords_without_a_value_say_nothing(schema: dict[str, Any], value: Any) -> None:
-    """Clients in some languages write what they don't set as null."""
+def test_keywords_without_a_value_are_ignored(schema: dict[str, Any], value: Any) -> None:
+    """Clients in some languages write unset keywords as null."""
     parser = Qwen3CoderParser({"f": {"properties": {"a": schema}}})
     call = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
     [(_, arguments)] = parse(parser, call)[1]
     assert json.loads(arguments) == {"a": value}
 
 
-def test_each_part_of_a_schema_is_looked_at_once() -> None:
-    """One that refers to itself from a hundred places was walked a million times."""
+def test_each_part_of_a_schema_is_visited_once() -> None:
+    """A schema that refers to itself from a hundred places was visited a million times."""
 
     class Counted(dict[str, Any]):
         reads = 0
@@ -342,7 +342,9 @@ def test_every_well_formed_call_is_found(
         ("{% if tools %}<tool_call>\n<function=…>{% endif %}", "qwen3_coder"),
     ],
 )
-def test_a_chat_template_tells_its_form(template: str | None, name: str | None) -> None:
+def test_the_format_is_detected_from_the_chat_template(
+    template: str | None, name: str | None
+) -> None:
     assert detect_parser(template) == name
 
 
@@ -419,9 +421,7 @@ def test_an_argument_has_the_type_of_its_schema(name: str, text: str, value: Any
     ),
     data=st.data(),
 )
-def test_every_string_comes_out_as_it_was_written(
-    wanted: dict[str, str], data: st.DataObject
-) -> None:
+def test_string_arguments_are_unchanged(wanted: dict[str, str], data: st.DataObject) -> None:
     lines = [f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in wanted.items()]
     call = f"<tool_call>\n<function=f>\n{''.join(lines)}</function>\n</tool_call>"
     cut = data.draw(st.integers(0, len(call)))
@@ -430,7 +430,7 @@ def test_every_string_comes_out_as_it_was_written(
     assert json.loads(arguments) == wanted
 
 
-def test_strings_go_on_as_they_are_written() -> None:
+def test_string_arguments_are_streamed() -> None:
     parser = Qwen3CoderParser()
     parser.push("<tool_call>\n<function=f>\n<parameter=a>\n")
     assert [delta.arguments for delta in parser.push("one\n").calls] == ["one"]
