@@ -159,12 +159,15 @@ class Tuning:
         """Tile of grouped-head attention over many new tokens, bound by matrix products."""
         if element_bytes == 4:
             return _EXACT
-        stages = 3
+        stages, registers = 3, None
         if self._is_roomy and (kv_bytes < element_bytes or not self._is_wide):
             stages = _OVERLAPPED
+            if dim <= 64 and self.generation == "sm_100":
+                registers = MOST_REGISTERS  # Triton 3.5's assembler would spill at 128
         elif dim <= 64 and self.generation in ("sm_100", "sm_103"):
             stages = 2  # with products in tensor memory and narrow heads, a third stage spills
-        return AttentionTile(128, 64 if self._is_wide and dim <= 128 else 32, 8, stages)
+        tokens = 64 if self._is_wide and dim <= 128 else 32
+        return AttentionTile(128, tokens, 8, stages, registers)
 
     def latent(self, rows: int, element_bytes: int, kv_bytes: int) -> AttentionTile:
         """Tile of attention over latents; ``rows`` is heads times new tokens.

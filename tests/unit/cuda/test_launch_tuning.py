@@ -35,6 +35,22 @@ def test_tokens_of_a_decodes_tile(generation: str, kv_bytes: int, tokens: int) -
 
 
 @pytest.mark.parametrize(
+    ("generation", "dim", "kv_bytes", "registers"),
+    [
+        ("sm_100", 64, 1, 255),
+        ("sm_100", 64, 2, None),
+        ("sm_100", 128, 1, None),
+        ("sm_90", 64, 1, None),
+    ],
+)
+def test_registers_of_a_prompts_tile(
+    generation: str, dim: int, kv_bytes: int, registers: int | None
+) -> None:
+    """Left to the assembler, except where Triton 3.5's would spill."""
+    assert Tuning(generation, 148).prefill(dim, 2, kv_bytes).registers == registers
+
+
+@pytest.mark.parametrize(
     ("capacity", "splits"), [(1, 1), (256, 1), (257, 2), (4096, 16), (10**6, 64)]
 )
 def test_splits_that_a_launch_needs(capacity: int, splits: int) -> None:
