@@ -64,7 +64,7 @@ def check_changed_logits(
     sizes = {"num_kv_blocks": 32, "threads": 1}
     with LLM(model, **{**sizes, "backend": "cpu"}) as on_cpu:
         [alone] = on_cpu.generate([PROMPT], [REQUESTS["described"]])
-    monkeypatch.setattr(ModelRunner, "_conclude", None)
+    monkeypatch.setattr(ModelRunner, "_finish_step", None)
     with LLM(model, **{**sizes, **options, "async_scheduling": True}) as on_device:
         outputs = on_device.generate([PROMPT] * len(REQUESTS), list(REQUESTS.values()))
     found = dict(zip(REQUESTS, (each.outputs[0] for each in outputs), strict=True))

@@ -18,7 +18,7 @@ from mooncake_engine.errors import CheckpointError
 from mooncake_hal.fp8_linear import FP8_BLOCK
 
 E4M3 = torch.float8_e4m3fn
-_ENDS = ("_scale_inv", "_scale")
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 
 class Fp8Scales:
@@ -61,28 +61,28 @@ class Fp8Scales:
         Raises:
             CheckpointError: the tensor has no scales, or their shape does not match.
         """
-        found = next((name + end for end in _ENDS if name + end in self._files), None)
+        found = next((name + end for end in _SCALE_SUFFIXES if name + end in self._files), None)
         if found is None:
             raise CheckpointError(
                 f"{name} is {values.dtype} without a scale; expected {name}_scale or "
                 f"{name}_scale_inv"
             )
-        return values.float() * _spread(self.read(found), found, window)
+        return values.float() * _part_scales(self.read(found), found, window)
 
 
-def _spread(scales: Tensor, name: str, window: tuple[slice, ...]) -> Tensor:
+def _part_scales(scales: Tensor, name: str, window: tuple[slice, ...]) -> Tensor:
     """The scales of a part of a matrix, in a shape that broadcasts to the part."""
     if scales.numel() == 1:
         return scales.reshape(())
     rows, *columns = window
     if (scales.dim() == 2 and scales.shape[1] > 1) or scales.shape[0] < rows.stop:
-        return _spread_blocks(scales, name, window)
+        return _part_block_scales(scales, name, window)
     if scales.dim() > 2 or scales.numel() != len(scales) or not columns:
         raise CheckpointError(f"{name} has shape {list(scales.shape)}, expected a scale per row")
     return scales.reshape(-1, 1)[rows]
 
 
-def _spread_blocks(scales: Tensor, name: str, window: tuple[slice, ...]) -> Tensor:
+def _part_block_scales(scales: Tensor, name: str, window: tuple[slice, ...]) -> Tensor:
     wide = scales
     for dim, part in enumerate(window):
         first, last = part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK)

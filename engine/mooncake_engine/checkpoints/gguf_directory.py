@@ -19,7 +19,7 @@ from mooncake_engine.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_FORM = 2
+_FORMAT_VERSION = 2
 """Version of the directories' format; to be incremented when it changes."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -58,12 +58,12 @@ def gguf_directory(path: Path) -> Path:
 def _identity(path: Path) -> str:
     """A hash of the paths, sizes and modification times of all files that the directory is made
     from, so that a changed file gets a new directory."""
-    told = [str(_FORM)]
+    hashed = [str(_FORMAT_VERSION)]
     beside = (path.with_name(name) for name in _TOKENIZER_FILES)
     for file in (*parts_of(path), *(file for file in beside if file.is_file())):
         stat = file.stat()
-        told.append(f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+        hashed.append(f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(hashed).encode()).hexdigest()[:16]
 
 
 def _publish(unfinished: Path, made: Path) -> None:

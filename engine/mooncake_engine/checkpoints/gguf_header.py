@@ -143,17 +143,17 @@ class _Parser:
             return self._scalar(_SCALARS[kind])
         item, count = self._scalar("<I"), self._scalar("<Q")
         if item in _SCALARS:
-            form = _SCALARS[item]
-            values = self._take(count * struct.calcsize(form))
-            return [value for (value,) in struct.iter_unpack(form, values)]
+            fmt = _SCALARS[item]
+            values = self._take(count * struct.calcsize(fmt))
+            return [value for (value,) in struct.iter_unpack(fmt, values)]
         read: Callable[[], Any] = self._string if item == _STRING else lambda: self._value(item)
         return [read() for _ in range(self._checked(count))]
 
     def _string(self) -> str:
         return self._take(self._scalar("<Q")).decode()
 
-    def _scalar(self, form: str) -> Any:
-        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+    def _scalar(self, fmt: str) -> Any:
+        return struct.unpack(fmt, self._take(struct.calcsize(fmt)))[0]
 
     def _checked(self, count: int) -> int:
         if count > len(self._data) - self._at:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _CONFIGS = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
-_LEFT = ("original/*", "onnx/*", "consolidated*")
+_EXCLUDED = ("original/*", "onnx/*", "consolidated*")
 """The same weights in other formats, which are not downloaded."""
 _LOCK_POLL_S = 0.2
 
@@ -37,7 +37,7 @@ def download(model: HubModel) -> Path:
         return _from_modelscope(model)
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    with _named_errors(model), _only_one(Path(HF_HUB_CACHE), model):
+    with _mapped_errors(model), _exclusive(Path(HF_HUB_CACHE), model):
         directory = _from_hugging_face(model, Path(HF_HUB_CACHE))
     return _with_config(model, directory)
 
@@ -60,8 +60,8 @@ def _patterns(model: HubModel) -> tuple[list[str], list[str]]:
     """The patterns of files to download, and of those to exclude. Safetensors are in the top
     folder; GGUF files may have a folder per quantisation."""
     if model.quantization is None:
-        return [*_CONFIGS, *_WEIGHTS], [*_LEFT, "*/*"]
-    return [*_CONFIGS, f"*{model.quantization}*.gguf"], list(_LEFT)
+        return [*_CONFIGS, *_WEIGHTS], [*_EXCLUDED, "*/*"]
+    return [*_CONFIGS, f"*{model.quantization}*.gguf"], list(_EXCLUDED)
 
 
 def _with_config(model: HubModel, directory: Path) -> Path:
@@ -74,7 +74,7 @@ def _with_config(model: HubModel, directory: Path) -> Path:
             f"a quantisation, such as {model.repository}:Q4_K_M"
         )
     ggufs = first_parts(directory)
-    exact = [path for path in ggufs if _names(path, model.quantization)]
+    exact = [path for path in ggufs if _has_quantization(path, model.quantization)]
     if len(exact) != 1:
         found = ", ".join(path.name for path in ggufs) or "none"
         raise ConfigError(
@@ -86,14 +86,14 @@ def _with_config(model: HubModel, directory: Path) -> Path:
     return gguf_directory(exact[0])
 
 
-def _names(path: Path, quantization: str) -> bool:
+def _has_quantization(path: Path, quantization: str) -> bool:
     """Whether a file name contains a quantisation as a whole word: ``Q4_K`` is not in
     ``Q4_K_M``."""
     return re.search(rf"(?<![A-Za-z0-9_]){quantization}(?![A-Za-z0-9_])", path.stem) is not None
 
 
 @contextmanager
-def _only_one(cache: Path, model: HubModel) -> Iterator[None]:
+def _exclusive(cache: Path, model: HubModel) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     folder = cache / ".locks"
@@ -111,7 +111,7 @@ def _only_one(cache: Path, model: HubModel) -> Iterator[None]:
 
 
 @contextmanager
-def _named_errors(model: HubModel) -> Iterator[None]:
+def _mapped_errors(model: HubModel) -> Iterator[None]:
     """Map the errors of ``huggingface_hub`` to this package's, each with a message of one line."""
     from huggingface_hub import constants, errors
 

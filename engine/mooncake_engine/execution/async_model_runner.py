@@ -64,7 +64,7 @@ class SampledTokenBuffer:
     def store(self, states: Sequence[CachedRequest], token_ids: Tensor) -> None:
         """Store a step's sampled tokens, [states] int64. The caller must not change the tensor."""
         if self._last != states:  # most steps have the same requests as the step before
-            self._settle()
+            self._flush_last()
             self._last, self._last_rows = states, [state.row for state in states]
         self._last_tokens = token_ids
 
@@ -78,14 +78,14 @@ class SampledTokenBuffer:
         """
         newest = self._last_tokens
         if self._last != states:
-            self._settle()
+            self._flush_last()
             newest = self._newest[index_tensor(self._device, [state.row for state in states])]
         if at[-1] == len(at) - 1:  # the first tokens of the step, all of them
             token_ids[: len(at)] = newest
         else:
             token_ids.index_copy_(0, index_tensor(self._device, at), newest)
 
-    def _settle(self) -> None:
+    def _flush_last(self) -> None:
         """Write the tokens of the last batch to their rows, before another batch reads them."""
         if not self._last_rows:
             return
@@ -102,12 +102,12 @@ class StepEnd:
 
     Args:
         step: number of the step.
-        passed: event recorded after the copy of the sampled tokens to the host.
+        event: event recorded after the copy of the sampled tokens to the host.
         is_copying, grammar_failed: see ``StepResult``.
     """
 
     step: int
-    passed: Event
+    event: Event
     is_copying: bool
     grammar_failed: dict[str, str]
 
@@ -163,7 +163,7 @@ class EnqueuedStep:
         order."""
         known = self._known
         if known is None:
-            self.end.passed.synchronize()
+            self.end.event.synchronize()
             tokens = self.chosen.tokens()
             self._known = known = (tokens, [token.token_id for token in tokens])
         return known
@@ -194,7 +194,7 @@ class EnqueuedDrafts:
         """Wait for the step; returns the tokens. Called by two threads, in any order."""
         known = self._known
         if known is None:
-            self.end.passed.synchronize()
+            self.end.event.synchronize()
             self._known = known = self.verified.tokens()
         return known
 
@@ -220,13 +220,13 @@ class AsyncModelRunner(ModelRunner):
         self._sampled = sampled
         self._enqueued: deque[EnqueuedStep | EnqueuedDrafts] = deque()
 
-    def _take_over(self, plan: StepPlan) -> None:
-        is_behind_drafts = bool(self._enqueued) and isinstance(self._enqueued[-1], EnqueuedDrafts)
-        needs_tokens = is_behind_drafts or plan.has_drafts
+    def _update_requests(self, plan: StepPlan) -> None:
+        follows_drafts = bool(self._enqueued) and isinstance(self._enqueued[-1], EnqueuedDrafts)
+        needs_tokens = follows_drafts or plan.has_drafts
         # Without drafts, the core already has the tokens of all but the newest depth - 1 steps.
         # This comes first: once a request is removed, its row of counts may go to another request.
         self._complete(0 if needs_tokens else self._sampled.depth - 1)
-        super()._take_over(plan)
+        super()._update_requests(plan)
 
     def _make_inputs(self, batch: Batch) -> StepInputs:
         inputs = super()._make_inputs(batch)
@@ -239,15 +239,15 @@ class AsyncModelRunner(ModelRunner):
             self._sampled.fill(inputs.token_ids, placeholders, waiting)
         return inputs
 
-    def _conclude(
+    def _finish_step(
         self, plan: StepPlan, batch: Batch, inputs: StepInputs, hidden: Tensor
     ) -> PendingStep:
         states = (*batch.states, *inputs.sampling) if self._requests.num_host_bound else ()
         if any(state.is_host_bound for state in states):
             self._complete(0)
-            return super()._conclude(plan, batch, inputs, hidden)
+            return super()._finish_step(plan, batch, inputs, hidden)
         if not inputs.sampling:
-            return self._end_unsampled(self._unsampled(plan))
+            return self._pending_unsampled(self._unsampled(plan))
         if batch.drafts.by_request:
             return self._enqueue_drafts(plan, batch, inputs, hidden)
         if self._requests.num_grammars and any(s.grammar is not None for s in inputs.sampling):
@@ -274,10 +274,10 @@ class AsyncModelRunner(ModelRunner):
 
     def _end(self, plan: StepPlan, inputs: StepInputs) -> StepEnd:
         """Record the end of a step, all of whose work is enqueued."""
-        passed = self._make_event()
-        passed.record()
+        event = self._make_event()
+        event.record()
         failed = grammar_failures(inputs.sampling) if self._requests.num_grammars else {}
-        return StepEnd(plan.step, passed, self._copier.is_copying, failed)
+        return StepEnd(plan.step, event, self._copier.is_copying, failed)
 
     def _complete(self, num_left: int) -> None:
         """Complete all steps in flight except the newest ``num_left``."""

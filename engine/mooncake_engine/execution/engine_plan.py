@@ -226,11 +226,11 @@ def _choose_scheduling(config: EngineConfig, backend: Backend) -> EngineConfig:
     CPU does both itself, so that they can't overlap."""
     if config.async_scheduling is not None:
         return config
-    overlaps = is_apart(config, backend) and config.allows_async_scheduling
+    overlaps = is_accelerator(config, backend) and config.allows_async_scheduling
     return replace(config, async_scheduling=overlaps)
 
 
-def is_apart(config: EngineConfig, backend: Backend) -> bool:
+def is_accelerator(config: EngineConfig, backend: Backend) -> bool:
     """Whether the device is not the host."""
     return backend.runtime.device(config.device).type != "cpu"
 
@@ -263,17 +263,17 @@ def choose_swap_space(config: EngineConfig, free_bytes: int) -> int:
     """
     if config.swap_space_bytes is not None:
         return config.swap_space_bytes
-    room = int(_SWAP_SHARE * free_bytes) // config.num_ranks_per_node
-    if room < DEFAULT_SWAP_BYTES:
+    per_rank_bytes = int(_SWAP_SHARE * free_bytes) // config.num_ranks_per_node
+    if per_rank_bytes < DEFAULT_SWAP_BYTES:
         logger.warning(
             "swap space is %.1f GiB per rank instead of %d GiB: a quarter of the %.1f GiB of free "
             "host memory, divided over %d ranks; set --swap-space to use more",
-            room / _GIB,
+            per_rank_bytes / _GIB,
             DEFAULT_SWAP_BYTES // _GIB,
             free_bytes / _GIB,
             config.num_ranks_per_node,
         )
-    return min(room, DEFAULT_SWAP_BYTES)
+    return min(per_rank_bytes, DEFAULT_SWAP_BYTES)
 
 
 _GIB = 1 << 30
@@ -320,7 +320,7 @@ def is_profiled(config: EngineConfig, backend: Backend) -> bool:
         return False
     if config.memory_utilization is not None:
         return True
-    return is_apart(config, backend)
+    return is_accelerator(config, backend)
 
 
 def _plan_draft(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> DraftPlan | None:
@@ -458,7 +458,7 @@ def _choose_dtype(config: EngineConfig, model: ModelConfig, backend: Backend) ->
             "checkpoint is %s, which the backend does not support: running in %s", model.dtype, best
         )
         return torch_dtype(best)
-    if model.dtype == "float32" and is_apart(config, backend) and best != "float32":
+    if model.dtype == "float32" and is_accelerator(config, backend) and best != "float32":
         logger.warning(
             "checkpoint is float32: running in %s, as vLLM does; --dtype float32 keeps it", best
         )

@@ -340,7 +340,7 @@ class _LaunchedStep:
         self._pending: PendingStep | BaseException | None = None
         self.following: _LaunchedStep | None = None
 
-    def launched(self, pending: PendingStep | BaseException) -> None:
+    def set_launched(self, pending: PendingStep | BaseException) -> None:
         """Record that the step was launched, or the error that prevented it."""
         self._pending = pending
         self._is_launched.release()
@@ -398,12 +398,12 @@ class _LaunchThread:
             broken = exc
         while (step := self._steps.get()) is not None:
             if broken is not None:
-                step.launched(broken)
+                step.set_launched(broken)
                 continue
             try:
-                step.launched(self._launch(step.plan))
+                step.set_launched(self._launch(step.plan))
             except BaseException as exc:  # noqa: BLE001  the step's result() raises it
-                step.launched(exc)
+                step.set_launched(exc)
 
 
 def rank_kv_info(rank: int, worker: Worker) -> RankKVInfo:

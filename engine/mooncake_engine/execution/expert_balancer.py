@@ -7,7 +7,12 @@ import logging
 import torch
 
 from mooncake_engine.models.catalog import Model
-from mooncake_engine.models.expert_placement import ExpertRanks, imbalance, place_experts, settle
+from mooncake_engine.models.expert_placement import (
+    ExpertRanks,
+    imbalance,
+    place_experts,
+    reduce_moves,
+)
 from mooncake_engine.models.layers import ParallelContext
 from mooncake_engine.scheduling.step_plan import StepPlan
 
@@ -75,6 +80,8 @@ class ExpertBalancer:
         """Choose the expert in each slot of a layer."""
         counts, ranks = self._model.expert_counts[layer], self._over.ranks
         loads = counts.placed_tokens
-        slots = settle(place_experts(loads, len(counts.slots), self._over), counts.slots, ranks)
+        slots = reduce_moves(
+            place_experts(loads, len(counts.slots), self._over), counts.slots, ranks
+        )
         least = imbalance(loads, counts.slots, ranks) * (1 - LEAST_GAIN)
         return slots if imbalance(loads, slots, ranks) < least else counts.slots

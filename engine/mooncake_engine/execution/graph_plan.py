@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mooncake_engine.config import EngineConfig, Role
 from mooncake_hal.backend import Backend
 
-_MOST_PIECEWISE = 512
+_MAX_PIECEWISE_TOKENS = 512
 """The most tokens of a piecewise step on a device that is not the host. Larger steps keep the
 device busy while Python launches their kernels, so graphs would not speed them up."""
 
@@ -62,7 +62,7 @@ def plan_graphs(
     tokens = config.piecewise_graph_max_tokens
     if tokens is None:
         is_host = backend.runtime.device(config.device).type == "cpu"
-        tokens = 0 if is_host else _MOST_PIECEWISE
+        tokens = 0 if is_host else _MAX_PIECEWISE_TOKENS
     whole = () if config.role is Role.PREFILL or is_divided else decode_sizes(decodes)
     pieces = piecewise_sizes(min(tokens, config.max_num_batched_tokens))
     if (most := backend.capabilities.max_graphs) is not None:

@@ -108,7 +108,7 @@ class GraphRunner(ABC, Generic[Captured]):
                 CapabilityError.
         """
         for size in tuple(reversed(self._sizes))[:most]:
-            self._of(size)
+            self._graphs_of(size)
         if self._captured and most is None:
             logger.info("captured %s in sizes %s", self.name, list(self._sizes))
         return len(self._sizes) - len(self._captured) if self._sizes else 0
@@ -118,10 +118,10 @@ class GraphRunner(ABC, Generic[Captured]):
     ) -> Tensor | None:
         """See ``StageRunner``. The result of a replay is valid until the next replay."""
         count = len(token_ids)
-        size = self._fitting(count) if self._takes(count, context) else None
+        size = self._fitting_size(count) if self._can_replay(count, context) else None
         if size is not None:
             self._fill(token_ids, positions, context.batch, size)
-            captured = self._of(size)
+            captured = self._graphs_of(size)
             if captured is not None:
                 return self._replay(captured, size, count, context)
         return self._stage.forward(token_ids, positions, context)
@@ -130,7 +130,7 @@ class GraphRunner(ABC, Generic[Captured]):
         return self._stage.logits(hidden)
 
     @abstractmethod
-    def _takes(self, count: int, context: ForwardContext) -> bool:
+    def _can_replay(self, count: int, context: ForwardContext) -> bool:
         """Whether a step of ``count`` tokens is of the kind that this runner replays."""
 
     def _fill(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, size: int) -> None:
@@ -145,10 +145,10 @@ class GraphRunner(ABC, Generic[Captured]):
     def _replay(self, captured: Captured, size: int, count: int, context: ForwardContext) -> Tensor:
         """Run the step that ``_fill`` has copied; returns its hidden rows, [count, hidden]."""
 
-    def _fitting(self, count: int) -> int | None:
+    def _fitting_size(self, count: int) -> int | None:
         return next((size for size in self._sizes if size >= count), None)
 
-    def _of(self, size: int) -> Captured | None:
+    def _graphs_of(self, size: int) -> Captured | None:
         """The graphs of a size, captured if needed; None if the backend can't capture the model's
         steps."""
         if size in self._captured or not self._sizes:
@@ -168,7 +168,7 @@ class GraphRunner(ABC, Generic[Captured]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Batch:
+class _DecodeBatch:
     """The buffers of the attention batch that graphs of decodes read, at fixed addresses.
 
     Args:
@@ -182,7 +182,7 @@ class _Batch:
     block_tables: Tensor
 
     @classmethod
-    def of(cls, size: int, max_blocks: int, device: torch.device) -> _Batch:
+    def of(cls, size: int, max_blocks: int, device: torch.device) -> _DecodeBatch:
         """Buffers for ``size`` sequences, filled with padding."""
         lens = torch.ones(size, dtype=torch.int32, device=device)
         start = torch.arange(size + 1, dtype=torch.int32, device=device)
@@ -236,9 +236,9 @@ class DecodeGraphRunner(GraphRunner[tuple[Graph, Tensor]]):
     ) -> None:
         super().__init__(stage, pool, runtime, sizes)
         self._block_size = pool.block_size
-        self._batch = _Batch.of(sizes[-1], max_blocks, pool.device)
+        self._batch = _DecodeBatch.of(sizes[-1], max_blocks, pool.device)
 
-    def _takes(self, count: int, context: ForwardContext) -> bool:
+    def _can_replay(self, count: int, context: ForwardContext) -> bool:
         return context.batch.num_decodes == count and context.layer_done is None
 
     def _fill(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, size: int) -> None:
@@ -327,7 +327,7 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
         if self._has_cuts:
             self._output, self._residual = parallel.zeros(2, most, hidden_size)
 
-    def _takes(self, count: int, context: ForwardContext) -> bool:
+    def _can_replay(self, count: int, context: ForwardContext) -> bool:
         if self._has_cuts:
             return True
         return context.batch.num_decodes < count or context.layer_done is not None

@@ -13,7 +13,7 @@ from mooncake_engine.execution.speculation.drafts import StepDrafts
 from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.scheduling.step_plan import ScheduledSequence
 
-_ROWS = 128
+_ROWS_PER_BATCH = 128
 """Prompt tokens whose logits are computed at once: 78 MB for a vocabulary of 152,000 tokens."""
 
 
@@ -113,9 +113,9 @@ def _score(
     hidden: Tensor, targets: Sequence[int], num_top: int, to_logits: Callable[[Tensor], Tensor]
 ) -> tuple[TokenLogprobs, ...]:
     scores: list[TokenLogprobs] = []
-    for start in range(0, len(targets), _ROWS):
-        part = targets[start : start + _ROWS]
-        logits = to_logits(hidden[start : start + _ROWS])
+    for start in range(0, len(targets), _ROWS_PER_BATCH):
+        part = targets[start : start + _ROWS_PER_BATCH]
+        logits = to_logits(hidden[start : start + _ROWS_PER_BATCH])
         ids = torch.tensor(part).to(logits.device)
         scores += LogprobTensors.of(logits, ids, [num_top] * len(part)).describe(part)
     return tuple(scores)

@@ -32,7 +32,7 @@ class CapturesGraphs(Protocol):
 
 def profiling_pool_size(plan: EnginePlan) -> PoolSize:
     """Just enough blocks for the longest sequence of the largest step; all sequences share them."""
-    num_tokens = _prompt_lengths(plan)[0] + _tokens_ahead(plan.config)
+    num_tokens = _prompt_lengths(plan)[0] + _tokens_after_prompt(plan.config)
     block_size = plan.block_size.tokens
     num_scratch_blocks = plan.num_scratch_blocks
     return PoolSize(-(-num_tokens // block_size), block_size, num_scratch_blocks=num_scratch_blocks)
@@ -110,11 +110,11 @@ def _largest_drafts(plan: EnginePlan, most: int) -> StepPlan:
 def _requests(plan: EnginePlan, lengths: Sequence[int]) -> tuple[NewRequest, ...]:
     """Requests of the given lengths, whose block tables repeat the few blocks of the pool."""
     sampling = SamplingParams(temperature=1.0, top_p=0.9)
-    num_blocks, ahead = profiling_pool_size(plan).num_blocks, _tokens_ahead(plan.config)
+    num_blocks, num_after = profiling_pool_size(plan).num_blocks, _tokens_after_prompt(plan.config)
     requests = []
     for token, (name, length) in enumerate(zip(_NAMES, lengths, strict=False)):
         tokens = (token,) * length  # a different token per request, so that no work is shared
-        table_blocks = -(-(length + ahead) // plan.block_size.tokens)
+        table_blocks = -(-(length + num_after) // plan.block_size.tokens)
         blocks = tuple(index % num_blocks for index in range(min(table_blocks, plan.max_blocks)))
         requests.append(NewRequest(name, tokens, length, sampling, 0, blocks))
     return tuple(requests)
@@ -131,10 +131,10 @@ def _prompt_lengths(plan: EnginePlan) -> list[int]:
 
 
 def _longest_prompt(plan: EnginePlan) -> int:
-    return max(1, plan.max_model_len - _tokens_ahead(plan.config))
+    return max(1, plan.max_model_len - _tokens_after_prompt(plan.config))
 
 
-def _tokens_ahead(config: EngineConfig) -> int:
+def _tokens_after_prompt(config: EngineConfig) -> int:
     """The tokens that a sequence runs after its prompt: one, and the draft tokens."""
     speculation = config.speculation
     return 1 + (0 if speculation is None else speculation.num_speculative_tokens)
@@ -173,14 +173,14 @@ def measure_peak(
         for each in graphs:
             each.capture()
         return runtime.peak_bytes(index)
-    still_to_come = 0
+    remaining_bytes = 0
     for each in graphs:
         each.capture(1)
         before = runtime.memory_info(index).free_bytes
         num_left = each.capture(2)
-        still_to_come += num_left * max(before - runtime.memory_info(index).free_bytes, 0)
+        remaining_bytes += num_left * max(before - runtime.memory_info(index).free_bytes, 0)
     runtime.synchronize(index)
-    return runtime.peak_bytes(index) + still_to_come
+    return runtime.peak_bytes(index) + remaining_bytes
 
 
 def memory_for_kv(config: EngineConfig, runtime: Runtime, index: int, peak_bytes: int) -> int:

@@ -159,18 +159,18 @@ class ModelRunner:
     def launch(self, plan: StepPlan, layer_done: LayerDone | None = None) -> PendingStep:
         """Run the plan. Returns when the sampled tokens are on the host, or, if the step samples
         none, when all of its work is enqueued."""
-        self._take_over(plan)
+        self._update_requests(plan)
         if not plan.sequences:
             if plan.expert_round is not None:
                 self._serve_experts(plan.expert_round)
-            return self._end_unsampled(self._unsampled(plan))
-        batch = self._collect(plan)
+            return self._pending_unsampled(self._unsampled(plan))
+        batch = self._make_batch(plan)
         inputs = self._make_inputs(batch)
         context = ForwardContext(inputs.attention, self._kv, layer_done, plan.expert_round)
         hidden = self._model.forward(inputs.token_ids, inputs.positions, context)
         if hidden is None:
-            return self._end_unsampled(self._unsampled(plan))
-        return self._conclude(plan, batch, inputs, hidden)
+            return self._pending_unsampled(self._unsampled(plan))
+        return self._finish_step(plan, batch, inputs, hidden)
 
     def close(self) -> None:
         """Stop the copier and close the proposer. Does not close the pool. Idempotent."""
@@ -178,12 +178,12 @@ class ModelRunner:
         if self._proposer is not None:
             self._proposer.close()
 
-    def learn(self, tokens: Mapping[str, Sequence[int]]) -> None:
+    def append_sampled(self, tokens: Mapping[str, Sequence[int]]) -> None:
         """Append tokens that the last stage sampled. Call before the step that runs them."""
         for request_id, token_ids in tokens.items():
             self._requests.append(request_id, token_ids)
 
-    def _take_over(self, plan: StepPlan) -> None:
+    def _update_requests(self, plan: StepPlan) -> None:
         """Apply the plan's changes to requests and KV blocks, before the forward pass."""
         self._requests.remove(plan.removed)
         self._requests.admit(plan.new_requests)
@@ -192,7 +192,7 @@ class ModelRunner:
             self._proposer.forget(new_request.request_id for new_request in plan.new_requests)
         self._copier.copy(plan)
 
-    def _collect(self, plan: StepPlan) -> Batch:
+    def _make_batch(self, plan: StepPlan) -> Batch:
         """Look up the step's requests, extend their block tables, and propose their drafts."""
         states = self._requests.find([sequence.request_id for sequence in plan.sequences])
         tables = self._requests.tables
@@ -203,7 +203,7 @@ class ModelRunner:
         if self._proposer is None:
             return Batch(plan.sequences, states, NO_DRAFTS)
         pairs = zip(plan.sequences, states, strict=True)
-        sequences = [_behind_drafts(sequence, state) for sequence, state in pairs]
+        sequences = [_start_at_newest_token(sequence, state) for sequence, state in pairs]
         return Batch(sequences, states, propose_drafts(self._proposer, sequences, states))
 
     def _make_inputs(self, batch: Batch) -> StepInputs:
@@ -213,7 +213,7 @@ class ModelRunner:
             batch.sequences, batch.states, requests, pool.block_size, pool.device, drafts
         )
 
-    def _conclude(
+    def _finish_step(
         self, plan: StepPlan, batch: Batch, inputs: StepInputs, hidden: Tensor
     ) -> PendingStep:
         """Sample from the hidden rows, [tokens, hidden], and build the step's result."""
@@ -228,12 +228,12 @@ class ModelRunner:
             batch.drafts.num_drafted,
             is_copying=self._copier.is_copying,
         )
-        return CompletedStep(result) if inputs.sampling else self._end_unsampled(result)
+        return CompletedStep(result) if inputs.sampling else self._pending_unsampled(result)
 
     def _unsampled(self, plan: StepPlan) -> StepResult:
         return StepResult(plan.step, {}, is_copying=self._copier.is_copying)
 
-    def _end_unsampled(self, result: StepResult) -> PendingStep:
+    def _pending_unsampled(self, result: StepResult) -> PendingStep:
         """Wrap a result that needed no read from the device, which may still run the step."""
         if not self._has_peers:
             return CompletedStep(result)
@@ -280,7 +280,7 @@ def failed_requests(tokens: Mapping[str, Sequence[SampledToken]]) -> dict[str, s
     }
 
 
-def _behind_drafts(sequence: ScheduledSequence, state: CachedRequest) -> ScheduledSequence:
+def _start_at_newest_token(sequence: ScheduledSequence, state: CachedRequest) -> ScheduledSequence:
     """Start a sequence at its newest token. When the step was planned, its position was unknown:
     the draft tokens before it were not verified yet."""
     if not sequence.num_unverified_drafts:

@@ -16,7 +16,7 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-_PROVE_TIMEOUT_S = 5.0
+_AUTH_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_MESSAGE_BYTES = 1_000_000
 # A host is considered gone when it has not answered keepalive probes for 5 + 3 * 3 s, or has not
@@ -140,12 +140,12 @@ _decode = msgspec.msgpack.Decoder(NodeMessage).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def tell(connection: Connection, message: NodeMessage) -> None:
+def send_message(connection: Connection, message: NodeMessage) -> None:
     """Send a message; raises OSError if the other side is gone."""
     connection.send_bytes(_encode(message))
 
 
-def hear(connection: Connection, timeout_s: float | None = None) -> NodeMessage:
+def receive_message(connection: Connection, timeout_s: float | None = None) -> NodeMessage:
     """Receive the next message.
 
     Raises:
@@ -167,23 +167,23 @@ def own_address(connection: Connection) -> str:
         return str(shared.getsockname()[0])
 
 
-def hang_up(connection: Connection) -> None:
+def shut_down(connection: Connection) -> None:
     """Shut down a connection that another thread reads from, which then sees its end. The caller
     still has to close the connection."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as shared:
         shared.shutdown(socket.SHUT_RDWR)
 
 
-def accept_known(listener: socket.socket, key: bytes) -> Connection:
+def accept_authenticated(listener: socket.socket, key: bytes) -> Connection:
     """Accept the next connection that proves that it knows the key. Connections that do not, or
-    take longer than ``_PROVE_TIMEOUT_S``, are closed.
+    take longer than ``_AUTH_TIMEOUT_S``, are closed.
 
     Raises:
         TimeoutError: no connection came within the listener's timeout.
     """
     while True:
         accepted, address = listener.accept()
-        with _proving(accepted) as connection:
+        with _authenticating(accepted) as connection:
             try:
                 deliver_challenge(connection, key)
                 answer_challenge(connection, key)
@@ -196,14 +196,14 @@ def accept_known(listener: socket.socket, key: bytes) -> Connection:
                 return connection
 
 
-def connect_known(address: tuple[str, int], key: bytes) -> Connection:
+def connect_authenticated(address: tuple[str, int], key: bytes) -> Connection:
     """Connect to a peer, and authenticate both ends with the key.
 
     Raises:
         AuthenticationError: the peer has another key.
         OSError, EOFError: the peer can't be reached, or closes the connection.
     """
-    with _proving(socket.create_connection(address, _CONNECT_TIMEOUT_S)) as connection:
+    with _authenticating(socket.create_connection(address, _CONNECT_TIMEOUT_S)) as connection:
         try:
             answer_challenge(connection, key)
             deliver_challenge(connection, key)
@@ -214,21 +214,21 @@ def connect_known(address: tuple[str, int], key: bytes) -> Connection:
 
 
 @contextlib.contextmanager
-def _proving(connected: socket.socket) -> Iterator[Connection]:
+def _authenticating(connected: socket.socket) -> Iterator[Connection]:
     """Yield the connection of a socket, and shut it down if the block takes longer than
-    ``_PROVE_TIMEOUT_S``."""
-    _watch_peer(connected)
+    ``_AUTH_TIMEOUT_S``."""
+    _set_tcp_options(connected)
     connected.settimeout(None)
     connection = Connection(connected.detach())
-    ended_late = threading.Timer(_PROVE_TIMEOUT_S, hang_up, [connection])
-    ended_late.start()
+    timeout = threading.Timer(_AUTH_TIMEOUT_S, shut_down, [connection])
+    timeout.start()
     try:
         yield connection
     finally:
-        ended_late.cancel()
+        timeout.cancel()
 
 
-def _watch_peer(connected: socket.socket) -> None:
+def _set_tcp_options(connected: socket.socket) -> None:
     """Set TCP options: send small messages at once, and detect a host that vanishes."""
     if connected.family == socket.AF_UNIX:
         return

@@ -35,11 +35,11 @@ from mooncake_engine.execution.node_connections import (
     NodeWelcome,
     RankEnded,
     RankHello,
-    accept_known,
-    hang_up,
-    hear,
+    accept_authenticated,
     own_address,
-    tell,
+    receive_message,
+    send_message,
+    shut_down,
 )
 from mooncake_engine.execution.parallel_state import RankInfo
 from mooncake_engine.execution.rank_launcher import (
@@ -56,13 +56,13 @@ logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 600.0
 """How long nodes wait for each other. It is long because hosts are started by hand or by a cluster
 scheduler, and download the model first."""
-_REMIND_S = 30.0
+_REMINDER_INTERVAL_S = 30.0
 _HELLO_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 60.0
 _KILL_TIMEOUT_S = 5.0
 
 
-def weights_of(model: Path) -> str:
+def weights_fingerprint(model: Path) -> str:
     """The fingerprint of a model's weights, by which nodes compare their copies.
 
     Raises:
@@ -90,14 +90,14 @@ class JoinedNode:
     Attributes:
         pids: process ids of its ranks, by rank.
         ports: free ports of its host, for the rendezvous of groups.
-        of_ranks: the connections of its ranks.
+        rank_connections: the connections of its ranks.
     """
 
     hello: NodeHello
     control: Connection
     pids: dict[int, int] = field(default_factory=dict)
     ports: list[int] = field(default_factory=list)
-    of_ranks: list[Connection] = field(default_factory=list)
+    rank_connections: list[Connection] = field(default_factory=list)
     _ends: dict[int, str] = field(default_factory=dict)
     _gone: str = ""
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -111,7 +111,7 @@ class JoinedNode:
         """Receive the node's messages until it is gone. The main loop of a thread."""
         try:
             while True:
-                message = hear(self.control)
+                message = receive_message(self.control)
                 if isinstance(message, RankEnded):
                     with self._changed:
                         self._ends[message.rank] = message.how
@@ -120,10 +120,10 @@ class JoinedNode:
             with self._changed:
                 self._gone = f"{self.name} is gone: {str(exc) or 'its connection has ended'}"
                 self._changed.notify_all()
-        for connection in self.of_ranks:  # its ranks may still run: this makes them exit
-            hang_up(connection)
+        for connection in self.rank_connections:  # its ranks may still run: this makes them exit
+            shut_down(connection)
 
-    def end_of(self, rank: int) -> str | None:
+    def exit_reason(self, rank: int) -> str | None:
         """How a rank ended; None while it runs."""
         with self._changed:
             return self._ends.get(rank) or self._gone or None
@@ -133,10 +133,10 @@ class JoinedNode:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._gone) or rank in self._ends, timeout_s)
 
-    def tell(self, message: KillRank | InstanceOver) -> None:
+    def send_message(self, message: KillRank | InstanceOver) -> None:
         """Send a message to the node; does nothing if the node is gone."""
         with suppress(OSError):
-            tell(self.control, message)
+            send_message(self.control, message)
 
 
 class NodeRank(Rank):
@@ -180,12 +180,12 @@ class NodeRank(Rank):
     def wait(self, timeout_s: float) -> bool:
         return self._node.wait(self.rank, timeout_s)
 
-    def last_words(self) -> str:
-        return self._node.end_of(self.rank) or "it exited"
+    def exit_reason(self) -> str:
+        return self._node.exit_reason(self.rank) or "it exited"
 
     def kill(self) -> None:
-        if self._node.end_of(self.rank) is None:
-            self._node.tell(KillRank(self.rank))
+        if self._node.exit_reason(self.rank) is None:
+            self._node.send_message(KillRank(self.rank))
             self._node.wait(self.rank, _KILL_TIMEOUT_S)
 
 
@@ -207,7 +207,7 @@ class NodeLauncher:
         self._threads: list[threading.Thread] = []
         self._key = config.nodes.secret.encode()
         self._token = secrets.token_hex(16)
-        self._weights = weights_of(config.model)
+        self._weights = weights_fingerprint(config.model)
         self._listener = _listen(config.nodes.master_addr, config.nodes.master_port)
         self._scratch = tempfile.mkdtemp(prefix="mooncake-ranks-")
         self.threads = config.threads or max(1, torch.get_num_threads() // self._num_own)
@@ -232,7 +232,7 @@ class NodeLauncher:
         self._choose_rendezvous(our_host)
         ranks = start_local_ranks(self._num_own)
         for node in nodes:
-            node.of_ranks += [end for rank in node.pids for end in connections[rank]]
+            node.rank_connections += [end for rank in node.pids for end in connections[rank]]
             name = f"node-{node.hello.node}"
             self._threads.append(threading.Thread(target=node.follow, name=name, daemon=True))
             self._threads[-1].start()
@@ -246,11 +246,11 @@ class NodeLauncher:
     def close(self) -> None:
         self._listener.close()
         for node in self._nodes.values():
-            node.tell(InstanceOver())
+            node.send_message(InstanceOver())
         for thread in self._threads:  # it ends when the node has closed its connection
             thread.join(_KILL_TIMEOUT_S)
         for node in self._nodes.values():
-            hang_up(node.control)
+            shut_down(node.control)
         for thread in self._threads:
             thread.join()
         for node in self._nodes.values():
@@ -270,23 +270,23 @@ class NodeLauncher:
                     f"{JOIN_TIMEOUT_S:g} s: start serve with --node-rank {missing[0]} there, or "
                     "check its log for the reason"
                 )
-            self._listener.settimeout(min(left, _REMIND_S))
+            self._listener.settimeout(min(left, _REMINDER_INTERVAL_S))
             try:
-                self._admit(accept_known(self._listener, self._key))
+                self._admit(accept_authenticated(self._listener, self._key))
             except TimeoutError:
                 logger.info("waiting at %s for node %s of %d", where, names, wanted.nnodes)
 
     def _admit(self, connection: Connection) -> None:
         """Receive a node's hello, and accept the node or tell it why it is rejected."""
         try:
-            hello = hear(connection, _HELLO_TIMEOUT_S)
+            hello = receive_message(connection, _HELLO_TIMEOUT_S)
             if not isinstance(hello, NodeHello):
                 connection.close()
                 return
-            reason = self._why_refused(hello)
+            reason = self._rejection_reason(hello)
             if reason:
                 logger.warning("rejected node %d (%s): %s", hello.node, hello.host, reason)
-                tell(connection, NodeRefused(reason))
+                send_message(connection, NodeRefused(reason))
                 connection.close()
                 return
         except (EOFError, OSError) as exc:
@@ -299,16 +299,16 @@ class NodeLauncher:
         self._nodes[hello.node] = JoinedNode(hello, connection)
         logger.info("node %d of %d has joined from %s", hello.node, hello.num_nodes, hello.host)
 
-    def _why_refused(self, hello: NodeHello) -> str:
+    def _rejection_reason(self, hello: NodeHello) -> str:
         """Why a node can't join; empty if it can."""
         config = self._config
-        facts = {
+        compared = {
             "versions of mooncake-engine": (hello.version, engine_version()),
             "values of --nnodes": (hello.num_nodes, config.nodes.nnodes),
             "numbers of ranks": (hello.num_ranks, config.num_all_ranks),
             "copies of the model": (hello.weights, self._weights),
         }
-        for what, (theirs, ours) in facts.items():
+        for what, (theirs, ours) in compared.items():
             if theirs != ours:
                 return f"{what} differ: {ours} on node 0, {theirs} on node {hello.node}"
         if not 0 < hello.node < config.nodes.nnodes:
@@ -320,11 +320,11 @@ class NodeLauncher:
 
     def _welcome(self) -> dict[int, tuple[Connection, Connection]]:
         """Have all nodes start their ranks; returns the connections by rank: orders, messages."""
-        led = Counter(self._leading_nodes().values())
+        num_ports = Counter(self._leading_nodes().values())
         for number, node in self._nodes.items():
             ranks = tuple(self._config.nodes.ranks_of(number, len(self._infos)))
             try:
-                tell(node.control, NodeWelcome(self._token, ranks, led[number]))
+                send_message(node.control, NodeWelcome(self._token, ranks, num_ports[number]))
             except OSError as exc:
                 raise EngineDead(
                     f"{node.name} disconnected before all nodes had joined: {exc}"
@@ -332,7 +332,7 @@ class NodeLauncher:
         connections = self._accept_ranks(len(self._infos) - self._num_own)
         for number, node in self._nodes.items():
             try:
-                ready = hear(node.control, _START_TIMEOUT_S)
+                ready = receive_message(node.control, _START_TIMEOUT_S)
             except (EOFError, OSError) as exc:
                 raise EngineDead(f"{node.name} could not start its ranks: {exc}") from exc
             assert isinstance(ready, NodeReady), f"a node that starts ranks says {ready}"
@@ -346,14 +346,14 @@ class NodeLauncher:
         self._listener.settimeout(_START_TIMEOUT_S)
         while len(ends) < 2 * count:
             try:
-                connection = accept_known(self._listener, self._key)
+                connection = accept_authenticated(self._listener, self._key)
             except TimeoutError as exc:
                 raise EngineDead(
                     f"ranks of the other nodes did not connect within {_START_TIMEOUT_S:g} s; "
                     "the nodes' logs say why"
                 ) from exc
             try:
-                hello = hear(connection, _HELLO_TIMEOUT_S)
+                hello = receive_message(connection, _HELLO_TIMEOUT_S)
             except (EOFError, OSError):
                 connection.close()
                 continue

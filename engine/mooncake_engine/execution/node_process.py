@@ -21,29 +21,29 @@ from mooncake_engine.execution.node_connections import (
     NodeWelcome,
     RankEnded,
     RankHello,
-    connect_known,
-    hear,
+    connect_authenticated,
     own_address,
-    tell,
+    receive_message,
+    send_message,
 )
 from mooncake_engine.execution.node_launcher import (
     JOIN_TIMEOUT_S,
     engine_version,
-    weights_of,
+    weights_fingerprint,
 )
 from mooncake_engine.execution.rank_launcher import (
     describe_process_end,
     find_ports,
     start_rank_processes,
 )
-from mooncake_engine.execution.rank_process import RankEnds
+from mooncake_engine.execution.rank_process import RankConnections
 from mooncake_engine.process.forked_process import ForkedProcess
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-_REMIND_S = 30.0
-_LOOK_S = 0.1
+_REMINDER_INTERVAL_S = 30.0
+_POLL_INTERVAL_S = 0.1
 _END_TIMEOUT_S = 5.0
 
 
@@ -72,19 +72,19 @@ class _Stop:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._deadline: float | None = None
-        self._before: dict[int, object] = {}
+        self._previous_handlers: dict[int, object] = {}
 
     def __enter__(self) -> _Stop:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._ask)
+            self._previous_handlers[number] = signal.signal(number, self._handle_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() has returned
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether a signal was received."""
         return self._deadline is not None
 
@@ -93,9 +93,9 @@ class _Stop:
         """Whether this node must exit now, whatever node 0 does."""
         return self._deadline is not None and time.monotonic() >= self._deadline
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        self._deadline = now if self.is_asked else now + self._timeout_s
+        self._deadline = now if self.is_requested else now + self._timeout_s
 
 
 class _Node:
@@ -114,12 +114,12 @@ class _Node:
 
     def run(self) -> None:
         """Join, start the ranks, and follow node 0 until the instance ends."""
-        weights = weights_of(self._config.model)
+        weights = weights_fingerprint(self._config.model)
         control = self._control = self._connect()
         if control is None:
             return
         try:
-            tell(control, self._hello(weights, own_address(control)))
+            send_message(control, self._hello(weights, own_address(control)))
             welcome = self._await_welcome(control)
             if welcome is None:
                 return
@@ -140,10 +140,10 @@ class _Node:
     def _connect(self) -> Connection | None:
         """Connect to node 0, retrying until it listens; None if a signal comes first."""
         deadline = time.monotonic() + JOIN_TIMEOUT_S
-        remind_at = time.monotonic() + _REMIND_S
-        while not self._stop.is_asked:
+        remind_at = time.monotonic() + _REMINDER_INTERVAL_S
+        while not self._stop.is_requested:
             try:
-                return connect_known(self._address, self._key)
+                return connect_authenticated(self._address, self._key)
             except AuthenticationError as exc:
                 raise ConfigError(
                     f"{self._name} has a different secret: give both the same --node-secret-file"
@@ -155,7 +155,7 @@ class _Node:
                         "serve there with --node-rank 0, or correct --master-addr, --master-port"
                     ) from exc
                 if time.monotonic() >= remind_at:
-                    remind_at += _REMIND_S
+                    remind_at += _REMINDER_INTERVAL_S
                     logger.info("waiting for %s: %s", self._name, exc)
             time.sleep(_RETRY_S)
         return None
@@ -179,10 +179,10 @@ class _Node:
     def _await_welcome(self, control: Connection) -> NodeWelcome | None:
         """Wait until all nodes have joined; returns the ranks to start, or None if a signal comes
         first."""
-        while not control.poll(_LOOK_S):
-            if self._stop.is_asked:
+        while not control.poll(_POLL_INTERVAL_S):
+            if self._stop.is_requested:
                 return None
-        message = hear(control)
+        message = receive_message(control)
         if isinstance(message, NodeRefused):
             raise ConfigError(f"{self._name} rejected this node: {message.reason}")
         if not isinstance(message, NodeWelcome):
@@ -191,7 +191,7 @@ class _Node:
 
     def _start_ranks(self, control: Connection, welcome: NodeWelcome) -> None:
         ends = [
-            RankEnds(
+            RankConnections(
                 self._connect_rank(welcome.token, rank, is_orders=True),
                 self._connect_rank(welcome.token, rank, is_orders=False),
             )
@@ -200,7 +200,7 @@ class _Node:
         self._processes = dict(zip(welcome.ranks, start_rank_processes(ends), strict=True))
         ports = find_ports(own_address(control), welcome.num_ports)
         pids = tuple(process.pid for process in self._processes.values())
-        tell(control, NodeReady(pids, tuple(ports)))
+        send_message(control, NodeReady(pids, tuple(ports)))
         logger.info(
             "node %d of %d runs ranks %s",
             self._nodes.node_rank,
@@ -209,16 +209,16 @@ class _Node:
         )
 
     def _connect_rank(self, token: str, rank: int, *, is_orders: bool) -> Connection:
-        connection = connect_known(self._address, self._key)
-        tell(connection, RankHello(token, rank, is_orders))
+        connection = connect_authenticated(self._address, self._key)
+        send_message(connection, RankHello(token, rank, is_orders))
         return connection
 
     def _follow(self, control: Connection) -> None:
         """Report rank exits to node 0, and kill ranks at its request, until the instance ends."""
         living = dict(self._processes)
         while not self._stop.is_due:
-            if control.poll(_LOOK_S):
-                message = hear(control)
+            if control.poll(_POLL_INTERVAL_S):
+                message = receive_message(control)
                 if isinstance(message, InstanceOver):
                     self._await_ends()
                     return
@@ -227,7 +227,7 @@ class _Node:
             for rank, process in list(living.items()):
                 if process.poll() is not None:
                     del living[rank]
-                    tell(control, RankEnded(rank, describe_process_end(process.wait())))
+                    send_message(control, RankEnded(rank, describe_process_end(process.wait())))
         logger.warning("node 0 did not end the instance in time: this node exits")
 
     def _await_ends(self) -> None:
@@ -235,4 +235,4 @@ class _Node:
         while any(process.poll() is None for process in self._processes.values()):
             if time.monotonic() >= deadline:
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)

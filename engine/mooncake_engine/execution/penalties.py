@@ -16,7 +16,7 @@ from torch import Tensor
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend_parts import to_device
 
-_FIRST_ROWS = 8
+_INITIAL_ROWS = 8
 
 
 class TokenCountTable:
@@ -79,7 +79,7 @@ class TokenCountTable:
 
     @staticmethod
     def _more(rows: Tensor, num_rows: int) -> Tensor:
-        return rows.new_zeros(max(num_rows, _FIRST_ROWS), rows.shape[1])
+        return rows.new_zeros(max(num_rows, _INITIAL_ROWS), rows.shape[1])
 
 
 class TokenCounts:

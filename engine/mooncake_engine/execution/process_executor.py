@@ -52,9 +52,10 @@ class ProcessExecutor(Executor):
     ) -> None:
         self._options = options or ExecutorOptions()
         self._has_stages = plan.config.pp_size > 1
-        self._unsaid: dict[str, tuple[int, ...]] = {}  # sampled tokens not sent to earlier stages
+        # tokens that the last stage sampled and the other stages don't have yet, by request
+        self._unsent_tokens: dict[str, tuple[int, ...]] = {}
         self._processes = processes or RankProcesses(plan, [self._options], launcher)
-        self._ranks = self._processes.of(dp_rank)
+        self._ranks = self._processes.ranks_of(dp_rank)
         self._expert_loads: list[ExpertLoad | None] = [None for _ in self._ranks]
         self._waited_s: list[WaitedSeconds] = [{} for _ in self._ranks]
         self._answers = tuple(rank.orders for rank in self._ranks)
@@ -71,12 +72,12 @@ class ProcessExecutor(Executor):
         return tuple(rank.pid for rank in self._ranks)
 
     def warm_up(self) -> None:
-        self._processes.give(self._ranks, wire.WarmUp())
+        self._processes.send_order(self._ranks, wire.WarmUp())
         self._await_done()
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        self._processes.give(self._ranks, wire.Execute(plan, self._unsaid))
-        self._unsaid = {}
+        self._processes.send_order(self._ranks, wire.Execute(plan, self._unsent_tokens))
+        self._unsent_tokens = {}
         return _SubmittedStep(plan.step, self._collect)
 
     @property
@@ -90,8 +91,8 @@ class ProcessExecutor(Executor):
         assert result is not None, "the driver rank reports a step's result"
         if self._has_stages:
             for name, tokens in result.tokens.items():
-                said = self._unsaid.get(name, ())
-                self._unsaid[name] = said + tuple(token.token_id for token in tokens)
+                unsent = self._unsent_tokens.get(name, ())
+                self._unsent_tokens[name] = unsent + tuple(token.token_id for token in tokens)
         return result
 
     @property

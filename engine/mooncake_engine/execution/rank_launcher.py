@@ -23,7 +23,7 @@ import torch
 from mooncake_engine.config import EngineConfig, ExecutorKind
 from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.execution import executor_messages as wire
-from mooncake_engine.execution.rank_process import RankEnds, fork_ranks
+from mooncake_engine.execution.rank_process import RankConnections, fork_ranks
 from mooncake_engine.process.forked_process import ForkedProcess, adopting
 from mooncake_hal.command_line import describe_exit, import_path
 
@@ -47,14 +47,14 @@ class Rank(ABC):
         self.failed: wire.RankFailed | None = None
         self._lock = threading.Lock()
 
-    def order(self, encoded: bytes) -> None:
+    def send_order(self, encoded: bytes) -> None:
         """Send an order. If the rank is gone, that is noticed when its report is read."""
         try:
             self.orders.send_bytes(encoded)
         except ConnectionError:
             return
 
-    def report(self) -> wire.Report | None:
+    def receive_report(self) -> wire.Report | None:
         """Read one report; None if the rank is gone."""
         try:
             report: wire.Report = wire.decode_report(self.orders.recv_bytes())
@@ -72,7 +72,7 @@ class Rank(ABC):
     def has_vanished(self) -> bool:
         """Whether the process ended without reporting why. Reads the reports that it has sent."""
         while self.failed is None and self.orders.poll():
-            if self.report() is None:
+            if self.receive_report() is None:
                 return True
         return self.failed is None and self.wait(0.0)
 
@@ -86,7 +86,7 @@ class Rank(ABC):
             return f"{self.failed.kind}: {self.failed.reason}"
         if not self.wait(_END_TIMEOUT_S):
             return "it closed its connection"
-        return self.last_words()
+        return self.exit_reason()
 
     def close(self) -> None:
         """Close both connections."""
@@ -107,7 +107,7 @@ class Rank(ABC):
         """Wait for the process to exit; returns whether it has."""
 
     @abstractmethod
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         """How the process ended, for messages. Call only after it has."""
 
     @abstractmethod
@@ -157,11 +157,11 @@ def config_on_host(config: EngineConfig, rank: int, host: str, our_host: str) ->
     kv = config.kv_transfer
     if kv is None or host == our_host:
         return config
-    told = kv.advertise_host or kv.host
-    if ip_address(told).is_loopback:
+    address = kv.advertise_host or kv.host
+    if ip_address(address).is_loopback:
         raise ConfigError(
-            f"rank {rank} is on {host}, where peers can't reach --kv-host {told}: give the address "
-            "of this host in their network"
+            f"rank {rank} is on {host}, where peers can't reach --kv-host {address}: give the "
+            "address of this host in their network"
         )
     there = replace(
         kv, host=kv.host if ip_address(kv.host).is_unspecified else host, advertise_host=host
@@ -176,7 +176,7 @@ def find_ports(host: str, count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-def start_rank_processes(ends: Sequence[RankEnds]) -> list[ForkedProcess]:
+def start_rank_processes(ends: Sequence[RankConnections]) -> list[ForkedProcess]:
     """Start a process per rank, which inherits its ends; they are closed in this process.
 
     One child process imports what all ranks need and forks them, so that the imports cost time and
@@ -230,7 +230,7 @@ class LocalRank(Rank):
         process: the rank's process.
     """
 
-    def __init__(self, rank: int, ends: RankEnds, process: ForkedProcess) -> None:
+    def __init__(self, rank: int, ends: RankConnections, process: ForkedProcess) -> None:
         super().__init__(rank, *ends)
         self._process = process
 
@@ -255,7 +255,7 @@ class LocalRank(Rank):
             return False
         return True
 
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         return describe_process_end(self._process.wait())
 
     def kill(self) -> None:
@@ -269,7 +269,7 @@ def start_local_ranks(count: int) -> list[Rank]:
     Raises:
         EngineDead: the ranks can't be started; the log says why.
     """
-    ours, theirs = RankEnds.pipes(count)
+    ours, theirs = RankConnections.pipes(count)
     return _local_ranks(ours, start_rank_processes(theirs))
 
 
@@ -281,14 +281,14 @@ def fork_local_ranks(count: int, others: Sequence[Connection]) -> list[Rank]:
         count: number of ranks.
         others: connections of this process, which the ranks close.
     """
-    ours, theirs = RankEnds.pipes(count)
+    ours, theirs = RankConnections.pipes(count)
     pids = fork_ranks(theirs, [*others, *(end for pair in ours for end in pair)])
     for pair in theirs:
         pair.close()
     return _local_ranks(ours, [ForkedProcess(pid) for pid in pids])
 
 
-def _local_ranks(ends: Sequence[RankEnds], processes: Sequence[ForkedProcess]) -> list[Rank]:
+def _local_ranks(ends: Sequence[RankConnections], processes: Sequence[ForkedProcess]) -> list[Rank]:
     pairs = zip(ends, processes, strict=True)
     return [LocalRank(rank, ours, process) for rank, (ours, process) in enumerate(pairs)]
 

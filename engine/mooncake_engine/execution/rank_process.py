@@ -43,7 +43,7 @@ from mooncake_hal.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-_FIGURES_EVERY_S = 1.0
+_STATS_INTERVAL_S = 1.0
 
 PARENT_GONE = 3
 """Exit status of a rank whose parent is gone."""
@@ -68,7 +68,7 @@ class RankProcess:
         self._message_lock = threading.Lock()
         self._report_lock = threading.Lock()
         self._reporter: ThreadPoolExecutor | None = None
-        self._figures_due = 0.0
+        self._stats_due = 0.0
         self._grammars = ThreadPoolExecutor(1, "grammars")
 
     def run(self) -> None:
@@ -88,7 +88,7 @@ class RankProcess:
             if self._on_loaded is not None:
                 self._on_loaded()
             self._report(wire.Ready(rank_kv_info(start.info.rank, worker)))
-            while self._obey(worker, start.info):
+            while self._handle_order(worker, start.info):
                 pass
             worker.drain()
         finally:
@@ -124,15 +124,15 @@ class RankProcess:
             handlers=handlers,
         )
 
-    def _obey(self, worker: Worker, info: RankInfo) -> bool:
+    def _handle_order(self, worker: Worker, info: RankInfo) -> bool:
         """Carry out one order; returns whether to wait for another."""
         order = wire.decode_order(self._orders.recv_bytes())
         if isinstance(order, wire.Execute):
             launched = worker.launch(order.plan, order.sampled)
             if self._reporter is None:
-                self._conclude(worker, launched, info)
+                self._report_result(worker, launched, info)
             else:
-                self._reporter.submit(self._conclude_later, worker, launched, info)
+                self._reporter.submit(self._report_result_later, worker, launched, info)
         elif isinstance(order, wire.WarmUp):
             worker.warm_up()
             self._report(wire.OrderDone())
@@ -140,19 +140,19 @@ class RankProcess:
             self._grammars.submit(self._prepare_grammar, worker, order)
         return not isinstance(order, wire.Stop)
 
-    def _conclude(self, worker: Worker, launched: PendingStep, info: RankInfo) -> None:
+    def _report_result(self, worker: Worker, launched: PendingStep, info: RankInfo) -> None:
         result = launched.result()
         expert_load, waited_s, now = None, None, time.monotonic()
-        if now >= self._figures_due:
-            self._figures_due = now + _FIGURES_EVERY_S
+        if now >= self._stats_due:
+            self._stats_due = now + _STATS_INTERVAL_S
             waited_s = worker.waited_s()
             expert_load = worker.expert_load() if info.tp_rank == 0 else None
         self._report(wire.OrderDone(result if info.is_driver else None, expert_load, waited_s))
 
-    def _conclude_later(self, worker: Worker, launched: PendingStep, info: RankInfo) -> None:
+    def _report_result_later(self, worker: Worker, launched: PendingStep, info: RankInfo) -> None:
         """Report a step, in the reporting thread. ``_receive`` notices if the parent is gone."""
         try:
-            self._conclude(worker, launched, info)
+            self._report_result(worker, launched, info)
         except (EOFError, ConnectionError):
             return
         except Exception as exc:
@@ -208,14 +208,14 @@ def _failure(exc: BaseException) -> wire.RankFailed:
     return wire.RankFailed(type(exc).__name__, str(exc))
 
 
-class RankEnds(NamedTuple):
+class RankConnections(NamedTuple):
     """One end of each of a rank's two connections."""
 
     orders: Connection
     messages: Connection
 
     @classmethod
-    def pipes(cls, count: int) -> tuple[list[RankEnds], list[RankEnds]]:
+    def pipes(cls, count: int) -> tuple[list[RankConnections], list[RankConnections]]:
         """Open connections to ``count`` ranks; returns the executor's ends and the ranks' ends."""
         pipes = [(Pipe(), Pipe()) for _ in range(count)]
         ours = [cls(orders[0], messages[0]) for orders, messages in pipes]
@@ -230,13 +230,13 @@ class RankEnds(NamedTuple):
 def main(arguments: list[str]) -> int:
     """Fork a rank for each pair of file descriptors; returns the exit status."""
     pids_to, *connections = (Connection(int(descriptor)) for descriptor in arguments)
-    ends = map(RankEnds, connections[::2], connections[1::2])
+    ends = map(RankConnections, connections[::2], connections[1::2])
     pids = fork_ranks(list(ends), [pids_to])
     pids_to.send_bytes(" ".join(map(str, pids)).encode())
     return 0
 
 
-def fork_ranks(ends: Sequence[RankEnds], others: Sequence[Connection]) -> list[int]:
+def fork_ranks(ends: Sequence[RankConnections], others: Sequence[Connection]) -> list[int]:
     """Fork a process for each rank. This process must have a single thread.
 
     Args:
@@ -254,18 +254,18 @@ def fork_ranks(ends: Sequence[RankEnds], others: Sequence[Connection]) -> list[i
         if (pid := os.fork()) == 0:
             for other in (*others, *(end for pair in ends if pair is not own for end in pair)):
                 other.close()
-            sys.exit(_be_rank(own))
+            sys.exit(_run_rank(own))
         pids.append(pid)
     return pids
 
 
-def _be_rank(ends: RankEnds) -> int:
+def _run_rank(ends: RankConnections) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the rank has loaded
     with queued_stderr():
-        return serve(*ends, outlast_sigterm)
+        return serve(*ends, ignore_sigterm)
 
 
-def outlast_sigterm() -> None:
+def ignore_sigterm() -> None:
     """Ignore SIGTERM. A service manager's stop reaches every process, but the parent still has
     requests to finish. A rank calls this only once it watches for the end of its parent: a parent
     that is stopped while it loads exits at once, and its ranks must too."""

@@ -65,7 +65,7 @@ class RankProcesses:
         self._options = options
         self._closing = threading.Event()
         self._launcher = launcher or LocalLauncher(plan.config)
-        self._unanswered: Counter[int] = Counter()  # orders without a report, by rank
+        self._open_orders: Counter[int] = Counter()  # orders without a report, by rank
         self._abandoned: EngineDead | None = None
         self._grammar_numbers = count()
         self._preparing: dict[int, _GrammarOrder] = {}
@@ -78,12 +78,12 @@ class RankProcesses:
             raise
         self._listener.start()
 
-    def of(self, dp_rank: int) -> Sequence[Rank]:
+    def ranks_of(self, dp_rank: int) -> Sequence[Rank]:
         """The ranks of a data-parallel rank."""
         per = len(self.ranks) // len(self._options)
         return self.ranks[dp_rank * per : (dp_rank + 1) * per]
 
-    def give(self, ranks: Sequence[Rank], order: wire.Order) -> None:
+    def send_order(self, ranks: Sequence[Rank], order: wire.Order) -> None:
         """Send ranks an order; each of them will send a report for it.
 
         Raises:
@@ -92,8 +92,8 @@ class RankProcesses:
         self.failure.check()
         encoded = wire.encode(order)
         for rank in ranks:
-            self._unanswered[rank.rank] += 1
-            rank.order(encoded)
+            self._open_orders[rank.rank] += 1
+            rank.send_order(encoded)
 
     def prepare_grammar(
         self, ranks: Sequence[Rank], grammar: Grammar, on_ready: Callable[[], None]
@@ -105,7 +105,7 @@ class RankProcesses:
         self._preparing[number] = _GrammarOrder({rank.rank for rank in ranks}, on_ready)
         encoded = wire.encode(wire.PrepareGrammar(number, grammar))
         for rank in ranks:
-            rank.order(encoded)
+            rank.send_order(encoded)
 
     def reports(self, ranks: Sequence[Rank]) -> Iterator[tuple[Rank, wire.Report]]:
         """Yield reports as they arrive, until each of these ranks has sent Ready or OrderDone.
@@ -118,12 +118,12 @@ class RankProcesses:
             for connection in wait(list(pending)):
                 assert isinstance(connection, Connection)
                 rank = pending[connection]
-                report = rank.report()
+                report = rank.receive_report()
                 if report is None or isinstance(report, wire.RankFailed):
-                    raise self._end_all(rank)
+                    raise self._kill_all(rank)
                 if not isinstance(report, wire.Progress):
                     del pending[connection]
-                    self._unanswered[rank.rank] -= 1
+                    self._open_orders[rank.rank] -= 1
                 yield rank, report
 
     def abandon(self, reason: str) -> EngineDead:
@@ -132,7 +132,7 @@ class RankProcesses:
         silent = [
             str(rank.rank)
             for rank in self.ranks
-            if self._unanswered[rank.rank] > 0 and not rank.orders.poll()
+            if self._open_orders[rank.rank] > 0 and not rank.orders.poll()
         ]
         who = f"; no answer from rank {', '.join(silent)} of {len(self.ranks)}" if silent else ""
         for rank in self.ranks:
@@ -150,7 +150,7 @@ class RankProcesses:
             return
         self._closing.set()
         for rank in self.ranks:
-            rank.order(wire.encode(wire.Stop()))
+            rank.send_order(wire.encode(wire.Stop()))
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         for rank in self.ranks:
             rank.wait(max(0.0, deadline - time.monotonic()))
@@ -180,8 +180,8 @@ class RankProcesses:
                 threads=self._launcher.threads,
                 log=log,
             )
-            self._unanswered[rank.rank] += 1
-            rank.order(wire.encode(start))
+            self._open_orders[rank.rank] += 1
+            rank.send_order(wire.encode(start))
 
     def _group(
         self, name: str, rank: int, world_size: int, timeout_s: float = _GROUP_TIMEOUT_S
@@ -199,7 +199,7 @@ class RankProcesses:
                 options.progress(LoadProgress(report.loaded_bytes, report.total_bytes))
         return tuple(infos[rank.rank] for rank in self.ranks)
 
-    def _end_all(self, noticed: Rank) -> EngineError:
+    def _kill_all(self, noticed: Rank) -> EngineError:
         """Kill every rank after one failed; returns the error to raise, which names the rank that
         failed first."""
         if self._abandoned is not None:
@@ -229,21 +229,21 @@ class RankProcesses:
 
     def _listen(self) -> None:
         try:
-            self._pass_messages()
+            self._receive_notices()
         except Exception as exc:  # noqa: BLE001  the thread's top; check() raises it
             self.failure.record("the thread that passes the ranks' messages on died", exc)
 
-    def _pass_messages(self) -> None:
+    def _receive_notices(self) -> None:
         """Pass the extensions' messages on, and notice ranks that die while no step runs."""
         open_ends = {rank.messages: rank for rank in self.ranks}
         while open_ends:
             for connection in wait(list(open_ends)):
                 assert isinstance(connection, Connection)
                 rank = open_ends[connection]
-                if not self._pass_on(rank):
+                if not self._handle_notice(rank):
                     del open_ends[connection]
 
-    def _pass_on(self, rank: Rank) -> bool:
+    def _handle_notice(self, rank: Rank) -> bool:
         """Handle one notice of a rank; returns whether more may come."""
         try:
             notice = wire.decode_notice(rank.messages.recv_bytes())

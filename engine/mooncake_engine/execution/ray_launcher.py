@@ -18,7 +18,7 @@ from typing import Any
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
-from mooncake_engine.execution.node_connections import accept_known
+from mooncake_engine.execution.node_connections import accept_authenticated
 from mooncake_engine.execution.parallel_state import RankInfo
 from mooncake_engine.execution.rank_launcher import Rank, config_on_host, find_ports
 from mooncake_hal.command_line import import_path
@@ -44,9 +44,9 @@ class RankActor:
     def serve(self, address: tuple[str, int], key: bytes) -> int:
         """Connect to the executor and run a rank until it is stopped; returns its exit status."""
         orders, messages = (Client(address, authkey=key) for _ in range(2))
-        from mooncake_engine.execution.rank_process import outlast_sigterm, serve
+        from mooncake_engine.execution.rank_process import ignore_sigterm, serve
 
-        return serve(orders, messages, outlast_sigterm)
+        return serve(orders, messages, ignore_sigterm)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class RayRank(Rank):
         done, _ = ray.wait([self._running], timeout=timeout_s)
         return bool(done)
 
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         ray = _ray()
         try:
             status = ray.get(self._running)
@@ -137,10 +137,10 @@ class RayLauncher:
         self._rendezvous: dict[str, str] = {}
         devices = {resource: 1.0} if resource else {}
         self._bundle = {"CPU": float(self.threads), **devices}
-        self._num_together = config.tp_size if config.dp_size > 1 else 1
-        bundle = {name: amount * self._num_together for name, amount in self._bundle.items()}
+        self._ranks_per_bundle = config.tp_size if config.dp_size > 1 else 1
+        bundle = {name: amount * self._ranks_per_bundle for name, amount in self._bundle.items()}
         self._placement_group = ray.util.placement_group(
-            [bundle] * (config.num_all_ranks // self._num_together), strategy="PACK"
+            [bundle] * (config.num_all_ranks // self._ranks_per_bundle), strategy="PACK"
         )
         self._key = secrets.token_bytes(_KEY_BYTES)
 
@@ -154,8 +154,8 @@ class RayLauncher:
         ray = _ray()
         if not self._placement_group.wait(_PLACE_TIMEOUT_S):
             together, remedy = "", "add hosts or free some"
-            if self._num_together > 1:
-                together = f", {self._num_together} of them on one host each"
+            if self._ranks_per_bundle > 1:
+                together = f", {self._ranks_per_bundle} of them on one host each"
                 remedy += ", or lower tp_size"
             raise ConfigError(
                 f"the Ray cluster lacks resources for {len(self._rank_infos)} ranks of "
@@ -206,7 +206,7 @@ class RayLauncher:
                 **settings,
                 resources=amounts,
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
-                    self._placement_group, rank // self._num_together
+                    self._placement_group, rank // self._ranks_per_bundle
                 ),
                 runtime_env={"env_vars": {"PYTHONPATH": import_path()}},
             )
@@ -218,7 +218,7 @@ class RayLauncher:
     ) -> RayRank:
         running = actor.serve.remote(listener.getsockname()[:2], self._key)
         try:
-            orders, messages = (accept_known(listener, self._key) for _ in range(2))
+            orders, messages = (accept_authenticated(listener, self._key) for _ in range(2))
         except TimeoutError as exc:
             raise EngineDead(
                 f"rank {rank} on {location.host} did not connect to {location.our_host} within "

@@ -232,16 +232,16 @@ class BlockTables:
         num_rows: initial capacity, in requests; the matrix grows as needed.
         max_blocks: blocks of the longest table.
         device: device on which batches are gathered.
-        is_apart: whether the device is not the host.
+        is_accelerator: whether the device is not the host.
     """
 
     def __init__(
-        self, num_rows: int, max_blocks: int, device: torch.device, *, is_apart: bool
+        self, num_rows: int, max_blocks: int, device: torch.device, *, is_accelerator: bool
     ) -> None:
         self._table = np.zeros((num_rows, max_blocks), dtype=np.int32)
-        self._is_apart = is_apart
+        self._is_accelerator = is_accelerator
         shared = torch.from_numpy(self._table)
-        self._on_device = torch.zeros_like(shared, device=device) if is_apart else shared
+        self._on_device = torch.zeros_like(shared, device=device) if is_accelerator else shared
         self._changed: list[tuple[int, int]] = []  # ranges of indexes into the flattened matrix
         self._lengths = [0] * num_rows
         self._free = list(range(num_rows - 1, -1, -1))
@@ -261,7 +261,7 @@ class BlockTables:
         stop = start + len(block_ids)
         self._table[row, start:stop] = block_ids
         self._lengths[row] = stop
-        if self._is_apart:
+        if self._is_accelerator:
             first = row * self._table.shape[1]
             self._changed.append((first + start, first + stop))
 
@@ -304,7 +304,7 @@ class BlockTables:
     def _grow(self) -> None:
         old_rows = len(self._lengths)
         self._table = np.concatenate((self._table, np.zeros_like(self._table)))
-        if self._is_apart:
+        if self._is_accelerator:
             grown = (self._on_device, torch.zeros_like(self._on_device))
             self._on_device = torch.cat(grown)
         else:
@@ -335,8 +335,8 @@ class RequestTable:
         *,
         is_sampling: bool = True,
     ) -> None:
-        is_apart = device.type != "cpu"
-        self.tables = BlockTables(max_seqs, max_blocks, device, is_apart=is_apart)
+        is_accelerator = device.type != "cpu"
+        self.tables = BlockTables(max_seqs, max_blocks, device, is_accelerator=is_accelerator)
         self._counts = TokenCountTable(vocab_size, device)
         self._device = device
         self._find_vocabulary = find_vocabulary

@@ -41,7 +41,7 @@ def grammar_failures(states: Sequence[CachedRequest]) -> dict[str, str]:
     }
 
 
-_CANDIDATES = 1024
+_TOP_P_CANDIDATES = 1024
 """Number of the most probable tokens that top-p sorts first; while they don't suffice, it sorts
 eight times as many."""
 
@@ -56,27 +56,27 @@ class ChosenTokens:
 
     Args:
         token_ids: [rows] int64; NO_TOKEN for a row without a finite logit.
-        described_rows: the rows whose requests ask for log probabilities.
+        logprob_rows: the rows whose requests ask for log probabilities.
         logprobs: log probabilities of the described rows; None if there are no such rows.
     """
 
     token_ids: Tensor
-    described_rows: Sequence[int] = ()
+    logprob_rows: Sequence[int] = ()
     logprobs: LogprobTensors | None = None
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> ChosenTokens:
         """A copy on another device: ``move`` copies each tensor."""
         logprobs = None if self.logprobs is None else self.logprobs.moved(move)
-        return ChosenTokens(move(self.token_ids), self.described_rows, logprobs)
+        return ChosenTokens(move(self.token_ids), self.logprob_rows, logprobs)
 
     def tokens(self) -> list[SampledToken]:
         """The tokens as host objects; waits for the device if the tensors are there."""
         token_ids: list[int] = self.token_ids.tolist()
         tokens = [SampledToken(token_id) for token_id in token_ids]
         if self.logprobs is not None:
-            ids = [max(token_ids[row], 0) for row in self.described_rows]
+            ids = [max(token_ids[row], 0) for row in self.logprob_rows]
             described = self.logprobs.describe(ids)
-            for row, logprobs in zip(self.described_rows, described, strict=True):
+            for row, logprobs in zip(self.logprob_rows, described, strict=True):
                 tokens[row] = SampledToken(token_ids[row], logprobs)
         return tokens
 
@@ -143,7 +143,7 @@ class Sampler:
             logits, states, drawn: see ``sample``.
         """
         info = self._info_of(logits, states)
-        described = info.described_rows
+        described = info.logprob_rows
         raw = logits.clone() if described and info.processor.has_effect() else logits
         info.processor.apply(logits)
         token_ids = self._draw(logits, states, drawn)
@@ -190,7 +190,7 @@ class Sampler:
         at = index_tensor(logits.device, rows)
         random_states = [states[row] for row in rows]
         weights = _weights(logits[at], random_states)
-        is_tested = [_is_tested(state) for state in random_states]
+        is_tested = [_uses_rejection_sampling(state) for state in random_states]
         streams = [RandomStream.DRAFT if tested else RandomStream.CHOICE for tested in is_tested]
         token_ids.index_copy_(0, at, _pick(weights, _numbers(random_states, streams)))
         weights /= weights.sum(dim=-1, keepdim=True)
@@ -213,7 +213,7 @@ class _BatchInfo:
 
     Attributes:
         random_rows: the rows that don't use greedy sampling.
-        described_rows: the rows whose requests ask for log probabilities.
+        logprob_rows: the rows whose requests ask for log probabilities.
         processor: changes the logits as the requests ask.
     """
 
@@ -222,13 +222,13 @@ class _BatchInfo:
     ) -> None:
         self.states = states
         self.random_rows = [row for row, s in enumerate(states) if not s.sampling.is_greedy]
-        self.described_rows = [
+        self.logprob_rows = [
             row for row, state in enumerate(states) if state.sampling.logprobs is not None
         ]
         self.processor = LogitsProcessor(states, eos_token_ids, device)
 
 
-def _is_tested(state: SamplingState) -> bool:
+def _uses_rejection_sampling(state: SamplingState) -> bool:
     """Whether rejection sampling may be used: whether only the token's distribution matters, and
     not which token a given seed yields."""
     sampling = state.sampling
@@ -320,7 +320,7 @@ def _thresholds(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     limited = [k for k in top_k if k < vocab_size]
     if not limited and not has_top_p:
         return threshold
-    num_sorted = min(vocab_size, max([_CANDIDATES if has_top_p else 1, *limited]))
+    num_sorted = min(vocab_size, max([_TOP_P_CANDIDATES if has_top_p else 1, *limited]))
     ordered = _largest(logits, num_sorted)
     limits = index_tensor(logits.device, top_k).unsqueeze(1)
     threshold = threshold.maximum(_kth(ordered, limits, vocab_size))

@@ -14,7 +14,7 @@ from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, 
 
 WARM_UP = "warm-up"
 """Id of the warm-up requests, which run one at a time."""
-_BESIDE = "warm-up beside"
+_MIXED = "warm-up mixed"
 """Id of the request whose prompt runs in one step with a decode of the other one."""
 _GREEDY = SamplingParams(temperature=0.0)
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=20)
@@ -38,20 +38,22 @@ def warm_up_requests(
     block_tokens = plan.block_size.tokens
     speculation = plan.config.speculation
     most_draft_tokens = speculation.num_speculative_tokens if speculation else 0
-    room = min(block_tokens, plan.max_model_len)
-    num_draft_tokens = min(most_draft_tokens, max(room - 2, 0))
-    length = room - 1 - num_draft_tokens
+    num_tokens = min(block_tokens, plan.max_model_len)
+    num_draft_tokens = min(most_draft_tokens, max(num_tokens - 2, 0))
+    length = num_tokens - 1 - num_draft_tokens
     if length < 1:
         return
     yield _steps(plan, length, num_draft_tokens, _GREEDY, num_blocks)
     if not compiles:
         return
     yield _steps(plan, length, num_draft_tokens, _SAMPLED, num_blocks)
-    beside = min(room, plan.config.max_num_batched_tokens - 1 - num_draft_tokens)
-    if beside > 1:  # a prompt of one token would run as a decode
+    mixed_length = min(num_tokens, plan.config.max_num_batched_tokens - 1 - num_draft_tokens)
+    if mixed_length > 1:  # a prompt of one token would run as a decode
         prompt, decode = _steps(plan, length, num_draft_tokens, _GREEDY, num_blocks)
-        request = NewRequest(_BESIDE, (0,) * beside, beside, _GREEDY, 0, (num_blocks - 1,))
-        sequences = (*decode.sequences, ScheduledSequence(_BESIDE, 0, beside))
+        request = NewRequest(
+            _MIXED, (0,) * mixed_length, mixed_length, _GREEDY, 0, (num_blocks - 1,)
+        )
+        sequences = (*decode.sequences, ScheduledSequence(_MIXED, 0, mixed_length))
         yield prompt, StepPlan(0, new_requests=(request,), sequences=sequences)
     longest = min(
         plan.config.max_num_batched_tokens,

@@ -50,19 +50,19 @@ def load_weights(
             the model; the message names them.
     """
     started = time.monotonic()
-    slots: dict[str, list[WeightShard]] = defaultdict(list)
-    for slot in model.weight_shards():
-        slots[slot.name].append(slot)
+    shards: dict[str, list[WeightShard]] = defaultdict(list)
+    for shard in model.weight_shards():
+        shards[shard.name].append(shard)
     files = locate_tensors(model_dir)
     scales = Fp8Scales(files)
-    _check_names(model, slots, files, model_dir)
-    total = sum(_read_bytes(slot) for named in slots.values() for slot in named)
+    _check_names(model, shards, files, model_dir)
+    total = sum(_read_bytes(shard) for named in shards.values() for shard in named)
     loaded = 0
-    for path in sorted({files[name] for name in slots}):
-        wanted = [slot for name in slots if files[name] == path for slot in slots[name]]
-        for slot, values in _read(path, wanted, scales):
-            slot.fill(values)
-            loaded += _read_bytes(slot)
+    for path in sorted({files[name] for name in shards}):
+        wanted = [shard for name in shards if files[name] == path for shard in shards[name]]
+        for shard, values in _read(path, wanted, scales):
+            shard.fill(values)
+            loaded += _read_bytes(shard)
             if progress is not None:
                 progress(LoadProgress(loaded, total))
     _check_tied_head(model, files, scales)
@@ -74,10 +74,10 @@ def load_weights(
 
 
 def _check_names(
-    model: Model, slots: Mapping[str, object], files: Mapping[str, Path], model_dir: Path
+    model: Model, shards: Mapping[str, object], files: Mapping[str, Path], model_dir: Path
 ) -> None:
-    missing = sorted(slots.keys() - files.keys())
-    unexpected = sorted(name for name in files.keys() - slots.keys() if not model.is_ignored(name))
+    missing = sorted(shards.keys() - files.keys())
+    unexpected = sorted(name for name in files.keys() - shards.keys() if not model.is_ignored(name))
     problems = []
     if missing:
         problems.append(f"lacks {some_of(missing)}")
@@ -105,22 +105,22 @@ def _check_tied_head(model: Model, files: Mapping[str, Path], scales: Fp8Scales)
             )
 
 
-def _read_bytes(slot: WeightShard) -> int:
-    return slot.target.numel() * slot.dtype.itemsize
+def _read_bytes(shard: WeightShard) -> int:
+    return shard.target.numel() * shard.dtype.itemsize
 
 
 def _read(
-    path: Path, slots: list[WeightShard], scales: Fp8Scales
+    path: Path, shards: list[WeightShard], scales: Fp8Scales
 ) -> Iterator[tuple[WeightShard, Tensor]]:
-    """Yield each slot with its values from one file, in order, reading up to ``_READ_AHEAD``
-    slots ahead."""
+    """Yield each shard with its values from one file, in order, reading up to ``_READ_AHEAD``
+    shards ahead."""
     with ExitStack() as cleanup:
         file = cleanup.enter_context(open_tensors(path, scales))
         readers = cleanup.enter_context(ThreadPoolExecutor(_NUM_READERS, "weights"))
         ahead: deque[tuple[WeightShard, Future[Tensor]]] = deque()
         cleanup.callback(readers.shutdown, cancel_futures=True)
-        for slot in slots:
-            ahead.append((slot, readers.submit(_read_slot, file, slot, path, scales)))
+        for shard in shards:
+            ahead.append((shard, readers.submit(_read_shard, file, shard, path, scales)))
             if len(ahead) == _READ_AHEAD:
                 first, values = ahead.popleft()
                 yield first, values.result()
@@ -128,32 +128,32 @@ def _read(
             yield first, values.result()
 
 
-def _read_slot(file: TensorFile, slot: WeightShard, path: Path, scales: Fp8Scales) -> Tensor:
-    if slot.is_scale_of_rows:
-        return _read_row_scales(slot, scales)
-    found = file.shape(slot.name)
-    if found != slot.full_shape:
+def _read_shard(file: TensorFile, shard: WeightShard, path: Path, scales: Fp8Scales) -> Tensor:
+    if shard.is_scale_of_rows:
+        return _read_row_scales(shard, scales)
+    found = file.shape(shard.name)
+    if found != shard.full_shape:
         raise CheckpointError(
-            f"{path}: {slot.name} has shape {list(found)}, config.json asks for "
-            f"{list(slot.full_shape)}"
+            f"{path}: {shard.name} has shape {list(found)}, config.json asks for "
+            f"{list(shard.full_shape)}"
         )
     window = tuple(
         slice(start, start + size)
-        for start, size in zip(slot.offset, slot.target.shape, strict=True)
+        for start, size in zip(shard.offset, shard.target.shape, strict=True)
     )
-    return file.read(slot.name, window, slot.dtype)
+    return file.read(shard.name, window, shard.dtype)
 
 
-def _read_row_scales(slot: WeightShard, scales: Fp8Scales) -> Tensor:
+def _read_row_scales(shard: WeightShard, scales: Fp8Scales) -> Tensor:
     """The scale of each row; the checkpoint may have one scale for all rows."""
-    found = scales.read(slot.name).flatten()
-    if found.numel() not in (1, *slot.full_shape):
+    found = scales.read(shard.name).flatten()
+    if found.numel() not in (1, *shard.full_shape):
         raise CheckpointError(
-            f"{slot.name} holds {found.numel()} scales, config.json asks for one, or "
-            f"for one of each of {slot.full_shape[0]} rows"
+            f"{shard.name} holds {found.numel()} scales, config.json asks for one, or "
+            f"for one of each of {shard.full_shape[0]} rows"
         )
-    (first,), (rows,) = slot.offset, slot.target.shape
-    return found.expand(slot.full_shape[0])[first : first + rows]
+    (first,), (rows,) = shard.offset, shard.target.shape
+    return found.expand(shard.full_shape[0])[first : first + rows]
 
 
 KVScales = tuple[tuple[float, float], ...]

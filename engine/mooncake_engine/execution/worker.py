@@ -325,7 +325,7 @@ class Worker:
                 stage itself ignores them.
         """
         if sampled and not self._groups.info.is_last_stage:
-            self._runner.learn(sampled)
+            self._runner.append_sampled(sampled)
         if self._balancer is not None:
             self._balancer.before(plan)
         layer_done = self.extension.begin_step(plan) if self.extension else None
@@ -372,7 +372,7 @@ class Worker:
         for prompt, decode in warm_up_requests(self._plan, size.num_blocks, compiles=is_own_memory):
             self._runner.run(self._with_round(prompt))
             if not self._groups.info.is_last_stage:
-                self._runner.learn({WARM_UP: (0,)})
+                self._runner.append_sampled({WARM_UP: (0,)})
             self._runner.run(self._with_round(decode))
             begun = (*prompt.new_requests, *decode.new_requests)
             self._runner.run(StepPlan(0, removed=tuple(new.request_id for new in begun)))

@@ -157,12 +157,12 @@ class Decoder:
         self._layers = [self.build_layer(parallel, layer) for layer in numbers]
         self._embedding = self._table(parallel, names.embedding) if held.start == 0 else None
         self._own_head: VocabTable | None = None
-        self._ending: tuple[Norm, Head] | None = None
+        self._norm_and_head: tuple[Norm, Head] | None = None
         if held.stop == config.num_layers:
-            self._ending = self._build_ending(parallel)
+            self._norm_and_head = self._build_norm_and_head(parallel)
         self._cos_sin = cos_sin_table(config.rope, max_positions).to(parallel.device)
 
-    def _build_ending(self, parallel: ParallelContext) -> tuple[Norm, Head]:
+    def _build_norm_and_head(self, parallel: ParallelContext) -> tuple[Norm, Head]:
         config, names = self.config, self.names
         table = self._embedding if config.tie_embeddings else None
         if table is None:
@@ -197,8 +197,8 @@ class Decoder:
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """The parts of checkpoint tensors that this rank loads."""
-        ending = self._ending[:1] if self._ending else ()
-        for part in (self._embedding, *self._layers, *ending, self._own_head):
+        with_weights = self._norm_and_head[:1] if self._norm_and_head else ()
+        for part in (self._embedding, *self._layers, *with_weights, self._own_head):
             if part is not None:
                 yield from part.weight_shards()
 
@@ -206,7 +206,7 @@ class Decoder:
     def tied_head(self) -> WeightShard | None:
         """See ``Model``. Valid until ``process_weights_after_loading``."""
         table = self._embedding or self._own_head
-        if self._ending is None or table is None or not self.config.tie_embeddings:
+        if self._norm_and_head is None or table is None or not self.config.tie_embeddings:
             return None
         return table.shard_of(self.names.head)
 
@@ -222,9 +222,9 @@ class Decoder:
         elif name == f"{names.embedding}.weight":
             is_foreign = self._embedding is None
         elif name == f"{names.head}.weight":
-            is_foreign = self._ending is None or self.config.tie_embeddings
+            is_foreign = self._norm_and_head is None or self.config.tie_embeddings
         else:
-            is_foreign = self._ending is None and name == f"{names.final_norm}.weight"
+            is_foreign = self._norm_and_head is None and name == f"{names.final_norm}.weight"
         quantization = self.config.quantization
         is_scale = quantization is not None and quantization.is_scale(name)
         return is_foreign or is_scale or name.endswith(self.ignored)
@@ -240,8 +240,8 @@ class Decoder:
         """Convert all loaded weights to the backend's layout, one at a time."""
         for layer in self._layers:
             layer.process_weights_after_loading()
-        if self._ending is not None:
-            self._ending[1].process_weights_after_loading()
+        if self._norm_and_head is not None:
+            self._norm_and_head[1].process_weights_after_loading()
         self._own_head = None
 
     def forward(self, entry: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
@@ -300,7 +300,7 @@ class Decoder:
 
     def run_to_first_attention(self, entry: Tensor, tokens: TokenSlots) -> IntermediateTensors:
         """Run the first segment, up to the first layer's attention. ``entry``: see ``forward``."""
-        x, residual = self._enter(entry)
+        x, residual = self._start_stage(entry)
         return IntermediateTensors(self._layers[0].attention.prepare(x, tokens), residual)
 
     def attend(self, index: int, query: Tensor, context: ForwardContext) -> Tensor:
@@ -334,18 +334,18 @@ class Decoder:
     ) -> IntermediateTensors:
         """Run the rest of the segment: up to the next layer's attention, or to the end."""
         if index + 1 == self.num_held_layers:
-            return IntermediateTensors(self._leave(x, residual), residual)
+            return IntermediateTensors(self._finish_stage(x, residual), residual)
         following = self._layers[index + 1]
         x, residual = following.input_norm.add(x, residual)
         return IntermediateTensors(following.attention.prepare(x, tokens), residual)
 
-    def _leave(self, x: Tensor, residual: Tensor) -> Tensor:
+    def _finish_stage(self, x: Tensor, residual: Tensor) -> Tensor:
         """The result of ``forward``."""
-        if self._ending is None:
+        if self._norm_and_head is None:
             return torch.stack((x, residual))
-        return self._ending[0].add(x, residual)[0]
+        return self._norm_and_head[0].add(x, residual)[0]
 
-    def _enter(self, entry: Tensor) -> tuple[Tensor, Tensor]:
+    def _start_stage(self, entry: Tensor) -> tuple[Tensor, Tensor]:
         """The first layer's normalised input, and the residual."""
         norm = self._layers[0].input_norm
         if self._embedding is None:
@@ -356,8 +356,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map [rows, hidden] to [rows, vocab] float32, the same on every rank of the last stage."""
-        assert self._ending is not None, "only the last stage has a head"
-        return self._ending[1](hidden).float()
+        assert self._norm_and_head is not None, "only the last stage has a head"
+        return self._norm_and_head[1](hidden).float()
 
 
 class FusedDecoder(Decoder):

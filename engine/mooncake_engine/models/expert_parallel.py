@@ -150,8 +150,8 @@ class ExpertDispatch:
         is_wanted = torch.full((len(rows), self._ep_size), to_all_parts, device=ids.device)
         is_wanted.scatter_(1, self._owners[ids], True)
         is_wanted = is_wanted.repeat_interleave(ranks // self._ep_size, dim=1)
-        told = torch.cat([is_wanted.sum(0), chosen])
-        by_sender = self._group.all_gather(told.unsqueeze(0), dim=0)
+        exchanged = torch.cat([is_wanted.sum(0), chosen])
+        by_sender = self._group.all_gather(exchanged.unsqueeze(0), dim=0)
         counts.add(by_sender[:, ranks:].sum(0))
         leaving = by_sender[:, :ranks].tolist()
         send = leaving[self._group.rank]
@@ -291,7 +291,7 @@ class ExpertParallelMixture(MixtureOfExperts):
             yield
         finally:
             self._is_worst_routed = False
-            self.counts.forget()
+            self.counts.reset()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Run a small step: map [tokens, hidden], the same on every rank, to [tokens, hidden].
@@ -363,7 +363,7 @@ class ExpertParallelMixture(MixtureOfExperts):
 
         self._experts.exchange(moved)
         self._replicas = ExpertReplicas(slots, self._num_experts, self._parallel.device)
-        self.counts.note_placement(slots, sum(recv) - recv[self._group.rank])
+        self.counts.record_placement(slots, sum(recv) - recv[self._group.rank])
 
     def serve(self, expert_round: ExpertRound) -> None:
         """Take part in ``run_shared_tokens`` of other ranks, without tokens of this one."""

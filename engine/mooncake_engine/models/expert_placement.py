@@ -84,7 +84,7 @@ def replicate(loads: Sequence[float], num_slots: int) -> list[int]:
     return slots
 
 
-def settle(wanted: Sequence[int], slots: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+def reduce_moves(wanted: Sequence[int], slots: Sequence[int], num_ranks: int) -> tuple[int, ...]:
     """Rearrange a placement so that fewer experts have to move: each rank gets the pack of which it
     already holds most, and keeps experts in their slots. As ranks are alike, the balance is the
     same.
@@ -105,7 +105,7 @@ def settle(wanted: Sequence[int], slots: Sequence[int], num_ranks: int) -> tuple
         if rank not in chosen and pack not in taken:
             chosen[rank] = packs[pack]
             taken.add(pack)
-    settled: list[int] = []
+    rearranged: list[int] = []
     for rank in range(num_ranks):
         left = chosen[rank].copy()
         kept = []
@@ -114,8 +114,8 @@ def settle(wanted: Sequence[int], slots: Sequence[int], num_ranks: int) -> tuple
             left[expert] -= stays
             kept.append(expert if stays else None)
         coming = iter(left.elements())
-        settled += [next(coming) if expert is None else expert for expert in kept]
-    return tuple(settled)
+        rearranged += [next(coming) if expert is None else expert for expert in kept]
+    return tuple(rearranged)
 
 
 @dataclass(frozen=True, slots=True)

@@ -309,14 +309,14 @@ class ExpertCounts:
         """Rows that this rank has sent to others. Waits for the device."""
         return self._sent + int(self._sent_on_device)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset all counts, as the tokens so far belonged to no request."""
         self._tokens.zero_()
         self._before.zero_()
         self._sent_on_device.zero_()
         self._sent = 0
 
-    def note_placement(self, slots: Sequence[int], num_moved: int) -> None:
+    def record_placement(self, slots: Sequence[int], num_moved: int) -> None:
         """Record a new placement.
 
         Args:

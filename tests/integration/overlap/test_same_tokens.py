@@ -145,7 +145,7 @@ def test_texts_that_stop_and_follow_grammars(model: Path, monkeypatch: pytest.Mo
     answers = []
     for is_on in (False, True):
         if is_on:
-            monkeypatch.setattr(ModelRunner, "_conclude", None)
+            monkeypatch.setattr(ModelRunner, "_finish_step", None)
         with LLM(model, num_kv_blocks=64, threads=1, async_scheduling=is_on) as llm:
             outputs = llm.generate(prompts, ways)
         answers.append([(o.text, o.token_ids, o.finish_reason) for r in outputs for o in r.outputs])

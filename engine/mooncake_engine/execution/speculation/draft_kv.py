@@ -32,9 +32,9 @@ class _Progress:
     Args:
         chain: digests of the request's full blocks, as far as they were needed.
         num_tokens: number of leading tokens whose draft KV is valid.
-        num_named: number of leading blocks that are full of valid draft KV, are recorded by digest,
-            and will not be written again. The block of the last token is not one of them: that
-            token runs once more, and its block may be copied for that.
+        num_recorded: number of leading blocks that are full of valid draft KV, are recorded by
+            digest, and will not be written again. The block of the last token is not one of them:
+            that token runs once more, and its block may be copied for that.
         drafted: tokens that were drafted after these tokens; they may have been rejected since.
         num_drafted: how many of the drafted tokens the draft model has run.
         tail: the ids of the other blocks, as of the last write to any of them.
@@ -42,7 +42,7 @@ class _Progress:
 
     chain: list[bytes] = field(default_factory=list)
     num_tokens: int = 0
-    num_named: int = 0
+    num_recorded: int = 0
     drafted: Sequence[int] = ()
     num_drafted: int = 0
     tail: list[int] = field(default_factory=list)
@@ -81,15 +81,15 @@ class DraftKV:
         """
         progress = self._progress.setdefault(request_id, _Progress())
         extend_chain(progress.chain, token_ids, self._block_size, cache_salt)
-        progress.num_tokens = self._confirm(progress, token_ids, blocks_from)
+        progress.num_tokens = self._count_valid(progress, token_ids, blocks_from)
         last = len(token_ids) - 1
-        self._name_full_blocks(progress, last)
-        self._find_named_blocks(progress, last)
+        self._record_full_blocks(progress, last)
+        self._find_recorded_blocks(progress, last)
         start = min(progress.num_tokens, last)
         stop = min(start + limit, len(token_ids))
         self._overwrite(progress, start, stop)
         progress.num_tokens = max(progress.num_tokens, stop)
-        self._name_full_blocks(progress, last)
+        self._record_full_blocks(progress, last)
         return TokenRange(start, stop)
 
     def add_draft(self, request_id: str, drafted: Sequence[int]) -> None:
@@ -110,7 +110,7 @@ class DraftKV:
         for request_id in request_ids:
             self._progress.pop(request_id, None)
 
-    def _confirm(
+    def _count_valid(
         self, progress: _Progress, token_ids: Sequence[int], blocks_from: BlocksFrom
     ) -> int:
         """The number of leading tokens whose draft KV is valid by the request's own passes. That
@@ -122,45 +122,45 @@ class DraftKV:
             if token_id != draft_id:
                 break
             known += 1
-        written, progress.tail = progress.tail, blocks_from(progress.num_named)
+        written, progress.tail = progress.tail, blocks_from(progress.num_recorded)
         progress.drafted, progress.num_drafted = (), 0
         for index, (old, new) in enumerate(zip(written, progress.tail, strict=False)):
             if old != new or self._writers.get(new) is not progress:
-                return min(known, (progress.num_named + index) * self._block_size)
+                return min(known, (progress.num_recorded + index) * self._block_size)
         return known
 
-    def _name_full_blocks(self, progress: _Progress, last: int) -> None:
-        count = progress.num_tokens // self._block_size - progress.num_named
+    def _record_full_blocks(self, progress: _Progress, last: int) -> None:
+        count = progress.num_tokens // self._block_size - progress.num_recorded
         if count > 0:
-            digests = progress.chain[progress.num_named :]
+            digests = progress.chain[progress.num_recorded :]
             self._content.update(zip(progress.tail[:count], digests, strict=False))
             self._advance(progress, count, last)
 
-    def _find_named_blocks(self, progress: _Progress, last: int) -> None:
+    def _find_recorded_blocks(self, progress: _Progress, last: int) -> None:
         """Extend the valid tokens by the next blocks that other requests have filled with the same
         tokens."""
         if progress.num_tokens % self._block_size:
             return
-        digests = progress.chain[progress.num_named :]
+        digests = progress.chain[progress.num_recorded :]
         pairs = zip(progress.tail, digests, strict=False)
-        is_named = [self._content.get(block_id) == digest for block_id, digest in pairs]
-        count = [*is_named, False].index(False)
-        found = (progress.num_named + count) * self._block_size
+        is_recorded = [self._content.get(block_id) == digest for block_id, digest in pairs]
+        count = [*is_recorded, False].index(False)
+        found = (progress.num_recorded + count) * self._block_size
         progress.num_tokens = max(progress.num_tokens, found)
         self._advance(progress, count, last)
 
     def _advance(self, progress: _Progress, num_blocks: int, last: int) -> None:
-        """Move blocks from the tail to the named ones, up to the block of the last token."""
-        count = min(num_blocks, last // self._block_size - progress.num_named)
+        """Move blocks from the tail to the recorded ones, up to the block of the last token."""
+        count = min(num_blocks, last // self._block_size - progress.num_recorded)
         del progress.tail[:count]
-        progress.num_named += count
+        progress.num_recorded += count
 
     def _overwrite(self, progress: _Progress, start: int, stop: int) -> None:
-        """Record a write to a range of tokens: it replaces the content of the tail's blocks. Named
+        """Note a write to a range of tokens: it replaces the content of the tail's blocks. Recorded
         blocks are rewritten with the same values."""
         if start < stop:
-            first = max(start // self._block_size - progress.num_named, 0)
-            last = -(-stop // self._block_size) - progress.num_named
+            first = max(start // self._block_size - progress.num_recorded, 0)
+            last = -(-stop // self._block_size) - progress.num_recorded
             for block_id in progress.tail[first : max(last, 0)]:
                 self._content.pop(block_id, None)
                 self._writers[block_id] = progress

@@ -31,7 +31,7 @@ from mooncake_engine.models.catalog import Model
 from mooncake_engine.models.parallel_context import ForwardContext
 from mooncake_hal.backend_parts import index_tensor
 
-_FEW = 8
+_MAX_SINGLE_TOKENS = 8
 """Up to this many tokens of a sequence run as single tokens, whose attention kernels are faster for
 them than those for prompts."""
 
@@ -72,7 +72,7 @@ class _Branch:
         state: state of the request.
         num_wanted: the number of draft tokens to make.
         states, token_ids, distributions: see ``Draft``.
-        places: the indexes of its draft tokens among all that the step has made.
+        indexes: the indexes of its draft tokens among all that the step has made.
         is_open: whether more tokens may be drafted for it.
     """
 
@@ -81,16 +81,16 @@ class _Branch:
     states: list[SamplingState]
     token_ids: list[int] = field(default_factory=list)
     distributions: list[Tensor | None] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
     is_open: bool = True
 
-    def add(self, token_id: int | None, distribution: Tensor | None, place: int) -> None:
+    def add(self, token_id: int | None, distribution: Tensor | None, index: int) -> None:
         """Add a draft token, unless it is NO_TOKEN or the request's grammar forbids it.
 
         Args:
             token_id: the token; None if only the device knows it.
             distribution: see ``Draft``.
-            place: index of the token among all that the step has made.
+            index: index of the token among all that the step has made.
         """
         following = None
         if token_id != NO_TOKEN:
@@ -100,7 +100,7 @@ class _Branch:
             self.states.append(following)
             self.token_ids.append(token_id)
             self.distributions.append(distribution)
-            self.places.append(place)
+            self.indexes.append(index)
         self.is_open = following is not None and len(self.token_ids) < self.num_wanted
 
 
@@ -120,10 +120,12 @@ class DraftModelProposer:
         self._draft = draft
         self._tables = tables
         self._sampler = sampler
-        self._books = DraftKV(draft.pool.block_size)
+        self._draft_kv = DraftKV(draft.pool.block_size)
 
     def propose(self, wanted: Sequence[DraftRequest]) -> StepDrafts:
-        branches = [_Branch(state, count, [state]) for state, count in self._possible(wanted)]
+        branches = [
+            _Branch(state, count, [state]) for state, count in self._within_positions(wanted)
+        ]
         unfinished, logits = self._catch_up(branches)
         drafted: list[Tensor] = []
         num_drafted = 0
@@ -141,12 +143,12 @@ class DraftModelProposer:
         return _collect([branch for branch in branches if branch.token_ids], drafted)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        self._books.forget(request_ids)
+        self._draft_kv.forget(request_ids)
 
     def close(self) -> None:
         self._draft.pool.close()
 
-    def _possible(self, wanted: Sequence[DraftRequest]) -> list[DraftRequest]:
+    def _within_positions(self, wanted: Sequence[DraftRequest]) -> list[DraftRequest]:
         """Limit the draft tokens to the draft model's positions. The last one is never run."""
         limit = self._draft.max_positions
         capped = [
@@ -163,7 +165,7 @@ class DraftModelProposer:
         for branch in branches:
             state = branch.state
             blocks = partial(self._tables.block_ids, state.row)
-            claim = self._books.claim(
+            claim = self._draft_kv.claim(
                 state.request_id, state.token_ids, blocks, budget, state.cache_salt
             )
             budget -= claim.stop - claim.start
@@ -172,7 +174,7 @@ class DraftModelProposer:
         if not claims:
             return [], torch.empty(0)
         # single tokens first, as in every batch
-        claims.sort(key=lambda pair: pair[1].stop - pair[1].start > _FEW)
+        claims.sort(key=lambda pair: pair[1].stop - pair[1].start > _MAX_SINGLE_TOKENS)
         return self._run_claims(claims)
 
     def _run_claims(
@@ -181,7 +183,7 @@ class DraftModelProposer:
         shares, tokens = ScheduledTokens([], [], []), []
         done, last_rows = [], []
         for branch, (start, stop) in claims:
-            if stop - start <= _FEW:
+            if stop - start <= _MAX_SINGLE_TOKENS:
                 shares.add_single_tokens(branch.state.row, start, stop - start)
             else:
                 shares.add(branch.state.row, start, stop - start)
@@ -195,7 +197,7 @@ class DraftModelProposer:
         """Run the last draft token of each branch, ``newest``: [branches] int64 on the device;
         returns its logits."""
         for branch in branches:
-            self._books.add_draft(branch.state.request_id, branch.token_ids)
+            self._draft_kv.add_draft(branch.state.request_id, branch.token_ids)
         shares = ScheduledTokens(
             [branch.state.row for branch in branches],
             [len(branch.state.token_ids) + len(branch.token_ids) - 1 for branch in branches],
@@ -230,10 +232,10 @@ def _collect(branches: Sequence[_Branch], drafted: Sequence[Tensor]) -> StepDraf
     """Collect the drafts of a step, in the order of its requests."""
     if not branches:
         return NO_DRAFTS
-    places = [place for branch in branches for place in branch.places]
+    indexes = [index for branch in branches for index in branch.indexes]
     on_device = torch.cat(list(drafted))
-    if places != list(range(len(on_device))):
-        on_device = on_device[index_tensor(on_device.device, places)]
+    if indexes != list(range(len(on_device))):
+        on_device = on_device[index_tensor(on_device.device, indexes)]
     by_request = {
         branch.state.request_id: Draft(branch.states, branch.token_ids, branch.distributions)
         for branch in branches

@@ -73,7 +73,7 @@ class StepDrafts:
         """The number of draft tokens, by request id."""
         return {name: len(draft.token_ids) for name, draft in self.by_request.items()}
 
-    def settle(self) -> None:
+    def copy_to_host(self) -> None:
         """Copy tokens that only the device knows to the drafts; waits for the device."""
         if self.on_device is not None:
             known = iter(self.on_device.tolist())
@@ -106,7 +106,7 @@ def advance(state: SamplingState, token_id: int) -> DraftState | None:
     return DraftState(state.row, state.sampling, state.seed, position, counts, grammar, state.bias)
 
 
-def _depends_on_place(state: SamplingState) -> bool:
+def _depends_on_position(state: SamplingState) -> bool:
     """Whether a choice depends on the tokens before it, other than by the logits, or on their
     number, as random numbers and ``min_tokens`` do."""
     sampling = state.sampling
@@ -117,7 +117,7 @@ def make_draft(state: CachedRequest, token_ids: Sequence[int]) -> Draft | None:
     """A draft of the leading tokens that the request's grammar allows; None if it allows none."""
     if not token_ids:
         return None
-    if not _depends_on_place(state):
+    if not _depends_on_position(state):
         return Draft([state] * (len(token_ids) + 1), list(token_ids))
     states: list[SamplingState] = [state]
     drafted: list[int] = []
@@ -197,9 +197,9 @@ class VerifiedDrafts:
 
     def tokens(self) -> dict[str, tuple[SampledToken, ...]]:
         """The tokens of each request: the accepted draft tokens and the token after them. Waits for
-        the device, and copies the draft tokens to the host (``StepDrafts.settle``)."""
+        the device, and copies the draft tokens to the host (``StepDrafts.copy_to_host``)."""
         sampled = iter(self.chosen.tokens())
-        self.drafts.settle()
+        self.drafts.copy_to_host()
         return {
             state.request_id: _accepted(sampled, self.drafts.by_request.get(state.request_id))
             for state in self.states
@@ -242,9 +242,9 @@ def _drawn(
     if not tested:
         return None
     assert on_device is not None, "what has a distribution was drawn on the device"
-    rows, places, distributions = zip(*tested, strict=True)
-    if len(places) < len(on_device):
-        on_device = on_device[index_tensor(on_device.device, places)]
+    rows, indexes, distributions = zip(*tested, strict=True)
+    if len(indexes) < len(on_device):
+        on_device = on_device[index_tensor(on_device.device, indexes)]
     return DrawnTokens(rows, on_device, torch.stack(distributions))
 
 

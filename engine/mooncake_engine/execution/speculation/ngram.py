@@ -12,7 +12,7 @@ _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplication modulo 2**64 is invertible
 _MAX_CANDIDATES = 16
 """The most earlier occurrences that a lookup compares."""
-_BULK = 64
+_MIN_BULK_TOKENS = 64
 """The fewest tokens for which a new index is built with numpy."""
 
 
@@ -36,7 +36,7 @@ class NGramIndex:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Add the new tokens of the sequence; ``token_ids`` must start with the known tokens."""
-        if not self._last and len(token_ids) >= _BULK:
+        if not self._last and len(token_ids) >= _MIN_BULK_TOKENS:
             self._build(token_ids)
         shortest, last, earlier = self._shortest, self._last, self._earlier
         for end in range(len(earlier), len(token_ids) + 1):
@@ -55,7 +55,7 @@ class NGramIndex:
         for _ in range(_MAX_CANDIDATES):
             if not match or best_length == self._longest:
                 break
-            length = self._agreement(token_ids, match, end)
+            length = self._match_length(token_ids, match, end)
             if length > best_length:
                 best, best_length = match, length
             match = self._earlier[match]
@@ -64,7 +64,7 @@ class NGramIndex:
         period = end - best
         return [token_ids[best + index % period] for index in range(count)]
 
-    def _agreement(self, token_ids: Sequence[int], match: int, end: int) -> int:
+    def _match_length(self, token_ids: Sequence[int], match: int, end: int) -> int:
         """How many tokens before both ends are equal, up to ``longest``."""
         limit = min(self._longest, match)
         for length in range(limit):

@@ -120,9 +120,9 @@ def gathered(tables: BlockTables, rows: list[int], num_blocks: int) -> list[list
     return found
 
 
-@pytest.mark.parametrize("is_apart", [False, True], ids=["on the host", "on a device apart"])
-def test_rows_are_reused_and_grow(*, is_apart: bool) -> None:
-    tables = BlockTables(1, 4, CPU, is_apart=is_apart)
+@pytest.mark.parametrize("is_accelerator", [False, True], ids=["on the host", "on an accelerator"])
+def test_rows_are_reused_and_grow(*, is_accelerator: bool) -> None:
+    tables = BlockTables(1, 4, CPU, is_accelerator=is_accelerator)
     first = tables.take_row((1, 2))
     second = tables.take_row((3,))
     assert first != second
@@ -136,7 +136,7 @@ def test_rows_are_reused_and_grow(*, is_apart: bool) -> None:
 
 
 def test_a_device_apart_is_told_what_has_changed_and_no_more() -> None:
-    tables = BlockTables(2, 100, CPU, is_apart=True)
+    tables = BlockTables(2, 100, CPU, is_accelerator=True)
     first, second = tables.take_row(tuple(range(50))), tables.take_row((60,))
     assert gathered(tables, [second, first], 2) == [[60, 0], [0, 1]]
     assert tables.take_changes() == ()

@@ -22,11 +22,15 @@ from mooncake_engine.execution.node_connections import (
     NodeHello,
     NodeRefused,
     NodeWelcome,
-    connect_known,
-    hear,
-    tell,
+    connect_authenticated,
+    receive_message,
+    send_message,
 )
-from mooncake_engine.execution.node_launcher import NodeLauncher, engine_version, weights_of
+from mooncake_engine.execution.node_launcher import (
+    NodeLauncher,
+    engine_version,
+    weights_fingerprint,
+)
 from mooncake_engine.node_config import NodeConfig, read_node_secret
 from mooncake_hal.testing.backends import free_port
 
@@ -75,7 +79,7 @@ def hello(config: EngineConfig) -> NodeHello:
         num_nodes=2,
         num_ranks=2,
         version=engine_version(),
-        weights=weights_of(config.model),
+        weights=weights_fingerprint(config.model),
         model=str(config.model),
         draft_model="",
         host="127.0.0.1",
@@ -84,16 +88,16 @@ def hello(config: EngineConfig) -> NodeHello:
 
 
 def join(starting: Starting, hello: NodeHello) -> Connection:
-    connection = connect_known(starting.address, SECRET.encode())
-    tell(connection, hello)
+    connection = connect_authenticated(starting.address, SECRET.encode())
+    send_message(connection, hello)
     return connection
 
 
 def test_another_secret_is_turned_away(starting: Starting, hello: NodeHello) -> None:
     with pytest.raises(AuthenticationError):
-        connect_known(starting.address, b"a guess")
+        connect_authenticated(starting.address, b"a guess")
     with join(starting, hello) as connection:
-        assert isinstance(hear(connection, PATIENCE_S), NodeWelcome)
+        assert isinstance(receive_message(connection, PATIENCE_S), NodeWelcome)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +114,11 @@ def test_who_does_not_belong_is_told_why_and_the_next_one_is_taken(
     starting: Starting, hello: NodeHello, change: dict[str, object], reason: str
 ) -> None:
     with join(starting, msgspec.structs.replace(hello, **change)) as stranger:
-        refusal = hear(stranger, PATIENCE_S)
+        refusal = receive_message(stranger, PATIENCE_S)
     assert isinstance(refusal, NodeRefused)
     assert re.fullmatch(reason, refusal.reason)
     with join(starting, hello) as connection:
-        welcome = hear(connection, PATIENCE_S)
+        welcome = receive_message(connection, PATIENCE_S)
     assert isinstance(welcome, NodeWelcome)
     assert (welcome.ranks, welcome.num_ports) == ((1,), 0)  # ranks meet at the first one's host
 
@@ -123,16 +127,16 @@ def test_a_node_that_leaves_while_others_start_ends_the_instance(
     starting: Starting, hello: NodeHello
 ) -> None:
     with join(starting, hello) as connection:
-        assert isinstance(hear(connection, PATIENCE_S), NodeWelcome)
+        assert isinstance(receive_message(connection, PATIENCE_S), NodeWelcome)
     with pytest.raises(EngineDead, match="ranks of the other nodes did not connect within"):
         starting.ranks.result(PATIENCE_S)
 
 
 def test_the_others_are_told_when_all_is_over(starting: Starting, hello: NodeHello) -> None:
     with join(starting, hello) as connection:
-        assert isinstance(hear(connection, PATIENCE_S), NodeWelcome)
+        assert isinstance(receive_message(connection, PATIENCE_S), NodeWelcome)
         starting.close()
-        assert isinstance(hear(connection, PATIENCE_S), InstanceOver)
+        assert isinstance(receive_message(connection, PATIENCE_S), InstanceOver)
 
 
 def test_a_node_that_never_comes_is_named(

@@ -21,10 +21,10 @@ from mooncake_engine.execution.node_connections import (
     NodeReady,
     NodeRefused,
     NodeWelcome,
-    accept_known,
-    connect_known,
-    hear,
-    tell,
+    accept_authenticated,
+    connect_authenticated,
+    receive_message,
+    send_message,
 )
 from mooncake_engine.execution.node_process import run_node
 from mooncake_engine.node_config import NodeConfig
@@ -53,8 +53,8 @@ def join(checkpoint: Path, listener: socket.socket, answer: Answer, secret: str 
     config = EngineConfig(checkpoint, tp_size=2, nodes=nodes, threads=1)
 
     def node_0() -> None:
-        with accept_known(listener, secret.encode()) as connection:
-            hello = hear(connection, PATIENCE_S)
+        with accept_authenticated(listener, secret.encode()) as connection:
+            hello = receive_message(connection, PATIENCE_S)
             assert isinstance(hello, NodeHello)
             answer(connection, hello)
 
@@ -66,7 +66,7 @@ def join(checkpoint: Path, listener: socket.socket, answer: Answer, secret: str 
             if secret == SECRET:
                 answering.result(PATIENCE_S)
             else:  # node 0 waits for the next one
-                connect_known(listener.getsockname(), secret.encode()).close()
+                connect_authenticated(listener.getsockname(), secret.encode()).close()
                 assert isinstance(answering.exception(PATIENCE_S), EOFError)
 
 
@@ -75,12 +75,12 @@ def test_it_joins_and_ends_with_the_instance(checkpoint: Path, listener: socket.
 
     def answer(connection: Connection, hello: NodeHello) -> None:
         said.append(hello)
-        tell(connection, NodeWelcome("token", (), 2))
-        ready = hear(connection, PATIENCE_S)
+        send_message(connection, NodeWelcome("token", (), 2))
+        ready = receive_message(connection, PATIENCE_S)
         assert isinstance(ready, NodeReady)
         assert len(set(ready.ports)) == 2
         assert Path(hello.scratch).is_dir()
-        tell(connection, InstanceOver())
+        send_message(connection, InstanceOver())
 
     join(checkpoint, listener, answer)
     [hello] = said
@@ -91,7 +91,7 @@ def test_it_joins_and_ends_with_the_instance(checkpoint: Path, listener: socket.
 
 def test_a_refusal_says_why(checkpoint: Path, listener: socket.socket) -> None:
     def refuse(connection: Connection, _: NodeHello) -> None:
-        tell(connection, NodeRefused("copies of the model differ"))
+        send_message(connection, NodeRefused("copies of the model differ"))
 
     with pytest.raises(ConfigError, match="rejected this node: copies of the model differ"):
         join(checkpoint, listener, refuse)
@@ -99,7 +99,7 @@ def test_a_refusal_says_why(checkpoint: Path, listener: socket.socket) -> None:
 
 def test_it_ends_when_node_0_is_gone(checkpoint: Path, listener: socket.socket) -> None:
     def leave(connection: Connection, _: NodeHello) -> None:
-        tell(connection, NodeWelcome("token", (), 0))
+        send_message(connection, NodeWelcome("token", (), 0))
 
     with pytest.raises(EngineDead, match=r"node 0 at 127.0.0.1:\d+ is gone"):
         join(checkpoint, listener, leave)
@@ -109,7 +109,7 @@ def test_it_ends_when_it_is_told_to(checkpoint: Path, listener: socket.socket) -
     def stop(connection: Connection, _: NodeHello) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(EOFError):
-            hear(connection, PATIENCE_S)
+            receive_message(connection, PATIENCE_S)
 
     join(checkpoint, listener, stop)
 

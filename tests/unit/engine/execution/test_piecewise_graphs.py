@@ -126,7 +126,7 @@ def rig_of(folder: Path, group: Communicator | None, ep_size: int = 1) -> Iterat
 
 def step_of(*shares: tuple[int, int, int]) -> ForwardInputs:
     """The step in which sequences, whose blocks are their own, get tokens: (row, start, count)."""
-    tables = BlockTables(ROWS, BLOCKS_PER_ROW, CPU, is_apart=False)
+    tables = BlockTables(ROWS, BLOCKS_PER_ROW, CPU, is_accelerator=False)
     for row in range(ROWS):
         tables.take_row(tuple(range(row * BLOCKS_PER_ROW, (row + 1) * BLOCKS_PER_ROW)))
     columns = ScheduledTokens([row for row, _, _ in shares], *_columns(shares))

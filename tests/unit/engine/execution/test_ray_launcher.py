@@ -64,7 +64,7 @@ KEY = b"0123456789abcdef0123456789abcdef"
 def test_a_stranger_who_says_nothing_or_drips_blocks_no_rank(
     drips: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(node_connections, "_PROVE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(node_connections, "_AUTH_TIMEOUT_S", 0.3)
     is_over = threading.Event()
 
     def drip(stranger: socket.socket) -> None:
@@ -86,7 +86,7 @@ def test_a_stranger_who_says_nothing_or_drips_blocks_no_rank(
         if drips:
             threads.submit(drip, stranger)
         connecting = threads.submit(Client, listener.getsockname(), authkey=KEY)
-        ours: Connection = node_connections.accept_known(listener, KEY)
+        ours: Connection = node_connections.accept_authenticated(listener, KEY)
         is_over.set()
         with ours, connecting.result(60) as theirs:
             theirs.send("a rank")

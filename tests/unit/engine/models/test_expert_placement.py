@@ -13,8 +13,8 @@ from mooncake_engine.models.expert_placement import (
     pack_evenly,
     place_experts,
     plan_moves,
+    reduce_moves,
     replicate,
-    settle,
 )
 
 PUBLISHED = (
@@ -97,7 +97,7 @@ def test_moves_make_one_placement_of_another(given_placements, num_more: int) ->
     num_slots = len(loads) + -len(loads) % num_ranks + num_more * num_ranks
     before = place_experts(loads, num_slots, ExpertRanks(num_ranks))
     wanted = place_experts(others, num_slots, ExpertRanks(num_ranks))
-    after = settle(wanted, before, num_ranks)
+    after = reduce_moves(wanted, before, num_ranks)
     size = num_slots // num_ranks
     by_rank = [
         sorted(tuple(sorted(slots[first : first + size])) for first in range(0, num_slots, size))
@@ -109,13 +109,13 @@ def test_moves_make_one_placement_of_another(given_placements, num_more: int) ->
         assert before[move.source] == after[move.target] != before[move.target]
         weights[move.target] = before[move.source]
     assert tuple(weights) == after
-    assert settle(before, before, num_ranks) == before
+    assert reduce_moves(before, before, num_ranks) == before
     assert plan_moves(before, before, num_ranks) == ()
 
 
 def test_experts_stay_where_they_are_if_they_can() -> None:
     before = (0, 1, 2, 3, 4, 5)
-    assert settle((5, 4, 3, 1, 0, 2), before, 2) == (0, 1, 2, 3, 4, 5)
-    assert settle((3, 4, 1, 0, 5, 2), before, 2) == (0, 5, 2, 3, 4, 1)
+    assert reduce_moves((5, 4, 3, 1, 0, 2), before, 2) == (0, 1, 2, 3, 4, 5)
+    assert reduce_moves((3, 4, 1, 0, 5, 2), before, 2) == (0, 5, 2, 3, 4, 1)
     moves = plan_moves((0, 1, 2, 0, 1, 3), (0, 3, 2, 0, 1, 2), 2)
     assert [(move.source, move.target) for move in moves] == [(5, 1), (2, 5)]

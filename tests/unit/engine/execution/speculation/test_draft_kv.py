@@ -146,7 +146,7 @@ class DraftKVMachine(RuleBasedStateMachine):
         for name, tokens in self.tokens.items():
             progress = self.books._progress.get(name)
             if progress is not None:
-                self.memory.check(tokens, self.tables[name], progress.num_named * BLOCK)
+                self.memory.check(tokens, self.tables[name], progress.num_recorded * BLOCK)
 
     def _grow(self, name: str, num_draft_tokens: int) -> None:
         wanted = -(-(len(self.tokens[name]) + num_draft_tokens) // BLOCK)

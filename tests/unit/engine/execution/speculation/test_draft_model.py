@@ -79,14 +79,14 @@ def test_the_host_looks_once_at_a_steps_drafts(temperature: float) -> None:
     unknown = {"a": [NO_TOKEN] * 3, "b": [NO_TOKEN], "c": [NO_TOKEN] * 2}
     assert (known(drafts), OnDevice.num_looks) == (unknown, 0)
     assert model.positions[1:] == [[3, 1], [4]]  # of those that are not done
-    drafts.settle()
+    drafts.copy_to_host()
     assert (known(drafts)["a"], known(drafts)["c"]) == ([4, 5, 6], [10, 0])
     assert OnDevice.num_looks == 1
 
 
 def test_what_is_not_finite_is_no_token_and_runs_as_one() -> None:
     drafts, _ = propose({"a": 1, "b": 3})
-    drafts.settle()
+    drafts.copy_to_host()
     assert known(drafts) == {"a": [4], "b": [NO_TOKEN, 1, 2]}
 
 
@@ -94,7 +94,7 @@ def test_penalties_have_to_know_each_token() -> None:
     drafts, _ = propose({"a": 3, "b": 3}, SamplingParams(temperature=0.0, presence_penalty=0.5))
     assert OnDevice.num_looks == 3
     assert known(drafts) == {"a": [4, 5, 6]}  # b's ended where there was none
-    drafts.settle()
+    drafts.copy_to_host()
     assert known(drafts) == {"a": [4, 5, 6]}
 
 
