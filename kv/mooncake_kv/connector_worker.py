@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 
 
-class Wanted(TypedDict):
+class TransportChoice(TypedDict):
     """The arguments of ``Transports.open`` that select transports."""
 
     wanted: str
     allowed: Sequence[str]
 
 
-def transports_wanted(config: KVTransferConfig, movers: Sequence[str]) -> Wanted:
+def transports_wanted(config: KVTransferConfig, movers: Sequence[str]) -> TransportChoice:
     """Choose the transports that a rank opens: the configured ones, or all that can move its
     memory.
 
@@ -49,7 +49,7 @@ def transports_wanted(config: KVTransferConfig, movers: Sequence[str]) -> Wanted
         movers: names of the transports that can move the memory, best first.
     """
     forced = config.transports
-    return Wanted(wanted=forced[0] if len(forced) == 1 else AUTO, allowed=forced or movers)
+    return TransportChoice(wanted=forced[0] if len(forced) == 1 else AUTO, allowed=forced or movers)
 
 
 TurnRope = Callable[[Sequence[int], tuple[int, int], str], None]

@@ -240,11 +240,11 @@ class PushReceiver:
         order = foreign_rope_order(self._context.instance.numerics, writer.numerics)
         if order:
             turn = TurnRope(name, self._blocks[name], *held.tokens, order)
-            self._context.spawn(self._finish_turned(turn, message.first_token), name)
+            self._context.spawn(self._convert_and_finish(turn, message.first_token), name)
         else:
             self._finish(name, None, message.first_token)
 
-    async def _finish_turned(self, order: TurnRope, first: FirstToken | None) -> None:
+    async def _convert_and_finish(self, order: TurnRope, first: FirstToken | None) -> None:
         """Convert rope rows, then complete the load. The writer has stopped, and the request keeps
         waiting even if it was cancelled, so the blocks stay ours meanwhile."""
         try:
@@ -326,7 +326,7 @@ class PushReceiver:
             if self._table.revoke(request_id, now):
                 self._finish(request_id, reason)
             else:
-                self._fail_reserved(request_id, reason, "that instance answers or is dead")
+                self._fail_reserved(request_id, reason, "its writer answers or is dead")
 
     def _free_drained(self) -> None:
         """Free the blocks whose writer failed or died long enough ago that no write of it can still
@@ -410,7 +410,7 @@ class PushReceiver:
         if now - held.last_heard > self._context.lease_s:
             self._table.revoke(held.request_id, now)
             reason = f"prefill instance {writer.engine_id} has been silent for longer than a lease"
-            limit = f"that instance answers, is dead, or unreachable for {self._unreachable_s:g} s"
+            limit = f"its writer answers, is dead, or unreachable for {self._unreachable_s:g} s"
             self._fail_reserved(held.request_id, reason, limit)
 
     def _release_when_drained(
@@ -419,7 +419,7 @@ class PushReceiver:
         """Fail a request; its blocks are freed once no write can arrive there any more."""
         if drain_s:
             self._draining[request_id] = self._context.clock() + drain_s, reason
-            limit = f"nothing can arrive there any more, {drain_s:g} s from now"
+            limit = f"no write can arrive any more, {drain_s:g} s from now"
             self._fail_reserved(request_id, reason, limit)
         else:
             self._finish(request_id, reason, level=level)

@@ -265,7 +265,7 @@ class RankLoads:
         pending = _PendingLoad(asyncio.get_running_loop().create_future())
         self._pending[load.request_id] = pending
         try:
-            self._tell(load)
+            self._send_to_all(load)
             reports = await self._reported(load.request_id, pending)
         finally:
             del self._pending[load.request_id]
@@ -275,7 +275,7 @@ class RankLoads:
                 raise KVTransferError(where + report.error)
         return reports
 
-    def _tell(self, load: Load | TurnRope) -> None:
+    def _send_to_all(self, load: Load | TurnRope) -> None:
         try:
             self._ranks.broadcast(load)
         except Exception as exc:  # some ranks may have begun it, and it can't end on all of them
