@@ -1,4 +1,4 @@
-"""Where an instance listens for peers, and what it tells them."""
+"""The addresses on which an instance listens, and those that it advertises to peers."""
 
 from __future__ import annotations
 

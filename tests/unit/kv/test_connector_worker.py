@@ -1,4 +1,4 @@
-"""A rank's halves of the connectors, over memory of the CPU's and real transports."""
+"""The connectors' per-rank workers, with memory on the CPU and real transports."""
 
 from __future__ import annotations
 
@@ -467,7 +467,7 @@ def test_a_load_of_an_instance_that_is_dropped_meanwhile_leaves_no_connection(
 
 
 def test_users_of_the_same_memory_and_configuration_share_transports(rank: Rank) -> None:
-    """A connector and the KVCache pool of one rank; whoever ends last closes them."""
+    """A connector and the KVCache pool of one rank; the last one to close closes them."""
     context = rank.context
 
     def opened_by(config: KVTransferConfig) -> RankTransports:

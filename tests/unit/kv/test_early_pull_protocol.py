@@ -1,7 +1,7 @@
-"""What both halves of an early pull come to when messages are lost, prefills are preempted, aborted
-or killed, and readers leave; in virtual time.
+"""Both sides of an early pull when messages are lost, prefills are preempted, aborted or killed,
+and readers leave; in virtual time.
 
-Nothing is used that was not this prompt's KV when it was read; nothing is held for ever.
+Only KV that was this prompt's when it was read is used, and nothing is held forever.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ def test_reads_begin_while_the_prompt_is_computed() -> None:
 
 
 def test_what_was_read_before_a_preemption_is_discarded() -> None:
-    """The blocks were somebody else's meanwhile, and are the same ones again."""
+    """The blocks belonged to another request in between, and are the same ones again."""
 
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
@@ -379,7 +379,7 @@ def test_a_second_prefill_replaces_a_dead_one(*, has_read: bool) -> None:
 
 
 def test_the_late_end_of_a_replaced_prefill_does_not_affect_its_successor() -> None:
-    """Its words were delayed, and the newest state is what is told: the first one is an error."""
+    """Its messages were delayed, and only the newest state is sent: the first one is an error."""
 
     async def scenario(between: Talk) -> None:
         given_up, successor = between.prefill_instance(), between.prefill_instance()
@@ -430,7 +430,7 @@ def test_a_request_that_no_prefill_serves_fails_after_a_lease() -> None:
 
 
 def test_a_prefill_that_never_completes_times_out() -> None:
-    """However alive who computes it is, and however lately it has come on."""
+    """Even if its holder is alive and has reported progress just before."""
 
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()

@@ -1,4 +1,4 @@
-"""Whether two instances fit: what they say of themselves, and both values in every refusal."""
+"""The compatibility check of two instances: which metadata must match, and what refusals say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mooncake_kv stands alone: neither an engine nor torch is needed to import any of it."""
+"""mooncake_kv can be imported without the engine and without torch."""
 
 from __future__ import annotations
 

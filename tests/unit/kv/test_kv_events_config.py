@@ -1,4 +1,4 @@
-"""``--kv-events-config``: vLLM's fields, ranks' addresses, and what is wrong with it."""
+"""``--kv-events-config``: vLLM's fields, the addresses of ranks, and invalid settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases: one ending each, the same whenever it is asked for."""
+"""Leases: each ends once, and repeated questions get the same answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keepalives come as often as the shortest lease asks for; in virtual time."""
+"""Keepalives are sent as often as the shortest lease requires; in virtual time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def item(peer: str = "p", lease_s: float | None = None) -> Item:
 
 @dataclass
 class Told:
-    """What peers are told, and when; some never answer."""
+    """Records the keepalives that peers get, and when; some peers never answer."""
 
     lease_s: float = 30.0
     silent: str = ""
@@ -152,7 +152,7 @@ def test_a_silent_peer_delays_no_other() -> None:
 
 
 class Book:
-    """One peer, whoever answers there.
+    """A table of one peer; any instance may answer there.
 
     Args:
         answers_as: its epoch.
@@ -254,7 +254,7 @@ def test_a_host_that_does_not_answer_is_unreachable(
 
 
 def test_nothing_is_kept_of_connections_that_are_over() -> None:
-    """Those that nobody asks for any more, of instances that have gone for good."""
+    """Connections to instances that have gone for good, and are not asked again."""
 
     async def main() -> None:
         inquiry = StatusInquiry(Mute())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which metaservers are posted to, and what their answers may be."""
+"""Which metaservers may be posted to, and which of their answers are accepted."""
 
 from __future__ import annotations
 

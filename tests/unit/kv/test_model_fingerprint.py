@@ -1,4 +1,4 @@
-"""The fingerprint of a checkpoint: every tensor and every setting is in it, file names are not."""
+"""The fingerprint depends on every tensor and setting of a checkpoint, not on file names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that may open nothing more fails the peers that it can't connect to, and no others."""
+"""A process without free descriptors fails only the peers that it can't connect to."""
 
 from __future__ import annotations
 

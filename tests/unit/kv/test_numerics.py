@@ -1,4 +1,4 @@
-"""What KV's numbers mean is compared by name; how they were rounded is said, once per peer."""
+"""The meaning of KV's numbers must match; differences in rounding are logged once per peer."""
 
 from __future__ import annotations
 

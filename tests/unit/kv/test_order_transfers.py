@@ -1,4 +1,4 @@
-"""What the transfers of one order have in common: a deadline, and an end."""
+"""The transfers of one order share a deadline, and are cancelled together."""
 
 from __future__ import annotations
 

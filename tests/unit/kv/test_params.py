@@ -1,4 +1,4 @@
-"""``kv_transfer_params``: what goes out is what the field reads; what comes in wrong is refused."""
+"""``kv_transfer_params``: other systems can parse what is built; invalid ones are refused."""
 
 from __future__ import annotations
 

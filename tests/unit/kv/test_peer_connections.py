@@ -1,4 +1,4 @@
-"""Which connection to a peer an order uses, and who closes it."""
+"""Which connection to a peer an order uses, and when it is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peers of peers: which peer is asked where, and what happens when one is dropped."""
+"""The table of peers: keys, handshakes, eviction, and the consequences of dropping a peer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FACTS = InstanceMetadata(
 
 
 class Ranks:
-    """Remember what they are told."""
+    """Record the messages that they are sent."""
 
     def __init__(self) -> None:
         self.told: list[ConnectPeer | ForgetPeer] = []

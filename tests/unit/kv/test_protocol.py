@@ -1,4 +1,4 @@
-"""Frames of the side channel: what fits comes back as it was, everything else is a BadFrame."""
+"""Messages of the side channel: valid ones round-trip, everything else is a BadFrame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot of what was published says the same to whoever knows nothing as all the events did."""
+"""A snapshot tells a new subscriber the same as all the events that were published."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What both halves of pulling come to when messages are lost and the holder dies; in virtual time.
+"""Both sides of a pull when messages are lost and the holder dies; in virtual time.
 
-Nothing is used that may have been somebody else's KV when it was read; nothing is held for ever.
+KV that may have been another request's when it was read is never used; nothing is held forever.
 """
 
 from __future__ import annotations

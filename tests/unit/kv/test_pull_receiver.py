@@ -1,4 +1,4 @@
-"""The decode half: what it does when its two callers, the core and the network, cross."""
+"""The decode side of pull: races between its two callers, the core and the network."""
 
 from __future__ import annotations
 

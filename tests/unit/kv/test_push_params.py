@@ -1,4 +1,4 @@
-"""The fields of a push: what D posts is what P understands."""
+"""The parameters of a push: what D posts is what P parses."""
 
 from __future__ import annotations
 

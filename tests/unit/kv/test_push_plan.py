@@ -1,4 +1,4 @@
-"""What all writers write is what every reader would have read: every byte once, by one of them."""
+"""The writers of a push write what every reader would have read: every byte exactly once."""
 
 from __future__ import annotations
 

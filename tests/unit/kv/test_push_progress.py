@@ -1,4 +1,4 @@
-"""Which layers of which tokens are due when: each exactly once, whatever the hooks do."""
+"""Which layers of which tokens are due when: each exactly once, with or without callbacks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What both halves of pushing come to when messages are lost and either of them ends.
+"""Both sides of a push when messages are lost and either of them ends; in virtual time.
 
-Blocks on both sides come back, once nobody writes there, whatever is lost; in virtual time.
+Blocks on both sides are freed once nothing writes there, whatever is lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the decode side makes of messages that are early, late, repeated, wrong or strange."""
+"""The decode side of push: messages that are early, late, repeated, wrong or from strangers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def post_nowhere(metaserver: Metaserver, params: KVTransferDict) -> None:
 
 
 class Desk:
-    """A decode side whose tasks run when told, and whose events are kept."""
+    """A decode side whose tasks run on demand, and whose events are recorded."""
 
     def __init__(
         self,
@@ -478,7 +478,7 @@ def test_a_silent_writer_frees_the_request_and_not_the_blocks(desk: Desk) -> Non
 
 
 def test_a_writer_whose_host_is_unreachable_for_long_is_considered_dead() -> None:
-    """Nothing refuses there, and nobody comes back: a live one would have stopped long ago."""
+    """Nothing answers or refuses there: a live writer would have stopped long ago."""
     desk = Desk(ends_writes=False)
     desk.load()
     desk.open()

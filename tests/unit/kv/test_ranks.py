@@ -1,4 +1,4 @@
-"""A load is over once every rank has said so; one that says nothing ends the instance."""
+"""A load ends when every rank has reported; a rank that sends no report ends the instance."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_load_is_over_when_the_last_rank_has_reported() -> None:
 
 
 def test_a_rank_that_does_not_report_ends_the_instance() -> None:
-    """Whether it writes can't be known: the load has not failed, its blocks are nobody's."""
+    """It may still write, so the load does not fail: its blocks must not be freed."""
 
     async def main() -> None:
         ranks = loads()

@@ -1,4 +1,4 @@
-"""Reservations: one writer each, blocks never free while it may write, repeats change nothing."""
+"""Reservations: one writer each, and never free while it may write."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_keepalives_put_the_deadline_off(table: ReservationTable) -> None:
 
 
 class ReservationMachine(RuleBasedStateMachine):
-    """Whatever is said by whom: who was let in is the only one who ends it, and is asked to."""
+    """Whatever message comes from whom: only the granted writer ends it, and is asked to."""
 
     names = st.sampled_from(["r1", "r2"])
     writers = st.sampled_from([ONE, TWO, SAME_INSTANCE])

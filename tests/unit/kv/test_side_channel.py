@@ -1,4 +1,4 @@
-"""The side channel on loopback: answers, repeats, and what strangers can't break."""
+"""The side channel on loopback: answers, retries, and strangers without the secret."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What ends an engine on behalf of its connector is the list in ``Fatal``; whatever else is raised
-ends the request that it came up in."""
+"""A connector ends its engine only for the reasons in ``Fatal``; any other exception ends the
+request in which it was raised."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Oops(Exception):
 
 
 class Owner:
-    """Who has a loop, and what it is told."""
+    """The owner of a loop, and the failures that it receives."""
 
     def __init__(self) -> None:
         self.errors: list[tuple[str, Exception]] = []
@@ -62,7 +62,7 @@ class Owner:
         assert self.told.wait(PATIENCE_S)
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
-        """Have it called on the loop, for nobody's request."""
+        """Call it on the loop, for no request."""
 
         async def main() -> None:
             function(*args)
@@ -360,7 +360,7 @@ REMOTE = RemoteKV("p", "theirs", "127.0.0.1", 1, (0,), 3)
 
 
 def pulling(send: Callable[[int, bytes], None], events: list[Any], loop: IoLoop) -> PullReceiver:
-    """A decode side over ranks that may not be told anything."""
+    """A decode side over ranks that can't be sent messages."""
     ranks = RankGroup(1, send)
     handshake = Handshake(metadata_of("d"), ranks, lambda own, peer: None, IncompatiblePeers())
     peers = PeerTable(b"", handshake)

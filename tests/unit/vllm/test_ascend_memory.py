@@ -1,5 +1,5 @@
-"""vLLM-Ascend's tuples by strides: the planner moves them among themselves, and to and from the
-views of vLLM on other hardware."""
+"""vLLM-Ascend's KV tuples by strides: the planner moves KV between them, and to and from vLLM's
+views on other hardware."""
 
 from __future__ import annotations
 

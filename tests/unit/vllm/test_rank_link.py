@@ -1,4 +1,4 @@
-"""Who hears nobody any more says so, by the link that it heard by; who hangs up says nothing."""
+"""The link to the ranks: a dead receiving thread is reported; hanging up is no failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INFO = RankInfo(
     KVGeometry(AttentionKind.GQA, 1, 1, (4, 4), "float32", 4), 16, 1, Hardware("cpu", "")
 )
 MUCH = bytes(1 << 16)
-"""Some dozens of these fill what the kernel keeps of a socket that nobody reads."""
+"""A few dozen of these fill the kernel's buffer of a socket that is not read."""
 WHATEVER = pytest.mark.parametrize(
     "exc",
     [RuntimeError("can't start new thread"), OSError(errno.EMFILE, "too many open files")],
@@ -33,7 +33,7 @@ WHATEVER = pytest.mark.parametrize(
 
 @dataclass
 class Pair:
-    """Both ends, and what was told of deaths.
+    """Both ends, and the deaths that were reported.
 
     Args:
         worker: listens.
@@ -131,7 +131,7 @@ def test_hanging_up_is_not_a_failure(pair: Pair, who: str) -> None:
 def test_a_worker_that_can_not_accept_has_no_scheduler_side(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody could be told: the instance does not start."""
+    """No failure could be reported: the instance does not start."""
 
     def dup(descriptor: int) -> int:
         if threading.current_thread().name == "kv-orders":

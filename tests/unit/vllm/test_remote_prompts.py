@@ -1,4 +1,4 @@
-"""Who loads a prompt that a peer holds: one request, once, whoever comes and goes."""
+"""A prompt that a peer holds is loaded once, by one request, whichever siblings come and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step whose results don't come is told from an instance that has nothing to do."""
+"""A step without results is distinguished from an idle instance."""
 
 from __future__ import annotations
 

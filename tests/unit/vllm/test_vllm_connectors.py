@@ -1,4 +1,4 @@
-"""The guard around vLLM's hooks, and what they pass on; vLLM itself is a stand-in here."""
+"""The guard around vLLM's hooks, and what they pass on; vLLM itself is stubbed."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_only_a_dead_connector_ends_the_engine(connectors: ModuleType) -> None:
 
 
 class Worker:
-    """Notes what it is told."""
+    """Records what it is sent."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []

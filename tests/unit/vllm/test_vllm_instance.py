@@ -1,4 +1,4 @@
-"""What vLLM's configuration says of an instance, and what is refused by name."""
+"""Describing an instance from vLLM's configuration, and what is refused by name."""
 
 from __future__ import annotations
 

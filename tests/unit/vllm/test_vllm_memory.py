@@ -1,4 +1,4 @@
-"""Memory by strides: whatever order vLLM chose, the planner reads and writes the right elements."""
+"""Memory by strides: with every layout of vLLM's, the planner moves the right elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a page of vLLM's is ordered: told by name for vLLM's own attention, found out for others."""
+"""The format of pages: known for vLLM's own attention, probed for third-party backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a request is surely there to be saved, and when it is given to the pool."""
+"""Which tokens of a request are certainly computed, and when they are saved to the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kv_connector_extra_config``: the engine's options, by the same parser."""
+"""``kv_connector_extra_config``: the engine's options, parsed by the same parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank has to tell vLLM, as it comes; and orders that wait for their step."""
+"""When a rank reports to vLLM, and orders that are held for their step."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_a_load_whose_step_came_first_begins_immediately(orders_of: Orders) -> N
 def test_nothing_is_kept_of_a_load_that_is_over(
     orders_of: Orders, what_comes: tuple[str, ...]
 ) -> None:
-    """Its end may be told before its step is here, and before or without its order."""
+    """Its end may be reported before its step arrives, and before or without its order."""
     taken, loads = orders_of(HOST)
     do = {
         "step": lambda: loads.release(["a"]),
@@ -252,7 +252,7 @@ def test_nothing_is_kept_of_a_load_that_is_over(
 def test_a_load_waits_for_what_the_device_still_does_to_its_blocks(
     orders_of: Orders, what_comes: tuple[str, ...]
 ) -> None:
-    """A step in flight may write to them for whoever had them last, and vLLM does not wait."""
+    """A step in flight may write to them for their previous owner, and vLLM does not wait."""
     taken, loads = orders_of(stream := Stream())
     do = {"step": lambda: loads.release(["a"]), "order": lambda: loads.take(b"load a")}
     for what in what_comes:
