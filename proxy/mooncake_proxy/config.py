@@ -198,7 +198,7 @@ class ProxyConfig:
             )
         if self.flow == "sglang" and self.migrates_streams:
             raise ConfigError(
-                "--migrate-streams: streams of --flow sglang have no token ids to go on from"
+                "--migrate-streams: streams of --flow sglang have no token ids to continue from"
             )
         if self.cache_salt_per_key and not self.api_keys:
             raise ConfigError("--cache-salt-per-key: wanted --api-key-file as well")
@@ -297,8 +297,8 @@ class ProxyConfig:
                 )
             if bool(self.conductor.peers) is not bool(self.conductor.peer_secret):
                 raise ConfigError(
-                    "--peer-proxy and --peer-secret-file go together: who is told of reservations, "
-                    "and the secret that all these proxies share"
+                    "--peer-proxy and --peer-secret-file go together: the proxies to share "
+                    "reservations with, and the secret that all of them have"
                 )
             if self.conductor.policy not in ADMITTING_POLICIES:
                 raise ConfigError(

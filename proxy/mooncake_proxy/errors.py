@@ -166,7 +166,7 @@ class Overloaded(Refusal):
 SLO_REASONS = {
     "slo_ttft": "its first token would come later than --slo-ttft allows",
     "slo_tbt": "its tokens would come more slowly than --slo-tbt allows",
-    "decode_full": "no decode instance has room for it",
+    "decode_full": "no decode instance has the capacity for it",
     "shed": "best-effort requests are shed while load is high",
 }
 

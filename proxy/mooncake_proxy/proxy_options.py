@@ -85,13 +85,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--flow",
         default="pull",
         choices=FLOWS,
-        help="who transfers KV: decode instances pull it, or prefill instances push it; sglang: "
-        "SGLang's pairs, which meet at the prefill instance's bootstrap server",
+        help="how KV is transferred: decode instances pull it, or prefill instances push it; "
+        "sglang: by pairs of SGLang, through the prefill instance's bootstrap server",
     )
     add(
         "--advertise-url",
         metavar="URL",
-        help="URL of this proxy for decode instances, in the push flow (default: --host, --port)",
+        help="URL of this proxy for decode instances: push, early pulls (default: --host, --port)",
     )
     for add_group in (
         _add_pools,
@@ -114,36 +114,36 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
             action="append",
             default=[],
             metavar="[MODEL=]URL",
-            help=f"a {role} instance, http://HOST:PORT; repeat for each; where several models "
-            "are served, with the model's name, and aliases behind commas",
+            help=f"URL of a {role} instance, http://HOST:PORT; repeat for each; if several models "
+            "are served, preceded by the model's name and its aliases, separated by commas",
         )
     pools.add_argument(
         "--backend-url",
         action="append",
         default=[],
         metavar="[MODEL=]URL",
-        help="an OpenAI server that prefills and decodes whole requests",
+        help="URL of an OpenAI server that prefills and decodes whole requests",
     )
     pools.add_argument(
         "--decode-emits-first-token",
         action="store_true",
-        help="decode instances send the first token again, as vLLM does: theirs is forwarded",
+        help="decode instances repeat the first token, as vLLM does: forward theirs",
     )
     pools.add_argument(
         "--prefill-bootstrap-port",
         type=int,
         metavar="PORT",
-        help="port of the bootstrap server on prefill instances: of vLLM's own Mooncake connector, "
-        "or of SGLang (there 8998 unless given)",
+        help="port of the prefill instances' bootstrap server, of vLLM's Mooncake connector or of "
+        "SGLang (8998 there unless given)",
     )
     for flag, unit, text in (
         ("--pool-file", "FILE", "YAML or JSON list of instances, watched for changes"),
         (
             "--register-secret-file",
             "FILE",
-            "instances may announce themselves (--register), signed with the secret in this file",
+            "let instances register themselves (--register), signed with the secret in this file",
         ),
-        ("--kubernetes", "NAMESPACE/SELECTOR", "watch the pods with these labels"),
+        ("--kubernetes", "NAMESPACE/SELECTOR", "pods with these labels are instances; watched"),
         ("--kubernetes-api", "URL", "API server of the cluster (default: this one's)"),
     ):
         pools.add_argument(flag, metavar=unit, help=text)
@@ -181,8 +181,8 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     add(
         "--migrate-streams",
         action="store_true",
-        help="streams whose decode instance is lost or shuts down go on at another one, from the "
-        "tokens so far; every event is read for that",
+        help="continue streams whose decode instance is lost or shuts down on another one, from "
+        "the tokens so far; this requires parsing every event",
     )
     add(
         "--policy",
@@ -207,7 +207,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     )
     for flag, number, text in (
         ("--max-attempts", 3, "attempts per step of a request, each on another instance"),
-        ("--max-running", 0, "requests served at once; 0: no limit"),
+        ("--max-running", 0, "requests served concurrently; 0: no limit"),
         ("--max-waiting", 1024, "requests that may wait in the queue; more are refused"),
     ):
         add(flag, type=int, default=number, metavar="N", help=text)
@@ -229,47 +229,47 @@ def _add_conductor(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[MODEL=]ROW:DEVICE:N",
-        help="what prefills and steps cost until they were measured: rows of mooncake-conductor's "
-        "tables, and devices per instance; repeat for each of several models "
+        help="costs of prefills and steps until they are measured: a model and a device of "
+        "mooncake-conductor's tables, and devices per instance; repeat for each of several models "
         f"(default: {defaults.costs})",
     )
     for flag, number, unit, text in (
         ("--link-gb-s", defaults.link_gb_s, "GB/S", "network bandwidth of an instance"),
-        ("--kv-tokens", defaults.kv_tokens, "TOKENS", "KV that fits on an instance"),
-        ("--max-batch", defaults.max_batch, "N", "sequences that an instance decodes at once"),
+        ("--kv-tokens", defaults.kv_tokens, "TOKENS", "KV capacity of an instance"),
+        ("--max-batch", defaults.max_batch, "N", "sequences in the decode batch of an instance"),
     ):
         add(flag, type=type(number), default=number, metavar=unit, help=text)
     add(
         "--role-changes",
         choices=ROLE_CHANGES,
         default=defaults.role_changes,
-        help="where one side has been short for half a minute and the other has room: log which "
-        "instance should change its role, or drain and change it",
+        help="if a role is overloaded for half a minute and the other has capacity to spare: log "
+        "which instance should switch its role (propose), or drain and switch it (allow)",
     )
     add(
         "--peer-proxy",
         action="append",
         default=[],
         metavar="URL",
-        help="a proxy on another host, at its --admin-port if it has one, that serves the same "
-        "instances by the same URLs: they tell each other what they reserve; repeat for each",
+        help="URL of a proxy on another host, with its --admin-port if it has one, that serves the "
+        "same instances under the same URLs: both share their reservations; repeat for each",
     )
     add(
         "--peer-secret-file",
         metavar="FILE",
-        help="the secret that these proxies share: what they tell each other is signed with it",
+        help="file with the secret that these proxies share, which signs their messages",
     )
     add(
         "--kv-events-port",
         type=int,
         metavar="PORT",
-        help="port of every instance's KV events; instances of mooncake-engine publish theirs",
+        help="port of every instance's KV events; mooncake-engine's instances report theirs",
     )
     add(
         "--kv-events-replay-port",
         type=int,
         metavar="PORT",
-        help="port of every instance that sends lost KV events again",
+        help="port of every instance at which lost KV events are replayed",
     )
 
 
@@ -292,9 +292,9 @@ def _add_health(parser: argparse.ArgumentParser) -> None:
         help="path of the health check; 200 is good",
     )
     for flag, number, text in (
-        ("--health-rise", 2, "good checks in a row after which an instance is up"),
-        ("--health-fall", 3, "bad checks in a row after which it is down"),
-        ("--eject-after", 3, "failed requests in a row after which it is down; 0: never"),
+        ("--health-rise", 2, "consecutive successful checks until an instance is up"),
+        ("--health-fall", 3, "consecutive failed checks until an instance is down"),
+        ("--eject-after", 3, "consecutive failed requests until an instance is down; 0: never"),
     ):
         add(flag, type=int, default=number, metavar="N", help=text)
 
@@ -319,7 +319,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=25.0,
         metavar="SECONDS",
-        help="how long running requests may take after SIGTERM or Ctrl-C; a second one ends them",
+        help="time for running requests after SIGTERM or Ctrl-C; a second signal ends them",
     )
     add(
         "--max-body-bytes",
@@ -380,7 +380,7 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         "--log-format",
         default="text",
         choices=LOG_FORMATS,
-        help="form of log lines on stderr: text, or one JSON object per line",
+        help="format of log lines on stderr: text, or one JSON object per line",
     )
 
 
@@ -393,8 +393,8 @@ def _add_objectives(parser: argparse.ArgumentParser) -> None:
         objectives.add_argument(
             f"--slo-{name}",
             metavar="MS",
-            help=f"objective to count and admit by: {text}; or, to admit by, a multiple of what "
-            "the request would take alone, such as 5x",
+            help=f"objective for metrics and admission: {text}; for admission also a multiple of "
+            "the request's unloaded latency, such as 5x",
         )
     objectives.add_argument(
         "--request-class",
@@ -408,9 +408,9 @@ def _add_objectives(parser: argparse.ArgumentParser) -> None:
         "--admission",
         choices=ADMISSIONS,
         default="none",
-        help="refuse with 429 what would miss its objectives: by the prefill load at arrival and "
-        "the decode load after it (baseline), by both at arrival (early), by the decode load that "
-        "will be there when the prefill ends (predictive)",
+        help="refuse requests that would miss their objectives with 429: by the prefill load at "
+        "arrival and the decode load after the prefill (baseline), by both at arrival (early), or "
+        "at arrival by the decode load expected at the end of the prefill (predictive)",
     )
 
 

@@ -222,7 +222,7 @@ class AdminHandlers:
 
         yield from gauge_lines(
             f"{prefix}instance_up",
-            "1 while it gets requests.",
+            "1 while the instance gets new requests.",
             rows(lambda i: i.state.value == "up"),
         )
         yield from gauge_lines(
@@ -288,9 +288,9 @@ class AdminHandlers:
                 loads.append((labels, share))
                 wanted.append((labels, float(number)))
         if loads:
-            text = "Of a side, by the conductor; 1 is as much as the objectives allow."
+            text = "Load of a role; 1 is the most that the objectives allow."
             yield from gauge_lines(f"{prefix}load", text, loads)
-            text = "Instances at which the load of a side would be 0.7."
+            text = "Number of instances at which the load of a role would be 0.7."
             yield from gauge_lines(f"{prefix}wanted_instances", text, wanted)
 
     async def models(self, request: HttpRequest) -> None:

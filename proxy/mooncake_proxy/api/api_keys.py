@@ -92,7 +92,7 @@ def read_key_file(path: str | None) -> KeyFile:
     except DECODE_ERRORS as exc:
         raise ConfigError(f"key file {path}: {exc}") from exc
     if not found.keys:
-        raise ConfigError(f"key file {path} holds no key: nobody could send requests")
+        raise ConfigError(f"key file {path} holds no key: no client could send requests")
     for what in ("key", "name"):
         values = [value for each in found.keys if (value := getattr(each, what))]
         if len(set(values)) < len(values):
@@ -110,7 +110,7 @@ def read_keys(path: str | None) -> frozenset[str]:
         raise ConfigError(f"key file {path}: {exc.strerror}; wanted one key per line") from exc
     keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"key file {path} holds no key: nobody could send requests")
+        raise ConfigError(f"key file {path} holds no key: no client could send requests")
     return keys
 
 

@@ -185,7 +185,7 @@ class ProxyApplication:
         try:
             await self._open_metaserver()
         except ConfigError as exc:
-            logger.warning("nothing is pulled early: no port for what D posts: %s", exc)
+            logger.warning("early pulls are disabled: can't open the metaserver: %s", exc)
             return False
         return True
 
@@ -388,7 +388,7 @@ class ProxyApplication:
         except ProxyError as error:
             failure = error
         except Exception:
-            logger.exception("request %s has failed within the proxy", active.request_id)
+            logger.exception("request %s: internal error", active.request_id)
             failure = Refusal(INTERNAL_ERROR)
             request.keep_alive = False
         if failure is not None:

@@ -92,7 +92,7 @@ async def _run_passes(
             else:
                 router.metrics.migrated.add()
                 context.avoided += tuple(i for i in router.pool if i.name == error.instance)
-            logger.warning("request %s: goes on elsewhere: %s", context.request_id, error)
+            logger.warning("request %s: continues elsewhere: %s", context.request_id, error)
         else:
             return
 

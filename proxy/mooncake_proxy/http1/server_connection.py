@@ -241,7 +241,7 @@ class ServerProtocol(asyncio.Protocol):
         if self._num_body_bytes > self._max_body_bytes:
             self._refuse(413, f"body of {self._num_body_bytes} bytes or more: at most ")
         elif context.num_held_bytes > max(context.limits.max_held_bytes, self._max_body_bytes):
-            self._refuse(503, "too many request bodies are on their way: try again later")
+            self._refuse(503, "too many request bodies are in flight: try again later")
         elif not self._body:
             self._body = data  # nearly always the whole body
         else:  # one buffer: a list of 2-byte pieces would take twenty times their size

@@ -201,12 +201,12 @@ class ProxyMetrics:
         )
         self.role_changes = Counter(
             f"{prefix}role_changes_total",
-            "Instances that changed sides as the load wanted it.",
+            "Role switches that were made to balance the load.",
             ("instance", "role"),
         )
         self.rate_limited = Counter(
             f"{prefix}rate_limited_total",
-            "Requests refused as their API key had used up a limit.",
+            "Requests refused because their API key had reached a limit.",
             ("key", "limit"),
         )
         self.suspects = Counter(
@@ -215,10 +215,10 @@ class ProxyMetrics:
             ("outcome",),
         )
         self.recomputed = Counter(
-            f"{prefix}recomputed_total", "Requests that D gave back for a new prefill."
+            f"{prefix}recomputed_total", "Requests that D returned for recomputation."
         )
         self.migrated = Counter(
-            f"{prefix}migrated_total", "Streams that went on elsewhere when their D was lost."
+            f"{prefix}migrated_total", "Streams that were migrated when their D was lost."
         )
         self.stream_errors = Counter(
             f"{prefix}stream_errors_total", "Streams that ended with an error event."
@@ -248,7 +248,7 @@ class ProxyMetrics:
         )
         self.between_tokens_seconds = Histogram(
             f"{prefix}time_between_tokens_seconds",
-            "Between what streams have sent and what they send next, the hand-over to D included.",
+            "Time between the tokens of streams, including the handover to D.",
         )
         self.request_seconds = Histogram(
             f"{prefix}request_seconds", "Arrival to the last byte sent.", ("endpoint",)

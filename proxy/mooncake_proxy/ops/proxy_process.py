@@ -76,9 +76,7 @@ class ProxyProcess:
             try:
                 self.change(MembershipChange(ChangeOperation.ROLE, instance.name, role))
             except Refusal as exc:
-                logger.warning(
-                    "%s does not become a %s instance: %s", instance.name, role.label, exc
-                )
+                logger.warning("can't switch %s to the role %s: %s", instance.name, role.label, exc)
             else:
                 self.router.metrics.role_changes.add(instance.name, role.label)
 

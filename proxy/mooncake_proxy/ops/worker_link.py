@@ -214,7 +214,7 @@ class WorkerLink:
     def _check_parent(self) -> None:
         """Stop this worker if the parent is gone: nothing would restart it or relay messages."""
         if os.getppid() != self._parent:
-            logger.error("the parent of this worker is gone: it stops")
+            logger.error("the parent process is gone: this worker stops")
             self._parent = os.getppid()
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -348,7 +348,7 @@ class WorkerLink:
             else:
                 apply_change(self._pools, change)
         except (Refusal, ConfigError) as exc:
-            logger.warning("cannot repeat another worker's change: %s", exc)
+            logger.warning("can't apply another worker's change of the pool: %s", exc)
 
     def _update_loads(self) -> None:
         assert self._pools is not None

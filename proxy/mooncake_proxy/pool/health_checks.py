@@ -159,7 +159,7 @@ class HealthChecker:
             logger.exception("the health check of %s has failed", instance.name)
             error = MalformedAnswer(instance.name, f"{self._config.path}: {exc!r}")
         if isinstance(error, OutOfSockets):
-            logger.error("health of %s is not known: %s", instance.name, error)
+            logger.error("can't check the health of %s: %s", instance.name, error)
             return
         track = self._tracks.setdefault(instance.name, HealthTrack())
         if track.last_verdict and not instance.is_up:

@@ -564,7 +564,7 @@ class InstancePool:
                 if (reason := why_incompatible(mine, theirs)) is not None:
                     unfit.add(theirs.engine_id)
                     key = f"unfit {mine.engine_id} {theirs.engine_id}"
-                    prefill.warn_once(key, f"does not go together with {decode.name}: {reason}")
+                    prefill.warn_once(key, f"is incompatible with {decode.name}: {reason}")
             prefill.incompatible_peers = frozenset(unfit)
 
     def _explain(self, role: Role) -> str:

@@ -109,7 +109,7 @@ def apply_change(pool: ModelPools, change: MembershipChange) -> Instance | None:
         return pool.resume(name)
     if change.operation is ChangeOperation.ROLE:
         if change.role is None:
-            raise ConfigError("a role switch names its role: prefill, decode or both")
+            raise ConfigError("a role switch needs a role: prefill, decode or both")
         return pool.switch_role(name, change.role)
     pool.remove(name)
     return None

@@ -123,7 +123,7 @@ class Registrations:
         if change.operation is not ChangeOperation.ADD:
             if self._leases.pop(name, None) is None:
                 return None
-            logger.info("instance %s leaves", name)
+            logger.info("instance %s has unregistered", name)
             return apply_change(self.pools, change)
         present = next((each for each in self.pools if each.name == name), None)
         if present is not None and present.spec.source != SOURCE:

@@ -153,11 +153,11 @@ class PeerProxies:
             )
         except UpstreamError as exc:
             if peer.is_reached:
-                logger.warning("proxy %s is not told of reservations: %s", origin, exc)
+                logger.warning("can't send reservations to proxy %s: %s", origin, exc)
             peer.is_reached = False
             return False
         if not peer.is_reached:
-            logger.info("proxy %s is told of reservations again", origin)
+            logger.info("proxy %s receives reservations again", origin)
         peer.is_reached = True
         return True
 
@@ -199,7 +199,9 @@ class PeerProxies:
             for name, owner in self._owners.items():
                 if not owner.is_gone and self._now() - owner.received_at > EXPIRE_S:
                     owner.is_gone, owner.named = True, None
-                    logger.warning("a process of another proxy is silent: what it reserved is free")
+                    logger.warning(
+                        "a peer proxy's process is silent: its reservations are released"
+                    )
                     self._sharing.forget(name)
 
 

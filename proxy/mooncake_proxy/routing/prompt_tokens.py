@@ -105,7 +105,7 @@ class PromptTokens:
         ours = self._tokenizer.encode(PROBE, add_special_tokens=True)
         if theirs is not None and theirs != ours:
             instance.warn_once(
-                "tokenizer", "is sent text, not token ids: it reads text otherwise than --tokenizer"
+                "tokenizer", "is sent text, not token ids: it tokenizes unlike --tokenizer"
             )
         if instance in self._agrees:
             self._agrees[instance] = theirs == ours

@@ -556,8 +556,8 @@ class RequestRouter:
             if isinstance(error, Rejected) and error.status in _NOT_SUPPORTED:
                 instance.warn_once(
                     "no_abort",
-                    "has no /abort, as vLLM: KV that no decode instance fetches stays there until "
-                    "its lease ends (lease_seconds)",
+                    "has no /abort, as vLLM: KV that no decode instance fetches stays allocated "
+                    "until its lease expires (lease_seconds)",
                 )
             else:
                 logger.warning("abort of %s not delivered: %s", remote_request_id, error)

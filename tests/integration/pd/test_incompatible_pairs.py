@@ -27,7 +27,7 @@ def test_the_proxy_leaves_a_pair_alone_that_does_not_go_together(flow: str) -> N
                 assert figure(url, "mooncake_proxy_local_prefill_total") == count
             assert figure(decode.url, "mooncake:kv_transfer_refused_peers_total") == 0
             assert figure(decode.url, "mooncake:kv_transfer_refused_loads_total") == 0
-            assert "does not go together with" in proxy.error_text
+            assert "is incompatible with" in proxy.error_text
         unchecked = ("--health-interval", "0", "--decode", decode.url)
         with running("mooncake_proxy", *proxy_options, *unchecked) as proxy:
             ask(proxy.wait_for("listens on").split()[-1])

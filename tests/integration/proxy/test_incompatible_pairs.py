@@ -117,7 +117,7 @@ def test_a_pair_that_can_not_work_is_known_before_any_request(
             assert asked.count("/kv/topology") == 2, "once per start of an instance"
 
     uvloop.run(main())
-    said = [r.getMessage() for r in caplog.records if "does not go together" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "is incompatible with" in r.getMessage()]
     assert len(said) == 2
     assert all("model differs" in line for line in said)
 

@@ -83,7 +83,7 @@ def test_an_instance_without_abort_is_named_once(
     else:
         [line] = lines
         assert "has no /abort" in line
-        assert "until its lease ends (lease_seconds)" in line
+        assert "until its lease expires (lease_seconds)" in line
 
 
 def facts(text: bytes) -> KVTransferParams:
