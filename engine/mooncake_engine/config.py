@@ -1,4 +1,4 @@
-"""EngineConfig: all options of the engine, with their flags and checks.
+"""EngineConfig: all options of the engine, with their flags; ``config_checks`` has the checks.
 
 A config is complete and immutable once constructed; derive others with ``replace``.
 """
@@ -9,6 +9,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from mooncake_engine.config_checks import (
+    check_expert_options,
+    check_kv_event_ports,
+    check_nodes_of_data_parallel_ranks,
+    check_values,
+)
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.node_config import NodeConfig
 from mooncake_engine.speculative_config import SpeculativeConfig
@@ -56,12 +62,6 @@ def read_chat_template(given: str | None) -> str | None:
 KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 """Narrower data types of the KV cache, by vLLM's names."""
 _CHOICES = {"kv_cache_dtype": ("auto", *KV_CACHE_DTYPES), "quantization": (None, "fp8")}
-
-_POSITIVE = (
-    *("dp_size", "tp_size", "pp_size", "ep_size", "ep_dispatch_min_tokens", "block_size"),
-    *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("max_step_tokens_with_decodes", "min_prefill_chunk", "prefill_chunk_size"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,37 +460,17 @@ class EngineConfig:
     nodes: NodeConfig = field(default_factory=NodeConfig)
 
     def __post_init__(self) -> None:
-        _check_step_timeout(self.step_timeout_s)
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        check_values(self)
         for name, possible in _CHOICES.items():
             if (given := getattr(self, name)) not in possible:
                 raise ConfigError(f"{name} must be one of {list(possible)}, got {given!r}")
-        if self.dp_size * self.tp_size % self.ep_size:
-            raise ConfigError(
-                f"ep_size {self.ep_size} was asked for with dp_size {self.dp_size} and tp_size "
-                f"{self.tp_size}: experts are divided over the ranks of a stage; use a divisor of "
-                "dp_size times tp_size, or their product itself"
-            )
+        check_expert_options(self)
         self.nodes.check(
             self.num_all_ranks,
             {"--executor ray": self.executor is ExecutorKind.RAY, "--kv-pool": bool(self.kv_pool)},
         )
-        self._check_kv_events()
-        self._check_data_parallel()
-        is_placing = self.redundant_experts or self.expert_load or self.eplb_step_interval
-        if self.ep_size == 1 and is_placing:
-            raise ConfigError(
-                "redundant_experts, expert_load and eplb_step_interval place experts that are "
-                "divided over ranks: they need an ep_size above 1"
-            )
-        self._check_scheduling()
-        if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:
-            raise ConfigError(
-                f"memory_utilization must be in (0, 1], got {self.memory_utilization}"
-            )
+        check_kv_event_ports(self)
+        check_nodes_of_data_parallel_ranks(self)
         if self.role is not Role.BOTH and self.kv_transfer is None:
             raise ConfigError(
                 f"an instance of role {self.role.value!r} hands KV over or takes it: "
@@ -502,39 +482,6 @@ class EngineConfig:
                 "drafted and verified within one step, which a pipeline spreads over several; use "
                 "one stage, and tensor parallelism for more ranks"
             )
-
-    def _check_kv_events(self) -> None:
-        has_store = self.kv_pool is not None and self.kv_pool.dram_bytes > 0
-        num_publishers = self.dp_size + has_store
-        if self.kv_events is not None and (why := self.kv_events.why_crowded(num_publishers)):
-            raise ConfigError(why)
-
-    def _check_data_parallel(self) -> None:
-        if self.dp_size == 1:
-            return
-        per_node = self.num_ranks_per_node
-        if per_node % self.tp_size and self.tp_size % per_node:
-            raise ConfigError(
-                f"--nnodes {self.nodes.nnodes} gives each node {per_node} ranks, of --dp-size "
-                f"{self.dp_size} and --tp-size {self.tp_size}: parts of two data-parallel ranks "
-                "would be on one node; choose sizes so that a node has whole ones, or that one has "
-                "whole nodes"
-            )
-
-    def _check_scheduling(self) -> None:
-        for name in (
-            "swap_space_bytes",
-            "scheduler_delay_factor",
-            "redundant_experts",
-            "eplb_step_interval",
-            "piecewise_graph_max_tokens",
-        ):
-            if (value := getattr(self, name) or 0) < 0:
-                raise ConfigError(f"{name} must not be negative, got {value}")
-        if self.target_tbt_ms is not None and self.target_tbt_ms <= 0:
-            raise ConfigError(f"target_tbt_ms must be above 0, got {self.target_tbt_ms:g}")
-        if not 0 <= self.watermark < 1:
-            raise ConfigError(f"watermark must be in [0, 1), got {self.watermark}")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -589,12 +536,3 @@ class EngineConfig:
     def model_name(self) -> str:
         """Name under which the API serves the model."""
         return self.served_model_name or self.model.resolve().name
-
-
-def _check_step_timeout(seconds: float) -> None:
-    """Check the timeout. An idle step waits up to half a second for requests, so a shorter timeout
-    would end an idle instance."""
-    if not (seconds == 0 or 1 <= seconds <= 86_400):
-        raise ConfigError(
-            f"step_timeout_s must be 0, which is no limit, or 1 to 86400 seconds, got {seconds:g}"
-        )
